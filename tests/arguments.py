@@ -104,6 +104,8 @@ def _other_tensors(good: Tensor, first: bool) -> list[Any]:
             wrong += [torch.quantize_per_tensor(good.float(), 0.1, 0, torch.qint8)]
             wrong += [torch.nested.nested_tensor([good, good])]
             wrong += [good.to_sparse_csr()] if good.ndim == 2 else []
+    if not first and good.dtype == torch.float32:
+        wrong.append(good.double())  # another dtype than that of the first
     return wrong if first else [*wrong, good.to("meta")]
 
 

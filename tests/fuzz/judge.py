@@ -52,7 +52,7 @@ def judge(case: Case, *, triton: bool = False) -> Answer:
     """Runs a case on every backend that can serve it, and compares what they return."""
     made = make(case)
     with _settings(case):
-        public = functools.partial(_call_public, case.subject)
+        public = functools.partial(call_public, case.subject)
         try:
             with backends.use_backend("reference"):
                 forward = made.call._replace(gradient=False).map(proofs._copied)
@@ -91,7 +91,7 @@ def _able(operator: str, call: proofs.Call, triton: bool) -> list[str]:
     return [*able, "composed"] if "composed" in registered and "native" not in registered else able
 
 
-def _call_public(operator: str, call: backends.Record) -> Any:
+def call_public(operator: str, call: backends.Record) -> Any:
     """Calls the public function of an operator with the arguments of its implementations."""
     arguments = call._asdict()
     if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
@@ -161,7 +161,7 @@ def _judge_backend(
     case: Case, made: Made, name: str, douts: list[Tensor], standards: list[_Standards]
 ) -> tuple[str | None, float]:
     """Returns what is wrong with a backend, and its largest error as a part of what is allowed."""
-    public = functools.partial(_call_public, case.subject)
+    public = functools.partial(call_public, case.subject)
     threads = case.settings["threads"]
     try:
         with backends.use_backend(name, *_PARTS):

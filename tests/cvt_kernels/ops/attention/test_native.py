@@ -199,16 +199,6 @@ def test_operator_checks_what_it_would_read():
             op(*arguments)
 
 
-def test_opcheck_and_compile():
-    from cvt_kernels.ops.attention import native  # noqa: F401 (registers the shapes that torch.compile needs)
-
-    tensors = make(2, 9, 4, 3, 8, torch.float32)
-    torch.library.opcheck(torch.ops.cvt_kernels.attention_inference.default, (*tensors, 0.1))
-    torch.compiler.reset()
-    compiled = torch.compile(ck.attention, fullgraph=True, backend="aot_eager", dynamic=False)
-    assert torch.equal(compiled(*tensors), ck.attention(*tensors))
-
-
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
 tensors = [torch.randn(2, n, 3, 20) for n in (31, 300, 300)]

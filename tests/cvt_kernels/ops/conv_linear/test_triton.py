@@ -155,68 +155,11 @@ def test_tiles_of_other_sizes(dtype, changes):
         assert_backends_agree(*make(2, (3, 4), 34, 1, outputs=(18, 20, 5), dtype=dtype))
 
 
-@pytest.mark.parametrize("case", ["channels", "tokens", "batch", "copied", "misaligned"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_strided_tokens(case, dtype):
-    x, grid, convs, linears = make(3, (2, 3), 16, 1, dtype=dtype)
-    if case == "channels":
-        x = torch.cat([x, x[..., :3]], dim=2)[..., :16]
-    elif case == "tokens":
-        x = x.repeat_interleave(2, dim=1)[:, ::2]
-    elif case == "batch":
-        x = x[:1].expand(3, -1, -1)
-    elif case == "copied":
-        x = x.transpose(1, 2).contiguous().transpose(1, 2)
-    else:
-        x = torch.cat([x.flatten(), x.flatten()[:1]])[1:].view(x.shape)
-    assert_backends_agree(x, grid, convs, linears)
-
-
 def test_a_mean_of_many_deviations():
     """BatchNorm is folded into the weights: its sums do not cancel worse than PyTorch's."""
     x, grid, convs, linears = make(1, (4, 4), 16)
     convs = [conv._replace(running_mean=conv.running_mean + 1000) for conv in convs]
     assert_backends_agree(x, grid, convs, linears)
-
-
-def test_the_same_bits_every_time():
-    arguments = make(1, (3, 3), 24, 1, dtype=torch.float16)
-    with ck.use_backend("triton"):
-        first, second = ck.conv_linear(*arguments), ck.conv_linear(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_autocast():
-    """It computes in autocast's dtype, as its parts do."""
-    arguments = make(1, (4, 4), 16)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        with ck.use_backend("triton"):
-            ours = ck.conv_linear(*arguments)
-        theirs = ck.reference.conv_linear(*arguments)
-    for a, b, c in zip(ours, theirs, ck.reference.conv_linear(*doubled(*arguments)), strict=True):
-        assert a.dtype == torch.bfloat16
-        assert_accurate(a, b, c, floor=4)
-
-
-def test_compiled():
-    x, grid, convs, linears = make(1, (4, 4), 16, 1)
-    with ck.use_backend("triton"):
-        compiled = torch.compile(
-            lambda x: ck.conv_linear(x, grid, convs, linears), fullgraph=True, backend="aot_eager"
-        )
-        for ours, theirs in zip(compiled(x), ck.conv_linear(x, grid, convs, linears), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def test_the_registered_operator_passes_opcheck():
-    x, grid, convs, linears = make(1, (4, 4), 16, 1)
-    names = ("weight", "bn_weight", "bn_bias", "running_mean", "running_var")
-    tensors = [[getattr(conv, name) for conv in convs] for name in names]
-    biases = [linears[0][1], None, linears[2][1]]
-    operator = torch.ops.cvt_kernels.conv_linear.default
-    arguments = (x, list(grid), [1, 2, 2], [1e-5] * 3, *tensors, [w for w, _ in linears], biases)
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(operator, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -254,15 +197,6 @@ def test_shapes_that_are_refused(settings, reason):
     arguments = make(**{"batch": 1, "grid": (2, 2), "channels": 4, **settings})
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
         ck.conv_linear(*arguments)
-
-
-@pytest.mark.parametrize("where", ["x", "conv", "linear"])
-def test_gradients_are_refused(where):
-    x, grid, convs, linears = make(1, (2, 2), 4)
-    {"x": x, "conv": convs[2].weight, "linear": linears[0][1]}[where].requires_grad_()
-    refused = pytest.raises(ck.BackendUnavailable, match="there are no gradients")
-    with torch.enable_grad(), ck.use_backend("triton"), refused:
-        ck.conv_linear(x, grid, convs, linears)
 
 
 # Plans ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad, gradcheck
+from torch.autograd import forward_ad
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, reference
@@ -177,17 +177,6 @@ def test_compiled():
         assert all(torch.equal(a, b) for a, b in zip(project(batch), compiled(batch), strict=True))
 
 
-def test_opcheck():
-    machine.load_extension()
-    from cvt_kernels.ops.conv_projection import native  # noqa: F401 (registers the shapes that torch.compile needs)
-
-    q, k = make_branch(6, CVT[0], torch.bfloat16), make_branch(6, (2, 3, 2, 1), torch.bfloat16, torch.float32)
-    x = make_x((4, 5), 6, class_token=True, dtype=torch.bfloat16)
-    norms = [*q[1:5], None, None, *k[3:5]]
-    arguments = (x, 4, 5, [q.weight, k.weight], norms, [1, 1, 1, 3, 2, 1], [1e-5, 1e-3])
-    torch.library.opcheck(torch.ops.cvt_kernels.conv_projection_inference.default, arguments)
-
-
 def test_autocast_computes_as_a_convolution_would():
     x = make_x((6, 6), 16, dtype=torch.float32)
     branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
@@ -282,27 +271,6 @@ def test_training(dtype, training, grid, channels, class_token, batch, geometrie
     assert_trains(x, grid, branches, training=training)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_gradcheck(training):
-    x, branches = (
-        make_x((4, 3), 3, class_token=True),
-        [live(make_branch(3, geometry)) for geometry in CVT[:2]],
-    )
-    leaves = [x, *(t for branch in branches for t in branch[:3])]
-
-    def function(x, *parameters):
-        own = [
-            branch._replace(weight=w, bn_weight=scale, bn_bias=shift, momentum=0.0)
-            for branch, w, scale, shift in zip(
-                branches, parameters[::3], parameters[1::3], parameters[2::3], strict=True
-            )
-        ]
-        return ck.conv_projection(x, (4, 3), own, training=training)
-
-    with torch.enable_grad():
-        assert gradcheck(function, [t.requires_grad_() for t in leaves], fast_mode=True)
-
-
 def test_training_on_a_mean_of_many_deviations():
     """Without padding, so that the mean of every output is large; sums of squares would lose all digits."""
     branches = [make_branch(20, (3, stride, 0, 1), torch.float32) for stride in (1, 2)]
@@ -359,18 +327,6 @@ def test_compiled_training():
     compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
     eager, traced = (train(function, x, (5, 6), branches) for function in (ck.conv_projection, compiled))
     torch.testing.assert_close(eager, traced, rtol=0, atol=0)
-
-
-def test_opcheck_of_training():
-    q, k = make_branch(6, CVT[0], torch.bfloat16), make_branch(6, (2, 3, 2, 1), torch.bfloat16)
-    x, weights = make_x((4, 5), 6, class_token=True, dtype=torch.bfloat16), [q.weight, k.weight]
-    geometry, eps = [1, 1, 1, 3, 2, 1], [1e-5, 1e-3]
-    ops = torch.ops.cvt_kernels
-    torch.library.opcheck(ops.conv_projection_moments.default, (x, 4, 5, weights, geometry))
-    douts = run(ck.conv_projection, x, (4, 5), [q, k._replace(stride=3, padding=2)])
-    norms = [t if t is None else t.float() for t in (q.bn_weight, *q[3:5], None, *k[3:5])]
-    arguments = (list(douts), x, 4, 5, weights, norms, geometry, eps, [0, 1])
-    torch.library.opcheck(ops.conv_projection_gradients.default, arguments)
 
 
 def test_the_extension_trains():

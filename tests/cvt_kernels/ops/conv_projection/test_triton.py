@@ -12,7 +12,6 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd import gradcheck
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
@@ -183,23 +182,6 @@ def test_seven_by_seven():
     assert_backends_agree(x, (4, 3), convs, True)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_gradcheck(training):
-    x, convs = make(2, (3, 2), 2, 1, branches=CVT[1:2], kernel_sizes=(3,))
-    names = ("weight", "bn_weight", "bn_bias")
-    parameters = [getattr(conv, name).requires_grad_() for conv in convs for name in names]
-
-    def function(x, *parameters):
-        live = [
-            clone_buffers(conv)._replace(**dict(zip(names, parameters[3 * i : 3 * i + 3], strict=True)))
-            for i, conv in enumerate(convs)
-        ]
-        with ck.use_backend("triton"):
-            return ck.conv_projection(x, (3, 2), live, training=training)
-
-    assert gradcheck(function, (x.requires_grad_(), *parameters), fast_mode=True)
-
-
 def test_equal_bits_over_three_runs():
     x, convs = make(2, (4, 3), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
     first = run("triton", x, (4, 3), convs, True)
@@ -338,16 +320,6 @@ def test_cuda_graph(training):
         stream.synchronize()
         expected = ck.conv_projection(2 * x, (6, 6), convs, training=training)
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
-
-
-def test_double_backward_raises():
-    x, convs = make(2, (2, 2), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
-    x.requires_grad_()
-    with ck.use_backend("triton"):
-        (out,) = ck.conv_projection(x, (2, 2), convs, training=True)
-    (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
 
 
 def test_the_kernels_do_the_work():

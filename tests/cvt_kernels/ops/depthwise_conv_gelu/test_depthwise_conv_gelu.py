@@ -35,44 +35,6 @@ def test_values_are_those_of_a_loop(backend, approximate, bias):
     assert out.is_contiguous()
 
 
-BAD = {
-    "no tensor": ((3, GRID, WEIGHT), {}, TypeError, "x: got int"),
-    "integers": ((X.long(), GRID, WEIGHT), {}, TypeError, "x: got dtype int64"),
-    "rank": ((X[0], GRID, WEIGHT), {}, ValueError, "x: got shape (12, 6), expected 3 dimensions"),
-    "no channels": ((X[..., :0], GRID, WEIGHT[:0]), {}, ValueError, "x: got shape (2, 12, 0)"),
-    "list": ((X, [3, 4], WEIGHT), {}, TypeError, "grid: got [3, 4], expected a tuple (H, W)"),
-    "a tensor": ((X, WEIGHT, WEIGHT), {}, TypeError, "grid: got Tensor, expected a tuple (H, W)"),
-    "fractions": ((X, (3.0, 4.0), WEIGHT), {}, TypeError, "grid: got (3.0, 4.0)"),
-    "other tokens": ((X, (3, 3), WEIGHT), {}, ValueError, "grid: got 3×3 for 12 tokens"),
-    "negative": ((X, (-3, -4), WEIGHT), {}, ValueError, "grid: got -3×-4 for 12 tokens"),
-    "kernel": ((X, GRID, WEIGHT[..., :2]), {}, ValueError, "weight: got shape (6, 1, 3, 2)"),
-    "channels": ((X, GRID, WEIGHT[:5]), {}, ValueError, "weight: got shape (5, 1, 3, 3)"),
-    "dtype": ((X, GRID, WEIGHT.double()), {}, TypeError, "weight: has dtype float64, expected float32"),
-    "bias": ((X, GRID, WEIGHT, BIAS[:5]), {}, ValueError, "bias: got shape (5,), expected (6,)"),
-    "device": ((X, GRID, WEIGHT, BIAS.to("meta")), {}, ValueError, "bias: is on meta, expected cpu as x"),
-    "gelu": ((X, GRID, WEIGHT), {"approximate": "erf"}, ValueError, "approximate: got 'erf'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments(case):
-    args, settings, error, message = BAD[case]
-    with pytest.raises(error) as raised:
-        ck.depthwise_conv_gelu(*args, **settings)
-    assert message in str(raised.value)
-
-
-@every_backend
-def test_an_empty_batch(backend):
-    leaves = [t.clone().requires_grad_() for t in (X[:0], WEIGHT, BIAS)]
-    with ck.use_backend(backend):
-        out = ck.depthwise_conv_gelu(leaves[0], GRID, *leaves[1:])
-    gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
-    assert out.shape == (0, 12, CHANNELS)
-    for gradient, leaf in zip(gradients, leaves, strict=True):
-        assert torch.equal(gradient, torch.zeros_like(leaf))
-
-
 @needs_extension
 @torch.no_grad()
 def test_what_is_remembered_of_a_call_is_not_taken_for_another():

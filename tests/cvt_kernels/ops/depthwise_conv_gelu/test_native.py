@@ -1,13 +1,11 @@
 """The CPU kernels of depthwise_conv_gelu against the reference."""
 
-import functools
 import shutil
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad, gradcheck
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
@@ -15,7 +13,6 @@ from tests.checks import (
     assert_accurate,
     compiler,
     not_built,
-    recorded_operators,
     run_on_instruction_set,
     run_sanitized,
 )
@@ -95,21 +92,6 @@ def test_any_shape_and_strides(grid, channels, batch, dtype, layout, has_bias):
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=epsilon * scale)
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
-def test_gradcheck(approximate):
-    leaves = [t.requires_grad_() for t in make((4, 3), 3)]
-    function = functools.partial(ck.depthwise_conv_gelu, approximate=approximate)
-    assert gradcheck(lambda x, weight, bias: function(x, (4, 3), weight, bias), leaves, fast_mode=True)
-
-
-def test_second_derivatives_raise():
-    x, weight, bias = (t.requires_grad_() for t in make((4, 3), 3))
-    out = ck.depthwise_conv_gelu(x, (4, 3), weight, bias)
-    (dx,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 def test_nan_and_inf_reach_their_neighbors_only():
     x, weight, bias = make((6, 7), 20, dtype=torch.float32)
     x[0, 9, 3], x[1, 20, 4], weight[5, 0, 0, 2], bias[19] = torch.nan, torch.inf, torch.nan, torch.inf
@@ -120,41 +102,12 @@ def test_nan_and_inf_reach_their_neighbors_only():
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("grid", "channels", "batch"), [((35, 19), 300, 1), ((9, 11), 65, 7)], ids=str)
-def test_same_bits_whatever_the_number_of_threads(dtype, grid, channels, batch):
-    tensors = make(grid, channels, batch, dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            results.append(run(ck.depthwise_conv_gelu, grid, tensors))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other, rtol=0, atol=0)
-
-
 @torch.no_grad()
 def test_an_image_is_the_same_in_any_batch():
     x, weight, bias = make((9, 11), 65, 5, torch.float32)
     together = ck.depthwise_conv_gelu(x, (9, 11), weight, bias)
     alone = [ck.depthwise_conv_gelu(image[None], (9, 11), weight, bias) for image in x]
     assert torch.equal(together, torch.cat(alone))
-
-
-@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
-def test_gradients_where_only_some_are_wanted(wanted):
-    """The others are frozen; the gradient of the output lies in another order."""
-    tensors = dict(zip(("x", "weight", "bias"), make((4, 5), 6), strict=True))
-    found = []
-    for function in (ck.depthwise_conv_gelu, reference.depthwise_conv_gelu):
-        leaves = {name: t.clone().requires_grad_(name == wanted) for name, t in tensors.items()}
-        out = function(leaves["x"], (4, 5), leaves["weight"], leaves["bias"])
-        (out.mT * torch.linspace(0, 1, out.numel()).view_as(out.mT)).sum().backward()
-        found.append([t.grad for t in leaves.values()])
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 def test_autocast_computes_as_a_convolution_would():
@@ -179,38 +132,6 @@ def test_compiled():
     for x in (tensors[0], tensors[0][:1], torch.cat([tensors[0]] * 2)):
         eager, traced = (run(f, (5, 6), [x, *tensors[1:]]) for f in (ck.depthwise_conv_gelu, compiled))
         torch.testing.assert_close(eager, traced, rtol=0, atol=0)
-
-
-def test_opcheck():
-    machine.load_extension()
-    from cvt_kernels.ops.depthwise_conv_gelu import native  # noqa: F401 (registers the shapes for torch.compile)
-
-    x, weight, bias = make((4, 5), 6, dtype=torch.bfloat16)
-    ops = torch.ops.cvt_kernels
-    for own in (bias, None):
-        torch.library.opcheck(ops.depthwise_conv_gelu.default, (x, 4, 5, weight, own, "tanh"))
-        torch.library.opcheck(ops.depthwise_conv_gelu_backward.default, (x, x, 4, 5, weight, own, "tanh"))
-
-
-def test_the_extension_does_the_work():
-    """The tests above would pass with a silent reference too."""
-    tensors = make((4, 4), 8)
-    with recorded_operators() as called:
-        run(ck.depthwise_conv_gelu, (4, 4), tensors)
-    names = [name for name in called if name.startswith("cvt_kernels.")]
-    assert names == [
-        "cvt_kernels.depthwise_conv_gelu.default",
-        "cvt_kernels.depthwise_conv_gelu_backward.default",
-    ]
-    assert not any("convolution" in name for name in called)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
-def test_forward_mode_is_refused():
-    x, weight, bias = make((4, 4), 4)
-    message = "backend 'native' is unavailable: forward-mode differentiation is not supported"
-    with forward_ad.dual_level(), pytest.raises(ck.BackendUnavailable, match=message):
-        ck.depthwise_conv_gelu(forward_ad.make_dual(x, x), (4, 4), weight, bias)
 
 
 def test_operators_check_what_they_would_read():

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from torch.autograd import gradcheck
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
@@ -98,18 +97,6 @@ def test_sizes_at_edges(batch, grid, channels, dtype):
     assert_backends_agree(grid, make(batch, grid, channels, dtype, bias=batch > 1))
 
 
-@needs_float64
-@pytest.mark.usefixtures("wide_walks")
-def test_gradcheck():
-    tensors = [tensor.requires_grad_() for tensor in make(1, (3, 2), 2, torch.float64)]
-
-    def function(x, *parameters):
-        with ck.use_backend("triton"):
-            return ck.depthwise_conv_gelu(x, (3, 2), *parameters)
-
-    assert gradcheck(function, tensors, fast_mode=True)
-
-
 def launched_by(function):
     """Returns what a function makes, and its launches, planned for a GPU of one multiprocessor."""
     launched = []
@@ -187,16 +174,6 @@ def test_only_what_is_needed_is_computed():
 
 
 @pytest.mark.usefixtures("wide_walks")
-def test_there_are_no_second_derivatives():
-    x, weight, _ = make(1, (1, 1), 2, torch.float32)
-    with ck.use_backend("triton"):
-        y = ck.depthwise_conv_gelu(x.requires_grad_(), (1, 1), weight)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
-@pytest.mark.usefixtures("wide_walks")
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_a_call_like_an_earlier_one_is_only_launched(bias):
@@ -208,36 +185,6 @@ def test_a_call_like_an_earlier_one_is_only_launched(bias):
         for x in (others[0], shifted):  # which does not begin at 16 bytes
             ours = ck.depthwise_conv_gelu(x, (2, 2), *others[1:])
             torch.testing.assert_close(ours, reference(x, (2, 2), *others[1:]), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.usefixtures("wide_walks")
-def test_autocast():
-    x, weight, bias = make(1, (2, 2), 4, torch.float32)
-    with ck.use_backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
-        with torch.no_grad():
-            results = [ck.depthwise_conv_gelu(x, (2, 2), weight, bias) for _ in range(2)]
-        results.append(ck.depthwise_conv_gelu(x.clone().requires_grad_(), (2, 2), weight, bias))
-        half = ck.depthwise_conv_gelu(x.bfloat16(), (2, 2), weight.bfloat16(), bias.bfloat16())
-    assert all(torch.equal(result, half) for result in results)
-    assert half.dtype == torch.bfloat16
-
-
-@pytest.mark.usefixtures("wide_walks")
-def test_torch_compile():
-    tensors = make(1, (2, 3), 4, torch.float32)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def function(x, weight, bias):
-        return ck.depthwise_conv_gelu(x, (2, 3), weight, bias, approximate="tanh")
-
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    with ck.use_backend("triton"):
-        y = function(*leaves)
-        gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
-    expected = torch.autograd.functional.vjp(
-        lambda *args: reference(args[0], (2, 3), *args[1:], approximate="tanh"), tensors, torch.ones_like(y)
-    )
-    torch.testing.assert_close((y, gradients), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_calls_that_the_kernels_do_not_serve():

@@ -261,12 +261,6 @@ def test_the_module():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_the_same_call_gives_the_same_bits():
-    x, *layer, residual = make_layer((150,), 40, 48)
-    results = [by("triton", ck.linear_int8, x, *layer, residual=residual) for _ in range(2)]
-    assert torch.equal(*results)
-
-
 # Faults that the proof finds ------------------------------------------------------------------------------
 
 

@@ -133,19 +133,3 @@ def test_a_call_is_one_operator_without_copies():
                 call()
         names = [name for name in names if "clamp" not in name and "slice" not in name]
         assert names == [f"cvt_kernels.{operator}.default"]
-
-
-@needs_extension
-@torch.no_grad()
-def test_results_do_not_depend_on_the_number_of_threads():
-    x, rows, values = make(batch=4, tokens=200, count=150, channels=96)
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            with ck.use_backend("native"):
-                h, y = ck.gather_add_layer_norm(x, rows, values)
-                results.append([ck.gather_rows(x, rows), h, y, ck.scatter_rows(x, rows, h, y)])
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(torch.equal, *results))

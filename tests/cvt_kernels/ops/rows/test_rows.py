@@ -1,10 +1,7 @@
 """Operators on rows of tokens: values, gradients, arguments, and the choice of what serves."""
 
-import functools
-
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 import cvt_kernels as ck
 from cvt_kernels import reference, verdicts
@@ -58,51 +55,6 @@ def test_values_are_those_of_a_loop(backend):
 
 
 @every_backend
-def test_gradients_are_those_of_differences(backend):
-    options = {"dtype": torch.float64, "requires_grad": True}
-    x, branch, weight, bias = tokens(**options), values(**options), randn(6, **options), randn(6, **options)
-    check = functools.partial(gradcheck, fast_mode=backend == "triton")  # whose interpreter takes its time
-    with ck.use_backend(backend):
-        assert check(functools.partial(ck.gather_rows, rows=ROWS), (x,))
-        assert check(
-            lambda x, branch, weight, bias: ck.gather_add_layer_norm(x, ROWS, branch, weight, bias),
-            (x, branch, weight, bias),
-        )
-        assert check(lambda x, a, b: ck.scatter_rows(x, ROWS, a, b), (x, values(**options), branch))
-
-
-@every_backend
-def test_single_outputs_and_absent_parameters_have_gradients(backend):
-    x, branch, weight = tokens(requires_grad=True), values(requires_grad=True), randn(6, requires_grad=True)
-
-    def gradients():
-        found = []
-        for output, norm in ((0, weight), (1, None), (1, weight)):
-            out = ck.gather_add_layer_norm(x, ROWS, branch, norm)[output].sin().sum()
-            leaves = [x, branch, weight]
-            found += torch.autograd.grad(out, leaves, allow_unused=True, materialize_grads=True)
-        only_values = ck.scatter_rows(x.detach(), ROWS, branch).sin().sum()
-        return [*found, *torch.autograd.grad(only_values, [branch])]
-
-    with ck.use_backend(backend):
-        ours = gradients()
-    with ck.use_backend("reference"):
-        torch.testing.assert_close(ours, gradients())
-
-
-@every_backend
-@torch.no_grad()
-def test_in_place_the_other_tokens_stay_where_they_are(backend):
-    x, added, branch = tokens(), values(), values()
-    expected, version = reference.scatter_rows(x, ROWS, added, branch), x._version
-    with ck.use_backend(backend):
-        out = ck.scatter_rows(x, ROWS, added, branch, inplace=True)
-    assert out is x
-    assert torch.equal(x, expected)
-    assert x._version > version
-
-
-@every_backend
 def test_tokens_of_any_strides_are_read(backend):
     wide = randn(BATCH, CHANNELS, TOKENS + 3).requires_grad_()
     views = wide.transpose(1, 2)[:, 2:-1], randn(TOKENS, BATCH, 2 * CHANNELS).transpose(0, 1)[..., ::2]
@@ -117,64 +69,7 @@ def test_tokens_of_any_strides_are_read(backend):
         torch.testing.assert_close(normalized, reference.gather_add_layer_norm(x, ROWS, added))
 
 
-@pytest.mark.parametrize("backend", ["auto", "native", "reference"])
-def test_empty_batches_and_no_rows(backend):
-    if backend == "native" and not_built():
-        pytest.skip("there is no C++ compiler")
-    for images, count in ((0, 3), (2, 0)):
-        x, added = randn(images, 5, 6), randn(images, count, 6)
-        rows = torch.zeros(images, count, dtype=torch.int64)
-        with ck.use_backend(backend):
-            assert ck.gather_rows(x, rows).shape == added.shape
-            assert [t.shape for t in ck.gather_add_layer_norm(x, rows, added)] == [added.shape] * 2
-            assert torch.equal(ck.scatter_rows(x, rows, added, added), x)
-            assert ck.scatter_rows(x, rows, added, inplace=True) is x
-
-
 X, ADDED, BRANCH = torch.ones(2, 7, 6), torch.ones(2, 4, 6), torch.ones(2, 4, 6)
-BAD = {
-    "no tensor": (ck.gather_rows, (3, ROWS), {}, TypeError, "x: got int"),
-    "integers": (ck.gather_rows, (X.long(), ROWS), {}, TypeError, "x: got dtype int64"),
-    "rank": (ck.gather_rows, (X[0], ROWS), {}, ValueError, "x: got shape (7, 6), expected 3 dimensions"),
-    "no tokens": (ck.gather_rows, (X[:, :0], ROWS), {}, ValueError, "x: got shape (2, 0, 6)"),
-    "list": (ck.gather_rows, (X, [[0], [1]]), {}, TypeError, "rows: got list"),
-    "int32": (ck.gather_rows, (X, ROWS.int()), {}, TypeError, "rows: got dtype int32, expected int64"),
-    "rank of rows": (ck.gather_rows, (X, ROWS[0]), {}, ValueError, "rows: got shape (4,), expected 2"),
-    "images": (ck.gather_rows, (X, ROWS[:1]), {}, ValueError, "rows: are of 1 images, expected 2 as x"),
-    "device": (ck.gather_rows, (X, ROWS.to("meta")), {}, ValueError, "rows: is on meta, expected cpu as x"),
-    "branch": (
-        ck.gather_add_layer_norm, (X, ROWS, X), {},
-        ValueError, "branch: got shape (2, 7, 6), expected (2, 4, 6)",
-    ),
-    "dtype of the branch": (
-        ck.gather_add_layer_norm, (X, ROWS, BRANCH.half()), {}, TypeError, "branch: has dtype float16",
-    ),
-    "weight": (
-        ck.gather_add_layer_norm, (X, ROWS, BRANCH, torch.ones(4)), {}, ValueError, "weight: got shape (4,)",
-    ),
-    "eps": (ck.gather_add_layer_norm, (X, ROWS, BRANCH), {"eps": 0.0}, ValueError, "eps: got 0.0"),
-    "dtype": (ck.gather_add_layer_norm, (X, ROWS, BRANCH), {"dtype": int}, TypeError, "dtype: got"),
-    "values": (ck.scatter_rows, (X, ROWS, ADDED[:, :3]), {}, ValueError, "values: got shape (2, 3, 6)"),
-    "branch of values": (
-        ck.scatter_rows, (X, ROWS, ADDED, BRANCH[..., :5]), {}, ValueError, "branch: got shape (2, 4, 5)",
-    ),
-    "gradient": (
-        ck.scatter_rows, (X, ROWS, ADDED.clone().requires_grad_()), {"inplace": True},
-        ValueError, "inplace: got True where a gradient is wanted",
-    ),
-    "strided": (
-        ck.scatter_rows, (X.transpose(0, 1).contiguous().transpose(0, 1), ROWS, ADDED), {"inplace": True},
-        ValueError, "x: is not contiguous",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments(name):
-    function, args, options, error, message = BAD[name]
-    with pytest.raises(error) as caught:
-        function(*args, **options)
-    assert str(caught.value).startswith(message)
 
 
 @every_backend
@@ -201,24 +96,6 @@ def test_dtypes_may_differ_under_autocast(backend, dtype):
 def test_double_precision_is_not_mixed_with_others():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="branch: has dtype float32"):
         ck.gather_add_layer_norm(X.double(), ROWS, BRANCH)
-
-
-@every_backend
-def test_torch_compile_traces_them(backend):
-    x, added, weight = tokens(requires_grad=True), values(requires_grad=True), randn(6, requires_grad=True)
-
-    def run(x, rows, added, weight):
-        h, y = ck.gather_add_layer_norm(x, rows, added, weight)
-        return ck.scatter_rows(x.sin(), rows, h, y) + ck.gather_rows(x, rows).sum()
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
-    with ck.use_backend(backend):
-        out = compiled(x, ROWS, added, weight)
-    expected = run(x, ROWS, added, weight)
-    torch.testing.assert_close(out, expected)
-    leaves = x, added, weight
-    ours, theirs = (torch.autograd.grad(t.sin().sum(), leaves) for t in (out, expected))
-    torch.testing.assert_close(ours, theirs)
 
 
 @every_backend

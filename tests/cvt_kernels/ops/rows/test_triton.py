@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy, backends, checks, machine, proofs, reference
+from cvt_kernels import accuracy, checks, machine, reference
 from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,35 +124,6 @@ def test_rows_that_x_does_not_have_count_as_none(outside, monkeypatch):
     expected.append(reference.scatter_rows(x, rows, values))
     torch.testing.assert_close(ours, expected)
     assert torch.equal(*in_place)
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-def test_kernels_stay_within_their_tensors(gradient):
-    x, rows, values = make(channels=20)
-    x.requires_grad_(gradient)
-    vector = torch.rand(20, device=DEVICE)
-    settings = {"eps": 1e-5, "dtype": None}
-    calls = {
-        "gather_rows": ((x, rows), {}),
-        "gather_add_layer_norm": ((x, rows, values, vector, vector), settings),
-        "scatter_rows": ((x, rows, values, values), {"inplace": False}),
-    }
-    if not gradient:
-        calls["in place"] = ((x, rows, values, values), {"inplace": True})
-    for name, (args, kwargs) in calls.items():
-        operator = "scatter_rows" if name == "in place" else name
-        declared = backends.operators[operator]
-
-        public = declared.passing_on(declared.public)
-
-        def run(call, public=public):
-            with ck.use_backend("triton"):
-                return public(call)
-
-        sample = proofs.Call(declared.bind(*args, **kwargs), gradient)
-        with proofs.undisturbed(x.device):
-            trial = proofs.check(run, proofs.Standard.of(declared.reference, sample))
-        assert trial.flaw is None, (name, trial)
 
 
 def test_calls_that_are_not_served():
