@@ -106,6 +106,7 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "tiny": _TINY_MAP | _3X3 | {"inputs": 2, "stride": 2, "class_token": True},
         "first stage": {"batch": 2, "height": 14, "width": 17, "inputs": 3, "channels": 64, "kernel": 7,
                         "stride": 4, "padding": 2, "class_token": True},
+        "later stage": _MAP | _3X3 | {"inputs": 40, "stride": 2, "class_token": True},
         "bare": _MAP | _3X3 | {"inputs": 5, "stride": 2, "bare": True},
         "channels last": _MAP | _3X3 | {"inputs": 5, "stride": 2, "channels_last": True},
     },
