@@ -108,6 +108,8 @@ def test_every_operator_has_examples():
 def test_values(operator, backend, name, dtype):
     assert_right(made := served(operator, backend, name, dtype=dtype), ours := run_guarded(made))
     assert all(out.is_contiguous() for out in ours.outputs if is_ours(operator, backend))
+    first, planned = infer(made), infer(made)
+    assert same_bits(first, planned)
 
 
 @combined(differentiable, names_or_dtypes, "name", "dtype")
