@@ -1,7 +1,7 @@
-"""Says aloud, once per process, that kernels which would serve this machine are not installed.
+"""Warns once if compiled kernels are missing.
 
-Without them PyTorch's own operators serve and nothing fails, so nobody would notice that an installation has
-left them out.
+Without them PyTorch's own operators serve and nothing fails, so nobody would notice that an
+installation is incomplete.
 """
 
 from __future__ import annotations

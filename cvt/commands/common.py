@@ -114,8 +114,8 @@ def add_token_keep_argument(parser: argparse.ArgumentParser) -> None:
         "--token-keep",
         type=token_keep,
         metavar="KEEP",
-        help="the fraction of the last stage's tokens that stays after a block, or entropy; one for a few "
-        "places, or one for each block with commas between (default: the checkpoint's, or else 1)",
+        help="drop unimportant tokens in the last stage: the fraction to keep, such as 0.7, or entropy to "
+        "decide per image; a list with commas gives each block its own (default: the checkpoint's, or all)",
     )
 
 

@@ -69,8 +69,8 @@ def add_parser(commands: Any) -> None:
         type=token_keep,
         default=1.0,
         metavar="KEEP",
-        help="prove the calls of the model that keeps this fraction of its last stage's tokens, or entropy; "
-        "one for a few places, or one for each block with commas between (default: 1)",
+        help="check kernels for a model that drops unimportant tokens in the last stage: the fraction to "
+        "keep, or entropy; a list with commas gives each block its own (default: keep all)",
     )
     parser.add_argument(
         "--seconds",
