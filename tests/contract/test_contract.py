@@ -1,4 +1,4 @@
-"""What every operator does on every backend that serves it here: one row of the table per test."""
+"""The contract of every operator on every backend that serves it here: one row of the table per test."""
 
 import contextlib
 import re
@@ -195,7 +195,7 @@ def test_in_place(operator, backend, dtype):
 @pairs(not_reference)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_the_same_bits_every_time(operator, backend, dtype):
-    """Whatever the number of threads, and wherever tensors lie."""
+    """Results depend neither on the number of threads nor on where tensors lie."""
     gradient = gradient_of(operator, backend)
     name = "usual" if backend == "triton" else "many"
     made = served(operator, backend, name, gradient=gradient, dtype=dtype)
@@ -213,7 +213,7 @@ def test_the_same_bits_every_time(operator, backend, dtype):
 
 @pairs(is_ours)
 def test_the_kernels_do_the_work(operator, backend):
-    """What is above would pass with a silent reference too."""
+    """The other tests would pass with a silent reference too."""
     gradient = gradient_of(operator, backend)
     made = served(operator, backend, "usual", gradient=gradient)
     started, found = [], []
@@ -246,7 +246,7 @@ def test_gradcheck(operator, backend):
 
 @pairs(differentiable)
 def test_gradients_that_are_wanted_alone(operator, backend):
-    """Of one argument, and of one output where the other is not used: they are as if all were wanted."""
+    """A gradient of one argument, or from one output, is as if all were wanted."""
     made = served(operator, backend, "tiny", gradient="all", dtype=str(WIDEST).removeprefix("torch."))
     leaves = made.leaves()
     outputs = tensors_of(made.public(made.call.record))
@@ -270,7 +270,7 @@ def test_gradients_that_are_wanted_alone(operator, backend):
 
 @pairs(lambda operator, backend: (operator, backend) in WITHOUT_GRADIENTS)
 def test_gradients_are_refused(operator, backend):
-    """Whichever argument wants one; without autograd the call is served all the same."""
+    """Any argument may want one; without autograd the call is served all the same."""
     made = example(operator, backend, "usual", gradient="all")
     for i, tensor in enumerate(made.call.tensors()):
         if tensor.requires_grad:

@@ -19,7 +19,7 @@ from cvt.commands.compile.report import SCHEMA, VERSION
 from cvt.commands.compile.resources import Resources, Usage
 from cvt.commands.compile.triton_kernels import TritonKernel, specialize
 from cvt.model import ConvEmbed, tokens_to_map
-from cvt_kernels.machine import Chip, Launch
+from cvt_kernels.machine import Launch
 from tests.processes import run_python
 
 
@@ -129,10 +129,13 @@ def test_the_interpreter_compiles_nothing(monkeypatch, capsys):
 
 
 def test_what_does_not_compile_is_named():
-    *_, launch = launches.attention_launches(launches.stages("cvt_13")[2], torch.float16, Chip(90, 132))
-    kernel = TritonKernel(90, launch.kernel.fn.__module__, launch.kernel.__name__, {}, {}, {}, {})
-    with pytest.raises(RuntimeError, match=r"^_attention_bwd_kernel does not compile for sm_90: "):
-        kernel.examine()
+    program = (
+        "from cvt.commands.compile.triton_kernels import TritonKernel\n"
+        "module = 'cvt_kernels.ops.attention.triton.backward'\n"
+        "TritonKernel(90, module, '_attention_bwd_kernel', {}, {}, {}, {}).examine()"
+    )
+    result = run_python(program, TRITON_INTERPRET="0")
+    assert "RuntimeError: _attention_bwd_kernel does not compile for sm_90: " in result.stderr
 
 
 class Grid(NamedTuple):
