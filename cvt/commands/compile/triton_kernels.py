@@ -63,9 +63,9 @@ class TritonKernel(NamedTuple):
             RuntimeError: It does not compile.
         """
         kernel = getattr(importlib.import_module(self.module), self.name)
-        attributes = self.launch_attributes(kernel.params)
-        source = ASTSource(kernel, self.signature, self.constants, attributes)
         try:
+            attributes = self.launch_attributes(kernel.params)
+            source = ASTSource(kernel, self.signature, self.constants, attributes)
             return triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=self.options)
         except Exception as error:  # Triton's own do not all survive the way back to the parent
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
