@@ -145,7 +145,7 @@ def packed_linear_add(x: Tensor, layer: AnyLinear, residual: Tensor, factor: flo
     """Computes the sum of a residual and a linear layer, whose weight is multiplied by ``factor``."""
     library = _library()
     assert library is not None
-    return library.linear_add(x, residual, _weight((layer,), factor), layer.bias, "add")
+    return library.linear_add(x, residual, _weight((layer,), factor), _bias((layer,), 1.0), "add")
 
 
 def _weight(
@@ -160,7 +160,7 @@ def _bias(layers: Sequence[AnyLinear], factor: float) -> Tensor | None:
     """Returns the biases of some layers side by side, multiplied by ``factor``."""
     biases = [layer.bias for layer in layers]
     if all(bias is None for bias in biases) or (len(biases) == 1 and factor == 1.0):
-        return biases[0]
+        return None if biases[0] is None else biases[0].contiguous()  # oneDNN's operators ignore its stride
     key = "onednn bias", factor, len(layers)
     return packed(layers[0].weight, key, lambda: _join_biases(layers, factor), biases)
 

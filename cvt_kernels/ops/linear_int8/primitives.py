@@ -149,7 +149,19 @@ def by_onednn(call: Record) -> Tensor:
     unsigned = values.view(torch.uint8) ^ _ZERO
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
     product = linear(
-        unsigned, 1.0, _ZERO, ready, call.weight_scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        unsigned,
+        1.0,
+        _ZERO,
+        ready,
+        call.weight_scale.contiguous(),
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
     )
     return _finished(product.mul_(scales), call, call.bias)
 
