@@ -25,7 +25,7 @@ BUSY = """
 import os, time
 print("busy", flush=True)
 try:
-    open(os.environ["STARTED"], "w").close()
+    started = open(os.environ["STARTED"], "w")  # an interrupt while it is finalized would be lost
     time.sleep(1000)
 except KeyboardInterrupt:
     print("report")
