@@ -19,43 +19,31 @@ from .instructions import Block, blocks_of, parse
 from .loops import bytes_in_flight_of
 
 #: The version of what the cache keeps; another number makes earlier entries unreadable.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 
 
 class MachineCode(NamedTuple):
     """The machine code of one function.
 
     Attributes:
-        registers: Registers of a thread.
-        stack: Bytes of a thread's stack.
-        shared: Bytes of static shared memory of a block.
-        local: Bytes of a thread's local memory.
+        usage: Its registers and memory, as the assembler notes them.
         counts: Instruction → how often it stands in the code.
         blocks: The basic blocks.
         bytes_in_flight: The most bytes that a warp's global loads have under way at once in a loop.
     """
 
-    registers: int
-    stack: int
-    shared: int
-    local: int
+    usage: Usage
     counts: dict[str, int]
     blocks: Sequence[Block] = ()
     bytes_in_flight: int = 0
 
-    @property
-    def usage(self) -> Usage:
-        """The registers and memory of the function, as the assembler notes them."""
-        return Usage(self.registers, self.stack, self.shared, self.local)
-
 
 def read(cubin: bytes) -> dict[str, MachineCode]:
     """Returns the machine code of each function of a cubin, by name."""
-    blocks = MachineCode._fields.index("blocks")
     text = cached("code.json", [cubin], lambda: json.dumps(_disassemble(cubin)).encode())
     return {
-        name: MachineCode(*fields)._replace(blocks=[Block(*block) for block in fields[blocks]])
-        for name, fields in json.loads(text).items()
+        name: MachineCode(Usage(*usage), counts, [Block(*block) for block in blocks], bytes_in_flight)
+        for name, (usage, counts, blocks, bytes_in_flight) in json.loads(text).items()
     }
 
 
@@ -93,4 +81,4 @@ def _machine_code(code: str, usage: Usage) -> MachineCode:
     instructions, labels = parse(code)
     counts = Counter(instruction.name for instruction in instructions)
     blocks = blocks_of(instructions, labels)
-    return MachineCode(*usage, counts, blocks, bytes_in_flight_of(instructions, blocks))
+    return MachineCode(usage, counts, blocks, bytes_in_flight_of(instructions, blocks))

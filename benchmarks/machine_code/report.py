@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cvt.commands.compile import report as compile_report
 from cvt.commands.compile.jobs import LaunchCase
 from cvt.commands.compile.report import ABBREVIATIONS, has_one_setting, purpose, versions
 from cvt_kernels.tables import aligned
@@ -131,11 +132,9 @@ def _families(counts: dict[str, int]) -> dict[str, int]:
 
 def verdict(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each flaw, or one line that says that there is none."""
-    lines = []
-    for row in rows:
-        served = " ".join([*row.dtypes, _purpose(row.cases, brief=False)])
-        lines += [f"{row.arch} {row.kernel}, {served}: {flaw}" for flaw in row.flaws]
-    return lines or [f"{len(rows)} kernels: nothing spills, everything fits, no kernel is over its budget"]
+    return compile_report.verdict(
+        rows, _purpose, "nothing spills, everything fits, no kernel is over its budget"
+    )
 
 
 def as_json(rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:

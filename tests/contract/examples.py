@@ -30,6 +30,14 @@ _TOKENS = {"batch": 2, "tokens": 13, "count": 7, "channels": 40, "absent": "some
 _ODD_TOKENS = {"batch": 1, "tokens": 1, "count": 1, "channels": 7}
 _MANY_TOKENS = {"batch": 4, "tokens": 200, "count": 150, "channels": 96}
 _TINY_TOKENS = {"batch": 2, "tokens": 4, "count": 3, "channels": 5, "absent": "some"}
+_OF_TOKENS = {
+    "usual": _TOKENS,
+    "odd": _ODD_TOKENS,
+    "empty": _TOKENS | {"batch": 0},
+    "many": _MANY_TOKENS,
+    "tiny": _TINY_TOKENS,
+    "no rows": _TOKENS | {"count": 0},
+}
 _BLOCK = _MAP | _3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
 _PYRAMID = _MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "hidden": 33}
 
@@ -126,32 +134,11 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "linear_int8": _of_rows(
         "to=float8_e4m3fn", "one_scale=0.05", "rounded=True", "bare=True", "added=True", *_GELUS, outputs=33
     ),
-    "gather_rows": {
-        "usual": _TOKENS,
-        "odd": _ODD_TOKENS,
-        "empty": _TOKENS | {"batch": 0},
-        "many": _MANY_TOKENS,
-        "tiny": _TINY_TOKENS,
-        "no rows": _TOKENS | {"count": 0},
-    },
-    "gather_add_layer_norm": {
-        "usual": _TOKENS,
-        "odd": _ODD_TOKENS,
-        "empty": _TOKENS | {"batch": 0},
-        "many": _MANY_TOKENS,
-        "tiny": _TINY_TOKENS,
-        "bare": _TOKENS | {"bare": True},
-        "no rows": _TOKENS | {"count": 0},
-    },
-    "scatter_rows": {
-        "usual": _TOKENS,
-        "odd": _ODD_TOKENS,
-        "empty": _TOKENS | {"batch": 0},
-        "many": _MANY_TOKENS,
-        "tiny": _TINY_TOKENS,
+    "gather_rows": _OF_TOKENS,
+    "gather_add_layer_norm": _OF_TOKENS | {"bare": _TOKENS | {"bare": True}},
+    "scatter_rows": _OF_TOKENS | {
         "bare": _TOKENS | {"bare": True},
         "inplace=True": _TOKENS | {"inplace": True},
-        "no rows": _TOKENS | {"count": 0},
     },
     "transformer_block": {
         "usual": _BLOCK | {"class_token": True, "stride": 2},

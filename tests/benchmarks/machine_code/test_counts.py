@@ -18,7 +18,7 @@ from benchmarks.machine_code import (
 from benchmarks.machine_code.examined import Compiled
 from cvt.commands.compile import resources
 from cvt.commands.compile.jobs import LaunchCase
-from cvt.commands.compile.resources import Resources
+from cvt.commands.compile.resources import Resources, Usage
 from cvt.commands.compile.triton_kernels import TritonKernel
 from cvt_kernels.ops.triton_launch import Budget
 
@@ -55,15 +55,15 @@ def test_disassembly(monkeypatch):
     loads = instructions.Block({"LDC": 1, "LDG.E.128": 1}, {"other": 1, "loads": 1}, [])
     ends = instructions.Block({"EXIT": 1}, {"control": 1}, [])
     assert disassembly._disassemble(b"") == {
-        "k": disassembly.MachineCode(8, 0, 16, 4, {"LDC": 1, "LDG.E.128": 1}, [loads], 32 * 16),
-        "_a_kernel_of_many_words": disassembly.MachineCode(255, 8, 0, 0, {"EXIT": 1}, [ends], 0),
+        "k": disassembly.MachineCode(Usage(8, 0, 16, 4), {"LDC": 1, "LDG.E.128": 1}, [loads], 32 * 16),
+        "_a_kernel_of_many_words": disassembly.MachineCode(Usage(255, 8, 0, 0), {"EXIT": 1}, [ends], 0),
     }
 
 
 def test_what_was_read_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     blocks = [instructions.Block({"LDG.E.128": 2}, {"loads": 2}, [0])]
-    code = {"kernel": disassembly.MachineCode(32, 0, 1024, 0, {"LDG.E.128": 2}, blocks, 1024)}
+    code = {"kernel": disassembly.MachineCode(Usage(32, 0, 1024, 0), {"LDG.E.128": 2}, blocks, 1024)}
     monkeypatch.setattr(disassembly, "_disassemble", lambda cubin: code)
     assert disassembly.read(b"machine code") == code
     monkeypatch.setattr(disassembly, "_disassemble", lambda cubin: {})
@@ -259,7 +259,7 @@ def test_flops_of_tensor_cores(instruction, flops):
 def analyzed(lines, *, programs, outputs, size, trips=(), flops=0, scores=0, arch=90):
     blocks, found = parsed(*lines)
     in_flight = loops.bytes_in_flight_of(found, blocks)
-    code = disassembly.MachineCode(32, 0, 0, 0, {}, blocks, in_flight)
+    code = disassembly.MachineCode(Usage(32, 0, 0, 0), {}, blocks, in_flight)
     launch = work.Work(programs, outputs, size, tuple(trips), flops, scores)
     return bounds.analyze(code, Resources.of(code.usage, arch, 128), launch, arch)
 
@@ -364,7 +364,7 @@ def test_log_of_the_assembler_is_kept(monkeypatch, tmp_path):
 def row_of(lines, kernel, *, messages=(), trips=(), registers=100, batch=256, described=True):
     """Returns the row of a kernel of attention that computes 64 × 64 scores in its loop."""
     blocks, _ = parsed(*lines)
-    code = disassembly.MachineCode(registers, 0, 0, 0, {}, blocks, 0)
+    code = disassembly.MachineCode(Usage(registers, 0, 0, 0), {}, blocks, 0)
     compiled = Compiled(code, Resources.of(code.usage, 90, 128), messages)
     case = LaunchCase("attention", "bfloat16", "cvt_13", 224, batch, 3, "inference")
     source = TritonKernel(90, "module", f"_{kernel}_kernel", {}, {}, {}, {})
@@ -409,7 +409,7 @@ def test_serialized_products_are_a_flaw():
 def test_products_of_8_bits_are_predicted_at_twice_the_speed():
     lines = ["IGMMA.64x64x32.S8.S8 R24, gdesc[UR4]"] * 64 + ["EXIT"]
     blocks, _ = parsed(*lines)
-    code = disassembly.MachineCode(32, 0, 0, 0, {}, blocks, 0)
+    code = disassembly.MachineCode(Usage(32, 0, 0, 0), {}, blocks, 0)
     one, two = (
         bounds.analyze(
             code, Resources.of(code.usage, 90, 128), work.Work(132, 1, 10, (), 132 * 2**24, speed=speed), 90

@@ -11,6 +11,7 @@ from benchmarks.machine_code import cuda_kernels, instructions, page
 from benchmarks.machine_code.__main__ import main
 from cvt import config
 from cvt_kernels.machine import load_extension
+from tests.cvt.commands.test_compile import STARVED
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
@@ -338,11 +339,7 @@ def test_bad_arguments(arguments, message, capsys, monkeypatch):
 def test_a_spill_fails_the_command(compile_ahead):
     out, rows = compile_ahead(
         "--operator", "conv_projection", "--dtype", "float32", "--stage", "3",
-        prelude="from cvt.commands.compile import launches; "
-        "plan = launches.conv_projection_launches; "
-        "starve = lambda launch: launch._replace(options=launch.options | {'maxnreg': 24}); "
-        "launches.TRITON_OPERATORS['conv_projection'] = lambda *stage, **options: "
-        "[starve(launch) for launch in plan(*stage, **options) if 'merge_stats' in launch.kernel.__name__]",
+        prelude=STARVED,
         code=1,
     )  # fmt: skip
     flawed = {row["kernel"]: row["flaws"] for row in rows if row["flaws"]}

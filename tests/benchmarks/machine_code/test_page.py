@@ -8,7 +8,7 @@ from benchmarks.machine_code import page
 from benchmarks.machine_code.disassembly import MachineCode
 from benchmarks.machine_code.examined import KeyInstructions
 from benchmarks.machine_code.report import SCHEMA, VERSION
-from cvt.commands.compile.resources import Resources
+from cvt.commands.compile.resources import Resources, Usage
 
 
 def test_tables(tmp_path):
@@ -17,7 +17,7 @@ def test_tables(tmp_path):
         return {"counted": counted, "predicted": {"bound": bound, "share_of_floor": share}}
 
     def row(kernel, registers, *analyses, arch="sm_90", dtype="bfloat16", **case):
-        code = MachineCode(registers, 0, 3072, 0, {"LDG.E.128": 2, "LDG.E.U16": 1, "STG.E": 1})
+        code = MachineCode(Usage(registers, 0, 3072, 0), {"LDG.E.128": 2, "LDG.E.U16": 1, "STG.E": 1})
         resources = Resources.of(code.usage, 90, 128, dynamic_shared=4096)._asdict()
         return {
             "operator": "attention", "kernel": kernel, "arch": arch, "dtypes": [dtype], "cases": [case],

@@ -67,14 +67,21 @@ def test_kernels_of_a_model(tmp_path):
         }  # fmt: skip
 
 
+#: Gives the kernel that merges statistics too few registers.
+STARVED = """
+from cvt.commands.compile import launches
+plan = launches.conv_projection_launches
+starve = lambda launch: launch._replace(options=launch.options | {"maxnreg": 24})
+launches.TRITON_OPERATORS["conv_projection"] = lambda *stage, **options: [
+    starve(launch) for launch in plan(*stage, **options) if "merge_stats" in launch.kernel.__name__
+]
+"""
+
+
 def test_a_spill_fails_the_command(tmp_path):
     lines, report = compile_ahead(
         tmp_path, "--operator", "conv_projection", "--dtype", "float32", "--stage", "3", "--jobs", "1",
-        prelude="from cvt.commands.compile import launches; "
-        "plan = launches.conv_projection_launches; "
-        "starve = lambda launch: launch._replace(options=launch.options | {'maxnreg': 24}); "
-        "launches.TRITON_OPERATORS['conv_projection'] = lambda *stage, **options: "
-        "[starve(launch) for launch in plan(*stage, **options) if 'merge_stats' in launch.kernel.__name__]",
+        prelude=STARVED,
         code=1,
     )  # fmt: skip
     flawed = {row["kernel"]: row["flaws"] for row in report["kernels"] if row["flaws"]}
