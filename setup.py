@@ -45,6 +45,8 @@ INTEGERS = CSRC / "linear_int8/cpu_loops.cpp"
 INSTRUCTION_SETS = {"plain": ""}
 INTEGER_SETS = {"plain": ""}
 if platform.machine() in ("x86_64", "AMD64"):
+    # Few processors without AVX2 are left, and the compiler takes a third less time.
+    INSTRUCTION_SETS["plain"] = INTEGER_SETS["plain"] = "-O1"
     AVX2 = "-mavx2 -mfma -mf16c"
     AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
     AVX512_BF16 = f"{AVX512} -mavx512bf16"

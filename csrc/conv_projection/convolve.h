@@ -4,6 +4,7 @@
 // pixels lie at constant distances.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "common/vector.h"
@@ -127,7 +128,11 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
       for (; c + kLanes<T> <= size; c += kLanes<T>, weights += step, offset += plane) {
         outputs<n>(shape, branch, rows, offset, column, weights, to + c, pitch, Whole{});
       }
-      if (c < size) outputs<n>(shape, branch, rows, offset, column, weights, to + c, pitch, Part{size - c});
+      if (c == size) continue;
+      // The rest of the channels is few, and code of its own for several outputs would take long to compile.
+      for (int64_t i = 0; i < n; i++) {
+        outputs<1>(shape, branch, rows, offset, column + i, weights, to + i * pitch + c, pitch, Part{size - c});
+      }
     }
   };
 #ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
@@ -138,9 +143,10 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
   advance(std::integral_constant<int, 1>{});
 }
 
-// Calls f with the shape of a branch.
-template <class F>
+// Calls f with the shape of a branch. In double, which serves checks rather than models, all have the general one.
+template <class A, class F>
 VECTOR_INLINE void with_shape(const Branch& branch, F f) {
+  if constexpr (std::is_same_v<A, double>) return f(Shape<0, 0>{});
   const bool adjacent = branch.kernel == 3 && branch.dilation == 1;
   const bool dilated = branch.kernel == 5 && branch.dilation == 2;  // of hybrid mixing
   if (adjacent && branch.stride == 1) f(Shape<3, 1>{});
@@ -169,7 +175,7 @@ VECTOR_INLINE void summed_outputs(const Summand<A>* summands, int64_t count, int
   for (const Summand<A>* own = summands; own < summands + count; own++) {
     const Branch& branch = *own->branch;
     const A* packed = own->packed + vector * (branch.kernel * branch.kernel + 3) * kLanes<T>;
-    with_shape(branch, [&](auto shape) LAMBDA_INLINE {
+    with_shape<A>(branch, [&](auto shape) LAMBDA_INLINE {
       Vector<A> sums[n];
       normalize<n>(sums, accumulate<n>(shape, branch, own->rows, vector * plane, column, packed, sums));
       unroll<n>([&](auto j) LAMBDA_INLINE { total[j] = total[j] + sums[j]; });
@@ -190,7 +196,10 @@ void convolve_sum(const Summand<A>* summands, int64_t count, int64_t plane, int6
       for (; c + kLanes<T> <= size; c += kLanes<T>, vector++) {
         summed_outputs<n>(summands, count, plane, vector, column, to + c, pitch, Whole{});
       }
-      if (c < size) summed_outputs<n>(summands, count, plane, vector, column, to + c, pitch, Part{size - c});
+      if (c == size) continue;
+      for (int64_t i = 0; i < n; i++) {
+        summed_outputs<1>(summands, count, plane, vector, column + i, to + i * pitch + c, pitch, Part{size - c});
+      }
     }
   };
 #ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile

@@ -57,7 +57,7 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
         convolve_sum(summands, b->summands, plane, size, out, call.channels);
         continue;
       }
-      with_shape(*b, [&](auto shape) {
+      with_shape<A>(*b, [&](auto shape) {
         convolve(shape, *b, summands->rows, plane, summands->packed, size, out, call.channels);
       });
     }

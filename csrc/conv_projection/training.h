@@ -93,7 +93,7 @@ template <class T, class Q, class A = Accumulator<T>>
 void convolve_row(const Unit<T, Q>& unit, int64_t b, const A* packed, int64_t to, const A** rows) {
   const Branch& branch = unit.forward().branches[b];
   rows_under<T, const A*>(unit.forward(), branch, to, unit.ring, unit.zeros, rows);
-  with_shape(branch, [&](auto shape) {
+  with_shape<A>(branch, [&](auto shape) {
     convolve<A>(shape, branch, rows, unit.plane(), packed, unit.padded(), unit.row, unit.padded());
   });
 }
@@ -240,19 +240,18 @@ VECTOR_INLINE void spread(Shape<0, 0>, const Branch& branch, const A* const* row
   }
 }
 
-// Spreads a row of the convolution's gradient. The first quantity of the branch is its first tap.
-template <class T, class S, class A = Accumulator<T>>
-void spread_row(S shape, const Unit<T, A>& unit, const Branch& branch, const A* const* rows, A* const* drows,
-                const A* packed, int64_t quantity) {
-  constexpr int L = kLanes<T>;
-  const int64_t padded = unit.padded(), step = branch.stride * L;
-  for (int64_t c = 0, offset = 0; c < padded; c += L, offset += unit.plane(), packed += (taps_of(branch) + 3) * L) {
-    A* dtaps = unit.sums + c * unit.call.quantities + quantity * L;
+// Spreads a row of the convolution's gradient, `row`, in vectors of channels whose rows lie `plane` apart. `dtaps` are the
+// sums of the first vector's taps, and those of the next lie `pitch` behind.
+template <class S, class A>
+void spread_row(S shape, const Branch& branch, const A* const* rows, A* const* drows, const A* packed, const A* row,
+                int64_t padded, int64_t plane, A* dtaps, int64_t pitch) {
+  constexpr int L = Vector<A>::lanes;
+  const int64_t step = branch.stride * L;
+  for (int64_t c = 0, offset = 0; c < padded; c += L, offset += plane, packed += (taps_of(branch) + 3) * L, dtaps += pitch) {
     int64_t column = 0;
     const auto advance = [&](auto n) LAMBDA_INLINE {
       for (; column + n <= branch.width; column += n) {
-        spread<n>(shape, branch, rows, drows, offset + column * step, packed, unit.row + column * padded + c, padded,
-                  dtaps);
+        spread<n>(shape, branch, rows, drows, offset + column * step, packed, row + column * padded + c, padded, dtaps);
       }
     };
 #ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
@@ -321,7 +320,11 @@ void gradients_of(const Unit<T, A>& unit) {
         store(row + c, d * load(factor + c, lanes), Whole{});
       });
     }
-    with_shape(branch, [&](auto shape) { spread_row<T>(shape, unit, branch, rows, drows, packed, quantity); });
+    A* dtaps = unit.sums + quantity * kLanes<T>;
+    with_shape<A>(branch, [&](auto shape) {
+      spread_row(shape, branch, rows, drows, packed, unit.row, padded, unit.plane(), dtaps,
+                 unit.call.quantities * kLanes<T>);
+    });
   }, leave);
 }
 

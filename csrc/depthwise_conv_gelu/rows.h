@@ -82,24 +82,27 @@ VECTOR_INLINE void convolve(const Rows<T>& rows, int64_t column, int64_t c, cons
 // `channels` of them is through; n is a constant.
 template <class T, class F, class A = Accumulator<T>>
 VECTOR_INLINE void for_sums(const Rows<T>& rows, int64_t channels, const A* packed, F f) {
+  const auto tile = [&](int64_t column, int64_t c, const A* own, auto lanes, auto n) LAMBDA_INLINE {
+    Vector<A> sums[n()];
+    convolve<n>(rows, column, c, own, sums, lanes);
+    f(column, c, sums, lanes, n);
+  };
+  constexpr std::integral_constant<int, 1> kOne;
   int64_t column = 0;
   const auto advance = [&](auto n) LAMBDA_INLINE {
     for (; column + n <= rows.width; column += n) {
       const A* own = packed;
       int64_t c = 0;
-      const auto tile = [&](auto lanes) LAMBDA_INLINE {
-        Vector<A> sums[n()];
-        convolve<n>(rows, column, c, own, sums, lanes);
-        f(column, c, sums, lanes, n);
-      };
-      for (; c + kLanes<T> <= channels; c += kLanes<T>, own += kPacked<T>) tile(Whole{});
-      if (c < channels) tile(Part{channels - c});
+      for (; c + kLanes<T> <= channels; c += kLanes<T>, own += kPacked<T>) tile(column, c, own, Whole{}, n);
+      if (c == channels) continue;
+      // The rest of the channels is few, and code of its own for several outputs would take long to compile.
+      for (int64_t i = column; i < column + n; i++) tile(i, c, own, Part{channels - c}, kOne);
     }
   };
 #ifndef __SANITIZE_ADDRESS__  // its checks in this one would take long to compile
   advance(std::integral_constant<int, 4>{});
 #endif
-  advance(std::integral_constant<int, 1>{});
+  advance(kOne);
 }
 
 // Computes activation(convolution + bias) of a row, rounded once to the type of `out`, whose tokens lie `pitch` elements
