@@ -33,7 +33,7 @@ from tests.contract.examples import (
 from tests.fuzz.operators import laid_out
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-LAYOUTS = ("offset", "sliced", "steps", "transposed", "expanded")
+LAYOUTS = ("offset", "sliced", "chunk", "steps", "transposed", "expanded")
 
 
 def not_reference(operator, backend):

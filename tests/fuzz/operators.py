@@ -203,10 +203,11 @@ def laid_out(numbers: Tensor, layout: str) -> Tensor:
         return numbers.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "permuted" and numbers.ndim > 2:
         return numbers.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout in ("sliced", "offset", "steps") and numbers.ndim:
+    if layout in ("sliced", "chunk", "offset", "steps") and numbers.ndim:
         *others, last = numbers.shape
         size, places = {
             "sliced": ([*others, last + 5], (..., slice(3, 3 + last))),
+            "chunk": ([*others, 2 * last], (..., slice(last))),  # its rows begin where a kernel can read vectors
             "offset": ([numbers.numel() + 1], (slice(1, None),)),
             "steps": ([*others, 2 * last], (..., slice(0, None, 2))),
         }[layout]
@@ -234,7 +235,7 @@ _FORWARD: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16", "float64"),
     "values": tuple(_KINDS),
     "parameters": ("normal", "zeros", "large", "tiny"),
-    "layout": ("contiguous", "offset", "sliced", "transposed", "permuted", "expanded", "steps"),
+    "layout": ("contiguous", "offset", "sliced", "transposed", "permuted", "expanded", "steps", "chunk"),
     "threads": (1, 2, 3),
     "autocast": _BOTH,
 }
