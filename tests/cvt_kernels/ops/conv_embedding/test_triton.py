@@ -28,11 +28,7 @@ def arrange(layout, batch, channels, height, width, dtype):
         wide = random(2 * batch, channels + 1, height + 2, 2 * width + 1, dtype=dtype)
         return wide[::2, 1:, 1:-1, 1::2]
     image = random(batch, channels, height, width, dtype=dtype)
-    if layout == "channels last":
-        return image.to(memory_format=torch.channels_last)
-    if layout == "rows apart":  # every other row of every other image
-        return torch.stack([image, image], dim=3).flatten(2, 3)[:, :, ::2]
-    return image
+    return image.to(memory_format=torch.channels_last) if layout == "channels last" else image
 
 
 def make(
@@ -77,31 +73,27 @@ def kernels_of(arguments, settings):
     return [launch.kernel.__name__ for launch in launches]
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("layout", ["channels first", "channels last", "sliced"])
-def test_first_stage(layout, dtype):
-    arguments, settings = make(**FIRST, layout=layout, dtype=dtype)
-    assert_backends_agree(arguments, settings)
-    assert kernels_of(arguments, settings) == ["_conv_embedding_embed_kernel"]
+each_stage = pytest.mark.parametrize(
+    ("geometry", "kernel"), [(FIRST, "embed"), (LATER, "normalize")], ids=["first", "later"]
+)
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("layout", ["channels first", "channels last", "sliced"])
-def test_later_stages(layout, dtype):
-    arguments, settings = make(**LATER, size=(9, 14), layout=layout, dtype=dtype)
+@each_stage
+def test_stages(geometry, kernel, layout, dtype):
+    arguments, settings = make(**geometry, size=(15, 20), layout=layout, dtype=dtype)
     assert_backends_agree(arguments, settings)
-    assert kernels_of(arguments, settings) == ["_conv_embedding_normalize_kernel"]
+    assert kernels_of(arguments, settings) == [f"_conv_embedding_{kernel}_kernel"]
 
 
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
+@each_stage
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("token", [True, False])
 @pytest.mark.parametrize("norm", [True, False])
-def test_what_may_be_left_out(norm, token, bias, geometry):
-    size = (15, 14)
-    assert_backends_agree(
-        *make(**geometry, size=size, dtype=torch.float16, bias=bias, token=token, norm=norm)
-    )
+def test_what_may_be_left_out(norm, token, bias, geometry, kernel):
+    parts = {"bias": bias, "token": token, "norm": norm}
+    assert_backends_agree(*make(**geometry, size=(15, 14), dtype=torch.float16, **parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -126,8 +118,8 @@ def test_odd_sizes(layout, geometry, size, dtype):
     assert_backends_agree(*make(**geometry, size=size, batch=1, layout=layout, dtype=dtype))
 
 
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-def test_vectors_of_float32_beside_half_precision(geometry):
+@each_stage
+def test_vectors_of_float32_beside_half_precision(geometry, kernel):
     arguments, settings = make(**geometry, size=(16, 12), dtype=torch.bfloat16, vectors=torch.float32)
     ours = run("triton", arguments, settings)
     rounded = [value if value is None else value.bfloat16() for value in arguments]
@@ -185,18 +177,14 @@ def test_division_of_images(batch, tiles, programs, splits):
     assert embed._splits(batch, tiles, programs) == splits
 
 
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-def test_replaced_configurations(geometry):
+@each_stage
+def test_replaced_configurations(geometry, kernel):
     arguments, settings = make(**geometry, size=(16, 20), dtype=torch.float32)
     expected = run("triton", arguments, settings)
-    for kernel in ("embed", "normalize"):
-        config = common.LaunchConfig(elements=1024, num_warps=1, channels=64, resident_programs=1)
-        with common.overridden(kernel, config):
-            torch.testing.assert_close(run("triton", arguments, settings), expected, rtol=1e-5, atol=1e-5)
-    with (
-        pytest.raises(ValueError, match="kernel: got 'conv', expected one of "),
-        common.overridden("conv", config),
-    ):
+    config = common.LaunchConfig(elements=1024, num_warps=1, channels=64, resident_programs=1)
+    with common.overridden(kernel, config):
+        torch.testing.assert_close(run("triton", arguments, settings), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="expected one of "), common.overridden("conv", config):
         pass
 
 
@@ -249,13 +237,3 @@ def test_refusals(change, reason):
     arguments, settings = make(**FIRST | change)
     with pytest.raises(ck.BackendUnavailable, match=reason):
         run("triton", arguments, settings)
-
-
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-def test_autocast(geometry):
-    arguments, settings = make(**geometry, size=(16, 20), dtype=torch.float32)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        ours = run("triton", arguments, settings)
-        composed = run("composed" if DEVICE == "cuda" else "reference", arguments, settings)
-    assert ours.dtype == composed.dtype
-    assert_accurate(ours, composed, run("reference", arguments, settings, double=True), floor=0)

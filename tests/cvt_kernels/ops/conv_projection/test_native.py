@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, reference
@@ -16,7 +15,6 @@ from tests.checks import (
     compiler,
     not_built,
     recorded_operators,
-    remember_verdict,
     run_on_instruction_set,
     run_sanitized,
 )
@@ -146,57 +144,12 @@ def test_nan_and_inf_reach_their_neighbors_only():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_whatever_the_number_of_threads_and_the_batch(dtype):
-    grid = (23, 31)
+def test_an_image_is_the_same_in_any_batch(dtype):
     branches = [make_branch(65, geometry, dtype) for geometry in CVT]
-    x = make_x(grid, 65, class_token=True, batch=8, dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            results.append(run(ck.conv_projection, x, grid, branches))
-    finally:
-        torch.set_num_threads(threads)
-    single = [run(ck.conv_projection, image[None], grid, branches) for image in x]
-    results.append(tuple(map(torch.cat, zip(*single, strict=True))))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def test_compiled():
-    torch.compiler.reset()
-    branches = [make_branch(24, geometry, torch.float32) for geometry in CVT]
-    x = make_x((5, 6), 24, class_token=True, dtype=torch.float32)
-
-    def project(x):
-        return run(ck.conv_projection, x, (5, 6), branches)
-
-    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
-    for batch in (x, x[:1], torch.cat([x, x])):
-        assert all(torch.equal(a, b) for a, b in zip(project(batch), compiled(batch), strict=True))
-
-
-def test_autocast_computes_as_a_convolution_would():
-    x = make_x((6, 6), 16, dtype=torch.float32)
-    branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
-    doubles = [as_double(branch) for branch in branches]
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (run(f.conv_projection, x, (6, 6), branches) for f in (ck, reference))
-        kept = run(ck.conv_projection, x.double(), (6, 6), doubles)
-    exact = exactly(x, (6, 6), branches)
-    for got, same_dtype, expected in zip(ours, theirs, exact, strict=True):
-        assert got.dtype == torch.bfloat16
-        assert_accurate(got, same_dtype, expected)
-    torch.testing.assert_close(kept, exact, rtol=1e-12, atol=1e-12)
-
-
-def test_the_extension_does_the_work_in_one_call():
-    """The tests above would pass with a silent reference too."""
-    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
-    with recorded_operators() as called:
-        run(ck.conv_projection, x, (4, 4), branches)
-    assert called == ["cvt_kernels.conv_projection_inference.default"]
+    x = make_x((9, 11), 65, class_token=True, batch=3, dtype=dtype)
+    alone = [run(ck.conv_projection, image[None], (9, 11), branches) for image in x]
+    for whole, *parts in zip(run(ck.conv_projection, x, (9, 11), branches), *alone, strict=True):
+        assert torch.equal(whole, torch.cat(parts))
 
 
 # Training ---------------------------------------------------------------------------------------------------
@@ -278,22 +231,6 @@ def test_training_on_a_mean_of_many_deviations():
     assert_trains(make_x((16, 16), 20, dtype=torch.float32) + 1e3, (16, 16), branches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_gives_the_same_bits_whatever_the_number_of_threads(dtype):
-    branches = [make_branch(65, geometry, dtype) for geometry in CVT]
-    x = make_x((9, 11), 65, class_token=True, batch=7, dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            results.append(train(ck.conv_projection, x, (9, 11), branches))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("wanted", [["x"], ["weight"], ["bn_bias"], ["x", "bn_weight"]], ids=" ".join)
 def test_gradients_where_only_some_are_wanted(wanted):
     """The others are frozen; gradients of the outputs lie in another order, and one is absent."""
@@ -315,9 +252,28 @@ def test_gradients_where_only_some_are_wanted(wanted):
 def test_training_under_autocast():
     x = make_x((6, 6), 16, dtype=torch.float32)
     branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
+    doubles = x.double(), (6, 6), [as_double(branch) for branch in branches]
+    exact = train(reference.conv_projection, *doubles)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = (train(f.conv_projection, x, (6, 6), branches) for f in (ck, reference))
-    assert_results(ours, theirs, train(reference.conv_projection, x, (6, 6), branches, dtype=torch.float64))
+        kept = train(ck.conv_projection, *doubles)
+    assert_results(ours, theirs, exact)
+    torch.testing.assert_close(kept, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_gives_the_same_bits_whatever_the_number_of_threads(dtype):
+    branches = [make_branch(65, geometry, dtype) for geometry in CVT]
+    x = make_x((9, 11), 65, class_token=True, batch=7, dtype=dtype)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(train(ck.conv_projection, x, (9, 11), branches))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=0, atol=0)
 
 
 def test_compiled_training():
@@ -325,8 +281,9 @@ def test_compiled_training():
     branches = [make_branch(24, geometry, torch.float32) for geometry in CVT]
     x = make_x((5, 6), 24, class_token=True, dtype=torch.float32)
     compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
-    eager, traced = (train(function, x, (5, 6), branches) for function in (ck.conv_projection, compiled))
-    torch.testing.assert_close(eager, traced, rtol=0, atol=0)
+    for batch in (x, torch.cat([x, x])):
+        eager, traced = (train(f, batch, (5, 6), branches) for f in (ck.conv_projection, compiled))
+        torch.testing.assert_close(eager, traced, rtol=0, atol=0)
 
 
 def test_the_extension_trains():
@@ -371,45 +328,23 @@ def test_operators_of_training_check_what_they_would_read():
 # The backend ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verdict", ["native", "reference"])
-def test_auto_takes_it_by_verdict(verdict):
-    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
-    remember_verdict(verdict, "conv_projection", x, (4, 4), branches, training=False)
-    with ck.use_backend("auto"), recorded_operators() as called:
-        run(ck.conv_projection, x, (4, 4), branches)
-    assert ("cvt_kernels.conv_projection_inference.default" in called) == (verdict == "native")
-    assert ("aten.convolution.default" in called) == (verdict == "reference")
-
-
 def test_refusals():
-    x, branch = make_x((20, 20), 4), make_branch(4, CVT[0])
-
-    def assert_unavailable(message, branch, x=x, training=False):
-        with pytest.raises(ck.BackendUnavailable) as error:
-            ck.conv_projection(x, (20, 20), [branch], training=training)
-        assert str(error.value) == f"conv_projection: backend 'native' is unavailable: {message}"
-
-    assert_unavailable("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
-    assert_unavailable("the batch is empty", branch._replace(running_mean=None, running_var=None), x[:0])
-    with torch.enable_grad():
-        assert_unavailable("the batch is empty", branch, x[:0].requires_grad_())
     from cvt_kernels.ops.conv_projection import native
 
+    x, branch = make_x((20, 20), 4), make_branch(4, CVT[0])
+    bind = backends.operators["conv_projection"].bind
+    for convs, message in (
+        (make_branch(4, (17, 1, 0, 1)), "has kernels of up to 16×16, not 17×17"),
+        (branch._replace(running_mean=None, running_var=None), "the batch is empty"),
+    ):
+        assert native.why_unsupported(bind(x[:0], (20, 20), [convs], training=False)) == message
+    with torch.enable_grad():
+        wanted = bind(x[:0].requires_grad_(), (20, 20), [branch], training=False)
+        assert native.why_unsupported(wanted) == "the batch is empty"
     shared = [branch._replace(process_group=object())]
     processes = "does not take the statistics of a batch over processes"
-    bind = backends.operators["conv_projection"].bind
     assert native.why_unsupported(bind(x, (20, 20), shared, training=True)) == processes
     assert native.why_unsupported(bind(x, (20, 20), shared, training=False)) is None
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
-def test_auto_leaves_forward_mode_to_the_reference():
-    """Even by a verdict that says otherwise."""
-    x, branch = make_x((4, 4), 4), make_branch(4, CVT[0])
-    remember_verdict("native", "conv_projection", x, (4, 4), [branch], training=False)
-    with ck.use_backend("auto"), torch.enable_grad(), forward_ad.dual_level():
-        (out,) = run(ck.conv_projection, forward_ad.make_dual(x, x), (4, 4), [branch])
-        assert forward_ad.unpack_dual(out).tangent is not None
 
 
 def test_operators_check_what_they_would_read():

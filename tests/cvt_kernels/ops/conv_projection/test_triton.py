@@ -11,13 +11,12 @@ import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import backends, machine
-from cvt_kernels.ops.conv_projection.triton import autograd, backward, common, forward, walk
-from tests.checks import assert_accurate, implementation
+from cvt_kernels import machine
+from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk
+from tests.checks import assert_accurate
 from tests.cvt_kernels.test_reference import clone_buffers, modules, random_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,20 +60,17 @@ def move(conv, dtype):
     return conv._replace(**{name: convert(t) for name, t in conv._asdict().items() if torch.is_tensor(t)})
 
 
-def run(backend, x, grid, convs, training, *, double=False):
+def run(backend, x, grid, convs, training, *, double=False, function=ck.conv_projection):
     """Returns outputs, all gradients for a fixed pattern of output gradients, and running statistics."""
     if double:
         x, convs = x.double(), [move(conv, torch.float64) for conv in convs]
-    live = [clone_buffers(conv) for conv in convs]
     x = x.detach().requires_grad_()
     live = [
-        conv._replace(
-            **{n: getattr(conv, n).detach().requires_grad_() for n in ("weight", "bn_weight", "bn_bias")}
-        )
-        for conv in live
+        conv._replace(**{name: getattr(conv, name).detach().requires_grad_() for name in conv._fields[:3]})
+        for conv in map(clone_buffers, convs)
     ]
     with ck.use_backend(backend):
-        outs = ck.conv_projection(x, grid, live, training=training)
+        outs = function(x, grid, live, training=training)
     inputs = [x, *(t for conv in live for t in conv[:3])]
     patterns = [
         torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype) for out in outs
@@ -103,7 +99,9 @@ def test_every_stage_of_cvt_13(stage):
     grid, channels, class_tokens, _ = stage
     x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
     with wide_tiles(channels) if DEVICE == "cpu" else contextlib.nullcontext():
-        check_stage(x, grid, convs, class_tokens)
+        if class_tokens or DEVICE == "cuda":  # training at the larger ones would take the interpreter long
+            assert_backends_agree(x, grid, convs, True)
+        assert_outputs_agree(x, grid, convs)
 
 
 @contextlib.contextmanager
@@ -119,12 +117,6 @@ def wide_tiles(channels):
         yield
 
 
-def check_stage(x, grid, convs, class_tokens):
-    if class_tokens or DEVICE == "cuda":  # training at the larger ones would take the interpreter long
-        assert_backends_agree(x, grid, convs, True)
-    assert_outputs_agree(x, grid, convs)
-
-
 def assert_outputs_agree(x, grid, convs):
     """Compares the outputs of evaluation; the class token is copied exactly."""
     with ck.use_backend("triton"):
@@ -136,23 +128,6 @@ def assert_outputs_agree(x, grid, convs):
     for a, b, c in zip(ours, theirs, exact, strict=True):
         assert_accurate(a, b, c, floor=4)
         assert torch.equal(a[:, :class_tokens], x[:, :class_tokens])
-
-
-def test_several_strips_and_channel_blocks():
-    assert_backends_agree(*reorder(make(1, (18, 5), 40, 1, dtype=torch.float32), (18, 5)), True)
-
-
-def reorder(made, grid):
-    x, convs = made
-    return x, grid, convs
-
-
-@pytest.mark.parametrize(
-    ("dtype", "training"), [(torch.float16, False), (torch.bfloat16, True), (torch.float64, False)]
-)
-def test_dtypes(dtype, training):
-    """Training in the others is compared in test_walk.py."""
-    assert_backends_agree(*reorder(make(2, (3, 4), 24, 1, dtype=dtype), (3, 4)), training)
 
 
 @settings(max_examples=2, deadline=None)
@@ -169,27 +144,21 @@ def test_odd_sizes(data):
         assert_backends_agree(x, grid, convs, data.draw(st.booleans()))
 
 
-@pytest.mark.parametrize("strides", [(3,), (1, 3), (4, 2)])
-def test_strides_whose_taps_are_not_known_ahead(strides):
-    """The gradient of x for a stride above 2, alone and beside one whose taps are known."""
-    branches = [{"stride": stride, "padding": 1} for stride in strides]
-    x, convs = make(1, (6, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
-    assert_backends_agree(x, (6, 5), convs, True)
-
-
-def test_seven_by_seven():
-    x, convs = make(1, (4, 3), 3, 1, branches=[{"padding": 3, "stride": 2}], kernel_sizes=[7])
-    assert_backends_agree(x, (4, 3), convs, True)
-
-
-def test_equal_bits_over_three_runs():
-    x, convs = make(2, (4, 3), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
-    first = run("triton", x, (4, 3), convs, True)
-    for _ in range(2):
-        again = run("triton", x, (4, 3), convs, True)
-        assert all(
-            torch.equal(a, b) for p, q in zip(first, again, strict=True) for a, b in zip(p, q, strict=True)
-        )
+@pytest.mark.parametrize(
+    ("grid", "channels", "branches", "kernel_sizes"),
+    [
+        ((18, 5), 40, CVT, (3, 3, 3)),  # several strips and blocks of channels
+        ((6, 5), 3, ({"stride": 3, "padding": 1},), (3,)),  # taps that are not known ahead
+        ((6, 5), 3, ({"padding": 1}, {"stride": 3, "padding": 1}), (3, 3)),  # beside known ones
+        ((6, 5), 3, ({"stride": 4, "padding": 1}, {"stride": 2, "padding": 1}), (3, 3)),
+        ((4, 3), 3, ({"stride": 2, "padding": 3},), (7,)),
+    ],
+    ids=str,
+)
+def test_training(grid, channels, branches, kernel_sizes):
+    dtype = torch.float32 if channels > 3 else torch.float64
+    x, convs = make(1, grid, channels, 1, branches=branches, kernel_sizes=kernel_sizes, dtype=dtype)
+    assert_backends_agree(x, grid, convs, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -259,26 +228,12 @@ def test_running_statistics(momentum):
 
 def test_without_affine_or_statistics():
     x, convs = make(2, (4, 4), 5, 1)
-    bare = [
-        conv._replace(bn_weight=None, bn_bias=None, running_mean=None, running_var=None) for conv in convs
-    ]
+    absent = dict.fromkeys(("bn_weight", "bn_bias", "running_mean", "running_var"))
+    bare = [conv._replace(**absent) for conv in convs]
     with ck.use_backend("triton"):
         outs = ck.conv_projection(x, (4, 4), bare, training=False)
     expected = ck.reference.conv_projection(x, (4, 4), bare, training=False)
-    for out, exact in zip(outs, expected, strict=True):
-        torch.testing.assert_close(out, exact)
-
-
-def test_strided_inputs():
-    x, convs = make(2, (4, 4), 8, 1)
-    with ck.use_backend("triton"):
-        expected = ck.conv_projection(x, (4, 4), convs, training=False)
-        wide = torch.cat([x, x], dim=2)
-        spread = torch.stack([x, x], dim=3).flatten(2)
-        for view in (wide[:, :, :8], spread[:, :, ::2], torch.cat([x, x], dim=1)[:, :17]):
-            assert not view.is_contiguous()
-            outs = ck.conv_projection(view, (4, 4), convs, training=False)
-            assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    torch.testing.assert_close(outs, expected)
 
 
 def test_images_two_billion_elements_apart():
@@ -304,46 +259,22 @@ def test_more_than_two_billion_elements():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("training", [False, True])
-def test_cuda_graph(training):
+def test_training_in_a_cuda_graph():
     x, convs = make(2, (6, 6), 64, 0, dtype=torch.float16)
-    static = x.clone()
-    stream = torch.cuda.Stream()
+    static, stream = x.clone(), torch.cuda.Stream()
     with ck.use_backend("triton"), torch.cuda.stream(stream):
-        for _ in range(2):
-            ck.conv_projection(static, (6, 6), [clone_buffers(c) for c in convs], training=training)
+        ck.conv_projection(static, (6, 6), [clone_buffers(c) for c in convs], training=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            outs = ck.conv_projection(static, (6, 6), convs, training=training)
+            outs = ck.conv_projection(static, (6, 6), convs, training=True)
         static.copy_(2 * x)
         graph.replay()
         stream.synchronize()
-        expected = ck.conv_projection(2 * x, (6, 6), convs, training=training)
-    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+        expected = ck.conv_projection(2 * x, (6, 6), convs, training=True)
+    assert all(map(torch.equal, outs, expected))
 
 
-def test_the_kernels_do_the_work():
-    """One training step launches each of them: the tests above would pass with a silent reference too."""
-    launched = []
-
-    def take(launch):
-        launched.append(name_of(launch.kernel))
-        launch.start()
-
-    x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
-    with machine.intercepted_launches(take):
-        run("triton", x, (3, 3), convs, True)
-    assert launched == [
-        "walk_stats",
-        "merge_stats",
-        "update_running",
-        "walk_fwd",
-        "walk_bwd_sums",
-        "sum_regions",
-        "walk_bwd_conv",
-        "sum_regions",
-        "walk_bwd_input",
-    ]
+# Launches -------------------------------------------------------------------------------------------------
 
 
 def name_of(kernel):
@@ -384,20 +315,13 @@ def test_bytes_per_launch_of_the_general_kernels(monkeypatch, model, size, chip)
         monkeypatch.setattr(module, "is_walk", lambda geometry: False)
     for stage in launches.stages(model, size):
         (height, width), channels, *_ = stage
-        planned = {
-            name_of(launch.kernel): launch
-            for launch in launches.conv_projection_launches(stage, torch.bfloat16, chip)
-        }
-        fwd, stats = planned["fwd"], planned["stats"]
-        loaded, stored = count_pixels(fwd)
+        made = launches.conv_projection_launches(stage, torch.bfloat16, chip)
+        planned = {name_of(launch.kernel): launch for launch in made}
+        loaded, stored = count_pixels(planned["fwd"])
         assert stored == 1.5 * height * width
         assert loaded + stored <= 1.15 * 2.5 * height * width
-        partial = stats.arguments["partial_ptr"]
-        merged = partial.nbytes * 2 / (2 * 256 * channels)  # written and read, in pixels
-        training = loaded + stored + count_pixels(stats)[0] + merged
-        assert training <= 1.15 * 3.5 * height * width
-        blocks = -(-channels // fwd.arguments["TILE"].channels)
-        assert fwd.grid == (partial.shape[2] * blocks,) == stats.grid
+        merged = planned["stats"].arguments["partial_ptr"].nbytes * 2 / (2 * 256 * channels)  # in pixels
+        assert loaded + stored + count_pixels(planned["stats"])[0] + merged <= 1.15 * 3.5 * height * width
 
 
 def test_small_batches_get_smaller_regions():
@@ -422,11 +346,9 @@ def test_a_configuration_can_be_overridden_for_a_while():
     with common.overridden("stats", first):
         with common.overridden("stats", second):
             assert common.configuration("stats", 80) == second
-        current = {name: common.configuration(name, 90) for name in shipped}
-        assert current == shipped | {"stats": first}
-    assert {name: common.configuration(name, 90) for name in shipped} == shipped
-    message = "kernel: got 'forward', expected one of walk_fwd, walk_stats,"
-    with pytest.raises(ValueError, match=message), common.overridden("forward", first):
+        assert {name: common.configuration(name, 90) for name in shipped} == shipped | {"stats": first}
+    assert common.configuration("stats", 90) == shipped["stats"]
+    with pytest.raises(ValueError, match="expected one of walk_fwd"), common.overridden("forward", first):
         pass
 
 
@@ -446,66 +368,12 @@ def test_branches_that_one_launch_cannot_serve():
             ck.conv_projection(x, (3, 3), branches, training=training)
 
 
-def test_an_empty_batch_goes_to_the_reference():
-    x, convs = make(2, (3, 3), 2, 0)
-    for names in (("auto",), ("triton", "reference")):
-        with ck.use_backend(*names):
-            outs = ck.conv_projection(x[:0], (3, 3), convs, training=False)
-        assert all(out.shape[0] == 0 for out in outs)
-    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match="the batch is empty"):
-        ck.conv_projection(x[:0], (3, 3), convs, training=False)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.slow
-def test_compiles_without_graph_breaks_as_a_block(training):
-    from cvt import CvTConfig
-    from cvt.model import Block
-
-    stage = CvTConfig(embed_dims=(8, 8, 8), num_heads=1, cls_token=True).stages[2]
-    eager = Block(stage, 0.0).double().to(DEVICE).train(training)
-    twin = Block(stage, 0.0).double().to(DEVICE).train(training)
-    twin.load_state_dict(eager.state_dict())
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 7, 8, dtype=torch.float64, device=DEVICE)
-    for operator in set(backends.operators) - {"conv_projection"}:
-        backends.register(operator, "triton", implementation(operator, getattr(ck.reference, operator)))
-    with ck.use_backend("triton"):
-        out = compiled(x, (2, 3))
-        out.sin().sum().backward()
-    with ck.use_backend("reference"):
-        expected = eager(x, (2, 3))
-        expected.sin().sum().backward()
-    torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(twin.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    torch.testing.assert_close(dict(twin.named_buffers()), dict(eager.named_buffers()))
-
-
-def test_registered_operators_pass_opcheck():
-    x, convs = make(2, (3, 3), 2, 1, branches=CVT[:2], kernel_sizes=(3, 3))
-    geometry = common.Geometry.of((3, 3), convs)
-    constants = autograd._pack_geometry(geometry), list(geometry.epss)
-    operators = torch.ops.cvt_kernels
-    columns = [list(column) for column in zip(*(conv[:5] for conv in convs), strict=True)]
-    weights, gammas, betas, means, variances = columns
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    differentiable = [t.requires_grad_() for t in (x, *weights, *gammas, *betas)]
-    torch.library.opcheck(
-        operators.conv_projection,
-        (x, weights, gammas, betas, means, variances, *constants, False),
-        test_utils=tests,
-    )
-    detached = [t.detach() for t in differentiable]
-    x, weights, gammas = detached[0], detached[1:3], detached[3:5]
-    torch.library.opcheck(operators.conv_projection_statistics, (x, weights, *constants), test_utils=tests)
-    dys = [torch.randn(2, h * w + 1, 2, dtype=torch.float64, device=DEVICE) for h, w in geometry.output_grids]
-    arguments = (x, weights, gammas, means, variances, dys, *constants, True)
-    torch.library.opcheck(operators.conv_projection_backward, arguments, test_utils=tests)
-    statistics, tracked = torch.rand(2, 2, dtype=torch.float64, device=DEVICE), convs[0].num_batches_tracked
-    buffers = [means[1]], [variances[1]], [tracked]
-    arguments = statistics, statistics, [1], *buffers, [0.1], [1.5]
-    torch.library.opcheck(operators.update_running_statistics, arguments, test_utils=tests)
+def test_compiled_training():
+    torch.compiler.reset()
+    x, convs = make(2, (2, 3), 4, 1)
+    compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
+    results = [run("triton", x, (2, 3), convs, True, function=f) for f in (ck.conv_projection, compiled)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_autocast_computes_in_its_dtype():
@@ -515,17 +383,3 @@ def test_autocast_computes_in_its_dtype():
     autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
     outs = assert_trains_as_modules(x.bfloat16().float(), (6, 6), pairs, autocast)
     assert all(out.dtype == torch.bfloat16 for out in outs)
-
-
-def test_batch_norm_modules_agree():
-    """The modules themselves are compared with, not our reference."""
-    conv2d = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6, bias=False).double().to(DEVICE)
-    bn = nn.BatchNorm2d(6).double().to(DEVICE)
-    x = torch.randn(2, 20, 6, dtype=torch.float64, device=DEVICE)
-    branch = clone_buffers(ck.ConvBatchNorm.from_modules(conv2d, bn))
-    with ck.use_backend("triton"):
-        (out,) = ck.conv_projection(x, (4, 5), [branch], training=True)
-    expected = bn(conv2d(x.transpose(1, 2).unflatten(2, (4, 5)))).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(branch.running_var, bn.running_var)
-    torch.testing.assert_close(branch.running_mean, bn.running_mean)

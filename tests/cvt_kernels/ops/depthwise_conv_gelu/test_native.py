@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import (
-    assert_accurate,
-    compiler,
-    not_built,
-    run_on_instruction_set,
-    run_sanitized,
-)
+from tests.checks import assert_accurate, compiler, not_built, run_on_instruction_set, run_sanitized
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,10 +73,8 @@ def test_any_shape_and_strides(grid, channels, batch, dtype, layout, has_bias):
     }[layout](x)
     tensors = [x, weight, bias if has_bias else None]
     ours = run(ck.depthwise_conv_gelu, grid, tensors)
-    for got, same in zip(
-        ours, run(ck.depthwise_conv_gelu, grid, [x.contiguous(), *tensors[1:]]), strict=True
-    ):
-        assert torch.equal(got, same)
+    same = run(ck.depthwise_conv_gelu, grid, [x.contiguous(), *tensors[1:]])
+    assert all(map(torch.equal, ours, same))
     assert ours[0].is_contiguous()
     # Not the accuracy rule: on a handful of values PyTorch's error may be 0 by luck.
     epsilon = 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + torch.finfo(dtype).eps
@@ -108,30 +100,6 @@ def test_an_image_is_the_same_in_any_batch():
     together = ck.depthwise_conv_gelu(x, (9, 11), weight, bias)
     alone = [ck.depthwise_conv_gelu(image[None], (9, 11), weight, bias) for image in x]
     assert torch.equal(together, torch.cat(alone))
-
-
-def test_autocast_computes_as_a_convolution_would():
-    tensors = make((6, 6), 16, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (run(f.depthwise_conv_gelu, (6, 6), tensors) for f in (ck, reference))
-        kept = run(ck.depthwise_conv_gelu, (6, 6), tensors, dtype=torch.float64)
-        with torch.no_grad():  # the second time it goes to the kernel at once
-            again = [ck.depthwise_conv_gelu(tensors[0], (6, 6), *tensors[1:]) for _ in range(2)]
-    exact = run(reference.depthwise_conv_gelu, (6, 6), tensors, dtype=torch.float64)
-    assert [t.dtype for t in ours] == [torch.bfloat16, *[torch.float32] * 3]
-    for i, (got, same_dtype, expected) in enumerate(zip(ours, theirs, exact, strict=True)):
-        assert_accurate(got, same_dtype, expected, factor=3 if i else 2)
-    assert all(torch.equal(t, ours[0]) for t in again)
-    torch.testing.assert_close(kept, exact, rtol=1e-11, atol=1e-11)
-
-
-def test_compiled():
-    torch.compiler.reset()
-    tensors = make((5, 6), 24, dtype=torch.float32)
-    compiled = torch.compile(ck.depthwise_conv_gelu, fullgraph=True, backend="aot_eager")
-    for x in (tensors[0], tensors[0][:1], torch.cat([tensors[0]] * 2)):
-        eager, traced = (run(f, (5, 6), [x, *tensors[1:]]) for f in (ck.depthwise_conv_gelu, compiled))
-        torch.testing.assert_close(eager, traced, rtol=0, atol=0)
 
 
 def test_operators_check_what_they_would_read():

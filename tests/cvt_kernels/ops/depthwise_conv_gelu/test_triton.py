@@ -12,8 +12,7 @@ from cvt.commands.compile import launches
 from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_projection.triton import walk
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
-from cvt_kernels.reference import depthwise_conv_gelu as reference
-from tests.checks import WIDEST, assert_accurate, needs_float64
+from tests.checks import WIDEST, assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = machine.Chip(90, 132)
@@ -73,9 +72,6 @@ def assert_backends_agree(grid, tensors, approximate="none"):
         (torch.bfloat16, "none"),
         (torch.bfloat16, "tanh"),
         (torch.float32, "none"),
-        (torch.float32, "tanh"),
-        (torch.float32, "quick"),
-        pytest.param(torch.float64, "none", marks=needs_float64),
     ],
     ids=str,
 )
@@ -146,13 +142,12 @@ def test_tokens_are_read_as_they_lie():
     expected = run("triton", (2, 3), (x, weight, bias))
     for view in (wide[:, :, 1:5], torch.stack([x, x], dim=1)[:, 1], x.mT.contiguous().mT):
         assert not view.is_contiguous()
-        results, launched = launched_by(lambda view=view: run_view(view, weight, bias))
+        tensors = view, weight, bias
+        results, launched = launched_by(
+            lambda tensors=tensors: run("triton", (2, 3), tensors, cast=lambda tensor: tensor)
+        )
         assert (launched[0].arguments["x_ptr"].data_ptr() == view.data_ptr()) is (view.stride(2) == 1)
         assert all(map(torch.equal, results, expected))
-
-
-def run_view(view, weight, bias):
-    return run("triton", (2, 3), (view, weight, bias), cast=lambda tensor: tensor)
 
 
 @pytest.mark.usefixtures("wide_walks")
@@ -171,20 +166,6 @@ def test_only_what_is_needed_is_computed():
     both = gradients(x.requires_grad_(), weight.requires_grad_())
     assert torch.equal(dx, both[0])
     assert torch.equal(dweight, both[1])
-
-
-@pytest.mark.usefixtures("wide_walks")
-@pytest.mark.parametrize("bias", [True, False])
-@torch.no_grad()
-def test_a_call_like_an_earlier_one_is_only_launched(bias):
-    tensors = make(1, (2, 2), 4, torch.bfloat16, bias=bias)
-    others = make(1, (2, 2), 4, torch.bfloat16, bias=bias)
-    shifted = torch.cat([others[0].flatten(), others[0].flatten()[:1]])[1:].view(1, 4, 4)
-    with ck.use_backend("triton"):
-        ck.depthwise_conv_gelu(tensors[0], (2, 2), *tensors[1:])
-        for x in (others[0], shifted):  # which does not begin at 16 bytes
-            ours = ck.depthwise_conv_gelu(x, (2, 2), *others[1:])
-            torch.testing.assert_close(ours, reference(x, (2, 2), *others[1:]), rtol=0.02, atol=0.02)
 
 
 def test_calls_that_the_kernels_do_not_serve():
@@ -229,14 +210,12 @@ def test_a_configuration_is_overridden_for_a_while():
     x, weight, _ = make(1, (4, 8), 4, torch.float32)
 
     def warps():
-        return common.ConvPlan.of("fwd", x, (4, 8), "none", (weight,), has_bias=False).walk.options[
-            "num_warps"
-        ]
+        plan = common.ConvPlan.of("fwd", x, (4, 8), "none", (weight,), has_bias=False)
+        return plan.walk.options["num_warps"]
 
     config = replace(common.CONFIGS["fwd"], pairs=2)
     with common.overridden("fwd", config):
         assert warps() == 2
     assert warps() == 4
-    message = "kernel: got 'forward', expected one of fwd, bwd_conv"
-    with pytest.raises(ValueError, match=message), common.overridden("forward", config):
+    with pytest.raises(ValueError, match="expected one of fwd"), common.overridden("forward", config):
         pass
