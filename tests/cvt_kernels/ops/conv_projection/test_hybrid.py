@@ -13,8 +13,9 @@ from cvt.checkpoints import read_checkpoint
 from cvt.commands.compile.launches import conv_projection_launches, stages
 from cvt_kernels import backends, machine, reference
 from cvt_kernels.ops.conv_projection import geometry_of, modules
-from tests.checks import assert_accurate, not_built, recorded_operators
+from tests.checks import not_built, recorded_operators
 from tests.cvt.models import small
+from tests.cvt_kernels.ops.agreement import assert_agrees
 
 HYBRID = (3, 1, 1), (5, 4, 2)  # kernel size, padding and dilation of each summand
 GRID = (4, 5)
@@ -49,32 +50,6 @@ def project(x, branches, grid=GRID):
     return ck.conv_projection(x, grid, branches, training=False)
 
 
-def run(backend, x, grid, branches, training, *, double=False):
-    """Returns outputs, the gradients of everything for a fixed pattern, and the running statistics."""
-
-    def convert(tensor):
-        tensor = tensor.detach().clone()
-        return tensor.double() if double and tensor.is_floating_point() else tensor
-
-    branches = [
-        tuple(
-            conv._replace(**{n: convert(t) for n, t in conv._asdict().items() if torch.is_tensor(t)})
-            for conv in each
-        )
-        for each in branches
-    ]
-    convs = [conv for each in branches for conv in each]
-    parameters = [t.requires_grad_() for c in convs for t in (c.weight, c.bn_weight, c.bn_bias)]
-    x = convert(x).requires_grad_()
-    with ck.use_backend(backend):
-        outputs = ck.conv_projection(x, grid, branches, training=training)
-    pattern = [torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y).to(y.dtype) for y in outputs]
-    gradients = torch.autograd.grad(outputs, [x, *parameters], pattern)
-    buffers = [t for c in convs for t in (c.running_mean, c.running_var)]
-    assert all(conv.num_batches_tracked == 3 + training for conv in convs)
-    return [y.detach() for y in outputs], gradients, buffers
-
-
 # What is computed -----------------------------------------------------------------------------------------
 
 
@@ -87,15 +62,10 @@ def test_the_reference_sums_normalized_maps_and_has_the_class_token_once():
 
 
 @pytest.mark.parametrize("backend", OURS)
-@pytest.mark.parametrize(("training", "dtype"), [(True, torch.float32), (False, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("training", "dtype"), [(True, "float32"), (False, "bfloat16")], ids=str)
 def test_results_and_gradients(backend, training, dtype):
-    grid, settings = (4, 3), {"dtype": dtype, "device": device_of(backend)}
-    arguments = make_x(grid, 5, **settings), grid, make_branches(5, **settings), training
-    ours, plain = (run(name, *arguments) for name in (backend, "reference"))
-    exact = run("reference", *arguments, double=True)
-    for tensors, factor in zip(zip(ours, plain, exact, strict=True), (2, 3, 2), strict=True):
-        for each in zip(*tensors, strict=True):
-            assert_accurate(*each, factor=factor, floor=8)
+    sizes = {"height": 4, "width": 3, "channels": 5, "dilation": 2, "padding": 2, "summands": 2}
+    assert_agrees("conv_projection", backend, **sizes, training=training, dtype=dtype)
 
 
 @needs_extension

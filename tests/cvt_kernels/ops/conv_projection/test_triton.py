@@ -1,8 +1,6 @@
 """The Triton kernels of conv_projection, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import contextlib
-import copy
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -14,22 +12,13 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import machine
-from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk
-from tests.checks import assert_accurate
-from tests.cvt_kernels.test_reference import clone_buffers, modules, random_conv
+from cvt_kernels import machine, proofs
+from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk, why_unsupported
+from tests.contract.examples import assert_right, same_bits
+from tests.contract.test_contract import run, run_guarded
+from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
-CVT = {"stride": 1, "padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "padding": 1}
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fills new tensors with NaN, which stays where a kernel does not write what it should."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -38,70 +27,40 @@ def _wide_walks(monkeypatch):
 
     Programs of the real width are tested in test_walk.py.
     """
-    if DEVICE == "cpu":
+    if torch.cuda.is_available():
+        yield
+    else:
         monkeypatch.setattr(walk, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
         walk._plan.cache_clear()
         yield
         walk._plan.cache_clear()
-    else:
-        yield
 
 
-def make(batch, grid, channels, class_tokens, *, branches=CVT, kernel_sizes=(3, 3, 3), dtype=torch.float64):
-    x = torch.randn(batch, class_tokens + grid[0] * grid[1], channels, dtype=torch.float64)
-    convs = [random_conv(channels, k, **b) for k, b in zip(kernel_sizes, branches, strict=True)]
-    return x.to(DEVICE, dtype), [move(conv, dtype) for conv in convs]
+def sizes(grid, channels, **settings):
+    return {"height": grid[0], "width": grid[1], "channels": channels, **settings}
 
 
-def move(conv, dtype):
-    def convert(t):
-        return t.to(DEVICE, dtype) if t.is_floating_point() else t.to(DEVICE)
-
-    return conv._replace(**{name: convert(t) for name, t in conv._asdict().items() if torch.is_tensor(t)})
-
-
-def run(backend, x, grid, convs, training, *, double=False, function=ck.conv_projection):
-    """Returns outputs, all gradients for a fixed pattern of output gradients, and running statistics."""
-    if double:
-        x, convs = x.double(), [move(conv, torch.float64) for conv in convs]
-    x = x.detach().requires_grad_()
-    live = [
-        conv._replace(**{name: getattr(conv, name).detach().requires_grad_() for name in conv._fields[:3]})
-        for conv in map(clone_buffers, convs)
-    ]
-    with ck.use_backend(backend):
-        outs = function(x, grid, live, training=training)
-    inputs = [x, *(t for conv in live for t in conv[:3])]
-    patterns = [
-        torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype) for out in outs
-    ]
-    gradients = torch.autograd.grad(outs, inputs, patterns)
-    statistics = [t for conv in live for t in (conv.running_mean, conv.running_var)]
-    assert all(conv.num_batches_tracked == 3 + training for conv in live)
-    return list(outs), list(gradients), statistics
+def made_with(strides, **settings):
+    """Makes a call whose branches have some strides."""
+    made = made_of("conv_projection", "triton", branches=len(strides), **settings)
+    convs = zip(made.call.record.convs, strides, strict=True)
+    return replaced(made, convs=tuple(conv._replace(stride=stride) for conv, stride in convs))
 
 
-def assert_backends_agree(x, grid, convs, training):
-    theirs = run("reference", x, grid, convs, training)
-    ours = run("triton", x, grid, convs, training)
-    if x.dtype == torch.float64:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        return
-    exact = run("reference", x, grid, convs, training, double=True)
-    for factor, kind in zip((2, 3, 2), range(3), strict=True):
-        for a, b, c in zip(ours[kind], theirs[kind], exact[kind], strict=True):
-            assert_accurate(a.detach(), b.detach(), c.detach(), factor=factor, floor=4)
+def replaced(made, **fields):
+    """Replaces arguments of a call."""
+    return made._replace(call=made.call._replace(record=made.call.record._replace(**fields)))
 
 
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage):
     grid, channels, class_tokens, _ = stage
-    x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
-    with wide_tiles(channels) if DEVICE == "cpu" else contextlib.nullcontext():
-        if class_tokens or DEVICE == "cuda":  # training at the larger ones would take the interpreter long
-            assert_backends_agree(x, grid, convs, True)
-        assert_outputs_agree(x, grid, convs)
+    # Training at the larger ones would take the interpreter long.
+    how = {"training": True} if class_tokens or torch.cuda.is_available() else {"gradient": "none"}
+    made = made_with((1, 2, 2), **sizes(grid, channels, batch=1, class_token=class_tokens), **how)
+    with contextlib.nullcontext() if torch.cuda.is_available() else wide_tiles(channels):
+        assert_right(made, run_guarded(made))
 
 
 @contextlib.contextmanager
@@ -117,160 +76,104 @@ def wide_tiles(channels):
         yield
 
 
-def assert_outputs_agree(x, grid, convs):
-    """Compares the outputs of evaluation; the class token is copied exactly."""
-    with ck.use_backend("triton"):
-        ours = ck.conv_projection(x, grid, convs, training=False)
-    theirs = ck.reference.conv_projection(x, grid, convs, training=False)
-    doubled = [move(conv, torch.float64) for conv in convs]
-    exact = ck.reference.conv_projection(x.double(), grid, doubled, training=False)
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    for a, b, c in zip(ours, theirs, exact, strict=True):
-        assert_accurate(a, b, c, floor=4)
-        assert torch.equal(a[:, :class_tokens], x[:, :class_tokens])
-
-
-@settings(max_examples=2, deadline=None)
-@given(st.data())
-def test_odd_sizes(data):
-    def draw(low, high):
-        return data.draw(st.integers(low, high))
-
-    grid, channels = (draw(1, 6), draw(1, 6)), data.draw(st.sampled_from([1, 3, 17]))
-    ks = [data.draw(st.sampled_from([1, 3, 5])) for _ in range(draw(1, 2))]
-    branches = [{"stride": draw(1, 7), "padding": draw(k // 2, 3), "dilation": draw(1, 2)} for k in ks]
-    x, convs = make(2, grid, channels, draw(0, 1), branches=branches, kernel_sizes=ks)
-    if all(min(conv.output_grid(grid)) >= 1 for conv in convs):
-        assert_backends_agree(x, grid, convs, data.draw(st.booleans()))
+@settings(max_examples=4, deadline=None)
+@given(
+    height=st.integers(1, 6),
+    width=st.integers(2, 6),
+    channels=st.sampled_from([1, 3, 17]),
+    class_token=st.booleans(),
+    kernel=st.sampled_from([1, 3, 5]),
+    stride=st.integers(1, 7),
+    padding=st.integers(0, 3),
+    dilation=st.integers(1, 2),
+    branches=st.integers(1, 2),
+    training=st.booleans(),
+)
+def test_odd_sizes(**settings):
+    assert_agrees("conv_projection", "triton", **settings, dtype="float64")
 
 
 @pytest.mark.parametrize(
-    ("grid", "channels", "branches", "kernel_sizes"),
+    ("strides", "settings"),
     [
-        ((18, 5), 40, CVT, (3, 3, 3)),  # several strips and blocks of channels
-        ((6, 5), 3, ({"stride": 3, "padding": 1},), (3,)),  # taps that are not known ahead
-        ((6, 5), 3, ({"padding": 1}, {"stride": 3, "padding": 1}), (3, 3)),  # beside known ones
-        ((6, 5), 3, ({"stride": 4, "padding": 1}, {"stride": 2, "padding": 1}), (3, 3)),
-        ((4, 3), 3, ({"stride": 2, "padding": 3},), (7,)),
+        ((1, 2, 2), sizes((18, 5), 40)),  # several strips and blocks of channels
+        ((3,), sizes((6, 5), 3)),  # taps that are not known ahead
+        ((1, 3), sizes((6, 5), 3)),  # beside known ones
+        ((4, 2), sizes((6, 5), 3)),
+        ((2,), sizes((4, 3), 3, kernel=7, padding=3)),
+        ((1, 2), sizes((2, 3), 5, statistics="averaged")),
+        ((1, 2), sizes((4, 4), 5, statistics="none", bare=True)),
+        ((1, 2, 2), sizes((4, 3), 8, mixed=True, dtype="float16")),
+        ((1, 2, 2), sizes((4, 3), 8, mixed=True, dtype="bfloat16")),
     ],
     ids=str,
 )
-def test_training(grid, channels, branches, kernel_sizes):
-    dtype = torch.float32 if channels > 3 else torch.float64
-    x, convs = make(1, grid, channels, 1, branches=branches, kernel_sizes=kernel_sizes, dtype=dtype)
-    assert_backends_agree(x, grid, convs, True)
+def test_training(strides, settings):
+    made = made_with(strides, **settings, training=True)
+    assert_right(made, run_guarded(made))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_beside_float32_batch_norm(dtype):
-    x, convs = make(2, (4, 3), 8, 1, dtype=torch.float32)
-    pairs = [modules(conv, 8).to(DEVICE) for conv in convs]
-    for conv2d, _ in pairs:
-        conv2d.to(dtype)
-    outs = assert_trains_as_modules(x.to(dtype), (4, 3), pairs)
-    assert all(out.dtype == dtype for out in outs)
+def test_training_under_autocast():
+    with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
+        made = made_with((1, 2, 2), **sizes((6, 6), 8), training=True)
+        assert_right(made, run(made), dtype=torch.bfloat16)
 
 
-def assert_trains_as_modules(x, grid, theirs, autocast=contextlib.nullcontext):
-    """Compares a training step with that of pairs of nn.Conv2d and nn.BatchNorm2d; returns our outputs."""
-    ours, exact = copy.deepcopy(theirs), [copy.deepcopy(pair).double() for pair in theirs]
-
-    def by_kernels(x, pairs):
-        branches = [ck.ConvBatchNorm.from_modules(*pair) for pair in pairs]
-        with autocast(), ck.use_backend("triton"):
-            return list(ck.conv_projection(x, grid, branches, training=True))
-
-    def by_modules(x, pairs):
-        class_tokens, pixels = x.split([x.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
-        image = pixels.transpose(1, 2).unflatten(2, grid)
-        with autocast() if x.dtype != torch.float64 else contextlib.nullcontext():
-            outs = [pair(image).flatten(2).transpose(1, 2) for pair in pairs]
-        return [torch.cat([class_tokens.to(out.dtype), out], dim=1) for out in outs]
-
-    def step(function, x, pairs):
-        x = x.detach().requires_grad_()
-        outs = function(x, pairs)
-        patterns = [
-            torch.linspace(-1, 1, out.numel(), device=DEVICE).bfloat16().view(out.shape).to(out.dtype)
-            for out in outs
-        ]
-        gradients = torch.autograd.grad(
-            outs, [x, *(p for pair in pairs for p in pair.parameters())], patterns
-        )
-        statistics = [t for _, bn in pairs for t in (bn.running_mean, bn.running_var)]
-        return [out.detach() for out in outs], gradients, statistics
-
-    results = step(by_kernels, x, ours), step(by_modules, x, theirs), step(by_modules, x.double(), exact)
-    for factor, kind in zip((2, 3, 2), zip(*results, strict=True), strict=True):
-        for tensors in zip(*kind, strict=True):
-            assert_accurate(*tensors, factor=factor, floor=4)
-    return results[0][0]
+def test_compiled_training():
+    torch.compiler.reset()
+    compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
+    call = made_with((1, 2), **sizes((2, 3), 4), training=True).call
+    results = []
+    for function in (ck.conv_projection, compiled):
+        copied = call.map(proofs._copied)
+        with ck.use_backend("triton"):
+            outs = function(*copied.record[:3], training=True)
+        results.append(proofs._results(copied, list(outs), [out.detach().sin() for out in outs]))
+    assert same_bits(*results)
 
 
 def test_a_huge_mean_beside_a_small_deviation():
     """Σy² − (Σy)²/n would be left with nothing there, and β − mean · scale with little."""
-    x = 1e3 + torch.randn(2, 36, 32, device=DEVICE)
-    conv = move(random_conv(32, 1), torch.float32)
-    conv = conv._replace(weight=torch.ones_like(conv.weight))
-    ours, theirs = (run(backend, x, (6, 6), [conv], True) for backend in ("triton", "reference"))
-    exact = run("reference", x, (6, 6), [conv], True, double=True)
-    assert_accurate(ours[0][0].detach(), theirs[0][0].detach(), exact[0][0].detach())
-    assert_accurate(ours[1][0], theirs[1][0], exact[1][0], factor=3)
-    torch.testing.assert_close([t.double() for t in ours[2]], exact[2], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("momentum", [0.3, None])
-def test_running_statistics(momentum):
-    x, convs = make(3, (2, 3), 5, 0, branches=CVT[:2], kernel_sizes=(3, 3))
-    convs = [conv._replace(momentum=momentum) for conv in convs]
-    assert_backends_agree(x, (2, 3), convs, True)
-
-
-def test_without_affine_or_statistics():
-    x, convs = make(2, (4, 4), 5, 1)
-    absent = dict.fromkeys(("bn_weight", "bn_bias", "running_mean", "running_var"))
-    bare = [conv._replace(**absent) for conv in convs]
-    with ck.use_backend("triton"):
-        outs = ck.conv_projection(x, (4, 4), bare, training=False)
-    expected = ck.reference.conv_projection(x, (4, 4), bare, training=False)
-    torch.testing.assert_close(outs, expected)
+    made = made_with((1,), **sizes((6, 6), 32, kernel=1, padding=0, statistics="none"))
+    (conv,), x = made.call.record.convs, made.call.record.x
+    ones = torch.ones_like(conv.weight).requires_grad_()
+    made = replaced(made, x=(x.detach() + 1e3).requires_grad_(), convs=(conv._replace(weight=ones),))
+    assert_right(made, run_guarded(made))
 
 
 def test_images_two_billion_elements_apart():
     """Offsets of images take 64 bits; the memory between the two is never touched."""
-    small, convs = make(2, (3, 2), 8, 1, dtype=torch.float16, branches=CVT[1:2], kernel_sizes=(3,))
-    # Storage, unlike a tensor, is not filled.
-    memory = torch.empty(0, dtype=torch.float16, device=DEVICE)
-    memory.untyped_storage().resize_(2 * (2**31 + 64))
-    x = memory.as_strided(small.shape, (2**31, 8, 1)).copy_(small)
-    far, near = (run("triton", images, (3, 2), convs, True) for images in (x, small))
-    for a, b in zip(far, near, strict=True):
-        assert all(torch.equal(m, n) for m, n in zip(a, b, strict=True))
+    made = made_with((2,), **sizes((3, 2), 8), dtype="float16", training=True)
+    x = made.call.record.x.detach()
+    memory = torch.empty(0, dtype=x.dtype, device=x.device)
+    memory.untyped_storage().resize_(2 * (2**31 + 64))  # which, unlike a tensor, is not filled
+    far = memory.as_strided(x.shape, (2**31, 8, 1)).copy_(x).requires_grad_()
+    expected = run(made)
+    assert same_bits(run(made, call=replaced(made, x=far).call), expected)
 
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
     """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
-    x, convs = make(1, (32, 32), 1024, 0, dtype=torch.float16)
-    with ck.use_backend("triton"):
-        outs = ck.conv_projection(x.expand(2100, -1, -1), (32, 32), convs, training=False)
+    made = made_with((1, 2, 2), **sizes((32, 32), 1024), batch=1, dtype="float16", gradient="none")
+    outs = made.public(made.call.record._replace(x=made.call.record.x.expand(2100, -1, -1)))
     assert outs[0].numel() > 2**31
     assert all(torch.equal(out[-1], out[0]) for out in outs)
 
 
 @pytest.mark.gpu
 def test_training_in_a_cuda_graph():
-    x, convs = make(2, (6, 6), 64, 0, dtype=torch.float16)
-    static, stream = x.clone(), torch.cuda.Stream()
-    with ck.use_backend("triton"), torch.cuda.stream(stream):
-        ck.conv_projection(static, (6, 6), [clone_buffers(c) for c in convs], training=True)
+    made = made_with((1, 2, 2), **sizes((6, 6), 64), dtype="float16", gradient="none", training=True)
+    call, stream = made.call.record, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        made.public(made.call.map(proofs._copied).record)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            outs = ck.conv_projection(static, (6, 6), convs, training=True)
-        static.copy_(2 * x)
+            outs = made.public(call)
+        call.x.mul_(2)
         graph.replay()
         stream.synchronize()
-        expected = ck.conv_projection(2 * x, (6, 6), convs, training=True)
+        expected = made.public(call)
     assert all(map(torch.equal, outs, expected))
 
 
@@ -353,33 +256,14 @@ def test_a_configuration_can_be_overridden_for_a_while():
 
 
 def test_branches_that_one_launch_cannot_serve():
-    x, convs = make(2, (3, 3), 2, 0)
-    shared = [convs[0], convs[1]._replace(running_mean=convs[0].running_mean)]
-    groups = [convs[0], convs[1]._replace(process_group=torch.distributed.ProcessGroup(0, 2))]
-    bare = [convs[0], convs[1]._replace(running_mean=None, running_var=None)]
-    strided = [convs[0], convs[1]._replace(running_mean=convs[1].running_mean.repeat_interleave(2)[::2])]
-    for branches, training, reason in (
-        (shared, True, "two branches share their running statistics"),
-        (groups, True, "the branches synchronize over different process groups"),
-        (strided, True, "running statistics are not contiguous"),
-        (bare, False, "some branches have running statistics and some have none"),
+    call = made_with((1, 2), gradient="none").call.record
+    first, second = call.convs
+    absent, strided = {"running_mean": None, "running_var": None}, first.running_mean.repeat(2)[::2]
+    for changes, training, reason in (
+        ({"running_mean": first.running_mean}, True, "two branches share their running statistics"),
+        ({"process_group": object()}, True, "the branches synchronize over different process groups"),
+        ({"running_mean": strided}, True, "running statistics are not contiguous"),
+        (absent, False, "some branches have running statistics and some have none"),
     ):
-        with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
-            ck.conv_projection(x, (3, 3), branches, training=training)
-
-
-def test_compiled_training():
-    torch.compiler.reset()
-    x, convs = make(2, (2, 3), 4, 1)
-    compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
-    results = [run("triton", x, (2, 3), convs, True, function=f) for f in (ck.conv_projection, compiled)]
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_autocast_computes_in_its_dtype():
-    """Compares on numbers that bfloat16 holds, so that float64 is exact."""
-    x, convs = make(2, (6, 6), 8, 0, dtype=torch.float32)
-    pairs = [modules(conv._replace(weight=conv.weight.bfloat16().float()), 8).to(DEVICE) for conv in convs]
-    autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
-    outs = assert_trains_as_modules(x.bfloat16().float(), (6, 6), pairs, autocast)
-    assert all(out.dtype == torch.bfloat16 for out in outs)
+        convs = first, second._replace(**changes)
+        assert why_unsupported(call._replace(convs=convs, training=training)) == reason
