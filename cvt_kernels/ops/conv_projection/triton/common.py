@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -130,17 +129,9 @@ def configuration(kernel: str, capability: int) -> Config:
     return CONFIGS[max(known, default=min(CONFIGS))][kernel]
 
 
-def overridden(kernel: str, config: Config) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration, for 2-byte dtypes as those of ``CONFIGS`` are.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
+#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
+#: :meth:`Overrides.replaced`.
+overridden = _overrides.replaced
 
 
 # Geometry and launch plans --------------------------------------------------------------------------------
