@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -102,13 +101,9 @@ def walk_forward(
     machine.launch(
         _conv_projection_walk_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), **_others(x, geometry, plan),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
+        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
     )  # fmt: skip
-
-
-def _others(x: Tensor, geometry: Geometry, plan: WalkPlan) -> dict[str, Any]:
-    """Returns what the forward kernel takes besides tensors."""
-    return {"epss": geometry.epss, "stride_b": x.stride(0), "STEP": x.stride(1), **plan.arguments}
 
 
 # Statistics of the batch ----------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from tests.checks import (
     every_instruction_set,
     needs_avx2,
     not_built,
-    run_on_instruction_set,
     run_sanitized,
 )
-from tests.cvt_kernels.ops.agreement import assert_agrees
+from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 #: Queries, keys and heads of CvT-13's stages at 224×224, and of its first at 384×384.
@@ -125,22 +124,10 @@ def test_operator_checks_what_it_would_read():
             op(*arguments)
 
 
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-tensors = [torch.randn(2, n, 3, 20) for n in (31, 300, 300)]
-with ck.use_backend("native"):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        q, k, v = (t.to(dtype) for t in tensors)
-        torch.testing.assert_close(
-            ck.attention(q, k, v).double(), ck.reference.attention(q.double(), k.double(), v.double()),
-            rtol=0, atol=max(1e-5, 4 * torch.finfo(dtype).eps),
-        )
-"""
-
-
 @every_instruction_set
 def test_other_instruction_sets(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+    sizes = {"queries": 31, "keys": 300, "heads": 3, "channels": 20}
+    assert_agrees_on(name, "attention", sizes)
 
 
 @pytest.mark.sanitized

@@ -9,7 +9,8 @@ import cvt_kernels as ck
 from cvt_kernels import verdicts
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
-from tests.checks import assert_accurate, not_built, python_blocks, run_blocks
+from tests.checks import not_built, python_blocks, run_blocks
+from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -24,6 +25,10 @@ GRIDS = [
     ((1, 1), (1, 1), 2, 1),
     ((2, 3), (3, 4), 1, 0),  # some offsets are those of no pair
 ]
+
+
+#: Settings of a call of the contract.
+SIZES = {"position": "table", "height": 6, "width": 5, "key_height": 3, "key_width": 3, "stride": 2}
 
 
 def make(grids, *, batch=2, heads=2, dim=8, dtype=torch.float64, table=1.0, rows=None):
@@ -63,14 +68,14 @@ def pattern_like(out):
     return torch.arange(out.numel(), device=DEVICE).remainder(7).view_as(out).sub(3).to(out.dtype)
 
 
-def run(backend, q, k, v, position, *, bias=None, matrix=None, valid=None, attention=ck.attention):
+def run(backend, q, k, v, position, *, matrix=None, valid=None, attention=ck.attention):
     """Returns the output and the gradients of q, k, v and the table.
 
     ``matrix`` makes the bias of the table instead; ``valid`` says which outputs count.
     """
     live = [t.detach().requires_grad_() for t in (q, k, v, position.table)]
     position = position._replace(table=live[3])
-    settings = {"bias": bias, "position": position} if matrix is None else {"bias": matrix(position)}
+    settings = {"position": position} if matrix is None else {"bias": matrix(position)}
     with ck.use_backend(backend):
         out = attention(*live[:3], scale=0.4, **settings)
     pattern = pattern_like(out)
@@ -124,10 +129,7 @@ def test_gradients_of_chosen_queries(backend):
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
 def test_a_table_and_another_bias_together(backend):
-    tensors = make(GRIDS[1], heads=1)
-    bias = torch.randn(16, 7, dtype=torch.float64, device=DEVICE)
-    results = [run(name, *tensors, bias=bias) for name in (backend, "reference")]
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+    assert_agrees("attention", backend, **SIZES, bias="matrix")
 
 
 # Zeros, and accuracy --------------------------------------------------------------------------------------
@@ -154,23 +156,12 @@ def test_zeros_leave_every_bit_of_the_gradients(width):
     assert all(map(torch.equal, ours, [out, *torch.autograd.grad(out, live, pattern_like(out))]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("backend", ["triton", NATIVE])
 def test_accuracy(backend, dtype):
     """At the second stage's width, with scores that the bias dominates."""
-    q, k, v, position = make(((6, 28), (3, 14), 2, 0), batch=1, dim=64, dtype=dtype, table=4.0)
-    wide = position._replace(table=position.table.double())
-    exact = attend("reference", q.double(), k.double(), v.double(), scale=0.05, position=wide)
-    ours, theirs = (attend(name, q, k, v, scale=0.05, position=position) for name in (backend, "reference"))
-    assert_accurate(ours, theirs, exact, floor=4.0)
-
-
-def test_accuracy_of_gradients():
-    *numbers, position = make(((3, 28), (2, 14), 2, 1), batch=1, dim=64, dtype=torch.float16)
-    wide = *(t.double() for t in numbers), position._replace(table=position.table.double())
-    results = run("triton", *numbers, position), run("reference", *numbers, position), run("reference", *wide)
-    for i, (ours, theirs, right) in enumerate(zip(*results, strict=True)):
-        assert_accurate(ours, theirs, right, factor=3 if i else 2, floor=4)
+    shape = SIZES | {"width": 28, "key_width": 14, "channels": 64, "batch": 1}
+    assert_agrees("attention", backend, **shape, scale=0.05, dtype=dtype)
 
 
 @needs_extension

@@ -7,29 +7,15 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import compiler, every_instruction_set, not_built, run_on_instruction_set, run_sanitized
-
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-torch.manual_seed(0)
-weight, vectors = torch.randn(80, 5, 7, 7) / 16, torch.randn(4, 80)
-for dtype, atol in ((torch.float32, 2e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)):
-    for layout in (torch.contiguous_format, torch.channels_last):
-        image = torch.randn(2, 5, 41, 30).to(dtype, memory_format=layout)
-        arguments = [image, weight.to(dtype), *vectors[:3].to(dtype)]
-        settings = {"stride": 4, "padding": 2, "eps": 1e-5}
-        exact = [tensor.double() for tensor in arguments]
-        with ck.use_backend("native"), torch.no_grad():
-            out = ck.conv_embedding(*arguments, **settings, class_token=vectors[3])
-        expected = ck.reference.conv_embedding(*exact, **settings, class_token=vectors[3].double())
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-"""
+from tests.checks import compiler, every_instruction_set, not_built, run_sanitized
+from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
 
 
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 @every_instruction_set
 def test_values(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+    sizes = {"height": 41, "width": 30, "inputs": 5, "channels": 80, "kernel": 7, "stride": 4, "padding": 2}
+    assert_agrees_on(name, "conv_embedding", sizes, sizes | {"channels_last": True}, dtypes=DTYPES[:3])
 
 
 @pytest.mark.sanitized

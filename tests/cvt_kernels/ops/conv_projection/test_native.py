@@ -14,12 +14,11 @@ from tests.checks import (
     compiler,
     not_built,
     recorded_operators,
-    run_on_instruction_set,
     run_sanitized,
 )
 from tests.contract.examples import assert_right
 from tests.contract.test_contract import run
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 STRIDES = 1, 2, 2  # of q, k, v
@@ -286,37 +285,12 @@ def test_operators_check_what_they_would_read():
             call(**changes)
 
 
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-x, convs, bn = torch.randn(2, 7 * 21 + 1, 37), [], [*torch.randn(3, 37).unbind(), torch.ones(37)]
-for k, stride in ((3, 1), (3, 2), (5, 3)):
-    convs.append(ck.ConvBatchNorm(torch.randn(37, 1, k, k), *bn, stride=stride, padding=1))
-with ck.use_backend("native"), torch.no_grad():
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        own = [c._replace(**{f: getattr(c, f).to(dtype) for f in c._fields[:5]}) for c in convs]
-        exact = [c._replace(**{f: getattr(c, f).double() for f in c._fields[:5]}) for c in own]
-        got = ck.conv_projection(x.to(dtype), (7, 21), own, training=False)
-        expected = ck.reference.conv_projection(x.to(dtype).double(), (7, 21), exact, training=False)
-        for a, b in zip(got, expected):
-            eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=128 * eps)
-        pair = []
-        for project, convs_of, kind in (
-            (ck.conv_projection, own, dtype), (ck.reference.conv_projection, exact, torch.float64)
-        ):
-            leaf = x.to(dtype).to(kind).requires_grad_()
-            with torch.enable_grad():
-                outs = project(leaf, (7, 21), convs_of, training=True)
-                patterns = [(torch.arange(out.numel()) % 17 - 7).view_as(out) for out in outs]
-                total = sum((out.double() * pattern).sum() for out, pattern in zip(outs, patterns))
-            pair.append(torch.autograd.grad(total, leaf)[0].double())
-        assert (pair[0] - pair[1]).norm() < max(4 * torch.finfo(dtype).eps, 16 * eps) * pair[1].norm()
-"""
-
-
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+    shape = sizes((7, 21), 37)
+    assert_agrees_on(
+        name, "conv_projection", shape | {"training": True}, shape | {"kernel": 5, "stride": 3, "padding": 1}
+    )
 
 
 @pytest.mark.sanitized
