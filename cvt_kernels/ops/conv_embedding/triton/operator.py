@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -71,9 +73,9 @@ def conv_embedding(call: Record) -> Tensor:
     ``F.layer_norm``, which is float32 on a GPU.
     """
     image, weight, bias, *others = call
-    dtype = image.dtype
+    dtype: torch.dtype = image.dtype
     if (lower := checks.autocast_dtype(image)) is not None:
         image, weight, bias = image.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
         dtype = torch.float32 if image.is_cuda else lower
-    operator = _embedding_op if torch.compiler.is_compiling() else _embedding
+    operator: Any = _embedding_op if torch.compiler.is_compiling() else _embedding
     return operator(image, weight, bias, *others, dtype)
