@@ -28,6 +28,8 @@ from .common import Geometry, WalkConfig, configuration, is_of_walk
 
 # Launch plans ---------------------------------------------------------------------------------------------
 
+#: Integers of the kernels that are not specialized: they change with the batch and the image.
+SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
 #: Branches whose weights fit in registers together.
 MAX_BRANCHES = 3
 

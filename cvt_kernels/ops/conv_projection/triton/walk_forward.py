@@ -12,6 +12,7 @@ from .... import machine
 from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
+    SIZES,
     WalkPlan,
     column_limits,
     load_at,
@@ -25,8 +26,6 @@ from .walk import (
     walk_step,
     widen,
 )
-
-_SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -43,7 +42,7 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, WALK: tl.
     return start, taps
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_fwd_kernel(
     x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, epss,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
@@ -147,7 +146,7 @@ def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
     tl.store(count_ptr, total)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_stats_kernel(
     x_ptr, w_ptrs, partial_ptr, counts_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b, regions,

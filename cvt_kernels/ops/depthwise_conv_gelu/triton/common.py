@@ -81,13 +81,7 @@ class ConvPlan(NamedTuple):
     ) -> ConvPlan:  # fmt: skip
         """Returns the plan of a kernel of ``CONFIGS``.
 
-        Args:
-            kernel: Its name.
-            x: The tokens, whose channels are adjacent.
-            grid: Their (H, W).
-            approximate: GELU's variant.
-            parameters: What it reads besides, by units.
-            has_bias: Whether there is a bias.
+        The channels of ``x`` are adjacent; ``parameters`` are what the kernel reads besides, by units.
         """
         config = _overrides.get(kernel) or CONFIGS[kernel]
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
