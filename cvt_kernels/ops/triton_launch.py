@@ -1,16 +1,17 @@
-"""The parts that all Triton kernels share: replaced configurations, budgets, the dtype of sums."""
+"""The parts that all Triton kernels share: replaced configurations, budgets, dtypes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from .. import backends
+from .. import backends, machine
 
 Config = TypeVar("Config")
 
@@ -72,3 +73,34 @@ class Budget:
 def accumulator_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which sums over tensors like ``x`` are taken: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+#: Triton's dtype of activations.
+ELEMENTS = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+def product_types(dtype: torch.dtype, *, tf32: bool) -> dict[str, Any]:
+    """Returns the constants of a matrix product of activations of a dtype.
+
+    Args:
+        dtype: The dtype.
+        tf32: Whether it is float32 that PyTorch lets be rounded to TF32.
+
+    Returns:
+        ``element``, Triton's dtype of the activations; ``operand``, that of the factors: ``element``, but
+        float32 for bfloat16 in Triton's interpreter, whose product of bfloat16 is wrong; ``accumulator``,
+        that of sums; ``precision``, the ``input_precision`` of ``tl.dot``.
+    """
+    element = ELEMENTS[dtype]
+    upcast = machine.INTERPRETING and dtype == torch.bfloat16
+    return {
+        "element": element,
+        "operand": tl.float32 if upcast else element,
+        "accumulator": tl.float64 if dtype == torch.float64 else tl.float32,
+        "precision": "tf32" if tf32 else "ieee",
+    }

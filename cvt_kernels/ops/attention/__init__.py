@@ -65,19 +65,22 @@ def why_scale_too_small(scale: float | None) -> str | None:
 
 
 def _check(call: Any) -> None:
-    if call.position is not None:
-        checks.check_kind("position", call.position, PositionBias)
-    _check_tokens(call.q, call.k, ("v", call.v))
-    check_scale("scale", call.scale)
-    _check_scores(call.q, call.k, call.bias, call.position)
-    _check_probability(call.dropout_p)
-    _check_rows(call)
+    check_attention_map(call.q, call.k, call.scale, call.bias, call.position, ("v", call.v))
+    checks.check_number("dropout_p", call.dropout_p, "a probability in [0, 1)")
+    if not 0 <= call.dropout_p < 1:
+        raise ValueError(f"dropout_p: got {call.dropout_p}, expected a probability in [0, 1)")
 
 
 def _check_rows(call: Any) -> None:
-    position = call.position
+    _check_row_values(call.position, call.k.shape[1])
+
+
+def _check_row_values(position: PositionBias | None, keys: int) -> None:
+    """Raises ValueError unless chosen queries are tokens, the class token among them, or -1."""
     if position is not None and position.rows is not None:
-        checks.check_row_values("position.rows", position.rows, _tokens_of(position, call.k.shape[1]))
+        (height, width), (key_height, key_width) = position.query_grid, position.key_grid
+        tokens = height * width + keys - key_height * key_width
+        checks.check_row_values("position.rows", position.rows, tokens)
 
 
 def _kind(call: Record) -> str:
@@ -170,16 +173,20 @@ def attention(
 
 
 def check_attention_map(
-    q: Tensor, k: Tensor, scale: float | None, bias: Tensor | None, position: PositionBias | None
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    bias: Tensor | None,
+    position: PositionBias | None,
+    *values: tuple[str, Tensor],
 ) -> None:
-    """Raises the errors that :func:`attention` documents, for its arguments without the values."""
-    _check_tokens(q, k)
+    """Raises the errors that :func:`attention` documents, for all its arguments but the probability."""
+    _check_tokens(q, k, *values)
     check_scale("scale", scale)
     if position is not None:
         checks.check_kind("position", position, PositionBias)
     _check_scores(q, k, bias, position)
-    if position is not None and position.rows is not None:
-        checks.check_row_values("position.rows", position.rows, _tokens_of(position, k.shape[1]))
+    _check_row_values(position, k.shape[1])
 
 
 def _check_tokens(q: Tensor, k: Tensor, *values: tuple[str, Tensor]) -> None:
@@ -202,12 +209,6 @@ def check_scale(name: str, scale: float | None) -> None:
     """Raises TypeError or ValueError unless a factor on scores is a finite number or None."""
     if scale is not None:
         checks.check_number(name, scale, "a finite number or None")
-
-
-def _check_probability(dropout_p: float) -> None:
-    checks.check_number("dropout_p", dropout_p, "a probability in [0, 1)")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p: got {dropout_p}, expected a probability in [0, 1)")
 
 
 def _check_scores(q: Tensor, k: Tensor, bias: Tensor | None, position: PositionBias | None) -> None:
@@ -256,12 +257,6 @@ def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     checks.check_device("position.rows", rows, "q", q)
     checks.check_rank("position.rows", rows, 2, "(batch, queries)")
     checks.check_shape("position.rows", rows, (batch, queries), "(batch, queries)")
-
-
-def _tokens_of(position: PositionBias, keys: int) -> int:
-    """Returns how many tokens there are, a class token among them if there is one of the keys."""
-    (height, width), (key_height, key_width) = position.query_grid, position.key_grid
-    return height * width + keys - key_height * key_width
 
 
 def _check_broadcasts(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

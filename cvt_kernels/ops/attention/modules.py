@@ -1,9 +1,6 @@
-"""Attention behind convolutional projections, as models hold it: one module for each layer."""
+"""Attention with a module on its probabilities, as models hold their dropout."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,39 +8,6 @@ from torch.nn import functional as F
 
 from ...records import PositionBias
 from ...reference import position_bias
-from ..conv_projection.modules import project
-from . import attention
-
-
-def project_and_attend(
-    x: Tensor,
-    grid: tuple[int, int],
-    branches: Sequence[tuple[Any, Any]],
-    linears: Sequence[Callable[[Tensor], Tensor]],
-    *,
-    num_heads: int,
-    scale: float,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Computes the convolutional projections and attention, up to the linear layer behind it.
-
-    Args:
-        x: Normalized tokens (B, T, C).
-        grid: (H, W) of the spatial ones.
-        branches: Convolution and BatchNorm of Q, of K and of V.
-        linears: Linear layers of Q, of K and of V, or functions that compute them.
-        num_heads: Number of heads.
-        scale: Factor on the scores.
-        dropout_p: Probability of dropping an attention probability.
-
-    Returns:
-        Tokens (B, Tq, C), the heads side by side.
-    """
-    q, k, v = (
-        linear(projected).unflatten(2, (num_heads, -1))
-        for linear, projected in zip(linears, project(x, grid, branches), strict=True)
-    )
-    return attention(q, k, v, scale=scale, dropout_p=dropout_p).flatten(2)
 
 
 def attend_by_modules(

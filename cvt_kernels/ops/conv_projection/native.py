@@ -127,11 +127,8 @@ def _(
         if summands and not summands[i]:
             continue
         stride, padding, dilation = geometry[3 * i : 3 * i + 3]
-        conv = ConvBatchNorm(
-            weight=weight, bn_weight=None, bn_bias=None, running_mean=None, running_var=None,
-            stride=stride, padding=padding, dilation=dilation,
-        )  # fmt: skip
-        rows, columns = conv.output_grid((height, width))
+        reach = dilation * (weight.shape[3] - 1) + 1
+        rows, columns = ((n + 2 * padding - reach) // stride + 1 for n in (height, width))
         outs.append(x.new_empty(x.shape[0], class_tokens + rows * columns, x.shape[2]))
     return outs
 
@@ -221,12 +218,7 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     if (dtype := checks.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     if not wants_gradient and all(settings.constant):
-        norms = [
-            tensor
-            for conv in convs
-            for tensor in (conv.bn_weight, conv.bn_bias, conv.running_mean, conv.running_var)
-        ]
-        return tuple(_infer(x, settings, weights, norms))
+        return tuple(_infer(x, settings, weights, [t for conv in convs for t in conv[1:5]]))
     norms = _norms(x, settings, weights, convs)
     if training:
         _update_running_statistics(x, grid, convs, norms)
@@ -243,13 +235,9 @@ def _norms(
     statistics: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     if taking:
         with torch.no_grad():
-            means, variances = _ops.conv_projection_moments.default(
-                x,
-                settings.height,
-                settings.width,
-                [weights[i] for i in taking],
-                settings.part(taking).geometry,
-            )
+            height, width, geometry, *_ = settings.part(taking)
+            of_taking = [weights[i] for i in taking]
+            means, variances = _ops.conv_projection_moments.default(x, height, width, of_taking, geometry)
         statistics = dict(zip(taking, zip(means, variances, strict=True), strict=True))
     norms: list[Tensor | None] = []
     for i, conv in enumerate(convs):

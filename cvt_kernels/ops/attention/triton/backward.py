@@ -9,13 +9,10 @@ With δ = Σ_j p_j dp_j:
 - otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries. A row of dq
   has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end.
 - dbias: a program owns a tile of the bias and walks over the images, heads and queries that share it, so
-  nothing of size (B, h, Nq, Nkv) is written unless the bias has it. That costs the two products q kᵀ and dout
-  vᵀ once more.
+  nothing of size (B, h, Nq, Nkv) is written unless the bias has it.
 - dtable, of a bias by position: a program owns one offset down and walks over the images and the pairs of a
-  row of queries and a row of keys that lie so; it sums ds over them, a tile (queries across, keys across),
-  whose diagonals are summed last. What is written, (h, H + s·(Hk − 1), W, Wk) in float32 for each split of
-  the batch, is 1/14 of a matrix (h, Nq, Nkv) at the first stage of CvT-13. Chosen queries are found by
-  ``slots``, the query that each token is.
+  row of queries and a row of keys that lie so. It sums ds in a tile (queries across, keys across), whose
+  diagonals are summed last. Chosen queries are found by ``slots``, the query that each token is.
 """
 
 from __future__ import annotations

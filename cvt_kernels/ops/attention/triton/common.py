@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from .... import machine
 from ....records import PositionBias
-from ...triton_launch import Budget, Overrides
+from ...triton_launch import Budget, Overrides, product_types
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
@@ -155,17 +154,9 @@ def configuration(
     return special.get(kernel) or CONFIGS[key][kernel]
 
 
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
+#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
+#: :meth:`Overrides.replaced`.
+overridden = _overrides.replaced
 
 
 def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> LaunchConfig:
@@ -240,11 +231,7 @@ class KernelSpec(NamedTuple):
         block_d: D padded to a power of two of at least 16.
         has_bias: Whether there is a bias.
         is_negative: Whether the scale is negative.
-        element: Triton's dtype of q, k and v.
-        operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
-            interpreter, whose product of bfloat16 is wrong.
-        accumulator: float32, or float64 for float64.
-        precision: ``input_precision`` of ``tl.dot``.
+        element, operand, accumulator, precision: See :func:`product_types`.
         position: The places of queries and keys; None without a bias by position.
     """
 
@@ -263,28 +250,15 @@ class KernelSpec(NamedTuple):
         cls, q: Tensor, bias: Tensor | None, scale: float, position: PositionSpec | None = None
     ) -> KernelSpec:
         """Returns the specification for queries ``q`` (B, Nq, h, D), and for PyTorch's setting of TF32."""
-        element = _ELEMENTS[q.dtype]
-        upcast = machine.INTERPRETING and q.dtype == torch.bfloat16
         tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
             head_dim=q.shape[3],
             block_d=padded(q.shape[3]),
             has_bias=bias is not None,
             is_negative=scale < 0,
-            element=element,
-            operand=tl.float32 if upcast else element,
-            accumulator=tl.float64 if q.dtype == torch.float64 else tl.float32,
-            precision="tf32" if tf32 else "ieee",
             position=position,
+            **product_types(q.dtype, tf32=tf32),
         )
-
-
-_ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 # Launch arguments -----------------------------------------------------------------------------------------

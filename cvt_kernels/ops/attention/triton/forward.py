@@ -23,6 +23,7 @@ from ....records import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,
+    LaunchConfig,
     configuration_for,
     contiguous_rows,
     dot,
@@ -160,21 +161,16 @@ def _attention_fwd_kernel(
         _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _plan_on_chip(arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
-    batch, queries, heads, _ = out.shape
-    config = configuration_for("fwd", out, arguments.SPEC)
-    tiles = -(-queries // config.block_q)
-    programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * heads)))
+def _settings_on_chip(config: LaunchConfig, arguments: LaunchArguments, batch: int) -> dict[str, Any]:
+    tiles = -(-arguments.queries // config.block_q)
+    programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * arguments.heads)))
     rows = -(-tiles // programs) * config.block_q
-    blocks = -(-queries // rows)
-    settings = {
-        "blocks": blocks,
+    return {
+        "blocks": -(-arguments.queries // rows),
         "rows": rows,
         "BLOCK_Q": config.block_q,
         "TILES": key_tiles(arguments.keys, config.block_kv),
-        "STORE_STATS": needs_stats,
     }
-    return _Plan(_attention_fwd_kernel, (batch * heads * blocks,), config.options, settings)
 
 
 # Keys in a loop -------------------------------------------------------------------------------------------
@@ -222,37 +218,16 @@ def _attention_fwd_loop_kernel(
     _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _plan_loop(arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
-    batch, queries, heads, _ = out.shape
-    config = configuration_for("fwd_loop", out)
-    blocks = -(-queries // config.block_q)
-    settings = {
-        "blocks": blocks,
+def _settings_of_loop(config: LaunchConfig, arguments: LaunchArguments, size: int) -> dict[str, Any]:
+    return {
+        "blocks": -(-arguments.queries // config.block_q),
         "BLOCK_Q": config.block_q,
         "BLOCK_KV": config.block_kv,
-        "TAIL": tail_width(arguments.keys, config.block_kv, out.element_size()),
-        "STORE_STATS": needs_stats,
+        "TAIL": tail_width(arguments.keys, config.block_kv, size),
     }
-    return _Plan(_attention_fwd_loop_kernel, (batch * heads * blocks,), config.options, settings)
 
 
 # The launch of a forward ----------------------------------------------------------------------------------
-
-
-class _Plan(NamedTuple):
-    """The plan of a launch: its kernel, size and options, and what the kernel takes beyond the arguments."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    options: dict[str, int]
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, arguments: LaunchArguments, out: Tensor, needs_stats: bool) -> _Plan:
-        """Returns the plan for the arguments of a call and an output like ``out``."""
-        most = keys_on_chip(out.shape[3], out.element_size(), arguments.SPEC.has_bias)
-        plan = _plan_on_chip if arguments.keys <= most else _plan_loop
-        return plan(arguments, out, needs_stats)
 
 
 def attention_forward(
@@ -270,9 +245,16 @@ def attention_forward(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     stats = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q)) if need_stats else None
     arguments = LaunchArguments.of(q, k, v, bias, scale, position)
-    plan = _Plan.of(arguments, out, need_stats)
+    kernel: Any = _attention_fwd_loop_kernel
+    if arguments.keys <= keys_on_chip(out.shape[3], out.element_size(), arguments.SPEC.has_bias):
+        kernel, config = _attention_fwd_kernel, configuration_for("fwd", out, arguments.SPEC)
+        settings = _settings_on_chip(config, arguments, batch)
+    else:
+        config = configuration_for("fwd_loop", out)
+        settings = _settings_of_loop(config, arguments, out.element_size())
     machine.launch(
-        plan.kernel, plan.grid, on=out, options=plan.options, **arguments._asdict(), out_ptr=out,
-        stats_ptr=out if stats is None else stats, **plan.settings,
+        kernel, (batch * heads * settings["blocks"],), on=out, options=config.options,
+        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats,
+        STORE_STATS=need_stats, **settings,
     )  # fmt: skip
     return out, stats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,17 +96,9 @@ def configuration(kernel: str, channels: int, x: Tensor) -> LaunchConfig | None:
     return config and (_overrides.get(kernel) or config)
 
 
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
+#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
+#: :meth:`Overrides.replaced`.
+overridden = _overrides.replaced
 
 
 # Constants of a kernel ------------------------------------------------------------------------------------
@@ -139,14 +130,6 @@ class Parts(NamedTuple):
             width = max(least, min(triton.next_power_of_2(channels), most))
         accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
         return cls(channels, width, -(-channels // width), accumulator)
-
-
-ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 # Device functions -----------------------------------------------------------------------------------------

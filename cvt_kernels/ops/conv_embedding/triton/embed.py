@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import product_types
 from .common import (
-    ELEMENTS,
     Parts,
     channels_of,
     configuration,
@@ -76,10 +76,7 @@ class Window(NamedTuple):
         chunk: Segments of a factor of a product, a power of two.
         has_one: Whether the first element behind the window is 1, whose weight is the bias: where there is a
             bias of 16 bits and room for it, which saves registers and the addition.
-        element: Triton's dtype of the image.
-        operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
-            interpreter, whose product of bfloat16 is wrong.
-        precision: ``input_precision`` of ``tl.dot``.
+        element, operand, precision: See :func:`product_types`.
         has_assembly: Whether there may be assembly, which Triton's interpreter does not take.
     """
 
@@ -107,9 +104,9 @@ class Window(NamedTuple):
         pieces, chunk = -(-kernel_size * inner // segment), _CHUNK // segment
         has_room = channels // inner * kernel_size * pieces % chunk > 0
         word = 2 if _has_pairs(image, inner, stride, padding) else 1
-        upcast = machine.INTERPRETING and image.dtype == torch.bfloat16
         convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
         tf32 = image.dtype == torch.float32 and convolutions.fp32_precision == "tf32"
+        types = product_types(image.dtype, tf32=tf32)
         return cls(
             kernel_size=kernel_size,
             stride=stride,
@@ -121,9 +118,9 @@ class Window(NamedTuple):
             pieces=pieces,
             chunk=chunk,
             has_one=has_bias and has_room and image.element_size() == 2,
-            element=ELEMENTS[image.dtype],
-            operand=tl.float32 if upcast else ELEMENTS[image.dtype],
-            precision="tf32" if tf32 else "ieee",
+            element=types["element"],
+            operand=types["operand"],
+            precision=types["precision"],
             has_assembly=not machine.INTERPRETING,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,14 +33,7 @@ def _embedding(
     return normalize(x, *vectors, eps=eps, dtype=dtype)
 
 
-@torch.library.custom_op("cvt_kernels::conv_embedding", mutates_args=())
-def _embedding_op(
-    image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    stride: int, padding: int, eps: float, class_token: Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return _embedding(
-        image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype
-    )  # fmt: skip
+_embedding_op = torch.library.custom_op("cvt_kernels::conv_embedding", _embedding, mutates_args=())
 
 
 @_embedding_op.register_fake
@@ -77,12 +72,10 @@ def conv_embedding(call: Record) -> Tensor:
     Under autocast it convolves in autocast's dtype, as a convolution does, and the tokens have the dtype of
     ``F.layer_norm``, which is float32 on a GPU.
     """
-    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
-    dtype = image.dtype
+    image, weight, bias, *others = call
+    dtype: torch.dtype = image.dtype
     if (lower := checks.autocast_dtype(image)) is not None:
         image, weight, bias = image.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
         dtype = torch.float32 if image.is_cuda else lower
-    operator = _embedding_op if torch.compiler.is_compiling() else _embedding
-    return operator(
-        image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype
-    )  # fmt: skip
+    operator: Any = _embedding_op if torch.compiler.is_compiling() else _embedding
+    return operator(image, weight, bias, *others, dtype)

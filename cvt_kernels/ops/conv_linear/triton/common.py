@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .... import machine
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.walk import WalkTile
-from ...triton_launch import Budget, Overrides
+from ...triton_launch import Budget, Overrides, product_types
 
 #: The most channels of a token, before and after the linear layers.
 MAX_CHANNELS = 512
@@ -100,15 +98,9 @@ def shipped(channels: int, element_size: int, capability: int) -> LaunchConfig:
     return by_width[min(width for width in by_width if channels <= width)]
 
 
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of the kernel ``"fwd"`` within a ``with`` statement, on every chip.
-
-    It is for tuning.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
+#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
+#: :meth:`Overrides.replaced`.
+overridden = _overrides.replaced
 
 
 # Plans ----------------------------------------------------------------------------------------------------
@@ -165,11 +157,7 @@ class Spec(NamedTuple):
         class_rows: Images whose class tokens are multiplied together.
         chunks: Chunks of channels of a token.
         period: Programs after which the turns of the groups begin again.
-        element: Triton's dtype of the activations.
-        operand: Triton's dtype of the factors of a product: ``element``, but float32 for bfloat16 in Triton's
-            interpreter, whose product of bfloat16 is wrong.
-        accumulator: float32, or float64 for float64.
-        precision: ``input_precision`` of ``tl.dot``.
+        element, operand, accumulator, precision: See :func:`product_types`.
     """
 
     height: int
@@ -221,39 +209,22 @@ def _plan(
     # Long jobs share the loading of the taps, short ones leave no multiprocessor idle.
     length = max(1, min(8, sum(tiles) // (4 * chip.multiprocessors))) if chunks == 1 else 1
     jobs = [-(-n // length) for n in tiles]
-    class_count = tokens - height * width
-    class_rows = config.tokens
     period = sum(g.turns for g in groups)
     rounds = max(-(-n // g.turns) for n, g in zip(jobs, groups, strict=True))
-    accumulator = tl.float64 if dtype == torch.float64 else tl.float32
-    element = _ELEMENTS[dtype]
-    upcast = machine.INTERPRETING and dtype == torch.bfloat16
     spec = Spec(
-        height=height,
-        width=width,
-        class_tokens=class_count,
-        class_rows=class_rows,
-        chunks=chunks,
-        period=period,
-        element=element,
-        operand=tl.float32 if upcast else element,
-        accumulator=accumulator,
-        precision="tf32" if tf32 else "ieee",
-    )
+        height=height, width=width, class_tokens=tokens - height * width, class_rows=config.tokens,
+        chunks=chunks, period=period, **product_types(dtype, tf32=tf32),
+    )  # fmt: skip
     walk = WalkTile(
-        pairs=strips,
-        channels=chunk,
-        is_packed=is_packed,
-        element=element,
-        accumulator=accumulator,
-        alignment=4 if is_packed else 1,
-    )
+        pairs=strips, channels=chunk, is_packed=is_packed, element=spec.element,
+        accumulator=spec.accumulator, alignment=4 if is_packed else 1,
+    )  # fmt: skip
     arguments = {
         "batch": batch,
         "length": length,
         "CHANNELS": channels,
         "LAYERS": tuple(
-            Layer(n, _widths(n, config.outputs), h * w + class_count)
+            Layer(n, _widths(n, config.outputs), h * w + spec.class_tokens)
             for n, (h, w) in zip(outputs, geometry.output_grids, strict=True)
         ),
         "GROUPS": groups,
@@ -261,14 +232,6 @@ def _plan(
         "SPEC": spec,
     }
     return Plan(config.options, rounds * period, arguments)
-
-
-_ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 def _widths(outputs: int, most: int) -> tuple[int, ...]:

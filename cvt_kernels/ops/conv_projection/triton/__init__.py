@@ -2,21 +2,16 @@
 
 Layout: x (B, T, C) and every yᵢ (B, Tᵢ, C), channels contiguous, spatial tokens row-major, class token first.
 
-Branches with 3×3 kernels, padding 1 and strides 1 or 2, as CvT's, are computed by walks (``walk.py``): a
-program goes down a strip of rows of some images, and each row that it loads serves all branches at once.
-
-For other convolutions, a program takes one image, one region of its grid (a strip of rows × a block of
-columns, cut in the same proportion for every branch) and BC channels. It computes a branch in tiles of P
-pixels × BC channels; each lane of P holds R consecutive output rows in registers, so that a loaded input row
-serves all of them. The second and third branch are meant to find x in L1 or L2; the units below count on it,
-and no GPU has confirmed it.
+Branches with 3×3 kernels, padding 1 and strides 1 or 2, as CvT's, are computed by walks (``walk.py``). For
+other convolutions, a program takes one image, one region of its grid (a strip of rows × a block of columns)
+and BC channels, in tiles of P pixels × BC channels. Each lane of P holds R consecutive output rows in
+registers, so that a loaded input row serves all of them.
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 
-- evaluation: x once, the outputs once: 1 + 1.5, in one launch.
+- evaluation: 1 + 1.5, in one launch.
 - training: the statistics (x: 1), a merge of the partials, an update of the running statistics, then the
-  evaluation kernel: 3.5 in all. The convolution is recomputed, not stored. In a process group, each process
-  merges the statistics of all between those launches.
+  evaluation kernel: 3.5 in all. In a process group, each process merges the statistics of all in between.
 - backward: Σdy and Σdy·x̂ (1 + 1.5), dconv and dw (2.5 + 1.5), dx (1.5 + 1); nothing is saved but x and the
   statistics.
 

@@ -135,26 +135,18 @@ def backward_sums(
 ) -> Tensor:  # fmt: skip
     """Returns Σdy = dβ and Σdy·x̂ = dγ of every branch: (branches, 2, C)."""
     x = maybe_contiguous(x)
-    partial = (walk_backward_sums if is_walk(geometry) else _partial_sums)(
-        x, geometry, weights, means, variances, dys
-    )
+    if is_walk(geometry):
+        partial = walk_backward_sums(x, geometry, weights, means, variances, dys)
+    else:
+        plan = LaunchPlan.of("bwd_sums", x, geometry)
+        partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+        machine.launch(
+            _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
+            x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), dy_ptrs=tuple(dys),
+            mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial,
+            regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+        )  # fmt: skip
     return sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
-
-
-def _partial_sums(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor],
-    variances: Sequence[Tensor], dys: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
-    plan = LaunchPlan.of("bwd_sums", x, geometry)
-    partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-    machine.launch(
-        _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
-        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
-        stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
-    )  # fmt: skip
-    return partial
 
 
 # The convolutions -----------------------------------------------------------------------------------------
@@ -264,34 +256,25 @@ def backward_conv(
     x = maybe_contiguous(x)
     batch, _, channels = x.shape
     dconvs = [x.new_empty(batch, h * w, channels) for h, w in geometry.output_grids]
-    partial = (walk_backward_conv if is_walk(geometry) else _partial_weights)(
-        x, geometry, weights, gammas, means, variances, dys, sums, counts, dconvs
-    )
     taps = [k * k for k in geometry.kernel_sizes]
+    if is_walk(geometry):
+        partial = walk_backward_conv(
+            x, geometry, weights, gammas, means, variances, dys, sums, counts, dconvs
+        )
+    else:
+        plan = LaunchPlan.of("bwd_conv", x, geometry)
+        partial = x.new_empty(sum(taps), plan.regions, channels, dtype=accumulator_dtype(x))
+        tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
+        machine.launch(
+            _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows), on=x, options=plan.config.options,
+            x_ptr=x, w_ptrs=packed(weights, plan.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
+            mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
+            sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
+            inverse_counts=tuple(1.0 / n for n in counts), regions=plan.regions, stride_b=x.stride(0),
+            stride_t=x.stride(1), BATCH_STATS=sums is not None, **plan.arguments,
+        )  # fmt: skip
     dweights = sum_regions(partial, taps, weights[0].dtype).split([n * channels for n in taps])
     return dconvs, [dw.view(channels, 1, k, k) for dw, k in zip(dweights, geometry.kernel_sizes, strict=True)]
-
-
-def _partial_weights(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
-    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
-    counts: Sequence[float], dconvs: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """Writes ``dconvs``; returns the gradient of every tap by region, (taps of all branches, regions, C)."""
-    plan = LaunchPlan.of("bwd_conv", x, geometry)
-    taps = sum(k * k for k in geometry.kernel_sizes)
-    partial = x.new_empty(taps, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-    tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
-    machine.launch(
-        _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows), on=x, options=plan.config.options,
-        x_ptr=x, w_ptrs=packed(weights, plan.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
-        sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
-        inverse_counts=tuple(1.0 / n for n in counts),
-        regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), BATCH_STATS=sums is not None,
-        **plan.arguments,
-    )  # fmt: skip
-    return partial
 
 
 # The input ------------------------------------------------------------------------------------------------

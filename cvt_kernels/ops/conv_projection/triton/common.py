@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -130,17 +129,9 @@ def configuration(kernel: str, capability: int) -> Config:
     return CONFIGS[max(known, default=min(CONFIGS))][kernel]
 
 
-def overridden(kernel: str, config: Config) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration, for 2-byte dtypes as those of ``CONFIGS`` are.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
+#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
+#: :meth:`Overrides.replaced`.
+overridden = _overrides.replaced
 
 
 # Geometry and launch plans --------------------------------------------------------------------------------
@@ -247,21 +238,17 @@ class Tile(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """The plan of a launch over regions: its configuration, and how many regions it cuts each image into.
+    """The plan of a launch over regions: parts of an image that one program computes for some channels.
 
     Attributes:
         config: The configuration for the dtype of the tokens.
-        strips: Strips of an image.
-        col_blocks: Column blocks of a strip; each is one region.
-        channel_blocks: Blocks of channels, each a program's, of a region.
+        programs: Size of the first axis of the launch.
         regions: Regions of all images.
         arguments: The arguments that every such kernel takes: sizes and constants.
     """
 
     config: RegionConfig
-    strips: int
-    col_blocks: int
-    channel_blocks: int
+    programs: int
     regions: int
     arguments: dict[str, Any]
 
@@ -273,14 +260,9 @@ class LaunchPlan(NamedTuple):
         assert isinstance(config, RegionConfig), kernel
         return _plan(config, x.shape, x.dtype, geometry, chip)
 
-    @property
-    def programs(self) -> int:
-        """Size of the first axis of the launch."""
-        return self.regions * self.channel_blocks
-
     def columns(self, width: int) -> int:
         """Returns the columns of a tile on a grid of this width, a power of 2."""
-        return _tile_columns(self.config, self.col_blocks, width)
+        return _tile_columns(self.config, self.arguments["col_blocks"], width)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -288,7 +270,7 @@ def _plan(
     config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: machine.Chip
 ) -> LaunchPlan:
     """Returns a plan whose regions shrink until every multiprocessor has two programs, for small batches."""
-    batch, _, channels = shape
+    batch, tokens, channels = shape
     height, width = geometry.grid
     size = min(dtype.itemsize, 4)  # float64 is for the interpreter
     config = replace(config, channels=config.channels * 2 // size, rows=config.rows * size // 2)
@@ -304,23 +286,20 @@ def _plan(
         region_rows //= 2
     strips = -(-height // region_rows)
     regions = batch * strips * col_blocks
-    sizes = _sizes(shape, geometry) | {"strips": strips, "col_blocks": col_blocks}
-    constants = {"BRANCHES": _branches(config, col_blocks, geometry), "TILE": Tile.of(config, dtype)}
-    return LaunchPlan(config, strips, col_blocks, channel_blocks, regions, sizes | constants)
-
-
-def _sizes(shape: torch.Size, geometry: Geometry) -> dict[str, Any]:
-    _, tokens, channels = shape
-    height, width = geometry.grid
     out_heights, out_widths = zip(*geometry.output_grids, strict=True)
-    return {
+    arguments = {
         "out_heights": out_heights,
         "out_widths": out_widths,
         "height": height,
         "width": width,
         "channels": channels,
         "CLASS_TOKEN": tokens - height * width,
+        "strips": strips,
+        "col_blocks": col_blocks,
+        "BRANCHES": _branches(config, col_blocks, geometry),
+        "TILE": Tile.of(config, dtype),
     }
+    return LaunchPlan(config, regions * channel_blocks, regions, arguments)
 
 
 def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:

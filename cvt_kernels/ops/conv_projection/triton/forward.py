@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -153,15 +152,10 @@ def projection_forward(
         _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas),
         beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances),
-        y_ptrs=tuple(geometry.of_each(outs)), **_others(x, geometry, plan),
+        y_ptrs=tuple(geometry.of_each(outs)), epss=geometry.epss, stride_b=x.stride(0),
+        stride_t=x.stride(1), **plan.arguments,
     )  # fmt: skip
     return outs
-
-
-def _others(x: Tensor, geometry: Geometry, plan: LaunchPlan) -> dict[str, Any]:
-    """Returns what the forward kernel takes besides tensors."""
-    strides = {"stride_b": x.stride(0), "stride_t": x.stride(1)}
-    return {"epss": geometry.epss, **strides, **plan.arguments}
 
 
 def output_shapes(x: Tensor, geometry: Geometry) -> list[tuple[int, int, int]]:

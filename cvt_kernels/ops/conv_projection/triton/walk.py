@@ -23,10 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...triton_launch import ELEMENTS
 from .common import Geometry, WalkConfig, configuration, is_of_walk
 
 # Launch plans ---------------------------------------------------------------------------------------------
 
+#: Integers of the kernels that are not specialized: they change with the batch and the image.
+SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
 #: Branches whose weights fit in registers together.
 MAX_BRANCHES = 3
 
@@ -123,7 +126,7 @@ def _plan(
         pairs=pairs,
         channels=block,
         is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
-        element=_ELEMENTS[dtype],
+        element=ELEMENTS[dtype],
         accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
         alignment=alignment,
     )
@@ -164,14 +167,6 @@ def _walk_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tupl
 
     lengths = sorted({-(-row_pairs // strips) for strips in range(1, row_pairs + 1)})
     return min(itertools.product(lengths, range(1, min(batch, 8) + 1)), key=rounds_of_work)
-
-
-_ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 def _pairs(needed: int, most: int) -> int:

@@ -20,6 +20,7 @@ from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
     MAX_BRANCHES,
+    SIZES,
     WalkPlan,
     add_row,
     column_limits,
@@ -38,8 +39,6 @@ from .walk import (
     walk_step,
     widen,
 )
-
-_SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "regions", "stride_b")
 
 # Sums over the batch --------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ def _add_products(sums, convs, dys):
     return sum_dy, sum_product
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_bwd_sums_kernel(
     x_ptr, w_ptrs, dy_ptrs, mean_ptrs, var_ptrs, epss, partial_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, regions, stride_b,
@@ -265,7 +264,7 @@ def store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS: tl.constexpr, W
     tl.store(partial_ptr + 8 * plane + c, last, mask=c < CHANNELS)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_bwd_conv_kernel(
     x_ptr, w_ptrs, dy_ptrs, gamma_ptrs, mean_ptrs, var_ptrs, epss, sums_ptr, dconv_ptrs, partial_ptr,
     inverse_counts, batch, groups, height, width, strips, strip_rows, col_blocks, regions, stride_b,
@@ -430,7 +429,7 @@ def _add_class_tokens(
     tl.store(dx_ptr + lane, total.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_bwd_input_kernel(
     dx_ptr, w_ptrs, dconv_ptrs, dy_ptrs, batch, groups, height, width, strips, strip_rows, col_blocks,
     CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -13,6 +12,7 @@ from .... import machine
 from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
+    SIZES,
     WalkPlan,
     column_limits,
     load_at,
@@ -26,8 +26,6 @@ from .walk import (
     walk_step,
     widen,
 )
-
-_SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -44,7 +42,7 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, WALK: tl.
     return start, taps
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_fwd_kernel(
     x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, epss,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
@@ -102,13 +100,9 @@ def walk_forward(
     machine.launch(
         _conv_projection_walk_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), **_others(x, geometry, plan),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
+        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
     )  # fmt: skip
-
-
-def _others(x: Tensor, geometry: Geometry, plan: WalkPlan) -> dict[str, Any]:
-    """Returns what the forward kernel takes besides tensors."""
-    return {"epss": geometry.epss, "stride_b": x.stride(0), "STEP": x.stride(1), **plan.arguments}
 
 
 # Statistics of the batch ----------------------------------------------------------------------------------
@@ -152,7 +146,7 @@ def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
     tl.store(count_ptr, total)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def _conv_projection_walk_stats_kernel(
     x_ptr, w_ptrs, partial_ptr, counts_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b, regions,

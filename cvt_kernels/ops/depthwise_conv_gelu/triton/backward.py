@@ -14,6 +14,7 @@ from torch import Tensor
 from .... import machine
 from ...conv_projection.triton.backward import sum_regions
 from ...conv_projection.triton.walk import (
+    SIZES,
     add_row,
     column_limits,
     load_above,
@@ -35,7 +36,7 @@ from ...conv_projection.triton.walk_backward import (
 from ...triton_gelu import derivative_half
 from ...triton_launch import accumulator_dtype
 from .common import ConvPlan, geometry_of
-from .forward import SIZES, load_halved
+from .forward import load_halved
 
 
 @triton.jit
@@ -103,12 +104,9 @@ def conv_gelu_backward(
     dy: Tensor, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str, *,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """Returns the gradients of x, weight and bias; None for what is not needed or not there.
+    """Returns the gradients of x, weight and bias, for that of y, contiguous.
 
-    Args:
-        dy: The gradient of y, contiguous.
-        x, grid, weight, bias, approximate: Those of the forward.
-        needs_dx: Whether the gradient of x is needed.
+    That of x is None unless it is needed, and that of the bias where there is none.
     """
     has_bias, channels = bias is not None, x.shape[2]
     plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,17 +33,9 @@ BUDGETS: dict[int, dict[str, Budget]] = {
 _overrides: Overrides[WalkConfig] = Overrides(CONFIGS)
 
 
-def overridden(kernel: str, config: WalkConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration, for 2-byte dtypes.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
+#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
+#: :meth:`Overrides.replaced`.
+overridden = _overrides.replaced
 
 
 # Plans ----------------------------------------------------------------------------------------------------
@@ -90,13 +81,7 @@ class ConvPlan(NamedTuple):
     ) -> ConvPlan:  # fmt: skip
         """Returns the plan of a kernel of ``CONFIGS``.
 
-        Args:
-            kernel: Its name.
-            x: The tokens, whose channels are adjacent.
-            grid: Their (H, W).
-            approximate: GELU's variant.
-            parameters: What it reads besides, by units.
-            has_bias: Whether there is a bias.
+        The channels of ``x`` are adjacent; ``parameters`` are what the kernel reads besides, by units.
         """
         config = _overrides.get(kernel) or CONFIGS[kernel]
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):

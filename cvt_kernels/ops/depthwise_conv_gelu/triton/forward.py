@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .... import machine
 from ...conv_projection.triton.walk import (
+    SIZES,
     add_row,
     column_limits,
     load_above,
@@ -21,8 +22,6 @@ from ...conv_projection.triton.walk import (
 )
 from ...triton_gelu import activate_half
 from .common import ConvPlan
-
-SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
 
 
 @triton.jit

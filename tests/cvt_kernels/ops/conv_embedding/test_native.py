@@ -7,35 +7,15 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import (
-    compiler,
-    every_instruction_set,
-    not_built,
-    run_on_instruction_set,
-    run_sanitized,
-)
-
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-torch.manual_seed(0)
-weight, vectors = torch.randn(80, 5, 7, 7) / 16, torch.randn(4, 80)
-for dtype, atol in ((torch.float32, 2e-5), (torch.bfloat16, 4e-2), (torch.float16, 5e-3)):
-    for layout in (torch.contiguous_format, torch.channels_last):
-        image = torch.randn(2, 5, 41, 30).to(dtype, memory_format=layout)
-        arguments = [image, weight.to(dtype), *vectors[:3].to(dtype)]
-        settings = {"stride": 4, "padding": 2, "eps": 1e-5}
-        exact = [tensor.double() for tensor in arguments]
-        with ck.use_backend("native"), torch.no_grad():
-            out = ck.conv_embedding(*arguments, **settings, class_token=vectors[3])
-        expected = ck.reference.conv_embedding(*exact, **settings, class_token=vectors[3].double())
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-"""
+from tests.checks import compiler, every_instruction_set, not_built, run_sanitized
+from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
 
 
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 @every_instruction_set
 def test_values(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+    sizes = {"height": 41, "width": 30, "inputs": 5, "channels": 80, "kernel": 7, "stride": 4, "padding": 2}
+    assert_agrees_on(name, "conv_embedding", sizes, sizes | {"channels_last": True}, dtypes=DTYPES[:3])
 
 
 @pytest.mark.sanitized
@@ -48,11 +28,14 @@ def call(image, parameters, class_token=None):
     return ck.conv_embedding(image, *parameters, stride=2, padding=1, class_token=class_token)
 
 
+def make_parameters():
+    return [torch.randn(20, 3, 3, 3), *torch.randn(3, 20)]
+
+
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 @torch.no_grad()
 def test_every_changed_parameter_is_packed_anew():
-    image, token = torch.randn(2, 3, 9, 8), torch.randn(20)
-    parameters = [torch.randn(20, 3, 3, 3), torch.randn(20), torch.randn(20), torch.randn(20)]
+    image, token, parameters = torch.randn(2, 3, 9, 8), torch.randn(20), make_parameters()
     with ck.use_backend("native"):
         for tensor in (*parameters, token):
             before = call(image, parameters, token)
@@ -68,8 +51,7 @@ def test_every_changed_parameter_is_packed_anew():
 @torch.no_grad()
 def test_images_of_other_strides_and_absent_parameters(absent):
     image = torch.randn(2, 10, 13, 6).permute(0, 3, 1, 2)[:, ::2, 1:, ::2]  # neither layout
-    parameters = [torch.randn(20, 3, 3, 3), torch.randn(20), torch.randn(20), torch.randn(20)]
-    parameters = [None if i in absent else tensor for i, tensor in enumerate(parameters)]
+    parameters = [None if i in absent else tensor for i, tensor in enumerate(make_parameters())]
     for view in (image, image.transpose(2, 3), image.contiguous(memory_format=torch.channels_last)):
         with ck.use_backend("native"):
             out = call(view, parameters)
@@ -77,11 +59,9 @@ def test_images_of_other_strides_and_absent_parameters(absent):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 @torch.no_grad()
 def test_under_torch_compile_pytorch_serves():
-    image = torch.randn(2, 3, 9, 8)
-    parameters = [torch.randn(20, 3, 3, 3), torch.randn(20), torch.randn(20), torch.randn(20)]
+    image, parameters = torch.randn(2, 3, 9, 8), make_parameters()
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     expected = reference.conv_embedding(image, *parameters, stride=2, padding=1)
     torch.testing.assert_close(compiled(image, parameters), expected)

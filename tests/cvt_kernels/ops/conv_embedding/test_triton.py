@@ -1,7 +1,5 @@
 """The Triton kernels of the token embedding, on a GPU or else in Triton's interpreter on CPU tensors."""
 
-import math
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,137 +7,97 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
 from cvt_kernels.ops.conv_embedding.triton import common, embed, operator
-from tests.checks import WIDEST, assert_accurate
+from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]
-ALL = list(dict.fromkeys([*HALF_AND_SINGLE, WIDEST]))
-FIRST = {"channels": (3, 64), "kernel_size": 7, "stride": 4, "padding": 2}  # CvT's first stage
-LATER = {"channels": (40, 24), "kernel_size": 3, "stride": 2, "padding": 1}  # too many values for one kernel
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
-def random(*shape, dtype, scale=1.0):
-    return (scale * torch.randn(shape, dtype=torch.float64)).to(DEVICE, dtype)
+def sizes(height, width, **settings):
+    return {"height": height, "width": width, **settings}
 
 
-def arrange(layout, batch, channels, height, width, dtype):
-    """Returns a random image that lies in memory as ``layout`` says."""
-    if layout == "sliced":  # nothing adjacent, and it begins at an odd element
-        wide = random(2 * batch, channels + 1, height + 2, 2 * width + 1, dtype=dtype)
-        return wide[::2, 1:, 1:-1, 1::2]
-    image = random(batch, channels, height, width, dtype=dtype)
-    if layout == "channels last":
-        return image.to(memory_format=torch.channels_last)
-    if layout == "rows apart":  # every other row of every other image
-        return torch.stack([image, image], dim=3).flatten(2, 3)[:, :, ::2]
-    return image
+#: CvT's first stage, and one whose windows have too many values for one kernel.
+FIRST = sizes(15, 20, inputs=3, channels=64, kernel=7, stride=4, padding=2)
+LATER = sizes(9, 14, inputs=40, channels=24, kernel=3, stride=2, padding=1)
+each_stage = pytest.mark.parametrize(
+    ("stage", "kernel"), [(FIRST, "embed"), (LATER, "normalize")], ids=["first", "later"]
+)
 
 
-def make(
-    channels, kernel_size, stride, padding, *, size=(32, 40), batch=2, layout="channels first",
-    dtype=WIDEST, bias=True, token=True, norm=True, vectors=None,
-):  # fmt: skip
-    """Returns the arguments and settings of a call; ``vectors`` is the dtype of γ, β and the class token."""
-    inputs, outputs = channels
-    image = arrange(layout, batch, inputs, *size, dtype)
-    scale = 1 / math.sqrt(inputs * kernel_size**2)
-    weight = random(outputs, inputs, kernel_size, kernel_size, dtype=dtype, scale=scale)
-    gamma, beta, class_token = (random(outputs, dtype=vectors or dtype) for _ in range(3))
-    arguments = [image, weight, random(outputs, dtype=dtype) if bias else None]
-    arguments += [gamma, beta] if norm else [None, None]
-    settings = {"stride": stride, "padding": padding, "class_token": class_token if token else None}
-    return arguments, settings
+def call_of(**settings):
+    return made_of("conv_embedding", "triton", **settings).call.record
 
 
-def run(backend, arguments, settings, double=False):
-    def cast(value):
-        return value.double() if double and isinstance(value, torch.Tensor) else value
-
-    with ck.use_backend(backend):
-        return ck.conv_embedding(*map(cast, arguments), **{k: cast(v) for k, v in settings.items()})
-
-
-def assert_backends_agree(arguments, settings):
-    ours = run("triton", arguments, settings)
-    exact = run("reference", arguments, settings, double=True)
-    assert ours.is_contiguous()
-    assert ours.dtype == arguments[0].dtype
-    if ours.dtype == torch.float64:
-        torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
-        return
-    assert_accurate(ours, run("reference", arguments, settings), exact)
+def run(call):
+    settings = call._asdict()
+    arguments = [settings.pop(name) for name in call._fields[:5]]
+    with ck.use_backend("triton"):
+        return ck.conv_embedding(*arguments, **settings)
 
 
-def kernels_of(arguments, settings):
-    """Returns the names of the kernels that a call launches."""
+def launched_by(call):
     with machine.recorded_launches(machine.Chip(90, 132)) as launches:
-        run("triton", arguments, settings)
-    return [launch.kernel.__name__ for launch in launches]
+        run(call)
+    return launches
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("layout", ["channels first", "channels last", "sliced"])
-def test_first_stage(layout, dtype):
-    arguments, settings = make(**FIRST, layout=layout, dtype=dtype)
-    assert_backends_agree(arguments, settings)
-    assert kernels_of(arguments, settings) == ["_conv_embedding_embed_kernel"]
+def kernels_of(call):
+    return [launch.kernel.__name__ for launch in launched_by(call)]
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("layout", ["channels first", "channels last", "sliced"])
-def test_later_stages(layout, dtype):
-    arguments, settings = make(**LATER, size=(9, 14), layout=layout, dtype=dtype)
-    assert_backends_agree(arguments, settings)
-    assert kernels_of(arguments, settings) == ["_conv_embedding_normalize_kernel"]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "steps"])
+@each_stage
+def test_stages(stage, kernel, layout, dtype):
+    how = {"channels_last": True} if layout == "channels last" else {"layout": layout}
+    assert_agrees("conv_embedding", "triton", **stage, **how, dtype=dtype)
+    assert kernels_of(call_of(**stage, **how, dtype=dtype)) == [f"_conv_embedding_{kernel}_kernel"]
 
 
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("token", [True, False])
-@pytest.mark.parametrize("norm", [True, False])
-def test_what_may_be_left_out(norm, token, bias, geometry):
-    size = (15, 14)
-    assert_backends_agree(
-        *make(**geometry, size=size, dtype=torch.float16, bias=bias, token=token, norm=norm)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@each_stage
+@pytest.mark.parametrize("class_token", [True, False])
 @pytest.mark.parametrize(
-    ("geometry", "size"),
+    "absent", [(), ("bias",), ("norm_weight", "norm_bias"), ("bias", "norm_weight")], ids=str
+)
+def test_what_may_be_left_out(absent, class_token, stage, kernel):
+    call = call_of(**stage, dtype="float32", class_token=class_token)._replace(**dict.fromkeys(absent))
+    expected = backends.operators["conv_embedding"].reference(call)
+    torch.testing.assert_close(run(call), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "settings",
     [
-        (FIRST, (33, 41)),  # odd: no pairs of elements
-        (FIRST, (7, 3)),  # one token
-        (FIRST | {"channels": (3, 24)}, (32, 44)),  # one part with empty channels
-        (FIRST | {"channels": (3, 48)}, (32, 44)),  # three parts
-        (FIRST | {"channels": (1, 16), "padding": 9}, (10, 8)),  # windows beyond the image
-        (FIRST | {"channels": (2, 16), "kernel_size": 4, "padding": 0}, (16, 12)),  # no empty elements
-        (FIRST | {"channels": (3, 16), "kernel_size": 1, "stride": 3}, (8, 12)),
-        (LATER | {"channels": (8, 24)}, (16, 12)),
-        (LATER | {"channels": (30, 5)}, (7, 9)),
-        (LATER | {"channels": (30, 300)}, (5, 4)),
+        FIRST | sizes(33, 41),  # odd: no pairs of elements
+        FIRST | sizes(7, 3),  # one token
+        FIRST | sizes(32, 44, channels=24),  # one part with empty channels
+        FIRST | sizes(32, 44, channels=48),  # three parts
+        FIRST | sizes(10, 8, inputs=1, channels=16, padding=9),  # windows beyond the image
+        FIRST | sizes(16, 12, inputs=2, channels=16, kernel=4, padding=0),  # no empty elements
+        FIRST | sizes(8, 12, channels=16, kernel=1, stride=3),
+        LATER | sizes(16, 12, inputs=8),
+        LATER | sizes(7, 9, inputs=30, channels=5),
+        LATER | sizes(5, 4, inputs=30, channels=300),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layout", ["channels first", "channels last"])
-def test_odd_sizes(layout, geometry, size, dtype):
-    assert_backends_agree(*make(**geometry, size=size, batch=1, layout=layout, dtype=dtype))
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_odd_sizes(channels_last, settings, dtype):
+    assert_agrees("conv_embedding", "triton", **settings, batch=1, channels_last=channels_last, dtype=dtype)
 
 
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-def test_vectors_of_float32_beside_half_precision(geometry):
-    arguments, settings = make(**geometry, size=(16, 12), dtype=torch.bfloat16, vectors=torch.float32)
-    ours = run("triton", arguments, settings)
-    rounded = [value if value is None else value.bfloat16() for value in arguments]
-    theirs = run("reference", rounded, settings | {"class_token": settings["class_token"].bfloat16()})
-    assert ours.dtype == torch.bfloat16
-    assert_accurate(ours, theirs, run("reference", arguments, settings, double=True))
+@each_stage
+def test_vectors_of_float32_beside_half_precision(stage, kernel):
+    call = call_of(**stage, dtype="bfloat16")
+    rounded = run(call)
+    vectors = {name: getattr(call, name).float() for name in ("norm_weight", "norm_bias", "class_token")}
+    assert torch.equal(run(call._replace(**vectors)), rounded)
 
 
 def test_strided_images_need_no_copy():
-    arguments, settings = make(**FIRST, size=(16, 20), dtype=torch.float16)
-    image, *rest = arguments
-    expected = run("triton", arguments, settings)
+    call = call_of(**FIRST | sizes(16, 20), dtype="float16")
+    image, expected = call.image, run(call)
     views = [
         torch.stack([image, image], dim=3).flatten(2, 3)[:, :, ::2],  # rows apart
         torch.stack([image, image], dim=1).flatten(0, 1)[::2],  # images apart
@@ -149,23 +107,21 @@ def test_strided_images_need_no_copy():
     ]
     for view in views:
         assert not view.is_contiguous()
-        torch.testing.assert_close(run("triton", [view, *rest], settings), expected, rtol=2e-3, atol=2e-3)
-        with machine.recorded_launches(machine.Chip(90, 132)) as launches:
-            run("triton", [view, *rest], settings)
-        assert launches[0].arguments["image_ptr"] is view
+        viewed = call._replace(image=view)
+        torch.testing.assert_close(run(viewed), expected, rtol=2e-3, atol=2e-3)
+        assert launched_by(viewed)[0].arguments["image_ptr"] is view
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("layout", ["channels first", "channels last"])
-def test_pixels_beside_a_window_do_not_matter(layout, dtype):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_pixels_beside_a_window_do_not_matter(channels_last, dtype):
     """Elements that are loaded with those of a window, but do not belong to it, may be NaN."""
-    arguments, settings = make(**FIRST, size=(20, 24), batch=1, layout=layout, dtype=dtype)
-    image = arguments[0]
-    expected = run("triton", arguments, settings)
-    image[0, 1, 9, 17] = torch.nan
-    tokens = run("triton", arguments, settings)
+    call = call_of(**FIRST | sizes(20, 24), batch=1, channels_last=channels_last, dtype=dtype)
+    expected = run(call)
+    call.image[0, 1, 9, 17] = torch.nan
+    tokens = run(call)
     spread = tokens[:, 1:].isnan().any(2)
-    broken = image.isnan().any(1, keepdim=True).double()
+    broken = call.image.isnan().any(1, keepdim=True).double()
     windows = F.conv2d(broken, torch.ones(1, 1, 7, 7).to(broken), None, 4, 2)
     assert torch.equal(spread, windows.flatten(1) > 0)
     assert torch.equal(tokens[:, 1:][~spread], expected[:, 1:][~spread])
@@ -174,7 +130,7 @@ def test_pixels_beside_a_window_do_not_matter(layout, dtype):
 @pytest.mark.parametrize("chip", [machine.Chip(90, 1), machine.Chip(90, 132)])
 def test_programs_share_an_image(chip, monkeypatch):
     monkeypatch.setattr(machine, "chip", lambda device: chip)
-    assert_backends_agree(*make(**FIRST, size=(64, 40), batch=3, dtype=torch.float32))
+    assert_agrees("conv_embedding", "triton", **FIRST | sizes(64, 40), batch=3)
 
 
 @pytest.mark.parametrize(
@@ -185,48 +141,41 @@ def test_division_of_images(batch, tiles, programs, splits):
     assert embed._splits(batch, tiles, programs) == splits
 
 
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-def test_replaced_configurations(geometry):
-    arguments, settings = make(**geometry, size=(16, 20), dtype=torch.float32)
-    expected = run("triton", arguments, settings)
-    for kernel in ("embed", "normalize"):
-        config = common.LaunchConfig(elements=1024, num_warps=1, channels=64, resident_programs=1)
-        with common.overridden(kernel, config):
-            torch.testing.assert_close(run("triton", arguments, settings), expected, rtol=1e-5, atol=1e-5)
-    with (
-        pytest.raises(ValueError, match="kernel: got 'conv', expected one of "),
-        common.overridden("conv", config),
-    ):
+@each_stage
+def test_replaced_configurations(stage, kernel):
+    config = common.LaunchConfig(elements=1024, num_warps=1, channels=64, resident_programs=1)
+    with common.overridden(kernel, config):
+        assert_agrees("conv_embedding", "triton", **stage)
+    with pytest.raises(ValueError, match="expected one of "), common.overridden("conv", config):
         pass
 
 
 @pytest.mark.parametrize(
-    ("geometry", "reason"),
+    ("settings", "reason"),
     [
         (FIRST, None),
-        (FIRST | {"channels": (3, 128)}, None),
-        (FIRST | {"channels": (3, 192)}, "there is no configuration for 192 channels"),
+        (FIRST | {"channels": 128}, None),
+        (FIRST | {"channels": 192}, "there is no configuration for 192 channels"),
         (LATER, "the convolution's window has many values"),
     ],
     ids=str,
 )
-def test_one_kernel_or_two(geometry, reason):
-    (image, weight, *_), settings = make(**geometry, dtype=torch.float16)
-    assert embed.why_not_embedded(image, weight, settings["stride"], settings["padding"]) == reason
+def test_one_kernel_or_two(settings, reason):
+    call = call_of(**settings, dtype="float16")
+    assert embed.why_not_embedded(call.image, call.weight, call.stride, call.padding) == reason
 
 
 def test_float32_without_tf32_is_left_to_pytorch():
-    arguments, settings = make(**FIRST, size=(16, 20), dtype=torch.float32)
     before = torch.backends.cudnn.conv.fp32_precision
     try:
         torch.backends.cudnn.conv.fp32_precision = "ieee"
-        assert kernels_of(arguments, settings) == ["_conv_embedding_normalize_kernel"]
-        assert_backends_agree(arguments, settings)
+        assert kernels_of(call_of(**FIRST)) == ["_conv_embedding_normalize_kernel"]
+        assert_agrees("conv_embedding", "triton", **FIRST)
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
 
 
-def test_images_beyond_32_bits():
+def test_what_is_refused():
     image = torch.empty(1, 3, 2**15, 2**15, dtype=torch.float16, device="meta")
     weight = torch.empty(64, 3, 7, 7, dtype=torch.float16, device="meta")
     with machine.recorded_launches(machine.Chip(90, 132)):
@@ -235,27 +184,5 @@ def test_images_beyond_32_bits():
     bind = backends.operators["conv_embedding"].bind
     refused = operator.why_unsupported(bind(image, weight, None, stride=4, padding=2))
     assert refused == "the tokens of one image have 2³¹ elements or more"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"channels": (3, 5000), "kernel_size": 1}, "tokens have 5000 channels, more than 4096"),
-        ({"batch": 0}, "the batch is empty"),
-    ],
-    ids=str,
-)
-def test_refusals(change, reason):
-    arguments, settings = make(**FIRST | change)
-    with pytest.raises(ck.BackendUnavailable, match=reason):
-        run("triton", arguments, settings)
-
-
-@pytest.mark.parametrize("geometry", [FIRST, LATER], ids=["first", "later"])
-def test_autocast(geometry):
-    arguments, settings = make(**geometry, size=(16, 20), dtype=torch.float32)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        ours = run("triton", arguments, settings)
-        composed = run("composed" if DEVICE == "cuda" else "reference", arguments, settings)
-    assert ours.dtype == composed.dtype
-    assert_accurate(ours, composed, run("reference", arguments, settings, double=True), floor=0)
+    wide = bind(image, torch.empty(5000, 3, 1, 1, device="meta"), None, stride=2**10, padding=0)
+    assert operator.why_unsupported(wide) == "tokens have 5000 channels, more than 4096"

@@ -1,28 +1,27 @@
 """The CPU kernels of conv_projection against the reference."""
 
 import shutil
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, reference
+from cvt_kernels import backends, machine, proofs, reference
 from tests.checks import (
     assert_accurate,
     compiler,
     not_built,
     recorded_operators,
-    remember_verdict,
-    run_on_instruction_set,
     run_sanitized,
 )
+from tests.contract.examples import assert_right
+from tests.contract.test_contract import run
+from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CVT = ((3, 1, 1, 1), (3, 2, 1, 1), (3, 2, 1, 1))  # of q, k, v: kernel, stride, padding, dilation
+DTYPES = "float32", "bfloat16", "float16", "float64"
+STRIDES = 1, 2, 2  # of q, k, v
 
 # Where a compiler was at hand and the extension is missing all the same, these tests fail.
 pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -30,264 +29,131 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, h
 
 @pytest.fixture(autouse=True)
 def _native():
-    with ck.use_backend("native"), torch.no_grad():
+    with ck.use_backend("native"):
         yield
 
 
-def make_branch(channels, geometry, dtype=torch.float64, norm=None):
-    """Returns a branch of random parameters in ``dtype``, those of BatchNorm in ``norm``."""
-    kernel, stride, padding, dilation = geometry
-    weight = torch.randn(channels, 1, kernel, kernel, dtype=torch.float64)
-    gamma, beta, mean = torch.randn(3, channels, dtype=torch.float64).unbind()
-    variance = torch.rand(channels, dtype=torch.float64) + 0.5
-    norms = [t.to(norm or dtype) for t in (gamma, beta, mean, variance)]
-    return ck.ConvBatchNorm(
-        weight.to(dtype), *norms, stride=stride, padding=padding, dilation=dilation, eps=1e-3
-    )
+def make_branch(channels, kernel=3, stride=1, dtype=torch.float32):
+    """Returns a branch of random parameters."""
+    weight, gamma, beta, mean = (torch.randn(channels, *n) for n in ((1, kernel, kernel), (), (), ()))
+    tensors = [t.to(dtype) for t in (weight, gamma, beta, mean, torch.rand(channels) + 0.5)]
+    return ck.ConvBatchNorm(*tensors, stride=stride, padding=kernel // 2, eps=1e-3)
 
 
-def make_x(grid, channels, *, class_token=False, batch=2, dtype=torch.float64):
-    return torch.randn(batch, grid[0] * grid[1] + class_token, channels, dtype=torch.float64).to(dtype)
+def make(grid, channels, *, class_token=False, batch=2, dtype=torch.float32):
+    """Returns tokens and the branches of q, k and v."""
+    x = torch.randn(batch, grid[0] * grid[1] + class_token, channels).to(dtype)
+    return x, [make_branch(channels, stride=stride, dtype=dtype) for stride in STRIDES]
 
 
-def as_double(branch):
-    return branch._replace(
-        **{f: t.double() for f in branch._fields[:5] if (t := getattr(branch, f)) is not None}
-    )
+def infer(function, x, grid, branches):
+    with torch.no_grad():
+        return function(x, grid, branches, training=False)
 
 
-def run(function, x, grid, branches):
-    return function(x, grid, branches, training=False)
+def sizes(grid, channels, **settings):
+    return {"height": grid[0], "width": grid[1], "channels": channels, "mixed": True, **settings}
 
 
-def exactly(x, grid, branches):
-    return run(reference.conv_projection, x.double(), grid, [as_double(branch) for branch in branches])
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("grid", "channels", "class_token"),
-    [((56, 56), 64, False), ((14, 14), 384, True), ((28, 20), 192, False), ((7, 9), 37, True)],
+    "shape",
+    [
+        sizes((56, 56), 64, class_token=False),
+        sizes((14, 14), 384),
+        sizes((28, 20), 192, class_token=False, branches=3),
+        sizes((7, 9), 37, stride=2, branches=1),
+    ],
     ids=str,
 )
-def test_accuracy(dtype, grid, channels, class_token):
-    norm = torch.promote_types(dtype, torch.float32)  # float32 beside half precision, as in most models
-    branches = [make_branch(channels, geometry, dtype, norm) for geometry in CVT]
-    x = make_x(grid, channels, class_token=class_token, dtype=dtype)
-    ours, theirs = (run(f.conv_projection, x, grid, branches) for f in (ck, reference))
-    for got, same_dtype, exact in zip(ours, theirs, exactly(x, grid, branches), strict=True):
-        if dtype == torch.float64:  # in which the reference is not exact
-            torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
-        else:
-            assert_accurate(got, same_dtype, exact)
+def test_accuracy(shape, dtype):
+    assert_agrees("conv_projection", "native", **shape, dtype=dtype, batch=1, gradient="none")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    grid=st.tuples(st.integers(1, 9), st.integers(1, 19)),
+    height=st.integers(1, 9),
+    width=st.integers(2, 19),
     channels=st.integers(1, 70),
-    batch=st.integers(0, 3),
+    batch=st.integers(1, 3),
     class_token=st.booleans(),
-    geometries=st.lists(
-        st.one_of(
-            st.sampled_from(CVT),
-            st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(0, 4), st.integers(1, 3)),
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-    dtype=st.sampled_from((*DTYPES, torch.float64)),
-    layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "offset", "channels")),
+    kernel=st.integers(1, 7),
+    stride=st.integers(1, 5),
+    padding=st.integers(0, 4),
+    dilation=st.integers(1, 3),
+    branches=st.integers(1, 3),
+    summands=st.integers(1, 2),
+    bare=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(("contiguous", "sliced", "transposed", "permuted", "offset", "steps")),
 )
-def test_any_shape_and_strides(grid, channels, batch, class_token, geometries, dtype, layout):
-    branches = [make_branch(channels, geometry, dtype) for geometry in geometries]
-    branches = [branch for branch in branches if min(branch.output_grid(grid)) > 0]
-    branches.append(make_branch(channels, (3, 2, 1, 1), dtype)._replace(bn_weight=None, bn_bias=None))
-    x = make_x(grid, channels, class_token=class_token, batch=batch, dtype=dtype)
-    x = {
-        "contiguous": lambda t: t,
-        "sliced": lambda t: torch.cat([t, t], 1)[:, t.shape[1] :],
-        "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-        "expanded": lambda t: t[:1].expand(t.shape),
-        "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
-        "channels": lambda t: t.mT.contiguous().mT,
-    }[layout](x)
-    ours = run(ck.conv_projection, x, grid, branches)
-    for got, same in zip(ours, run(ck.conv_projection, x.contiguous(), grid, branches), strict=True):
-        assert torch.equal(got, same)
-        assert got.is_contiguous()
-    # Not the accuracy rule: on a handful of values PyTorch's error may be 0 by luck.
-    epsilon = 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + torch.finfo(dtype).eps
-    for got, exact in zip(ours, exactly(x, grid, branches), strict=True):
-        assert got.shape == exact.shape
-        scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-        torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
+def test_any_shape_and_strides(**settings):
+    assert_agrees("conv_projection", "native", **settings)
 
 
 def test_a_mean_of_many_deviations():
     """Folded into the shift, it would cancel against the sum of products."""
-    branch = make_branch(32, CVT[0], torch.float32)._replace(
-        running_mean=torch.full((32,), 1e4), running_var=torch.full((32,), 1e-4)
-    )
+    x, (branch, *_) = make((8, 8), 32)
     weight = torch.zeros(32, 1, 3, 3)
     weight[:, :, 1, 1] = 1
-    x = make_x((8, 8), 32, dtype=torch.float32) * 1e-2 + 1e4
-    branches = [branch._replace(weight=weight)]
-    ours, theirs = (run(f.conv_projection, x, (8, 8), branches)[0] for f in (ck, reference))
-    assert_accurate(ours, theirs, exactly(x, (8, 8), branches)[0], factor=1)
+    mean, variance = torch.full((2, 32), 1e4).unbind()
+    branches = [branch._replace(weight=weight, running_mean=mean, running_var=variance * 1e-8)]
+    x = x * 1e-2 + 1e4
+    ours, theirs = (infer(f.conv_projection, x, (8, 8), branches)[0] for f in (ck, reference))
+    doubles = [branches[0]._replace(**{f: getattr(branches[0], f).double() for f in branch._fields[:5]})]
+    exact = infer(reference.conv_projection, x.double(), (8, 8), doubles)[0]
+    assert_accurate(ours, theirs, exact, factor=1)
 
 
 def test_nan_and_inf_reach_their_neighbors_only():
-    branches = [make_branch(20, geometry, torch.float32) for geometry in CVT]
-    x = make_x((6, 7), 20, dtype=torch.float32)
+    x, branches = make((6, 7), 20)
     x[0, 9, 3], x[1, 20, 4] = torch.nan, torch.inf
-    ours, theirs = (run(f.conv_projection, x, (6, 7), branches) for f in (ck, reference))
+    ours, theirs = (infer(f.conv_projection, x, (6, 7), branches) for f in (ck, reference))
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_whatever_the_number_of_threads_and_the_batch(dtype):
-    grid = (23, 31)
-    branches = [make_branch(65, geometry, dtype) for geometry in CVT]
-    x = make_x(grid, 65, class_token=True, batch=8, dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            results.append(run(ck.conv_projection, x, grid, branches))
-    finally:
-        torch.set_num_threads(threads)
-    single = [run(ck.conv_projection, image[None], grid, branches) for image in x]
-    results.append(tuple(map(torch.cat, zip(*single, strict=True))))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def test_compiled():
-    torch.compiler.reset()
-    branches = [make_branch(24, geometry, torch.float32) for geometry in CVT]
-    x = make_x((5, 6), 24, class_token=True, dtype=torch.float32)
-
-    def project(x):
-        return run(ck.conv_projection, x, (5, 6), branches)
-
-    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
-    for batch in (x, x[:1], torch.cat([x, x])):
-        assert all(torch.equal(a, b) for a, b in zip(project(batch), compiled(batch), strict=True))
-
-
-def test_autocast_computes_as_a_convolution_would():
-    x = make_x((6, 6), 16, dtype=torch.float32)
-    branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
-    doubles = [as_double(branch) for branch in branches]
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (run(f.conv_projection, x, (6, 6), branches) for f in (ck, reference))
-        kept = run(ck.conv_projection, x.double(), (6, 6), doubles)
-    exact = exactly(x, (6, 6), branches)
-    for got, same_dtype, expected in zip(ours, theirs, exact, strict=True):
-        assert got.dtype == torch.bfloat16
-        assert_accurate(got, same_dtype, expected)
-    torch.testing.assert_close(kept, exact, rtol=1e-12, atol=1e-12)
-
-
-def test_the_extension_does_the_work_in_one_call():
-    """The tests above would pass with a silent reference too."""
-    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
-    with recorded_operators() as called:
-        run(ck.conv_projection, x, (4, 4), branches)
-    assert called == ["cvt_kernels.conv_projection_inference.default"]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_image_is_the_same_in_any_batch(dtype):
+    x, branches = make((9, 11), 65, class_token=True, batch=3, dtype=getattr(torch, dtype))
+    alone = [infer(ck.conv_projection, image[None], (9, 11), branches) for image in x]
+    for whole, *parts in zip(infer(ck.conv_projection, x, (9, 11), branches), *alone, strict=True):
+        assert torch.equal(whole, torch.cat(parts))
 
 
 # Training ---------------------------------------------------------------------------------------------------
 
 
-class Results(NamedTuple):
-    """The results of a call, for one pattern of output gradients."""
-
-    outputs: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    statistics: list[torch.Tensor]
-    counts: list[torch.Tensor | None]
-
-
-def live(branch, dtype=None):
-    """Returns a copy of a branch whose parameters want gradients."""
-    tensors = {f: t.clone() for f in branch._fields[:6] if (t := getattr(branch, f)) is not None}
-    if dtype is not None:
-        tensors = {f: t.to(dtype) if t.is_floating_point() else t for f, t in tensors.items()}
-    parameters = {f: tensors[f].requires_grad_() for f in branch._fields[:3] if f in tensors}
-    return branch._replace(**{**tensors, **parameters})
-
-
-def train(function, x, grid, branches, *, training=True, dtype=None):
-    x = x.to(dtype or x.dtype).detach().requires_grad_()
-    branches = [live(branch, dtype) for branch in branches]
-    with torch.enable_grad():
-        outs = function(x, grid, branches, training=training)
-        patterns = [(torch.arange(out.numel()) % 17 - 7.0).view_as(out).to(out.dtype) for out in outs]
-        leaves = [x, *(t for branch in branches for t in branch[:3] if t is not None)]
-        gradients = torch.autograd.grad(outs, leaves, patterns)
-    statistics = [t for branch in branches for t in branch[3:5] if t is not None]
-    counts = [branch.num_batches_tracked for branch in branches]
-    return Results([out.detach() for out in outs], list(gradients), statistics, counts)
-
-
-def assert_trains(x, grid, branches, **how):
-    ours, theirs = (train(f.conv_projection, x, grid, branches, **how) for f in (ck, reference))
-    if x.dtype == torch.float64:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        return
-    exact = train(reference.conv_projection, x, grid, branches, dtype=torch.float64, **how)
-    assert_results(ours, theirs, exact)
-
-
-def assert_results(ours, theirs, exact):
-    assert ours.counts == theirs.counts
-    for factor, results in zip((2, 3, 2), zip(ours[:3], theirs[:3], exact[:3], strict=True), strict=True):
-        for got, same_dtype, expected in zip(*results, strict=True):
-            assert got.dtype == same_dtype.dtype
-            assert_accurate(got, same_dtype, expected, factor=factor, floor=4)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize(
-    ("grid", "channels", "class_token", "batch", "geometries"),
+    "shape",
     [
-        ((14, 13), 100, True, 3, CVT),
-        ((28, 9), 37, False, 1, CVT),
-        ((5, 6), 20, True, 2, ((5, 3, 4, 2), (2, 1, 0, 1), (1, 1, 3, 1), (4, 2, 6, 1), (3, 1, 2, 2))),
-        ((1, 3), 5, False, 2, CVT[:1]),
+        sizes((14, 13), 100, batch=3, statistics="averaged"),
+        sizes((28, 9), 37, class_token=False, batch=1, statistics="none"),
+        sizes((5, 6), 20, kernel=5, stride=3, padding=4, dilation=2, branches=3),
+        sizes((5, 6), 20, kernel=2, padding=0, branches=1, bare=True),
+        sizes((1, 3), 5, class_token=False, branches=1),
     ],
     ids=str,
 )
-def test_training(dtype, training, grid, channels, class_token, batch, geometries):
-    norm = torch.promote_types(dtype, torch.float32)
-    branches = [make_branch(channels, geometry, dtype, norm) for geometry in geometries]
-    branches[0] = branches[0]._replace(momentum=None, num_batches_tracked=torch.tensor(3))
-    branches[-1] = branches[-1]._replace(bn_weight=None, running_mean=None, running_var=None)
-    x = make_x(grid, channels, class_token=class_token, batch=batch, dtype=dtype)
-    assert_trains(x, grid, branches, training=training)
+def test_training(dtype, training, shape):
+    assert_agrees("conv_projection", "native", **shape, dtype=dtype, training=training)
 
 
 def test_training_on_a_mean_of_many_deviations():
     """Without padding, so that the mean of every output is large; sums of squares would lose all digits."""
-    branches = [make_branch(20, (3, stride, 0, 1), torch.float32) for stride in (1, 2)]
-    branches = [branch._replace(weight=branch.weight.abs()) for branch in branches]
-    assert_trains(make_x((16, 16), 20, dtype=torch.float32) + 1e3, (16, 16), branches)
+    shape = sizes((16, 16), 20, padding=0, values="shifted")
+    assert_agrees("conv_projection", "native", **shape, training=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_training_gives_the_same_bits_whatever_the_number_of_threads(dtype):
-    branches = [make_branch(65, geometry, dtype) for geometry in CVT]
-    x = make_x((9, 11), 65, class_token=True, batch=7, dtype=dtype)
-    threads = torch.get_num_threads()
-    results = []
+    made = made_of("conv_projection", "native", **sizes((9, 11), 65, batch=7), dtype=dtype, training=True)
+    threads, results = torch.get_num_threads(), []
     try:
-        for count in (1, 2, 3, 2):
+        for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(train(ck.conv_projection, x, (9, 11), branches))
+            results.append(run(made))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -297,50 +163,55 @@ def test_training_gives_the_same_bits_whatever_the_number_of_threads(dtype):
 @pytest.mark.parametrize("wanted", [["x"], ["weight"], ["bn_bias"], ["x", "bn_weight"]], ids=" ".join)
 def test_gradients_where_only_some_are_wanted(wanted):
     """The others are frozen; gradients of the outputs lie in another order, and one is absent."""
-    x, branches = make_x((4, 5), 6), [make_branch(6, geometry) for geometry in CVT]
+    x, branches = make((4, 5), 6, dtype=torch.float64)
     found = []
     for function in (ck.conv_projection, reference.conv_projection):
         leaf = x.clone().requires_grad_("x" in wanted)
-        own = [live(branch) for branch in branches]
-        for tensor in (t for b in own for f, t in zip(b._fields[:3], b[:3], strict=True) if f not in wanted):
-            tensor.requires_grad_(False)
-        with torch.enable_grad():
-            q, _, v = function(leaf, (4, 5), own, training=True)
-            (q.mT * torch.linspace(0, 1, q.numel()).view_as(q.mT)).sum().backward(retain_graph=True)
-            v.backward(v.detach()[:1, :1].expand_as(v))
+        own = [
+            branch._replace(
+                **{f: getattr(branch, f).clone().requires_grad_(f in wanted) for f in branch._fields[:3]}
+            )
+            for branch in branches
+        ]
+        q, _, v = function(leaf, (4, 5), own, training=True)
+        (q.mT * torch.linspace(0, 1, q.numel()).view_as(q.mT)).sum().backward(retain_graph=True)
+        v.backward(v.detach()[:1, :1].expand_as(v))
         found.append([t.grad for t in (leaf, *(t for b in own for t in b[:3]))])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-def test_training_under_autocast():
-    x = make_x((6, 6), 16, dtype=torch.float32)
-    branches = [make_branch(16, geometry, torch.float32) for geometry in CVT]
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_training_under_autocast(dtype):
+    """Float64 stays as it is there."""
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = (train(f.conv_projection, x, (6, 6), branches) for f in (ck, reference))
-    assert_results(ours, theirs, train(reference.conv_projection, x, (6, 6), branches, dtype=torch.float64))
+        made = made_of("conv_projection", "native", dtype=dtype, training=True)
+        assert_right(made, run(made), dtype=torch.bfloat16)
 
 
 def test_compiled_training():
     torch.compiler.reset()
-    branches = [make_branch(24, geometry, torch.float32) for geometry in CVT]
-    x = make_x((5, 6), 24, class_token=True, dtype=torch.float32)
     compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
-    eager, traced = (train(function, x, (5, 6), branches) for function in (ck.conv_projection, compiled))
-    torch.testing.assert_close(eager, traced, rtol=0, atol=0)
+    for batch in (1, 2):
+        call = made_of("conv_projection", "native", batch=batch, training=True).call
+        results = []
+        for function in (ck.conv_projection, compiled):
+            copied = call.map(proofs._copied)
+            outs = function(*copied.record[:3], training=True)
+            results.append(proofs._results(copied, list(outs), [out.detach().sin() for out in outs]))
+        torch.testing.assert_close(*map(list, results), rtol=0, atol=0)
 
 
 def test_the_extension_trains():
     """The tests above would pass with a silent reference too."""
-    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
+    made = made_of("conv_projection", "native", training=True)
     with recorded_operators() as called:
-        train(ck.conv_projection, x, (4, 4), branches)
-    assert "aten.convolution.default" not in called
+        run(made)
     names = [f"cvt_kernels.conv_projection_{name}.default" for name in ("moments", "inference", "gradients")]
     assert [name for name in called if name.startswith("cvt_kernels.")] == names
 
 
 def test_operators_of_training_check_what_they_would_read():
-    x, branch = make_x((4, 5), 6, dtype=torch.float32), make_branch(6, CVT[0], torch.float32)
+    x, (branch, *_) = make((4, 5), 6)
     ops = torch.ops.cvt_kernels
     norms = [branch.bn_weight, *branch[3:5]]
 
@@ -371,49 +242,25 @@ def test_operators_of_training_check_what_they_would_read():
 # The backend ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verdict", ["native", "reference"])
-def test_auto_takes_it_by_verdict(verdict):
-    x, branches = make_x((4, 4), 8), [make_branch(8, geometry) for geometry in CVT]
-    remember_verdict(verdict, "conv_projection", x, (4, 4), branches, training=False)
-    with ck.use_backend("auto"), recorded_operators() as called:
-        run(ck.conv_projection, x, (4, 4), branches)
-    assert ("cvt_kernels.conv_projection_inference.default" in called) == (verdict == "native")
-    assert ("aten.convolution.default" in called) == (verdict == "reference")
-
-
 def test_refusals():
-    x, branch = make_x((20, 20), 4), make_branch(4, CVT[0])
-
-    def assert_unavailable(message, branch, x=x, training=False):
-        with pytest.raises(ck.BackendUnavailable) as error:
-            ck.conv_projection(x, (20, 20), [branch], training=training)
-        assert str(error.value) == f"conv_projection: backend 'native' is unavailable: {message}"
-
-    assert_unavailable("has kernels of up to 16×16, not 17×17", make_branch(4, (17, 1, 0, 1)))
-    assert_unavailable("the batch is empty", branch._replace(running_mean=None, running_var=None), x[:0])
-    with torch.enable_grad():
-        assert_unavailable("the batch is empty", branch, x[:0].requires_grad_())
     from cvt_kernels.ops.conv_projection import native
 
-    shared = [branch._replace(process_group=object())]
-    processes = "does not take the statistics of a batch over processes"
-    bind = backends.operators["conv_projection"].bind
-    assert native.why_unsupported(bind(x, (20, 20), shared, training=True)) == processes
-    assert native.why_unsupported(bind(x, (20, 20), shared, training=False)) is None
+    def why(x, branch, training=False):
+        call = backends.operators["conv_projection"].bind(x, (4, 5), [branch], training=training)
+        return native.why_unsupported(call)
 
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of PyTorch's own make_dual
-def test_auto_leaves_forward_mode_to_the_reference():
-    """Even by a verdict that says otherwise."""
-    x, branch = make_x((4, 4), 4), make_branch(4, CVT[0])
-    remember_verdict("native", "conv_projection", x, (4, 4), [branch], training=False)
-    with ck.use_backend("auto"), torch.enable_grad(), forward_ad.dual_level():
-        (out,) = run(ck.conv_projection, forward_ad.make_dual(x, x), (4, 4), [branch])
-        assert forward_ad.unpack_dual(out).tangent is not None
+    x, (branch, *_) = make((4, 5), 4)
+    assert why(x, make_branch(4, kernel=17)) == "has kernels of up to 16×16, not 17×17"
+    assert why(x[:0], branch._replace(running_mean=None, running_var=None)) == "the batch is empty"
+    assert why(x[:0], branch) is None
+    assert why(x[:0].requires_grad_(), branch) == "the batch is empty"
+    shared = branch._replace(process_group=object())
+    assert why(x, shared, training=True) == "does not take the statistics of a batch over processes"
+    assert why(x, shared) is None
 
 
 def test_operators_check_what_they_would_read():
-    x, branch = make_x((4, 5), 6, dtype=torch.float32), make_branch(6, CVT[0], torch.float32)
+    x, (branch, *_) = make((4, 5), 6)
     op = machine.load_extension() and torch.ops.cvt_kernels.conv_projection_inference
 
     def call(x=x, grid=(4, 5), weight=branch.weight, norms=branch[1:5], geometry=(1, 1, 1)):
@@ -438,37 +285,12 @@ def test_operators_check_what_they_would_read():
             call(**changes)
 
 
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-x, convs, bn = torch.randn(2, 7 * 21 + 1, 37), [], [*torch.randn(3, 37).unbind(), torch.ones(37)]
-for k, stride in ((3, 1), (3, 2), (5, 3)):
-    convs.append(ck.ConvBatchNorm(torch.randn(37, 1, k, k), *bn, stride=stride, padding=1))
-with ck.use_backend("native"), torch.no_grad():
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        own = [c._replace(**{f: getattr(c, f).to(dtype) for f in c._fields[:5]}) for c in convs]
-        exact = [c._replace(**{f: getattr(c, f).double() for f in c._fields[:5]}) for c in own]
-        got = ck.conv_projection(x.to(dtype), (7, 21), own, training=False)
-        expected = ck.reference.conv_projection(x.to(dtype).double(), (7, 21), exact, training=False)
-        for a, b in zip(got, expected):
-            eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-            torch.testing.assert_close(a.double(), b, rtol=torch.finfo(dtype).eps, atol=128 * eps)
-        pair = []
-        for project, convs_of, kind in (
-            (ck.conv_projection, own, dtype), (ck.reference.conv_projection, exact, torch.float64)
-        ):
-            leaf = x.to(dtype).to(kind).requires_grad_()
-            with torch.enable_grad():
-                outs = project(leaf, (7, 21), convs_of, training=True)
-                patterns = [(torch.arange(out.numel()) % 17 - 7).view_as(out) for out in outs]
-                total = sum((out.double() * pattern).sum() for out, pattern in zip(outs, patterns))
-            pair.append(torch.autograd.grad(total, leaf)[0].double())
-        assert (pair[0] - pair[1]).norm() < max(4 * torch.finfo(dtype).eps, 16 * eps) * pair[1].norm()
-"""
-
-
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512"])
 def test_other_instruction_sets(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+    shape = sizes((7, 21), 37)
+    assert_agrees_on(
+        name, "conv_projection", shape | {"training": True}, shape | {"kernel": 5, "stride": 3, "padding": 1}
+    )
 
 
 @pytest.mark.sanitized

@@ -1,36 +1,23 @@
 """The Triton kernels of conv_projection, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import contextlib
-import copy
-import functools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import backends, machine
-from cvt_kernels.ops.conv_projection.triton import autograd, backward, common, forward, walk
-from tests.checks import assert_accurate, implementation
-from tests.cvt_kernels.test_reference import clone_buffers, modules, random_conv
+from cvt_kernels import machine, proofs
+from cvt_kernels.ops.conv_projection.triton import common, walk, why_unsupported
+from tests.contract.examples import assert_right, same_bits
+from tests.contract.test_contract import run, run_guarded
+from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
-CVT = {"stride": 1, "padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "padding": 1}
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fills new tensors with NaN, which stays where a kernel does not write what it should."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -39,71 +26,40 @@ def _wide_walks(monkeypatch):
 
     Programs of the real width are tested in test_walk.py.
     """
-    if DEVICE == "cpu":
+    if torch.cuda.is_available():
+        yield
+    else:
         monkeypatch.setattr(walk, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
         walk._plan.cache_clear()
         yield
         walk._plan.cache_clear()
-    else:
-        yield
 
 
-def make(batch, grid, channels, class_tokens, *, branches=CVT, kernel_sizes=(3, 3, 3), dtype=torch.float64):
-    x = torch.randn(batch, class_tokens + grid[0] * grid[1], channels, dtype=torch.float64)
-    convs = [random_conv(channels, k, **b) for k, b in zip(kernel_sizes, branches, strict=True)]
-    return x.to(DEVICE, dtype), [move(conv, dtype) for conv in convs]
+def sizes(grid, channels, **settings):
+    return {"height": grid[0], "width": grid[1], "channels": channels, **settings}
 
 
-def move(conv, dtype):
-    def convert(t):
-        return t.to(DEVICE, dtype) if t.is_floating_point() else t.to(DEVICE)
-
-    return conv._replace(**{name: convert(t) for name, t in conv._asdict().items() if torch.is_tensor(t)})
-
-
-def run(backend, x, grid, convs, training, *, double=False):
-    """Returns outputs, all gradients for a fixed pattern of output gradients, and running statistics."""
-    if double:
-        x, convs = x.double(), [move(conv, torch.float64) for conv in convs]
-    live = [clone_buffers(conv) for conv in convs]
-    x = x.detach().requires_grad_()
-    live = [
-        conv._replace(
-            **{n: getattr(conv, n).detach().requires_grad_() for n in ("weight", "bn_weight", "bn_bias")}
-        )
-        for conv in live
-    ]
-    with ck.use_backend(backend):
-        outs = ck.conv_projection(x, grid, live, training=training)
-    inputs = [x, *(t for conv in live for t in conv[:3])]
-    patterns = [
-        torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype) for out in outs
-    ]
-    gradients = torch.autograd.grad(outs, inputs, patterns)
-    statistics = [t for conv in live for t in (conv.running_mean, conv.running_var)]
-    assert all(conv.num_batches_tracked == 3 + training for conv in live)
-    return list(outs), list(gradients), statistics
+def made_with(strides, **settings):
+    """Makes a call whose branches have some strides."""
+    made = made_of("conv_projection", "triton", branches=len(strides), **settings)
+    convs = zip(made.call.record.convs, strides, strict=True)
+    return replaced(made, convs=tuple(conv._replace(stride=stride) for conv, stride in convs))
 
 
-def assert_backends_agree(x, grid, convs, training):
-    theirs = run("reference", x, grid, convs, training)
-    ours = run("triton", x, grid, convs, training)
-    if x.dtype == torch.float64:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        return
-    exact = run("reference", x, grid, convs, training, double=True)
-    for factor, kind in zip((2, 3, 2), range(3), strict=True):
-        for a, b, c in zip(ours[kind], theirs[kind], exact[kind], strict=True):
-            assert_accurate(a.detach(), b.detach(), c.detach(), factor=factor, floor=4)
+def replaced(made, **fields):
+    """Replaces arguments of a call."""
+    return made._replace(call=made.call._replace(record=made.call.record._replace(**fields)))
 
 
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage):
     grid, channels, class_tokens, _ = stage
-    x, convs = make(1, grid, channels, class_tokens, dtype=torch.float32)
-    with wide_tiles(channels) if DEVICE == "cpu" else contextlib.nullcontext():
-        check_stage(x, grid, convs, class_tokens)
+    # Training at the larger ones would take the interpreter long.
+    how = {"training": True} if class_tokens or torch.cuda.is_available() else {"gradient": "none"}
+    made = made_with((1, 2, 2), **sizes(grid, channels, batch=1, class_token=class_tokens), **how)
+    with contextlib.nullcontext() if torch.cuda.is_available() else wide_tiles(channels):
+        assert_right(made, run_guarded(made))
 
 
 @contextlib.contextmanager
@@ -119,285 +75,113 @@ def wide_tiles(channels):
         yield
 
 
-def check_stage(x, grid, convs, class_tokens):
-    if class_tokens or DEVICE == "cuda":  # training at the larger ones would take the interpreter long
-        assert_backends_agree(x, grid, convs, True)
-    assert_outputs_agree(x, grid, convs)
-
-
-def assert_outputs_agree(x, grid, convs):
-    """Compares the outputs of evaluation; the class token is copied exactly."""
-    with ck.use_backend("triton"):
-        ours = ck.conv_projection(x, grid, convs, training=False)
-    theirs = ck.reference.conv_projection(x, grid, convs, training=False)
-    doubled = [move(conv, torch.float64) for conv in convs]
-    exact = ck.reference.conv_projection(x.double(), grid, doubled, training=False)
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    for a, b, c in zip(ours, theirs, exact, strict=True):
-        assert_accurate(a, b, c, floor=4)
-        assert torch.equal(a[:, :class_tokens], x[:, :class_tokens])
-
-
-def test_several_strips_and_channel_blocks():
-    assert_backends_agree(*reorder(make(1, (18, 5), 40, 1, dtype=torch.float32), (18, 5)), True)
-
-
-def reorder(made, grid):
-    x, convs = made
-    return x, grid, convs
+@settings(max_examples=4, deadline=None)
+@given(
+    height=st.integers(1, 6),
+    width=st.integers(2, 6),
+    channels=st.sampled_from([1, 3, 17]),
+    class_token=st.booleans(),
+    kernel=st.sampled_from([1, 3, 5]),
+    stride=st.integers(1, 7),
+    padding=st.integers(0, 3),
+    dilation=st.integers(1, 2),
+    branches=st.integers(1, 2),
+    training=st.booleans(),
+)
+def test_odd_sizes(**settings):
+    assert_agrees("conv_projection", "triton", **settings, dtype="float64")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "training"), [(torch.float16, False), (torch.bfloat16, True), (torch.float64, False)]
+    ("strides", "settings"),
+    [
+        ((1, 2, 2), sizes((18, 5), 40)),  # several strips and blocks of channels
+        ((3,), sizes((6, 5), 3)),  # taps that are not known ahead
+        ((1, 3), sizes((6, 5), 3)),  # beside known ones
+        ((4, 2), sizes((6, 5), 3)),
+        ((2,), sizes((4, 3), 3, kernel=7, padding=3)),
+        ((1, 2), sizes((2, 3), 5, statistics="averaged")),
+        ((1, 2), sizes((4, 4), 5, statistics="none", bare=True)),
+        ((1, 2, 2), sizes((4, 3), 8, mixed=True, dtype="float16")),
+        ((1, 2, 2), sizes((4, 3), 8, mixed=True, dtype="bfloat16")),
+    ],
+    ids=str,
 )
-def test_dtypes(dtype, training):
-    """Training in the others is compared in test_walk.py."""
-    assert_backends_agree(*reorder(make(2, (3, 4), 24, 1, dtype=dtype), (3, 4)), training)
+def test_training(strides, settings):
+    made = made_with(strides, **settings, training=True)
+    assert_right(made, run_guarded(made))
 
 
-@settings(max_examples=2, deadline=None)
-@given(st.data())
-def test_odd_sizes(data):
-    def draw(low, high):
-        return data.draw(st.integers(low, high))
-
-    grid, channels = (draw(1, 6), draw(1, 6)), data.draw(st.sampled_from([1, 3, 17]))
-    ks = [data.draw(st.sampled_from([1, 3, 5])) for _ in range(draw(1, 2))]
-    branches = [{"stride": draw(1, 7), "padding": draw(k // 2, 3), "dilation": draw(1, 2)} for k in ks]
-    x, convs = make(2, grid, channels, draw(0, 1), branches=branches, kernel_sizes=ks)
-    if all(min(conv.output_grid(grid)) >= 1 for conv in convs):
-        assert_backends_agree(x, grid, convs, data.draw(st.booleans()))
+def test_training_under_autocast():
+    with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
+        made = made_with((1, 2, 2), **sizes((6, 6), 8), training=True)
+        assert_right(made, run(made), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("strides", [(3,), (1, 3), (4, 2)])
-def test_strides_whose_taps_are_not_known_ahead(strides):
-    """The gradient of x for a stride above 2, alone and beside one whose taps are known."""
-    branches = [{"stride": stride, "padding": 1} for stride in strides]
-    x, convs = make(1, (6, 5), 3, 1, branches=branches, kernel_sizes=[3] * len(strides))
-    assert_backends_agree(x, (6, 5), convs, True)
-
-
-def test_seven_by_seven():
-    x, convs = make(1, (4, 3), 3, 1, branches=[{"padding": 3, "stride": 2}], kernel_sizes=[7])
-    assert_backends_agree(x, (4, 3), convs, True)
-
-
-def test_equal_bits_over_three_runs():
-    x, convs = make(2, (4, 3), 6, 0, dtype=torch.float32, branches=CVT[1:2], kernel_sizes=(3,))
-    first = run("triton", x, (4, 3), convs, True)
-    for _ in range(2):
-        again = run("triton", x, (4, 3), convs, True)
-        assert all(
-            torch.equal(a, b) for p, q in zip(first, again, strict=True) for a, b in zip(p, q, strict=True)
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_beside_float32_batch_norm(dtype):
-    x, convs = make(2, (4, 3), 8, 1, dtype=torch.float32)
-    pairs = [modules(conv, 8).to(DEVICE) for conv in convs]
-    for conv2d, _ in pairs:
-        conv2d.to(dtype)
-    outs = assert_trains_as_modules(x.to(dtype), (4, 3), pairs)
-    assert all(out.dtype == dtype for out in outs)
-
-
-def assert_trains_as_modules(x, grid, theirs, autocast=contextlib.nullcontext):
-    """Compares a training step with that of pairs of nn.Conv2d and nn.BatchNorm2d; returns our outputs."""
-    ours, exact = copy.deepcopy(theirs), [copy.deepcopy(pair).double() for pair in theirs]
-
-    def by_kernels(x, pairs):
-        branches = [ck.ConvBatchNorm.from_modules(*pair) for pair in pairs]
-        with autocast(), ck.use_backend("triton"):
-            return list(ck.conv_projection(x, grid, branches, training=True))
-
-    def by_modules(x, pairs):
-        class_tokens, pixels = x.split([x.shape[1] - grid[0] * grid[1], grid[0] * grid[1]], dim=1)
-        image = pixels.transpose(1, 2).unflatten(2, grid)
-        with autocast() if x.dtype != torch.float64 else contextlib.nullcontext():
-            outs = [pair(image).flatten(2).transpose(1, 2) for pair in pairs]
-        return [torch.cat([class_tokens.to(out.dtype), out], dim=1) for out in outs]
-
-    def step(function, x, pairs):
-        x = x.detach().requires_grad_()
-        outs = function(x, pairs)
-        patterns = [
-            torch.linspace(-1, 1, out.numel(), device=DEVICE).bfloat16().view(out.shape).to(out.dtype)
-            for out in outs
-        ]
-        gradients = torch.autograd.grad(
-            outs, [x, *(p for pair in pairs for p in pair.parameters())], patterns
-        )
-        statistics = [t for _, bn in pairs for t in (bn.running_mean, bn.running_var)]
-        return [out.detach() for out in outs], gradients, statistics
-
-    results = step(by_kernels, x, ours), step(by_modules, x, theirs), step(by_modules, x.double(), exact)
-    for factor, kind in zip((2, 3, 2), zip(*results, strict=True), strict=True):
-        for tensors in zip(*kind, strict=True):
-            assert_accurate(*tensors, factor=factor, floor=4)
-    return results[0][0]
+def test_compiled_training():
+    torch.compiler.reset()
+    compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
+    call = made_with((1, 2), **sizes((2, 3), 4), training=True).call
+    results = []
+    for function in (ck.conv_projection, compiled):
+        copied = call.map(proofs._copied)
+        with ck.use_backend("triton"):
+            outs = function(*copied.record[:3], training=True)
+        results.append(proofs._results(copied, list(outs), [out.detach().sin() for out in outs]))
+    assert same_bits(*results)
 
 
 def test_a_huge_mean_beside_a_small_deviation():
     """Σy² − (Σy)²/n would be left with nothing there, and β − mean · scale with little."""
-    x = 1e3 + torch.randn(2, 36, 32, device=DEVICE)
-    conv = move(random_conv(32, 1), torch.float32)
-    conv = conv._replace(weight=torch.ones_like(conv.weight))
-    ours, theirs = (run(backend, x, (6, 6), [conv], True) for backend in ("triton", "reference"))
-    exact = run("reference", x, (6, 6), [conv], True, double=True)
-    assert_accurate(ours[0][0].detach(), theirs[0][0].detach(), exact[0][0].detach())
-    assert_accurate(ours[1][0], theirs[1][0], exact[1][0], factor=3)
-    torch.testing.assert_close([t.double() for t in ours[2]], exact[2], rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("momentum", [0.3, None])
-def test_running_statistics(momentum):
-    x, convs = make(3, (2, 3), 5, 0, branches=CVT[:2], kernel_sizes=(3, 3))
-    convs = [conv._replace(momentum=momentum) for conv in convs]
-    assert_backends_agree(x, (2, 3), convs, True)
-
-
-def test_without_affine_or_statistics():
-    x, convs = make(2, (4, 4), 5, 1)
-    bare = [
-        conv._replace(bn_weight=None, bn_bias=None, running_mean=None, running_var=None) for conv in convs
-    ]
-    with ck.use_backend("triton"):
-        outs = ck.conv_projection(x, (4, 4), bare, training=False)
-    expected = ck.reference.conv_projection(x, (4, 4), bare, training=False)
-    for out, exact in zip(outs, expected, strict=True):
-        torch.testing.assert_close(out, exact)
-
-
-def test_strided_inputs():
-    x, convs = make(2, (4, 4), 8, 1)
-    with ck.use_backend("triton"):
-        expected = ck.conv_projection(x, (4, 4), convs, training=False)
-        wide = torch.cat([x, x], dim=2)
-        spread = torch.stack([x, x], dim=3).flatten(2)
-        for view in (wide[:, :, :8], spread[:, :, ::2], torch.cat([x, x], dim=1)[:, :17]):
-            assert not view.is_contiguous()
-            outs = ck.conv_projection(view, (4, 4), convs, training=False)
-            assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    made = made_with((1,), **sizes((6, 6), 32, kernel=1, padding=0, statistics="none"))
+    (conv,), x = made.call.record.convs, made.call.record.x
+    ones = torch.ones_like(conv.weight).requires_grad_()
+    made = replaced(made, x=(x.detach() + 1e3).requires_grad_(), convs=(conv._replace(weight=ones),))
+    assert_right(made, run_guarded(made))
 
 
 def test_images_two_billion_elements_apart():
     """Offsets of images take 64 bits; the memory between the two is never touched."""
-    small, convs = make(2, (3, 2), 8, 1, dtype=torch.float16, branches=CVT[1:2], kernel_sizes=(3,))
-    # Storage, unlike a tensor, is not filled.
-    memory = torch.empty(0, dtype=torch.float16, device=DEVICE)
-    memory.untyped_storage().resize_(2 * (2**31 + 64))
-    x = memory.as_strided(small.shape, (2**31, 8, 1)).copy_(small)
-    far, near = (run("triton", images, (3, 2), convs, True) for images in (x, small))
-    for a, b in zip(far, near, strict=True):
-        assert all(torch.equal(m, n) for m, n in zip(a, b, strict=True))
+    made = made_with((2,), **sizes((3, 2), 8), dtype="float16", training=True)
+    x = made.call.record.x.detach()
+    memory = torch.empty(0, dtype=x.dtype, device=x.device)
+    memory.untyped_storage().resize_(2 * (2**31 + 64))  # which, unlike a tensor, is not filled
+    far = memory.as_strided(x.shape, (2**31, 8, 1)).copy_(x).requires_grad_()
+    expected = run(made)
+    assert same_bits(run(made, call=replaced(made, x=far).call), expected)
 
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
     """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
-    x, convs = make(1, (32, 32), 1024, 0, dtype=torch.float16)
-    with ck.use_backend("triton"):
-        outs = ck.conv_projection(x.expand(2100, -1, -1), (32, 32), convs, training=False)
+    made = made_with((1, 2, 2), **sizes((32, 32), 1024), batch=1, dtype="float16", gradient="none")
+    outs = made.public(made.call.record._replace(x=made.call.record.x.expand(2100, -1, -1)))
     assert outs[0].numel() > 2**31
     assert all(torch.equal(out[-1], out[0]) for out in outs)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("training", [False, True])
-def test_cuda_graph(training):
-    x, convs = make(2, (6, 6), 64, 0, dtype=torch.float16)
-    static = x.clone()
-    stream = torch.cuda.Stream()
-    with ck.use_backend("triton"), torch.cuda.stream(stream):
-        for _ in range(2):
-            ck.conv_projection(static, (6, 6), [clone_buffers(c) for c in convs], training=training)
+def test_training_in_a_cuda_graph():
+    made = made_with((1, 2, 2), **sizes((6, 6), 64), dtype="float16", gradient="none", training=True)
+    call, stream = made.call.record, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        made.public(made.call.map(proofs._copied).record)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            outs = ck.conv_projection(static, (6, 6), convs, training=training)
-        static.copy_(2 * x)
+            outs = made.public(call)
+        call.x.mul_(2)
         graph.replay()
         stream.synchronize()
-        expected = ck.conv_projection(2 * x, (6, 6), convs, training=training)
-    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+        expected = made.public(call)
+    assert all(map(torch.equal, outs, expected))
 
 
-def test_the_kernels_do_the_work():
-    """One training step launches each of them: the tests above would pass with a silent reference too."""
-    launched = []
-
-    def take(launch):
-        launched.append(name_of(launch.kernel))
-        launch.start()
-
-    x, convs = make(2, (3, 3), 2, 0, branches=CVT[:1], kernel_sizes=(3,))
-    with machine.intercepted_launches(take):
-        run("triton", x, (3, 3), convs, True)
-    assert launched == [
-        "walk_stats",
-        "merge_stats",
-        "update_running",
-        "walk_fwd",
-        "walk_bwd_sums",
-        "sum_regions",
-        "walk_bwd_conv",
-        "sum_regions",
-        "walk_bwd_input",
-    ]
+# Launches -------------------------------------------------------------------------------------------------
 
 
 def name_of(kernel):
     """Returns the name of a kernel in ``CONFIGS``."""
     return kernel.__name__.removeprefix("_conv_projection").strip("_").removesuffix("_kernel")
-
-
-def count_pixels(launch):
-    """Returns the pixels of an image that a launch's programs load, each on its own, and those stored."""
-    arguments = launch.arguments
-    height, width, strips, cols = (arguments[name] for name in ("height", "width", "strips", "col_blocks"))
-    out_grids = zip(arguments["out_heights"], arguments["out_widths"], strict=True)
-    loaded, stored = 0, [np.zeros(size, int) for size in out_grids]
-    for strip in range(strips):
-        for block in range(cols):
-            touched = np.zeros((height, width), bool)
-            for branch, out in zip(arguments["BRANCHES"], stored, strict=True):
-                rows, columns = share(out.shape[0], strip, strips), share(out.shape[1], block, cols)
-                taps = np.arange(branch.kernel_size) * branch.dilation - branch.padding
-                y, x = ((n[:, None] * branch.stride + taps).ravel() for n in (rows, columns))
-                touched[np.ix_(y[(y >= 0) & (y < height)], x[(x >= 0) & (x < width)])] = True
-                out[np.ix_(rows, columns)] += 1
-            loaded += touched.sum()
-    assert all((out == 1).all() for out in stored)
-    return loaded, sum(out.size for out in stored)
-
-
-def share(size, part, parts):
-    length = -(-size // parts)
-    return np.arange(min(part * length, size), min((part + 1) * length, size))
-
-
-@pytest.mark.parametrize("chip", [machine.Chip(80, 108), machine.Chip(90, 132)], ids=str)
-@pytest.mark.parametrize(("model", "size"), [("cvt_13", 224), ("cvt_13", 384), ("cvt_w24", 384)])
-def test_bytes_per_launch_of_the_general_kernels(monkeypatch, model, size, chip):
-    """Evaluation reads x and writes the outputs once, 2.5 units; training reads x once more, 3.5 units."""
-    for module in (backward, forward):
-        monkeypatch.setattr(module, "is_walk", lambda geometry: False)
-    for stage in launches.stages(model, size):
-        (height, width), channels, *_ = stage
-        planned = {
-            name_of(launch.kernel): launch
-            for launch in launches.conv_projection_launches(stage, torch.bfloat16, chip)
-        }
-        fwd, stats = planned["fwd"], planned["stats"]
-        loaded, stored = count_pixels(fwd)
-        assert stored == 1.5 * height * width
-        assert loaded + stored <= 1.15 * 2.5 * height * width
-        partial = stats.arguments["partial_ptr"]
-        merged = partial.nbytes * 2 / (2 * 256 * channels)  # written and read, in pixels
-        training = loaded + stored + count_pixels(stats)[0] + merged
-        assert training <= 1.15 * 3.5 * height * width
-        blocks = -(-channels // fwd.arguments["TILE"].channels)
-        assert fwd.grid == (partial.shape[2] * blocks,) == stats.grid
 
 
 def test_small_batches_get_smaller_regions():
@@ -407,7 +191,7 @@ def test_small_batches_get_smaller_regions():
     with machine.recorded_launches(chip):
         plans = [common.LaunchPlan.of("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 256)]
     assert [plan.programs for plan in plans[:2]] == [28 // 2 * 2, 8 * 14 * 2]
-    assert plans[2].strips == 4
+    assert plans[2].arguments["strips"] == 4
 
 
 def test_launch_configurations_of_other_gpus():
@@ -422,110 +206,21 @@ def test_a_configuration_can_be_overridden_for_a_while():
     with common.overridden("stats", first):
         with common.overridden("stats", second):
             assert common.configuration("stats", 80) == second
-        current = {name: common.configuration(name, 90) for name in shipped}
-        assert current == shipped | {"stats": first}
-    assert {name: common.configuration(name, 90) for name in shipped} == shipped
-    message = "kernel: got 'forward', expected one of walk_fwd, walk_stats,"
-    with pytest.raises(ValueError, match=message), common.overridden("forward", first):
+        assert {name: common.configuration(name, 90) for name in shipped} == shipped | {"stats": first}
+    assert common.configuration("stats", 90) == shipped["stats"]
+    with pytest.raises(ValueError, match="expected one of walk_fwd"), common.overridden("forward", first):
         pass
 
 
 def test_branches_that_one_launch_cannot_serve():
-    x, convs = make(2, (3, 3), 2, 0)
-    shared = [convs[0], convs[1]._replace(running_mean=convs[0].running_mean)]
-    groups = [convs[0], convs[1]._replace(process_group=torch.distributed.ProcessGroup(0, 2))]
-    bare = [convs[0], convs[1]._replace(running_mean=None, running_var=None)]
-    strided = [convs[0], convs[1]._replace(running_mean=convs[1].running_mean.repeat_interleave(2)[::2])]
-    for branches, training, reason in (
-        (shared, True, "two branches share their running statistics"),
-        (groups, True, "the branches synchronize over different process groups"),
-        (strided, True, "running statistics are not contiguous"),
-        (bare, False, "some branches have running statistics and some have none"),
+    call = made_with((1, 2), gradient="none").call.record
+    first, second = call.convs
+    absent, strided = {"running_mean": None, "running_var": None}, first.running_mean.repeat(2)[::2]
+    for changes, training, reason in (
+        ({"running_mean": first.running_mean}, True, "two branches share their running statistics"),
+        ({"process_group": object()}, True, "the branches synchronize over different process groups"),
+        ({"running_mean": strided}, True, "running statistics are not contiguous"),
+        (absent, False, "some branches have running statistics and some have none"),
     ):
-        with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
-            ck.conv_projection(x, (3, 3), branches, training=training)
-
-
-def test_an_empty_batch_goes_to_the_reference():
-    x, convs = make(2, (3, 3), 2, 0)
-    for names in (("auto",), ("triton", "reference")):
-        with ck.use_backend(*names):
-            outs = ck.conv_projection(x[:0], (3, 3), convs, training=False)
-        assert all(out.shape[0] == 0 for out in outs)
-    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match="the batch is empty"):
-        ck.conv_projection(x[:0], (3, 3), convs, training=False)
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.slow
-def test_compiles_without_graph_breaks_as_a_block(training):
-    from cvt import CvTConfig
-    from cvt.model import Block
-
-    stage = CvTConfig(embed_dims=(8, 8, 8), num_heads=1, cls_token=True).stages[2]
-    eager = Block(stage, 0.0).double().to(DEVICE).train(training)
-    twin = Block(stage, 0.0).double().to(DEVICE).train(training)
-    twin.load_state_dict(eager.state_dict())
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 7, 8, dtype=torch.float64, device=DEVICE)
-    for operator in set(backends.operators) - {"conv_projection"}:
-        backends.register(operator, "triton", implementation(operator, getattr(ck.reference, operator)))
-    with ck.use_backend("triton"):
-        out = compiled(x, (2, 3))
-        out.sin().sum().backward()
-    with ck.use_backend("reference"):
-        expected = eager(x, (2, 3))
-        expected.sin().sum().backward()
-    torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(twin.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    torch.testing.assert_close(dict(twin.named_buffers()), dict(eager.named_buffers()))
-
-
-def test_registered_operators_pass_opcheck():
-    x, convs = make(2, (3, 3), 2, 1, branches=CVT[:2], kernel_sizes=(3, 3))
-    geometry = common.Geometry.of((3, 3), convs)
-    constants = autograd._pack_geometry(geometry), list(geometry.epss)
-    operators = torch.ops.cvt_kernels
-    columns = [list(column) for column in zip(*(conv[:5] for conv in convs), strict=True)]
-    weights, gammas, betas, means, variances = columns
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    differentiable = [t.requires_grad_() for t in (x, *weights, *gammas, *betas)]
-    torch.library.opcheck(
-        operators.conv_projection,
-        (x, weights, gammas, betas, means, variances, *constants, False),
-        test_utils=tests,
-    )
-    detached = [t.detach() for t in differentiable]
-    x, weights, gammas = detached[0], detached[1:3], detached[3:5]
-    torch.library.opcheck(operators.conv_projection_statistics, (x, weights, *constants), test_utils=tests)
-    dys = [torch.randn(2, h * w + 1, 2, dtype=torch.float64, device=DEVICE) for h, w in geometry.output_grids]
-    arguments = (x, weights, gammas, means, variances, dys, *constants, True)
-    torch.library.opcheck(operators.conv_projection_backward, arguments, test_utils=tests)
-    statistics, tracked = torch.rand(2, 2, dtype=torch.float64, device=DEVICE), convs[0].num_batches_tracked
-    buffers = [means[1]], [variances[1]], [tracked]
-    arguments = statistics, statistics, [1], *buffers, [0.1], [1.5]
-    torch.library.opcheck(operators.update_running_statistics, arguments, test_utils=tests)
-
-
-def test_autocast_computes_in_its_dtype():
-    """Compares on numbers that bfloat16 holds, so that float64 is exact."""
-    x, convs = make(2, (6, 6), 8, 0, dtype=torch.float32)
-    pairs = [modules(conv._replace(weight=conv.weight.bfloat16().float()), 8).to(DEVICE) for conv in convs]
-    autocast = functools.partial(torch.autocast, DEVICE, torch.bfloat16)
-    outs = assert_trains_as_modules(x.bfloat16().float(), (6, 6), pairs, autocast)
-    assert all(out.dtype == torch.bfloat16 for out in outs)
-
-
-def test_batch_norm_modules_agree():
-    """The modules themselves are compared with, not our reference."""
-    conv2d = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6, bias=False).double().to(DEVICE)
-    bn = nn.BatchNorm2d(6).double().to(DEVICE)
-    x = torch.randn(2, 20, 6, dtype=torch.float64, device=DEVICE)
-    branch = clone_buffers(ck.ConvBatchNorm.from_modules(conv2d, bn))
-    with ck.use_backend("triton"):
-        (out,) = ck.conv_projection(x, (4, 5), [branch], training=True)
-    expected = bn(conv2d(x.transpose(1, 2).unflatten(2, (4, 5)))).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(branch.running_var, bn.running_var)
-    torch.testing.assert_close(branch.running_mean, bn.running_mean)
+        convs = first, second._replace(**changes)
+        assert why_unsupported(call._replace(convs=convs, training=training)) == reason
