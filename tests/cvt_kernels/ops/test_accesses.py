@@ -236,6 +236,8 @@ FLOAT8 = torch.float8_e4m3fn
 LINEAR = {
     "GELU": Case(lambda: linear_gelu(131, 5, 67), "linear_gelu"),
     "GELU by descriptors": Case(lambda: linear_gelu(259, 72, 264, dtype=FLOAT16), "linear_gelu"),
+    "GELU of half a tile": Case(lambda: linear_gelu(5, 20, 384, dtype=FLOAT16), "linear_gelu"),
+    "sum of two thirds of a tile": Case(lambda: linear_add(5, 24, 1024, dtype=FLOAT16), "linear_add"),
     "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
     "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", machine.Chip(80, 2)),
     "sum in place by descriptors": Case(

@@ -337,7 +337,7 @@ def load_columns(ptr, column, SPEC: tl.constexpr):
     """Returns the elements ``column`` of a vector (N,) as a row; zeros if there is no vector."""
     if ptr is None:
         values = tl.zeros(column.shape, SPEC.accumulator)
-    elif SPEC.outputs % SPEC.store_width == 0:
+    elif SPEC.columns * SPEC.parts * SPEC.width == SPEC.outputs:
         values = tl.load(ptr + column)
     else:
         values = tl.load(ptr + column, mask=column < SPEC.outputs, other=0.0)
@@ -446,7 +446,7 @@ def _part_of_tile(first_row, first_column, rows, SPEC: tl.constexpr):
     WIDTH: tl.constexpr = SPEC.store_width
     row, column = tl.arange(0, BLOCK_M)[:, None], first_column + tl.arange(0, WIDTH)[None, :]
     mask = row < rows - first_row
-    if SPEC.outputs % WIDTH != 0:
+    if SPEC.columns * SPEC.parts * SPEC.width != SPEC.outputs:
         mask = mask & (column < SPEC.outputs)
     return first_row * tl.full([], SPEC.outputs, tl.int64) + (row * SPEC.outputs + column), mask
 
