@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt_kernels import backends, dispatch, proofs
 from tests.checks import assert_accurate, record_calls, remember_verdict
-from tests.upstream import huggingface
 
 FORMS = [
     ("convolution", torch.float32),
@@ -138,22 +136,6 @@ def test_the_verdict_chooses(name, dtype):
         assert calls == [name, name, *["reference"] * 4]
 
 
-def test_a_first_call_proves_the_forms_and_later_ones_do_not(proving):
-    x, weight, bias = make((50, 64), 32, torch.bfloat16)
-    state, exact = torch.get_rng_state(), F.linear(x.double(), weight.double(), bias.double())
-    with counted_calls() as calls:
-        first = ck.linear(x, weight, bias)
-        assert set(calls) == {"convolution", "float32", "reference"}
-        chosen = calls[-1]
-        calls.clear()
-        assert torch.equal(ck.linear(x, weight, bias), first)
-        assert calls == [chosen]
-    assert_accurate(first, F.linear(x, weight, bias), exact)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert dispatch.chosen_backends("linear", "cpu") == {chosen: 1}
-    assert list(proving.rglob("*.json"))
-
-
 def test_requests_for_our_kernels_do_not_concern_it():
     x, weight, bias = make((3, 8), 5)
     for names in (("native",), ("triton", "native")):
@@ -163,35 +145,6 @@ def test_requests_for_our_kernels_do_not_concern_it():
     with ck.use_backend("native", "convolution"), counted_calls() as calls:
         ck.linear(x, weight, bias)
     assert calls == ["convolution"]
-
-
-class Adapted(nn.Linear):
-    """A linear layer whose own forward adds something, like that of a low-rank adapter."""
-
-    def forward(self, x):
-        return super().forward(x) + 1
-
-
-def test_accelerated_linear_layers():
-    """A plain one takes the requested form; one that is watched or something else is called as it is."""
-    model = huggingface().eval()
-    images = torch.randn(1, 3, 32, 32)
-    with torch.no_grad(), ck.use_backend("convolution", "reference"), counted_calls() as calls:
-        expected = model(images).logits
-        ck.accelerate(model, freeze=False)
-        torch.testing.assert_close(model(images).logits, expected)
-        layers = [m for m in model.cvt.modules() if type(m) is nn.Linear]
-        assert calls == ["convolution"] * len(layers)
-        calls.clear()
-        seen = []
-        layers[0].register_forward_hook(lambda *given: seen.append(given))
-        layers[1].__class__ = Adapted
-        parametrize.register_parametrization(layers[2], "weight", nn.Identity())
-        changed = model(images).logits
-        assert len(seen) == 1
-        assert calls == ["convolution"] * (len(layers) - 3)
-        ck.restore(model)
-        torch.testing.assert_close(model(images).logits, changed)
 
 
 @pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])

@@ -215,14 +215,6 @@ def test_a_weight_is_packed_once():
     assert called[-2:] == ["cvt_kernels.linear_int8_packed.default"] * 2  # nothing else passes over memory
 
 
-@torch.inference_mode()
-def test_in_inference_mode():
-    x, weight, scales, bias, _ = arguments(torch.float32)
-    torch.testing.assert_close(
-        ck.linear_int8(x, weight, scales, bias), reference.linear_int8(x, weight, scales, bias)
-    )
-
-
 def test_calls_that_the_kernels_do_not_serve():
     x, weight, scales, bias, residual = arguments(torch.float32)
     float8 = torch.float8_e4m3fn

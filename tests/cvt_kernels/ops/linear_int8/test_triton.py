@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from triton import language as tl
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, proofs, reference
+from cvt_kernels import backends, machine, reference
 from cvt_kernels.ops.linear.triton.common import LaunchConfig
 from cvt_kernels.ops.linear_int8 import triton as kernels
 from cvt_kernels.ops.linear_int8.triton import common, forward
@@ -239,33 +239,6 @@ def test_x_in_floating_point(scale, number):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-# Faults that the proof finds ------------------------------------------------------------------------------
-
-
-def standard_of(operator, *args, **settings):
-    description = backends.operators[operator]
-    call = proofs.Call(description.bind(*args, **settings), gradient=False)
-    return proofs.Standard.of(description.reference, call, description.exact)
-
-
-def product_call(rows=20, inputs=32):
-    x, weight, weight_scale, bias, residual = make_layer((rows,), inputs, rows)
-    settings = {
-        "x_scales": x.scales, "input_scale": None, "approximate": None, "residual": residual,
-        "dtype": torch.float32,
-    }  # fmt: skip
-    return (x.values, weight, weight_scale, bias), settings
-
-
-def test_a_wrong_axis_of_scales_is_found():
-    def wrong(call):
-        swapped = {"weight_scale": call.x_scales.flatten(), "x_scales": call.weight_scale[:, None]}
-        return kernels.linear_int8(call._replace(**swapped))
-
-    args, options = product_call()
-    assert "is off by" in proofs.check(wrong, standard_of("linear_int8", *args, **options)).flaw
-
-
 # What is refused -------------------------------------------------------------------------------------------
 
 
@@ -292,10 +265,9 @@ def linear(x, outputs=4):
 
 
 def test_float8_needs_a_chip_that_has_it():
+    call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
     with machine.recorded_launches(machine.Chip(80, 108)):
-        call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
-        reason = kernels.why_rows_unsupported(call)
-        assert reason == "float8_e4m3fn needs compute capability 8.9, got 8.0"
+        assert "needs compute capability 8.9, got 8.0" in kernels.why_rows_unsupported(call)
         assert kernels.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
 
 
