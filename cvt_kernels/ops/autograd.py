@@ -1,4 +1,4 @@
-"""A decorator that the autograd functions of the operators share."""
+"""What the operators share that deals with autograd."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import function
 
 
@@ -22,3 +23,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return checked(*args) if torch.is_grad_enabled() else backward(*args)
 
     return choose
+
+
+def count_change(written: Tensor) -> None:
+    """Counts a change that PyTorch does not see, so that a graph that has saved the tensor notices."""
+    if not written.is_inference():  # whose changes are not counted
+        torch.autograd.graph.increment_version(written)

@@ -32,7 +32,7 @@ class Overrides(Generic[Config]):
 
     @contextlib.contextmanager
     def replaced(self, kernel: str, config: Config) -> Iterator[None]:
-        """Replaces the configuration of one kernel within a ``with`` statement.
+        """Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning.
 
         Raises:
             ValueError: There is no such kernel.
@@ -72,3 +72,8 @@ class Budget:
 def accumulator_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which sums over tensors like ``x`` are taken: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Returns a contiguous tensor of the same numbers; None for None."""
+    return None if tensor is None else tensor.contiguous()

@@ -26,14 +26,7 @@ from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
 from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
-from ..layer_norm_gelu import (
-    add_layer_norm,
-    bias_gelu,
-    check_approximate,
-    check_layer_norm,
-    gelu,
-    layer_norm,
-)
+from ..layer_norm_gelu import add_layer_norm, bias_gelu, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
 
 _SAMPLE = 2**25  # products of two numbers
@@ -96,9 +89,7 @@ def _sample(factor: int, call: Record) -> Record:
             primitives.by_convolution, ("cpu",), why_unsupported=primitives.why_convolution_unsupported
         ),
         "float32": Implementation(
-            primitives.by_float32,
-            ("cpu",),
-            why_unsupported=primitives.why_float32_unsupported,
+            primitives.by_float32, ("cpu",), why_unsupported=primitives.why_float32_unsupported
         ),
     },
     kind=_kind,

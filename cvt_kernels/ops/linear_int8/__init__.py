@@ -411,18 +411,18 @@ def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     """
     if scale is None:
         return
-    _check_scales(name, scale, x, (), "of one scale")
+    check_scales(name, scale, x, (), "of one scale")
     if type(scale) is Tensor and scale.device.type == "cpu" and not torch.compiler.is_compiling():
         value = scale.item()
         if not 0 < value < float("inf"):
             raise ValueError(f"{name}: got {value}, expected a positive number")
 
 
-def _check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Raises TypeError or ValueError unless scales have a shape, float32 and the device of ``x``."""
     checks.check_dtype(name, scales, meaning, torch.float32)
     checks.check_shape(name, scales, shape, meaning)
-    if scales.device != x.device:
-        raise ValueError(f"{name}: is on {scales.device}, expected {x.device} as x")
+    checks.check_device(name, scales, "x", x)
 
 
 def _check_input(x: Any, x_scales: Any, weight: Any, input_scale: Tensor | None) -> None:
@@ -448,7 +448,7 @@ def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
         checks.check_float_tensor(f"scales of {name}", scales, "(..., 1)")
         checks.check_shape(f"scales of {name}", scales, (*x.shape[:-1], 1), "(..., 1)")
     else:
-        _check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
+        check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
 
 
 def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "weight") -> None:
@@ -458,16 +458,14 @@ def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "w
     checks.check_shape(name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
     if weight.shape[1] > MOST_INPUTS:
         raise ValueError(f"{name}: got {weight.shape[1]} inputs, expected at most {MOST_INPUTS}")
-    if weight.device != x.device:
-        raise ValueError(f"{name}: is on {weight.device}, expected {x.device} as x")
-    _check_scales(f"{name}_scale", weight_scale, x, tuple(weight.shape[:1]), "(outputs,)")
+    checks.check_device(name, weight, "x", x)
+    check_scales(f"{name}_scale", weight_scale, x, tuple(weight.shape[:1]), "(outputs,)")
 
 
 def _check_residual(residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     checks.check_float_tensor("residual", residual, "(..., outputs)")
     checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
-    if residual.device != x.device:
-        raise ValueError(f"residual: is on {residual.device}, expected {x.device} as x")
+    checks.check_device("residual", residual, "x", x)
     if residual.dtype != dtype and not checks.autocast_enabled(x):
         got, expected = checks.dtype_name(residual.dtype), checks.dtype_name(dtype)
         raise TypeError(f"residual: has dtype {got}, expected {expected} as the result")

@@ -195,8 +195,7 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
     checks.check_rank("rows", rows, 2, _INDEX)
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")
-    if rows.device != x.device:
-        raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+    checks.check_device("rows", rows, "x", x)
     checks.check_row_values("rows", rows, x.shape[1])
 
 

@@ -28,6 +28,7 @@ from ... import checks, machine
 from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
 from .. import packing
+from ..autograd import count_change
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -232,8 +233,7 @@ def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
 def _run_in_place(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """Computes a block with convolutional projections in the place of its input."""
     _ops.transformer_block_.default(out, *arguments)
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
+    count_change(out)
     return out
 
 
@@ -260,7 +260,11 @@ def _convolutional(call: Record) -> Any:
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     received = None if scores is None else _new_scores(x, grid, block)
     if out.numel():
-        chosen = () if rows is None and scores is None else (_contiguous(rows), received, scores or "")
+        chosen = (
+            ()
+            if rows is None and scores is None
+            else (None if rows is None else rows.contiguous(), received, scores or "")
+        )
         _run_in_place(out, (*_arguments_of_convolutional(call), *chosen))
     return out if scores is None else (out, received)
 
@@ -271,10 +275,6 @@ def _pyramidal(call: Record) -> Tensor:
         return x if inplace else x.clone(memory_format=torch.contiguous_format)
     out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call))
     return x.copy_(out) if inplace else out
-
-
-def _contiguous(rows: Tensor | None) -> Tensor | None:
-    return None if rows is None else rows.contiguous()
 
 
 def _new_scores(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor:

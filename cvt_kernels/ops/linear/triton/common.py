@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,6 +120,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2])
+overridden = _overrides.replaced
 
 
 def configuration(kernel: str, element_size: int, capability: int) -> LaunchConfig:
@@ -143,19 +143,6 @@ def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
 def generation_of(capability: int) -> int:
     """Returns the generation of a compute capability, as configurations tell them apart: 80, 90 or 100."""
     return 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-
-
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -223,7 +210,8 @@ class KernelSpec(NamedTuple):
     hardware_tanh: bool
 
 
-_ELEMENTS = {
+#: Triton's dtypes of the factors of a product.
+ELEMENTS = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
@@ -287,7 +275,7 @@ class Plan(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=tl.float32 if upcast else _ELEMENTS[x.dtype],
+            operand=tl.float32 if upcast else ELEMENTS[x.dtype],
             sum=tl.int32 if x.dtype == torch.int8 else accumulator,
             adds_steps=is_float8,
             accumulator=accumulator,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +93,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
+overridden = _overrides.replaced
 
 
 def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> LaunchConfig:
@@ -109,19 +109,6 @@ def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Launch
         kernel = "linear_wide"
     generation = generation_of(machine.chip(x.device).capability)
     return _overrides.get(kernel) or CONFIGS[generation, x.dtype][kernel]
-
-
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
 
 
 # Specification of the kernels that round ------------------------------------------------------------------

@@ -11,6 +11,7 @@ from .... import checks, machine
 from ....backends import Record
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
+from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
 
 # The kernel -----------------------------------------------------------------------------------------------
@@ -208,13 +209,13 @@ def layer_norm_mlp_forward(
         config.options,
         x_ptr=x,
         out_ptr=out,
-        norm_weight_ptr=_contiguous(norm_weight),
-        norm_bias_ptr=_contiguous(norm_bias),
-        shift_ptr=_contiguous(shift),
+        norm_weight_ptr=contiguous(norm_weight),
+        norm_bias_ptr=contiguous(norm_bias),
+        shift_ptr=contiguous(shift),
         fc1_weight_ptr=fc1_weight.contiguous(),
-        fc1_bias_ptr=_contiguous(fc1_bias),
+        fc1_bias_ptr=contiguous(fc1_bias),
         fc2_weight_ptr=fc2_weight.contiguous(),
-        fc2_bias_ptr=_contiguous(fc2_bias),
+        fc2_bias_ptr=contiguous(fc2_bias),
         eps=eps,
         rows=rows,
         **bound,
@@ -223,10 +224,6 @@ def layer_norm_mlp_forward(
         BLOCK_HIDDEN=config.block_hidden,
     )
     return out
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 # torch.compile --------------------------------------------------------------------------------------------

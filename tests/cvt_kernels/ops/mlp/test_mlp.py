@@ -9,11 +9,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends, dispatch
 from tests.checks import record_all_calls
 
-GELUS = {
-    "none": F.gelu,
-    "tanh": nn.GELU(approximate="tanh"),
-    "quick": lambda x: x * torch.sigmoid(1.702 * x),
-}
+GELUS = {"none": F.gelu, "tanh": nn.GELU(approximate="tanh"), "quick": lambda x: x * torch.sigmoid(1.702 * x)}
 
 
 def make(rows=(2, 5), channels=12, hidden=20, dtype=torch.float64):

@@ -7,13 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
-from tests.checks import (
-    compiler,
-    not_built,
-    recorded_operators,
-    run_on_instruction_set,
-    run_sanitized,
-)
+from tests.checks import compiler, not_built, recorded_operators, run_on_instruction_set, run_sanitized
 
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 
@@ -71,10 +65,7 @@ def test_rows_that_x_does_not_have_are_refused(row, monkeypatch):
         lambda: ck.scatter_rows(x, rows, values),
         lambda: ck.scatter_rows(x, rows, values, inplace=True),
     ):
-        with (
-            ck.use_backend("native"),
-            pytest.raises(RuntimeError, match=f"rows: got {row}, expected"),
-        ):
+        with ck.use_backend("native"), pytest.raises(RuntimeError, match=f"rows: got {row}, expected"):
             call()
     assert torch.equal(x, before)
 

@@ -95,10 +95,7 @@ def test_calls_that_are_not_served():
         wide = torch.randn(1, 2, 5000, device=DEVICE)
         with pytest.raises(ck.BackendUnavailable, match="tokens have 5000 channels, more than 4096"):
             ck.gather_rows(wide, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE))
-        with (
-            forward_ad.dual_level(),
-            pytest.raises(ck.BackendUnavailable, match="forward-mode"),
-        ):
+        with forward_ad.dual_level(), pytest.raises(ck.BackendUnavailable, match="forward-mode"):
             ck.scatter_rows(x, rows, values)
 
 
