@@ -12,14 +12,13 @@ from ... import checks, reference
 from ...backends import Record
 from ...declaration import native_kernels, operator
 from ...records import GeluVariant, Norm
-from ..kinds import first_images, gelu_words, images_within, size_class
+from ..kinds import gelu_words, sampled, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
 
 _MAX_CUDA_CHANNELS = 8192
 _MAX_CUDA_ROWS = 2**30
-_SAMPLE = 2**18  # elements
 
 
 def _why_gelu_unsupported(call: Record) -> str | None:
@@ -50,18 +49,10 @@ def _kind(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call[0]
-    if x.ndim < 2:
-        return call
-    fields = [name for name in ("x", "residual") if name in call._fields]
-    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), *fields)
-
-
 _OF_NORMS: dict[str, Any] = {
     "backends": {"native": native_kernels(devices=("cpu", "cuda"), why_unsupported=_why_norm_unsupported)},
     "kind": _kind,
-    "sample": _sample,
+    "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
 }
 _OF_GELU: dict[str, Any] = {

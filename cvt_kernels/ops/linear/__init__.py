@@ -245,14 +245,10 @@ def _check_linear_add(call: Any) -> None:
     _check_residual(call.x, call.weight, call.bias, call.residual, call.inplace)
 
 
-def _instead_of_add(call: Any) -> Callable[..., Tensor] | None:
-    return None if _may_be_ours("linear_add", call.x) else _compose_add
-
-
 @operator(
     backends={"triton": triton_kernels(), "composed": Implementation(_compose_add, ("cuda",))},
     check=_check_linear_add,
-    instead=_instead_of_add,
+    instead=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
     **_OF_FUSED,
 )
 def linear_add(
@@ -285,14 +281,10 @@ def _check_linear_add_layer_norm(call: Any) -> None:
     check_layer_norm(call.residual, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
 
 
-def _instead_of_add_layer_norm(call: Any) -> Callable[..., Any] | None:
-    return None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
-
-
 @operator(
     backends={"triton": triton_kernels(), "composed": Implementation(_compose_add_layer_norm, ("cuda",))},
     check=_check_linear_add_layer_norm,
-    instead=_instead_of_add_layer_norm,
+    instead=lambda call: None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm,
     **_OF_FUSED,
 )
 def linear_add_layer_norm(

@@ -16,7 +16,7 @@ from ... import checks, reference
 from ...backends import Implementation, Record
 from ...declaration import native_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
-from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
+from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm
 from . import primitives
 
@@ -35,20 +35,13 @@ def _kind_of_rows(call: Record) -> str:
     return words + ("" if call.scale is None else ", one scale") + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample_of_rows(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call
-    return first_images(call, images_within(2**18 * factor, x.shape[0], x.numel()), "x")
-
-
 _OF_ROWS: dict[str, Any] = {
     "backends": {
         "triton": triton_kernels("why_rows_unsupported"),
         "native": native_kernels(why_unsupported=".native:why_rows_unsupported"),
     },
     "kind": _kind_of_rows,
-    "sample": _sample_of_rows,
+    "sample": sampled(2**18, "x"),
 }
 
 

@@ -11,11 +11,9 @@ from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
-from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
+from ..kinds import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_linear, linear_add, linear_gelu
-
-_SAMPLE = 2**18  # elements
 
 
 def _check(call: Any) -> None:
@@ -50,17 +48,10 @@ def _kind(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call
-    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), "x")
-
-
 @operator(
     backends={"triton": triton_kernels(), "composed": Implementation(_compose, ("cuda",))},
     kind=_kind,
-    sample=_sample,
+    sample=sampled(2**18, "x"),
     check=_check,
     instead=_instead,
 )

@@ -43,7 +43,7 @@ class LaunchConfig:
     width: int
     parts: int = 1
     block_k: int
-    num_warps: int
+    num_warps: int = 8
     num_stages: int
     programs: int = 0
     specialized: bool = False
@@ -64,51 +64,35 @@ class LaunchConfig:
 # are two or more on a multiprocessor.
 CONFIGS: dict[tuple[int, int], dict[str, LaunchConfig]] = {
     (80, 2): {
-        "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
-        "add": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
-        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=32, num_warps=8, num_stages=4),
-        "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_warps=8, num_stages=3),
-        "add_layer_norm_narrow": LaunchConfig(
-            block_m=64, width=64, parts=3, block_k=32, num_warps=8, num_stages=3
-        ),
-        "add_layer_norm_wide": LaunchConfig(
-            block_m=32, width=128, parts=4, block_k=32, num_warps=8, num_stages=3
-        ),
+        "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_stages=4),
+        "add": LaunchConfig(block_m=128, width=128, block_k=32, num_stages=4),
+        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=32, num_stages=4),
+        "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_stages=3),
+        "add_layer_norm_narrow": LaunchConfig(block_m=64, width=64, parts=3, block_k=32, num_stages=3),
+        "add_layer_norm_wide": LaunchConfig(block_m=32, width=128, parts=4, block_k=32, num_stages=3),
     },
     (90, 2): {
-        "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_warps=8, num_stages=4, programs=1),
-        "add": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3),
-        "add_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=2),
-        "add_layer_norm": LaunchConfig(
-            block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3
-        ),
-        "add_layer_norm_narrow": LaunchConfig(
-            block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=2
-        ),
-        "add_layer_norm_wide": LaunchConfig(
-            block_m=64, width=128, parts=4, block_k=64, num_warps=8, num_stages=2
-        ),
+        "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_stages=4, programs=1),
+        "add": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_stages=3),
+        "add_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=2),
+        "add_layer_norm": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_stages=3),
+        "add_layer_norm_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=2),
+        "add_layer_norm_wide": LaunchConfig(block_m=64, width=128, parts=4, block_k=64, num_stages=2),
     },
     (80, 4): {
-        "gelu": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
-        "add": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
-        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
-        "add_layer_norm": LaunchConfig(block_m=32, width=128, parts=3, block_k=16, num_warps=8, num_stages=2),
-        "add_layer_norm_narrow": LaunchConfig(
-            block_m=32, width=64, parts=3, block_k=16, num_warps=8, num_stages=2
-        ),
-        "add_layer_norm_wide": LaunchConfig(
-            block_m=16, width=128, parts=4, block_k=16, num_warps=8, num_stages=2
-        ),
+        "gelu": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
+        "add": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
+        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
+        "add_layer_norm": LaunchConfig(block_m=32, width=128, parts=3, block_k=16, num_stages=2),
+        "add_layer_norm_narrow": LaunchConfig(block_m=32, width=64, parts=3, block_k=16, num_stages=2),
+        "add_layer_norm_wide": LaunchConfig(block_m=16, width=128, parts=4, block_k=16, num_stages=2),
     },
 }
 CONFIGS[90, 4] = CONFIGS[80, 4]
 CONFIGS |= {(100, size): kernels for (generation, size), kernels in list(CONFIGS.items()) if generation == 90}
 CONFIGS[100, 2] = CONFIGS[90, 2] | {
-    "gelu": LaunchConfig(
-        block_m=128, width=256, block_k=64, num_warps=8, num_stages=4, programs=1, specialized=True
-    ),
-    "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_warps=8, num_stages=2),
+    "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_stages=4, programs=1, specialized=True),
+    "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_stages=2),
 }
 
 #: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.

@@ -57,14 +57,14 @@ ROW_CONFIGS = (
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
 # that L2 bounds small tiles. Those of float8 are smaller on sm_90, where sums in float32 take registers too.
-_SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_warps=8, num_stages=4)
-_MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_warps=8, num_stages=3)
-_TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_warps=8, num_stages=3)
-_WIDE = LaunchConfig(block_m=128, width=256, block_k=128, num_warps=8, num_stages=4, programs=1)
-_NARROW_SMALL = LaunchConfig(block_m=128, width=64, block_k=64, num_warps=8, num_stages=4)
-_NARROW = LaunchConfig(block_m=128, width=64, parts=3, block_k=128, num_warps=8, num_stages=2)
+_SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_stages=4)
+_MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_stages=3)
+_TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_stages=3)
+_WIDE = LaunchConfig(block_m=128, width=256, block_k=128, num_stages=4, programs=1)
+_NARROW_SMALL = LaunchConfig(block_m=128, width=64, block_k=64, num_stages=4)
+_NARROW = LaunchConfig(block_m=128, width=64, parts=3, block_k=128, num_stages=2)
 _ODD = LaunchConfig(block_m=64, width=64, block_k=64, num_warps=4, num_stages=2)
-_NARROW_100 = LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=3)
+_NARROW_100 = LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=3)
 
 
 def _kernels(
