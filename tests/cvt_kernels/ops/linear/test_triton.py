@@ -106,34 +106,6 @@ def test_many_tiles_in_one_program():
     assert_agree(ck.linear_gelu, [x, weight, bias], approximate="quick")
 
 
-def test_tiles_that_only_begin_within_the_result_stay_within_it():
-    """Memory around the results keeps what it had: rows and columns beyond the last are not written."""
-    for dtype, inputs in ((torch.float16, 24), (torch.float32, 7)):
-        for outputs in (24, 200, 400):
-            x, weight, bias, residual = make_layer(9, inputs, outputs, dtype)
-            stored = [torch.full((11, outputs), torch.nan, dtype=dtype, device=DEVICE) for _ in range(3)]
-            out, h, y = (t[1:10] for t in stored)
-            forward.linear_add_forward(x, weight, bias, residual, out)
-            forward.linear_add_layer_norm_forward(x, weight, bias, residual, None, None, None, 1e-5, h, y)
-            for t in stored:
-                assert t[[0, 10]].isnan().all()
-                assert t[1:10].isfinite().all()
-
-
-@pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])
-def test_autograd_notices_what_is_written_in_place(operator):
-    x, weight, bias, residual = make_layer((2, 3), 16, 16, torch.float32)
-    stream = residual.clone()
-    product = weight.clone().requires_grad_() * stream[0, 0]  # saves the stream
-    with torch.no_grad(), ck.use_backend("triton"):
-        getattr(ck, operator)(x, weight, bias, stream, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
-    with torch.inference_mode(), ck.use_backend("triton"):
-        stream = residual * 1
-        getattr(ck, operator)(x, weight, bias, stream, inplace=True)
-
-
 def test_weights_that_are_not_aligned_are_read_without_descriptors():
     x, weight, bias, residual = make_layer((4, 6), 32, 32, torch.float16)
     unaligned = torch.cat([weight.flatten()[:1], weight.flatten()])[1:].view_as(weight)
@@ -184,11 +156,10 @@ def step(backend, tensors, approximate):
     return [out.detach(), *torch.autograd.grad(out, live, pattern)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("approximate", VARIANTS)
-def test_gradients_without_native_kernels(approximate, dtype, monkeypatch):
+def test_gradients_without_native_kernels(approximate, monkeypatch):
     monkeypatch.setattr(machine, "why_native_unavailable", lambda device_type: "not built")
-    tensors = make_layer(40, 24, 136, dtype)[:3]
+    tensors = make_layer(40, 24, 136, torch.bfloat16)[:3]
     ours, theirs = (step(backend, tensors, approximate) for backend in ("triton", "reference"))
     exact = step("reference", wide(tensors), approximate)
     for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
@@ -210,35 +181,24 @@ def test_what_gelu_is_applied_to_is_written_for_gradients_only():
         assert (launch.arguments["pre"] is not None) == expected
 
 
-# torch.compile and autocast -------------------------------------------------------------------------------
-
-
 # Calls and configurations ---------------------------------------------------------------------------------
 
 
 def test_calls_that_are_refused():
     x, weight, bias, residual = make_layer(4, 8, 16)
-    wide_layer = make_layer(2, 8, 513)
-    half = [t.bfloat16() for t in (x, weight, bias, residual)]
+    live = weight.clone().requires_grad_()
     for function, call, reason in (
         (ck.linear_gelu, (x[:0], weight, bias), "the batch is empty"),
         (ck.linear_gelu, (x, weight[:0], bias[:0]), "the weight is empty"),
-        (ck.linear_add, (x, weight.clone().requires_grad_(), bias, residual), "has no gradients"),
-        (
-            ck.linear_add_layer_norm,
-            (x, weight, bias, residual, bias.clone().requires_grad_()),
-            "no gradients",
-        ),
-        (ck.linear_add_layer_norm, wide_layer, "513 channels, more than 512"),
+        (ck.linear_add, (x, live, bias, residual), "has no gradients"),
+        (ck.linear_add_layer_norm, make_layer(2, 8, 513), "513 channels, more than 512"),
     ):
         with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
             function(*call)
-    autocast, refused = (
-        torch.autocast(DEVICE, torch.float16),
-        pytest.raises(ck.BackendUnavailable, match="place"),
-    )
-    with autocast, ck.use_backend("triton"), refused:
-        ck.linear_add(*half, inplace=True)
+    half = [t.bfloat16() for t in (x, weight, bias, residual)]
+    with torch.autocast(DEVICE, torch.float16), ck.use_backend("triton"):
+        with pytest.raises(ck.BackendUnavailable, match="place"):
+            ck.linear_add(*half, inplace=True)
 
 
 def test_other_configurations():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import reference, verdicts
+from cvt_kernels import reference
 from tests.checks import not_built
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4
@@ -105,23 +105,6 @@ def test_torch_compile_writes_in_place(backend):
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
     with ck.use_backend(backend):
         torch.testing.assert_close(compiled(x, ROWS, added), run(x, ROWS, added))
-
-
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-@pytest.mark.usefixtures("proving")
-@pytest.mark.parametrize("gradient", [False, True])
-def test_the_kernels_are_proven_at_first_use(gradient):
-    x, added = tokens(requires_grad=gradient), values()
-    ck.gather_rows(x, ROWS)
-    ck.gather_add_layer_norm(x, ROWS, added, randn(CHANNELS), randn(CHANNELS))
-    ck.scatter_rows(x, ROWS, added, added)
-    if not gradient:
-        ck.scatter_rows(x, ROWS, added, inplace=True)
-    found = verdicts.store_for(x.device).verdicts()
-    assert len(found) == (3 if gradient else 4)
-    for question, verdict in found.items():
-        assert question.split(", ")[0] in OPERATORS
-        assert verdict.trials["native"].flaw is None, question
 
 
 @every_backend

@@ -12,7 +12,6 @@ import cvt_kernels as ck
 from cvt_kernels import backends, reference
 from cvt_kernels.ops import packed_linear, packing
 from tests.cvt_kernels.ops.transformer_block.calls import BACKENDS, make, pyramid, with_quantized
-from tests.upstream import ours
 
 
 @pytest.fixture(autouse=True)
@@ -88,24 +87,6 @@ def test_copies_die_with_their_weights():
     del block
     gc.collect()
     assert not packing._known
-
-
-def test_copies_die_with_their_model():
-    model = ck.accelerate(ours().eval(), freeze=True)
-    model(torch.randn(1, 3, 64, 64))
-    assert packing._known
-    del model
-    gc.collect()
-    assert not packing._known
-
-
-def test_release_memory():
-    x, grid, block = make()
-    before = ck.transformer_block(x, grid, block)
-    assert packing._known
-    ck.release_memory()
-    assert not packing._known
-    assert torch.equal(ck.transformer_block(x, grid, block), before)
 
 
 def resident_mib():

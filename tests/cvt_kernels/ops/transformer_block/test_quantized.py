@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch, proofs, reference
+from cvt_kernels import reference
 from tests.checks import assert_accurate, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
@@ -146,45 +146,3 @@ def test_compiled():
     compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
     assert decibels(reference.transformer_block(*arguments), compiled(*arguments)) > 80
     torch.compiler.reset()
-
-
-# Proofs ---------------------------------------------------------------------------------------------------
-
-
-def trials_of(arguments, change=lambda out, x, block: out, inplace=False):
-    """Returns the trials of the candidates, and of the composition with a change."""
-    proof = dispatch.proof_of("transformer_block", *arguments, inplace=inplace)
-    standard = proof.standard()
-
-    def changed(call):
-        return change(proof.candidates["composed"](call), call.x, call.block)
-
-    with proofs.undisturbed(torch.device("cpu")):
-        candidates = {**proof.candidates, "changed": changed}
-        return {name: proofs.check(function, standard) for name, function in candidates.items()}
-
-
-@pytest.mark.parametrize(("scale", "inplace"), [(None, False), (0.1, False), (None, True)])
-def test_proofs_pass_right_kernels(scale, inplace):
-    trials = trials_of(with_quantized(make(class_tokens=1), scale=scale), inplace=inplace)
-    assert {name: trial.flaw for name, trial in trials.items()} == dict.fromkeys((*SERVING, "changed"))
-
-
-def a_token_is_left_out(out, x, block):
-    return torch.cat([x[:, :1], out[:, 1:]], 1)
-
-
-def rounded_coarsely(out, x, block):
-    """Returns what 6 bits would give, about."""
-    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
-    return out + (out - x).std() / 8 * noise
-
-
-def a_scale_is_forgotten(out, x, block):
-    return out + block.fc2.weight_scale.mean() * torch.ones_like(out) * 120
-
-
-@pytest.mark.parametrize("change", [a_token_is_left_out, rounded_coarsely, a_scale_is_forgotten])
-def test_proofs_fail_wrong_kernels(change):
-    trials = trials_of(with_quantized(make(class_tokens=1)), change)
-    assert "wrong: output is off by" in trials["changed"].flaw

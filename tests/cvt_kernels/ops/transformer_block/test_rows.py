@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 import cvt_kernels as ck
-from cvt_kernels import checks, dispatch, proofs, reference
+from cvt_kernels import checks, reference
 from cvt_kernels.ops import token_selection
 from tests.checks import assert_accurate, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
@@ -207,15 +207,6 @@ def test_an_empty_batch(backend):
     rows = torch.zeros(0, 3, dtype=torch.int64)
     out, received = call(backend, (x[:0], grid, block), rows=rows, scores="avg")
     assert (out.shape, received.shape) == ((0, *x.shape[1:]), (0, 6))
-
-
-def test_proofs_fail_a_kernel_that_computes_all_tokens():
-    x, grid, block = make(class_tokens=1)
-    with torch.no_grad(), proofs.undisturbed(x.device):
-        proof = dispatch.proof_of("transformer_block", x, grid, block, rows=some_rows(x, grid, 9))
-        standard = proofs.Standard.of(proof.reference, proof.sample)
-        trial = proofs.check(lambda call: proof.reference(call._replace(rows=None)), standard)
-    assert trial.flaw.startswith("wrong")
 
 
 #: Wrong rows, what every backend says of them, and what the kernel itself does.
