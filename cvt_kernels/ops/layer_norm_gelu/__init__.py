@@ -188,7 +188,7 @@ def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
 
 
 def _check_bias_gelu(call: Any) -> None:
-    _check_last_dim(call.x)
+    check_rows(call.x)
     checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
     check_approximate(call.approximate)
 
@@ -256,7 +256,7 @@ def check_layer_norm(
     prefix: str = "",
 ) -> None:
     """Raises TypeError or ValueError for wrong arguments of a LayerNorm; ``prefix`` is for the message."""
-    _check_last_dim(x)
+    check_rows(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             checks.check_tensor_like(prefix + name, tensor, x.shape[-1:], "(channels,)", x)
@@ -274,7 +274,8 @@ def check_norm(name: str, norm: Norm, x: Tensor) -> None:
     checks.check_positive(f"{name}.eps", norm.eps)
 
 
-def _check_last_dim(x: Tensor) -> None:
+def check_rows(x: Tensor) -> None:
+    """Raises TypeError or ValueError unless x has rows of channels."""
     checks.check_float_tensor("x", x, "(..., channels)")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")

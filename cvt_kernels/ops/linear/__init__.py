@@ -25,6 +25,7 @@ from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
+from ..autograd import check_inplace
 from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
 from ..layer_norm_gelu import add_layer_norm, bias_gelu, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
@@ -345,9 +346,5 @@ def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     shape = *x.shape[:-1], weight.shape[0]
     checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
     checks.check_flag("inplace", inplace)
-    if not inplace:
-        return
-    if checks.wants_gradient(x, weight, bias, residual):
-        raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    if not residual.is_contiguous():
-        raise ValueError("residual: is not contiguous, expected it to be with inplace=True")
+    if inplace:
+        check_inplace("residual", residual, x, weight, bias, residual)

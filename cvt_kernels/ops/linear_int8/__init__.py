@@ -17,7 +17,7 @@ from ...backends import Implementation, Record
 from ...declaration import native_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
 from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
-from ..layer_norm_gelu import check_approximate, check_layer_norm
+from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
@@ -384,9 +384,7 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
 
 
 def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
-    checks.check_float_tensor("x", x, "(..., channels)")
-    if x.ndim == 0 or not x.shape[-1]:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
+    check_rows(x)
     check_format(dtype)
     check_scale("scale", scale, x)
 

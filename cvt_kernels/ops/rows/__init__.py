@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ... import checks, reference
 from ...backends import Record
 from ...declaration import native_kernels, operator, triton_kernels
+from ..autograd import check_inplace
 from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
 
@@ -204,10 +205,7 @@ def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
 
 
 def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:
-    if checks.wants_gradient(x, values, branch):
-        raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    if not x.is_contiguous():
-        raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+    check_inplace("x", x, x, values, branch)
     if torch.compiler.is_compiling():
         return
     for name, tensor in (("values", values), ("branch", branch)):

@@ -23,6 +23,7 @@ from ...records import (
     TransformerBlock,
 )
 from ..attention import check_scale
+from ..autograd import check_inplace
 from ..conv_projection import check_arguments
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid
 from ..layer_norm_gelu import check_approximate, check_norm
@@ -49,10 +50,8 @@ def check(call: Record) -> None:
     checks.check_flag("inplace", inplace)
     if block.quantized_layers() and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("x: a gradient is wanted, expected none, since quantized layers have none")
-    if inplace and checks.wants_gradient(x, *block.tensors()):
-        raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    if inplace and not x.is_contiguous():
-        raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+    if inplace:
+        check_inplace("x", x, x, *block.tensors())
 
 
 def check_row_values(call: Record) -> None:

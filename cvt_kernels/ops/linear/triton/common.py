@@ -107,13 +107,6 @@ _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2])
 overridden = _overrides.replaced
 
 
-def configuration(kernel: str, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
-    if (override := _overrides.get(kernel)) is not None:
-        return override
-    return CONFIGS[generation_of(capability), min(element_size, 4)][kernel]
-
-
 def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
     """Returns the configuration of an operator, as ``add_layer_norm``, for x (M, K) on its device."""
     kernel = operator
@@ -121,7 +114,8 @@ def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
         kernel = f"{operator}_narrow"
     elif operator == "add_layer_norm" and outputs > _WIDE:
         kernel = f"{operator}_wide"
-    return configuration(kernel, x.element_size(), machine.chip(x.device).capability)
+    generation = generation_of(machine.chip(x.device).capability)
+    return _overrides.get(kernel) or CONFIGS[generation, min(x.element_size(), 4)][kernel]
 
 
 def generation_of(capability: int) -> int:
