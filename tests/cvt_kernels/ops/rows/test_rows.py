@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import reference
+from cvt_kernels import dispatch, proofs, reference
 from tests.checks import not_built
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4
@@ -17,8 +17,6 @@ every_backend = pytest.mark.parametrize(
         pytest.param("native", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler")),
     ],
 )
-
-OPERATORS = ("gather_rows", "gather_add_layer_norm", "scatter_rows")
 
 
 def randn(*shape, dtype=torch.float32, **options):
@@ -105,6 +103,21 @@ def test_torch_compile_writes_in_place(backend):
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
     with ck.use_backend(backend):
         torch.testing.assert_close(compiled(x, ROWS, added), run(x, ROWS, added))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@torch.no_grad()
+def test_every_backend_passes_its_proof(inplace):
+    x, added = tokens(), values()
+    given = x.clone()
+    asked = {"gather_rows": (x, ROWS), "gather_add_layer_norm": (x, ROWS, added)}
+    asked["scatter_rows"] = x, ROWS, added, None
+    for operator, arguments in asked.items():
+        settings = {"inplace": inplace} if operator == "scatter_rows" else {}
+        proof = dispatch.proof_of(operator, *arguments, **settings)
+        standard = proofs.Standard.of(proof.reference, proof.sample)
+        assert {proofs.check(each, standard).flaw for each in proof.candidates.values()} == {None}
+    assert torch.equal(x, given)
 
 
 @every_backend
