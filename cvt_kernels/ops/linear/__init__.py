@@ -242,8 +242,13 @@ def linear_gelu(
 
 
 def _check_linear_add(call: Any) -> None:
-    check_linear(call.x, call.weight, call.bias)
-    _check_residual(call.x, call.weight, call.bias, call.residual, call.inplace)
+    x, weight, bias, residual = call[:4]
+    check_linear(x, weight, bias)
+    shape = *x.shape[:-1], weight.shape[0]
+    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
+    checks.check_flag("inplace", call.inplace)
+    if call.inplace:
+        check_inplace("residual", residual, x, weight, bias, residual)
 
 
 @operator(
@@ -340,11 +345,3 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "")
     checks.check_like(weight_name, weight, "x", x)
     if bias is not None:
         checks.check_tensor_like(bias_name, bias, weight.shape[:1], "(outputs,)", x)
-
-
-def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, inplace: bool) -> None:
-    shape = *x.shape[:-1], weight.shape[0]
-    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
-    checks.check_flag("inplace", inplace)
-    if inplace:
-        check_inplace("residual", residual, x, weight, bias, residual)

@@ -42,6 +42,7 @@ _OF_ROWS: dict[str, Any] = {
     },
     "kind": _kind_of_rows,
     "sample": sampled(2**18, "x"),
+    "values": ("scale", lambda call: check_scale("scale", call.scale, call.x)),
 }
 
 
@@ -50,11 +51,7 @@ def _check_quantize_rows(call: Any) -> None:
     _check_no_gradient(call.x)
 
 
-def _check_scale(call: Any) -> None:
-    check_scale("scale", call.scale, call.x)
-
-
-@operator(check=_check_quantize_rows, values=("scale", _check_scale), **_OF_ROWS)
+@operator(check=_check_quantize_rows, **_OF_ROWS)
 def quantize_rows(
     x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> QuantizedRows:
@@ -102,7 +99,7 @@ def _check_layer_norm_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.weight, call.bias, call.shift)
 
 
-@operator(check=_check_layer_norm_quantize, values=("scale", _check_scale), **_OF_ROWS)
+@operator(check=_check_layer_norm_quantize, **_OF_ROWS)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -148,7 +145,7 @@ def _check_gelu_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.bias)
 
 
-@operator(check=_check_gelu_quantize, values=("scale", _check_scale), **_OF_ROWS)
+@operator(check=_check_gelu_quantize, **_OF_ROWS)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -303,10 +300,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([each.to(exact) for each in sums]).sum(0).float()
 
 
-def _check_input_scale(call: Any) -> None:
-    check_scale("input_scale", call.input_scale, call.x)
-
-
 @operator(
     name="linear_int8",
     backends={
@@ -339,7 +332,7 @@ def _check_input_scale(call: Any) -> None:
     exact=_exact,
     unrounded=_unrounded,
     check=_check_linear_int8,
-    values=("input_scale", _check_input_scale),
+    values=("input_scale", lambda call: check_scale("input_scale", call.input_scale, call.x)),
 )
 def _linear_int8(
     x: Tensor,

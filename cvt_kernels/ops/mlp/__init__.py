@@ -19,15 +19,11 @@ from ..linear import check_linear, linear_add, linear_gelu
 def _check(call: Any) -> None:
     check_layer_norm(call.x, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
     check_linear(call.x, call.fc1_weight, call.fc1_bias, name="fc1")
-    _check_fc2(call.x, call.fc1_weight, call.fc2_weight, call.fc2_bias)
+    x, channels, hidden = call.x, call.x.shape[-1], call.fc1_weight.shape[0]
+    checks.check_tensor_like("fc2_weight", call.fc2_weight, (channels, hidden), "(channels, hidden)", x)
+    if call.fc2_bias is not None:
+        checks.check_tensor_like("fc2_bias", call.fc2_bias, (channels,), "(channels,)", x)
     check_approximate(call.approximate)
-
-
-def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    channels, hidden = x.shape[-1], fc1_weight.shape[0]
-    checks.check_tensor_like("fc2_weight", weight, (channels, hidden), "(channels, hidden)", x)
-    if bias is not None:
-        checks.check_tensor_like("fc2_bias", bias, (channels,), "(channels,)", x)
 
 
 def _instead(call: Any) -> Callable[..., Tensor] | None:
