@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..backends import Record
 
@@ -29,6 +29,24 @@ def gelu_words(approximate: str) -> str:
 def images_within(most: int, images: int, elements: int) -> int:
     """Returns how many of some images have ``most`` elements together, at least one."""
     return max(1, min(images, most // max(1, elements // max(1, images))))
+
+
+def sampled(most: int, *fields: str) -> Callable[[int, Record], Record]:
+    """Returns what samples calls: of those with images, the first with ``most`` elements of x together.
+
+    Args:
+        most: The number, for a factor of 1.
+        fields: The tensors that have images, as far as a call has them.
+    """
+
+    def sample(factor: int, call: Record) -> Record:
+        x = call[0]
+        if x.ndim < 2:
+            return call
+        known = [field for field in fields if field in call._fields]
+        return first_images(call, images_within(most * factor, x.shape[0], x.numel()), *known)
+
+    return sample
 
 
 def first_images(call: Record, images: int, *fields: str, copied: str | None = None) -> Record:

@@ -27,15 +27,7 @@ _QUICK = 1.702  # of QuickGELU
 
 
 class _Library(NamedTuple):
-    """PyTorch's operators of oneDNN.
-
-    Attributes:
-        pack: Lays out a weight.
-        linear: A linear layer with a packed weight, and a function of its result.
-        linear_add: The same, and a sum with another tensor.
-        has_bfloat16: Says whether the CPU has what its products of bfloat16 need.
-        has_float16: The same for float16.
-    """
+    """PyTorch's operators of oneDNN; the last two say whether this CPU has products of 16 bits."""
 
     pack: Callable[..., Tensor]
     linear: Callable[..., Tensor]

@@ -65,11 +65,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Says whether a tensor begins where its storage does."""
-    return tensor.data_ptr() == _storage(tensor)
-
-
 def _plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] | None:
     leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if not all(type(leaf) in (Tensor, nn.Parameter) and leaf.numel() for leaf in leaves):
@@ -151,7 +146,7 @@ class _Writer:
 
     def _source(self, tensor: Tensor) -> str:
         """Returns the expression of a tensor, which a line makes if it is a new one."""
-        if not _is_whole(tensor):
+        if tensor.data_ptr() != _storage(tensor):  # it begins elsewhere
             raise _CannotBePlannedError
         known = self._sources.get(_storage(tensor))
         if known is None:
@@ -189,7 +184,7 @@ class _Writer:
             pointer = self._pointers.setdefault(source, f"p{len(self._pointers)}")
             return source if as_tensor else pointer
         if isinstance(value, TensorDescriptor):
-            self._scope[name] = _without_base(value)
+            self._scope[name] = _descriptor(value, None)  # plans keep no tensor
             source = self._source(value.base)
             self._pointers.setdefault(source, f"p{len(self._pointers)}")
             return f"_descriptor({name}, {source})"
@@ -235,11 +230,6 @@ class _Writer:
         if source not in self._of_call:
             return []
         return [f"if not {source}.is_inference():", f"    _changed({source})"]
-
-
-def _without_base(descriptor: TensorDescriptor) -> TensorDescriptor:
-    """Returns what describes tensors; plans keep none."""
-    return _descriptor(descriptor, None)
 
 
 def _descriptor(like: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:

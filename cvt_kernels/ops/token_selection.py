@@ -88,12 +88,7 @@ def scores_of_tokens(received: Tensor, grid: Grid, stride: int) -> Tensor:
 
 @torch.no_grad()
 def select_tokens(
-    scores: Tensor,
-    rows: Tensor | None,
-    keep: TokenKeep,
-    bounds: tuple[float, float],
-    *,
-    class_token: bool,
+    scores: Tensor, rows: Tensor | None, keep: TokenKeep, bounds: tuple[float, float], *, class_token: bool
 ) -> Tensor:
     """Returns the rows (B, K) of the tokens that stay: the class token, then the best, ascending, then −1.
 

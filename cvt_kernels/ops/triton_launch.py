@@ -33,7 +33,7 @@ class Overrides(Generic[Config]):
 
     @contextlib.contextmanager
     def replaced(self, kernel: str, config: Config) -> Iterator[None]:
-        """Replaces the configuration of one kernel within a ``with`` statement.
+        """Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning.
 
         Raises:
             ValueError: There is no such kernel.
@@ -104,3 +104,8 @@ def product_types(dtype: torch.dtype, *, tf32: bool) -> dict[str, Any]:
         "accumulator": tl.float64 if dtype == torch.float64 else tl.float32,
         "precision": "tf32" if tf32 else "ieee",
     }
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """Returns a contiguous tensor of the same numbers; None for None."""
+    return None if tensor is None else tensor.contiguous()

@@ -12,14 +12,13 @@ from ... import checks, reference
 from ...backends import Record
 from ...declaration import native_kernels, operator
 from ...records import GeluVariant, Norm
-from ..kinds import first_images, gelu_words, images_within, size_class
+from ..kinds import gelu_words, sampled, size_class
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
 
 _MAX_CUDA_CHANNELS = 8192
 _MAX_CUDA_ROWS = 2**30
-_SAMPLE = 2**18  # elements
 
 
 def _why_gelu_unsupported(call: Record) -> str | None:
@@ -50,18 +49,10 @@ def _kind(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call[0]
-    if x.ndim < 2:
-        return call
-    fields = [name for name in ("x", "residual") if name in call._fields]
-    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), *fields)
-
-
 _OF_NORMS: dict[str, Any] = {
     "backends": {"native": native_kernels(devices=("cpu", "cuda"), why_unsupported=_why_norm_unsupported)},
     "kind": _kind,
-    "sample": _sample,
+    "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
 }
 _OF_GELU: dict[str, Any] = {
@@ -197,7 +188,7 @@ def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
 
 
 def _check_bias_gelu(call: Any) -> None:
-    _check_last_dim(call.x)
+    check_rows(call.x)
     checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
     check_approximate(call.approximate)
 
@@ -265,7 +256,7 @@ def check_layer_norm(
     prefix: str = "",
 ) -> None:
     """Raises TypeError or ValueError for wrong arguments of a LayerNorm; ``prefix`` is for the message."""
-    _check_last_dim(x)
+    check_rows(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
             checks.check_tensor_like(prefix + name, tensor, x.shape[-1:], "(channels,)", x)
@@ -283,7 +274,8 @@ def check_norm(name: str, norm: Norm, x: Tensor) -> None:
     checks.check_positive(f"{name}.eps", norm.eps)
 
 
-def _check_last_dim(x: Tensor) -> None:
+def check_rows(x: Tensor) -> None:
+    """Raises TypeError or ValueError unless x has rows of channels."""
     checks.check_float_tensor("x", x, "(..., channels)")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")

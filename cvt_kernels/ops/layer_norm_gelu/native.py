@@ -27,6 +27,7 @@ from ..autograd import once_differentiable
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
+_Tensors = tuple[Tensor, ...]
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -125,72 +126,45 @@ def _gradient_like(x: Tensor, parameter: Tensor | None) -> Tensor:
 
 
 @torch.library.register_fake("cvt_kernels::layer_norm")
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype) -> _Tensors:
     return x.new_empty(x.shape, dtype=dtype), _statistics_like(x), _statistics_like(x)
 
 
 @torch.library.register_fake("cvt_kernels::add_layer_norm")
-def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype) -> _Tensors:
     h = residual.new_empty(residual.shape)
     return h, h.new_empty(h.shape, dtype=dtype), _statistics_like(h), _statistics_like(h)
 
 
 @torch.library.register_fake("cvt_kernels::layer_norm_inference")
 def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    dtype: torch.dtype,
-    shift: Tensor | None = None,
+    x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype, shift: Any = None
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
 @torch.library.register_fake("cvt_kernels::add_layer_norm_inference")
-def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype) -> _Tensors:
     h = residual.new_empty(residual.shape)
     return h, h.new_empty(h.shape, dtype=dtype)
 
 
 @torch.library.register_fake("cvt_kernels::layer_norm_backward")
 def _(
-    dout: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    bias: Tensor | None, activation: str, with_dbranch: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dout: Tensor, dh: Any, h: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    activation: str, with_dbranch: bool,
+) -> _Tensors:  # fmt: skip
     dbranch = dout.new_empty(h.shape if with_dbranch else 0)
     return h.new_empty(h.shape), dbranch, _gradient_like(mean, weight), _gradient_like(mean, bias)
 
 
 @torch.library.register_fake("cvt_kernels::gelu")
-def _(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def _(x: Tensor, bias: Any, activation: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("cvt_kernels::gelu_backward")
-def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, ...]:
+def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> _Tensors:
     return x.new_empty(x.shape), _gradient_like(_statistics_like(x), bias)
 
 
@@ -246,12 +220,7 @@ def layer_norm_gelu(call: Record) -> Tensor:
 
 
 def _normalize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dtype: torch.dtype,
-    shift: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype, shift: Any = None
 ) -> Tensor:
     if dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64):
         return _call_layer_norm(x, weight, bias, eps, "identity", dtype, shift)

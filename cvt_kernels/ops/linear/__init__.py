@@ -25,15 +25,9 @@ from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
+from ..autograd import check_inplace
 from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
-from ..layer_norm_gelu import (
-    add_layer_norm,
-    bias_gelu,
-    check_approximate,
-    check_layer_norm,
-    gelu,
-    layer_norm,
-)
+from ..layer_norm_gelu import add_layer_norm, bias_gelu, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
 
 _SAMPLE = 2**25  # products of two numbers
@@ -96,9 +90,7 @@ def _sample(factor: int, call: Record) -> Record:
             primitives.by_convolution, ("cpu",), why_unsupported=primitives.why_convolution_unsupported
         ),
         "float32": Implementation(
-            primitives.by_float32,
-            ("cpu",),
-            why_unsupported=primitives.why_float32_unsupported,
+            primitives.by_float32, ("cpu",), why_unsupported=primitives.why_float32_unsupported
         ),
     },
     kind=_kind,
@@ -250,18 +242,19 @@ def linear_gelu(
 
 
 def _check_linear_add(call: Any) -> None:
-    check_linear(call.x, call.weight, call.bias)
-    _check_residual(call.x, call.weight, call.bias, call.residual, call.inplace)
-
-
-def _instead_of_add(call: Any) -> Callable[..., Tensor] | None:
-    return None if _may_be_ours("linear_add", call.x) else _compose_add
+    x, weight, bias, residual = call[:4]
+    check_linear(x, weight, bias)
+    shape = *x.shape[:-1], weight.shape[0]
+    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
+    checks.check_flag("inplace", call.inplace)
+    if call.inplace:
+        check_inplace("residual", residual, x, weight, bias, residual)
 
 
 @operator(
     backends={"triton": triton_kernels(), "composed": Implementation(_compose_add, ("cuda",))},
     check=_check_linear_add,
-    instead=_instead_of_add,
+    instead=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
     **_OF_FUSED,
 )
 def linear_add(
@@ -294,14 +287,10 @@ def _check_linear_add_layer_norm(call: Any) -> None:
     check_layer_norm(call.residual, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
 
 
-def _instead_of_add_layer_norm(call: Any) -> Callable[..., Any] | None:
-    return None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
-
-
 @operator(
     backends={"triton": triton_kernels(), "composed": Implementation(_compose_add_layer_norm, ("cuda",))},
     check=_check_linear_add_layer_norm,
-    instead=_instead_of_add_layer_norm,
+    instead=lambda call: None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm,
     **_OF_FUSED,
 )
 def linear_add_layer_norm(
@@ -356,15 +345,3 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "")
     checks.check_like(weight_name, weight, "x", x)
     if bias is not None:
         checks.check_tensor_like(bias_name, bias, weight.shape[:1], "(outputs,)", x)
-
-
-def _check_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, inplace: bool) -> None:
-    shape = *x.shape[:-1], weight.shape[0]
-    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
-    checks.check_flag("inplace", inplace)
-    if not inplace:
-        return
-    if checks.wants_gradient(x, weight, bias, residual):
-        raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    if not residual.is_contiguous():
-        raise ValueError("residual: is not contiguous, expected it to be with inplace=True")

@@ -16,8 +16,8 @@ from ... import checks, reference
 from ...backends import Implementation, Record
 from ...declaration import native_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
-from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
-from ..layer_norm_gelu import check_approximate, check_layer_norm
+from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
+from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
 
 #: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
@@ -35,20 +35,14 @@ def _kind_of_rows(call: Record) -> str:
     return words + ("" if call.scale is None else ", one scale") + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample_of_rows(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call
-    return first_images(call, images_within(2**18 * factor, x.shape[0], x.numel()), "x")
-
-
 _OF_ROWS: dict[str, Any] = {
     "backends": {
         "triton": triton_kernels("why_rows_unsupported"),
         "native": native_kernels(why_unsupported=".native:why_rows_unsupported"),
     },
     "kind": _kind_of_rows,
-    "sample": _sample_of_rows,
+    "sample": sampled(2**18, "x"),
+    "values": ("scale", lambda call: check_scale("scale", call.scale, call.x)),
 }
 
 
@@ -57,11 +51,7 @@ def _check_quantize_rows(call: Any) -> None:
     _check_no_gradient(call.x)
 
 
-def _check_scale(call: Any) -> None:
-    check_scale("scale", call.scale, call.x)
-
-
-@operator(check=_check_quantize_rows, values=("scale", _check_scale), **_OF_ROWS)
+@operator(check=_check_quantize_rows, **_OF_ROWS)
 def quantize_rows(
     x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> QuantizedRows:
@@ -109,7 +99,7 @@ def _check_layer_norm_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.weight, call.bias, call.shift)
 
 
-@operator(check=_check_layer_norm_quantize, values=("scale", _check_scale), **_OF_ROWS)
+@operator(check=_check_layer_norm_quantize, **_OF_ROWS)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -155,7 +145,7 @@ def _check_gelu_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.bias)
 
 
-@operator(check=_check_gelu_quantize, values=("scale", _check_scale), **_OF_ROWS)
+@operator(check=_check_gelu_quantize, **_OF_ROWS)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -310,10 +300,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.stack([each.to(exact) for each in sums]).sum(0).float()
 
 
-def _check_input_scale(call: Any) -> None:
-    check_scale("input_scale", call.input_scale, call.x)
-
-
 @operator(
     name="linear_int8",
     backends={
@@ -346,7 +332,7 @@ def _check_input_scale(call: Any) -> None:
     exact=_exact,
     unrounded=_unrounded,
     check=_check_linear_int8,
-    values=("input_scale", _check_input_scale),
+    values=("input_scale", lambda call: check_scale("input_scale", call.input_scale, call.x)),
 )
 def _linear_int8(
     x: Tensor,
@@ -391,9 +377,7 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
 
 
 def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
-    checks.check_float_tensor("x", x, "(..., channels)")
-    if x.ndim == 0 or not x.shape[-1]:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (..., channels)")
+    check_rows(x)
     check_format(dtype)
     check_scale("scale", scale, x)
 
@@ -411,18 +395,18 @@ def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     """
     if scale is None:
         return
-    _check_scales(name, scale, x, (), "of one scale")
+    check_scales(name, scale, x, (), "of one scale")
     if type(scale) is Tensor and scale.device.type == "cpu" and not torch.compiler.is_compiling():
         value = scale.item()
         if not 0 < value < float("inf"):
             raise ValueError(f"{name}: got {value}, expected a positive number")
 
 
-def _check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+def check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """Raises TypeError or ValueError unless scales have a shape, float32 and the device of ``x``."""
     checks.check_dtype(name, scales, meaning, torch.float32)
     checks.check_shape(name, scales, shape, meaning)
-    if scales.device != x.device:
-        raise ValueError(f"{name}: is on {scales.device}, expected {x.device} as x")
+    checks.check_device(name, scales, "x", x)
 
 
 def _check_input(x: Any, x_scales: Any, weight: Any, input_scale: Tensor | None) -> None:
@@ -448,7 +432,7 @@ def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
         checks.check_float_tensor(f"scales of {name}", scales, "(..., 1)")
         checks.check_shape(f"scales of {name}", scales, (*x.shape[:-1], 1), "(..., 1)")
     else:
-        _check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
+        check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
 
 
 def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "weight") -> None:
@@ -458,16 +442,14 @@ def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "w
     checks.check_shape(name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
     if weight.shape[1] > MOST_INPUTS:
         raise ValueError(f"{name}: got {weight.shape[1]} inputs, expected at most {MOST_INPUTS}")
-    if weight.device != x.device:
-        raise ValueError(f"{name}: is on {weight.device}, expected {x.device} as x")
-    _check_scales(f"{name}_scale", weight_scale, x, tuple(weight.shape[:1]), "(outputs,)")
+    checks.check_device(name, weight, "x", x)
+    check_scales(f"{name}_scale", weight_scale, x, tuple(weight.shape[:1]), "(outputs,)")
 
 
 def _check_residual(residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     checks.check_float_tensor("residual", residual, "(..., outputs)")
     checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
-    if residual.device != x.device:
-        raise ValueError(f"residual: is on {residual.device}, expected {x.device} as x")
+    checks.check_device("residual", residual, "x", x)
     if residual.dtype != dtype and not checks.autocast_enabled(x):
         got, expected = checks.dtype_name(residual.dtype), checks.dtype_name(dtype)
         raise TypeError(f"residual: has dtype {got}, expected {expected} as the result")

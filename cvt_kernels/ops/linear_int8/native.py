@@ -8,7 +8,7 @@ number of threads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,45 +110,16 @@ def _run(
 # Shapes for torch.compile, and the operator that it sees, which packs when it runs --------------------------
 
 
-def _rounded_like(x: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("cvt_kernels::quantize_rows")
+@torch.library.register_fake("cvt_kernels::layer_norm_quantize")
+@torch.library.register_fake("cvt_kernels::gelu_quantize")
+def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     values = x.new_empty(x.shape, dtype=torch.int8)
     return values, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@torch.library.register_fake("cvt_kernels::quantize_rows")
-def _(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _rounded_like(x)
-
-
-@torch.library.register_fake("cvt_kernels::layer_norm_quantize")
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    shift: Tensor | None,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return _rounded_like(x)
-
-
-@torch.library.register_fake("cvt_kernels::gelu_quantize")
-def _(x: Tensor, bias: Tensor | None, activation: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _rounded_like(x)
-
-
-def _shape_of(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight_scale.shape[0]), dtype=dtype)
+def _shape_of(x: Tensor, x_scales: Any, weight: Any, weight_scale: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight_scale.shape[0]), dtype=others[-1])
 
 
 torch.library.register_fake("cvt_kernels::linear_int8_packed", _shape_of)

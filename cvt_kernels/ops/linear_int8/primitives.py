@@ -148,21 +148,10 @@ def by_onednn(call: Record) -> Tensor:
     # Packed weights are for rows without a sign; others take 1000 times as long.
     unsigned = values.view(torch.uint8) ^ _ZERO
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    scale = call.weight_scale.contiguous()
     product = linear(
-        unsigned,
-        1.0,
-        _ZERO,
-        ready,
-        call.weight_scale.contiguous(),
-        zeros,
-        None,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
-    )
+        unsigned, 1.0, _ZERO, ready, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )  # fmt: skip
     return _finished(product.mul_(scales), call, call.bias)
 
 

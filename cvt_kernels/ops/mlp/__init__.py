@@ -11,25 +11,19 @@ from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
-from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
+from ..kinds import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_linear, linear_add, linear_gelu
-
-_SAMPLE = 2**18  # elements
 
 
 def _check(call: Any) -> None:
     check_layer_norm(call.x, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
     check_linear(call.x, call.fc1_weight, call.fc1_bias, name="fc1")
-    _check_fc2(call.x, call.fc1_weight, call.fc2_weight, call.fc2_bias)
+    x, channels, hidden = call.x, call.x.shape[-1], call.fc1_weight.shape[0]
+    checks.check_tensor_like("fc2_weight", call.fc2_weight, (channels, hidden), "(channels, hidden)", x)
+    if call.fc2_bias is not None:
+        checks.check_tensor_like("fc2_bias", call.fc2_bias, (channels,), "(channels,)", x)
     check_approximate(call.approximate)
-
-
-def _check_fc2(x: Tensor, fc1_weight: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    channels, hidden = x.shape[-1], fc1_weight.shape[0]
-    checks.check_tensor_like("fc2_weight", weight, (channels, hidden), "(channels, hidden)", x)
-    if bias is not None:
-        checks.check_tensor_like("fc2_bias", bias, (channels,), "(channels,)", x)
 
 
 def _instead(call: Any) -> Callable[..., Tensor] | None:
@@ -50,17 +44,10 @@ def _kind(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call
-    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), "x")
-
-
 @operator(
     backends={"triton": triton_kernels(), "composed": Implementation(_compose, ("cuda",))},
     kind=_kind,
-    sample=_sample,
+    sample=sampled(2**18, "x"),
     check=_check,
     instead=_instead,
 )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ... import checks, reference
 from ...backends import Record
 from ...declaration import native_kernels, operator, triton_kernels
+from ..autograd import check_inplace
 from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
 
@@ -195,8 +196,7 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
     checks.check_rank("rows", rows, 2, _INDEX)
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")
-    if rows.device != x.device:
-        raise ValueError(f"rows: is on {rows.device}, expected {x.device} as x")
+    checks.check_device("rows", rows, "x", x)
     checks.check_row_values("rows", rows, x.shape[1])
 
 
@@ -205,10 +205,7 @@ def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
 
 
 def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:
-    if checks.wants_gradient(x, values, branch):
-        raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    if not x.is_contiguous():
-        raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+    check_inplace("x", x, x, values, branch)
     if torch.compiler.is_compiling():
         return
     for name, tensor in (("values", values), ("branch", branch)):

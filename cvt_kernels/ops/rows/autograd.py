@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from ...backends import Record
 from ..autograd import once_differentiable
 
 
@@ -115,28 +116,19 @@ class _Scatter(torch.autograd.Function):
         return None, dx, None, dvalues.to(of_values), dbranch
 
 
-# The operators, without autograd's bookkeeping where no gradient is wanted ---------------------------------
+# The functions of backends, without autograd's bookkeeping where no gradient is wanted ----------------------
 
 
-def gather_rows(backend: str, x: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(backend: str, call: Record) -> Tensor:
     """Computes ``cvt_kernels.gather_rows`` by the kernels of a backend."""
-    if checks.wants_gradient(x):
-        return _Gather.apply(backend, x, rows)
-    return KERNELS[backend].gather(x, rows)
+    x, rows = call
+    return _Gather.apply(backend, x, rows) if checks.wants_gradient(x) else KERNELS[backend].gather(x, rows)
 
 
-def gather_add_layer_norm(
-    backend: str,
-    x: Tensor,
-    rows: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend, y in ``dtype``."""
+def gather_add_layer_norm(backend: str, call: Record) -> tuple[Tensor, Tensor]:
+    """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend."""
+    x, rows, branch, weight, bias, eps, named = call
+    dtype = _result_dtype(x, branch, named)
     if checks.wants_gradient(x, branch, weight, bias):
         return _GatherAddLayerNorm.apply(backend, x, rows, branch, weight, bias, eps, dtype)
     run = KERNELS[backend].gather_add_layer_norm
@@ -144,10 +136,9 @@ def gather_add_layer_norm(
     return h, y
 
 
-def scatter_rows(
-    backend: str, x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None, *, inplace: bool
-) -> Tensor:
+def scatter_rows(backend: str, call: Record) -> Tensor:
     """Computes ``cvt_kernels.scatter_rows`` by the kernels of a backend."""
+    x, rows, values, branch, inplace = call
     if inplace:
         KERNELS[backend].scatter_(x, rows, values, branch)
         return x
@@ -161,7 +152,7 @@ def sum_dtype(x: Tensor, branch: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == branch.dtype else torch.promote_types(x.dtype, branch.dtype)
 
 
-def result_dtype(x: Tensor, branch: Tensor, named: torch.dtype | None) -> torch.dtype:
+def _result_dtype(x: Tensor, branch: Tensor, named: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of the LayerNorm of x + branch.
 
     That is the one that the caller names, but for float64; else that of ``F.layer_norm``.

@@ -8,11 +8,14 @@ contiguous. Indices that x does not have are refused. The backward of LayerNorm 
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ... import machine
-from ...backends import Record
+from ..autograd import count_change
 from ..layer_norm_gelu import native as _layer_norm_gelu  # noqa: F401 (has the shapes of its backward)
 from . import autograd
 
@@ -30,13 +33,7 @@ def _(x: Tensor, rows: Tensor) -> Tensor:
 
 @torch.library.register_fake("cvt_kernels::gather_add_layer_norm")
 def _(
-    x: Tensor,
-    rows: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    with_statistics: bool,
+    x: Tensor, rows: Tensor, branch: Tensor, weight: Any, bias: Any, eps: float, with_statistics: bool
 ) -> tuple[Tensor, ...]:
     accumulator = torch.float64 if x.dtype == torch.float64 else torch.float32
     count = rows.shape[0] * rows.shape[1] if with_statistics else 0
@@ -68,8 +65,8 @@ def _scatter(
 def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
     values_of_dtype, branch = _of_dtype(x, values, branch)
     _ops.scatter_rows_.default(x, rows, values_of_dtype, branch)
-    if not torch.compiler.is_compiling() and not x.is_inference():
-        torch.autograd.graph.increment_version(x)  # the stable ABI has no kernel that does
+    if not torch.compiler.is_compiling():
+        count_change(x)
 
 
 def _of_dtype(
@@ -131,22 +128,6 @@ autograd.KERNELS["native"] = autograd.Kernels(
 
 # The backend: the public functions of the same names, whose checks it relies on ----------------------------
 
-
-def gather_rows(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.gather_rows``."""
-    x, rows = call
-    return autograd.gather_rows("native", x, rows)
-
-
-def gather_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.gather_add_layer_norm``."""
-    x, rows, branch, weight, bias, eps, dtype = call
-    result = autograd.result_dtype(x, branch, dtype)
-    args = x, rows, branch, weight, bias
-    return autograd.gather_add_layer_norm("native", *args, eps=eps, dtype=result)
-
-
-def scatter_rows(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.scatter_rows``."""
-    x, rows, values, branch, inplace = call
-    return autograd.scatter_rows("native", x, rows, values, branch, inplace=inplace)
+gather_rows = functools.partial(autograd.gather_rows, "native")
+gather_add_layer_norm = functools.partial(autograd.gather_add_layer_norm, "native")
+scatter_rows = functools.partial(autograd.scatter_rows, "native")

@@ -23,9 +23,11 @@ from ...records import (
     TransformerBlock,
 )
 from ..attention import check_scale
+from ..autograd import check_inplace
 from ..conv_projection import check_arguments
 from ..depthwise_conv_gelu import check_depthwise, check_whole_grid
 from ..layer_norm_gelu import check_approximate, check_norm
+from ..linear_int8 import check_scales
 
 _LAYERS = (Linear, QuantizedLinear)
 _SHAPE, _WEIGHT, _REDUCING = "(batch, tokens, channels)", "(outputs, inputs)", "(channels, channels, r, r)"
@@ -48,10 +50,8 @@ def check(call: Record) -> None:
     checks.check_flag("inplace", inplace)
     if block.quantized_layers() and checks.wants_gradient(x, *block.tensors()):
         raise ValueError("x: a gradient is wanted, expected none, since quantized layers have none")
-    if inplace and checks.wants_gradient(x, *block.tensors()):
-        raise ValueError("inplace: got True where a gradient is wanted, expected False")
-    if inplace and not x.is_contiguous():
-        raise ValueError("x: is not contiguous, expected it to be with inplace=True")
+    if inplace:
+        check_inplace("x", x, x, *block.tensors())
 
 
 def check_row_values(call: Record) -> None:
@@ -197,20 +197,11 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
     if isinstance(layer, Linear):
         checks.check_tensor_like(f"{name}.weight", weight, (outputs, inputs), _WEIGHT, x)
     else:
-        _check_placed(f"{name}.weight", weight, (outputs, inputs), _WEIGHT, x)
-        _check_scale(f"{name}.weight_scale", layer.weight_scale, (outputs,), "(outputs,)", x)
+        checks.check_shape(f"{name}.weight", weight, (outputs, inputs), _WEIGHT)
+        checks.check_device(f"{name}.weight", weight, "x", x)
+        check_scales(f"{name}.weight_scale", layer.weight_scale, x, (outputs,), "(outputs,)")
         if layer.input_scale is not None:
-            _check_scale(f"{name}.input_scale", layer.input_scale, (), "(), a scalar", x)
+            check_scales(f"{name}.input_scale", layer.input_scale, x, (), "(), a scalar")
     if layer.bias is not None:
         checks.check_tensor_like(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
     return outputs
-
-
-def _check_scale(name: str, scale: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    checks.check_dtype(name, scale, meaning, torch.float32)
-    _check_placed(name, scale, shape, meaning, x)
-
-
-def _check_placed(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str, x: Tensor) -> None:
-    checks.check_shape(name, tensor, shape, meaning)
-    checks.check_device(name, tensor, "x", x)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ... import checks, machine
 from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
 from .. import packing
+from ..autograd import count_change
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -85,56 +86,29 @@ def _why_pyramidal_unsupported(call: Record) -> str | None:
 # Packed parameters ----------------------------------------------------------------------------------------
 
 
-class _Convolutional(NamedTuple):
-    """The arguments of ``transformer_block_`` that a block's parameters make: see ``csrc/module.cpp``."""
-
-    packed: list[Tensor]
-    vectors: list[Tensor]
-    geometry: list[int]
-    widths: list[int]
-    weight_scales: list[Tensor]
-    input_scales: list[float]
-
-
-class _Pyramidal(NamedTuple):
-    """The arguments of ``pyramid_block_packed`` that a block's parameters make: see ``csrc/module.cpp``."""
-
-    packed: list[Tensor]
-    reduction: list[Tensor]
-    conv: Tensor | None
-    vectors: list[Tensor]
-    widths: list[int]
+# Both return arguments of the operators in their order: see ``csrc/module.cpp``.
 
 
 @torch.inference_mode(False)  # in which the copies could not be used elsewhere
 @torch.no_grad()
-def _pack_convolutional(block: TransformerBlock) -> _Convolutional:
+def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
     linears = block.layers()
-    return _Convolutional(
-        packed=[*map(_pack_projection, block.convs), *map(_pack_linear, linears)],
-        vectors=_vectors(block),
-        geometry=[n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)],
-        widths=_widths(block),
-        weight_scales=[_weight_scale(linear) for linear in linears],
-        input_scales=[_input_scale(linear) for linear in linears],
-    )
+    packed = [*map(_pack_projection, block.convs), *map(_pack_linear, linears)]
+    geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
+    scales = [_weight_scale(linear) for linear in linears], [_input_scale(linear) for linear in linears]
+    return packed, _vectors(block), geometry, _widths(block), *scales
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _pack_pyramidal(block: TransformerBlock) -> _Pyramidal:
+def _pack_pyramidal(block: TransformerBlock) -> tuple[Any, ...]:
     vectors, rows, reduction = _vectors(block), [], block.reduce
     if isinstance(reduction, Reduction):
         vectors += [_bias(reduction), *_vectors_of(reduction.norm, reduction.weight.shape[0])]
         # a linear layer for each row of its weight
         rows = [_ops.pack_linear.default(row) for row in reduction.weight.permute(2, 0, 3, 1).flatten(2)]
-    return _Pyramidal(
-        packed=[_pack_linear(linear) for linear in block.layers()],
-        reduction=rows,
-        conv=None if block.mix is None else _pack_convolution(block.mix),
-        vectors=vectors,
-        widths=_widths(block),
-    )
+    conv = None if block.mix is None else _pack_convolution(block.mix)
+    return [_pack_linear(linear) for linear in block.layers()], rows, conv, vectors, _widths(block)
 
 
 def _pack_linear(linear: AnyLinear) -> Tensor:
@@ -232,8 +206,7 @@ def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
 def _run_in_place(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """Computes a block with convolutional projections in the place of its input."""
     _ops.transformer_block_.default(out, *arguments)
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)  # the stable ABI has no kernel that does
+    count_change(out)
     return out
 
 
@@ -260,7 +233,11 @@ def _convolutional(call: Record) -> Any:
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
     received = None if scores is None else _new_scores(x, grid, block)
     if out.numel():
-        chosen = () if rows is None and scores is None else (_contiguous(rows), received, scores or "")
+        chosen = (
+            ()
+            if rows is None and scores is None
+            else (None if rows is None else rows.contiguous(), received, scores or "")
+        )
         _run_in_place(out, (*_arguments_of_convolutional(call), *chosen))
     return out if scores is None else (out, received)
 
@@ -271,10 +248,6 @@ def _pyramidal(call: Record) -> Tensor:
         return x if inplace else x.clone(memory_format=torch.contiguous_format)
     out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call))
     return x.copy_(out) if inplace else out
-
-
-def _contiguous(rows: Tensor | None) -> Tensor | None:
-    return None if rows is None else rows.contiguous()
 
 
 def _new_scores(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor:

@@ -19,7 +19,7 @@ import cvt_kernels as ck
 from benchmarks.machine_code import work
 from cvt_kernels import machine, ops
 from cvt_kernels.records import PositionBias
-from tests.accesses import Accesses, Traffic, recorded_accesses, tensors_of
+from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
 
 pytestmark = pytest.mark.skipif(not machine.INTERPRETING, reason="the kernels are compiled, not interpreted")
@@ -236,6 +236,8 @@ FLOAT8 = torch.float8_e4m3fn
 LINEAR = {
     "GELU": Case(lambda: linear_gelu(131, 5, 67), "linear_gelu"),
     "GELU by descriptors": Case(lambda: linear_gelu(259, 72, 264, dtype=FLOAT16), "linear_gelu"),
+    "GELU of half a tile": Case(lambda: linear_gelu(5, 20, 384, dtype=FLOAT16), "linear_gelu"),
+    "sum of two thirds of a tile": Case(lambda: linear_add(5, 24, 1024, dtype=FLOAT16), "linear_add"),
     "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
     "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", machine.Chip(80, 2)),
     "sum in place by descriptors": Case(
@@ -395,25 +397,6 @@ def test_launches_move_the_bytes_that_are_said(name):
         counted = {n: value for n, value in traffic.launch.arguments.items() if n not in hidden}
         moved, said = traffic.bytes_of(tensors_of(counted)), work.work_of(traffic.launch).bytes
         assert moved == said if CASES[name].is_dense else moved <= said, kernel
-
-
-def test_attention_moves_the_bytes_of_its_docstring():
-    batch, queries, heads, dim = 2, 33, 3, 8
-    row, stats = 4 * batch * heads * dim, batch * heads * queries
-    at_once, in_two = 35, 67
-    for keys in at_once, in_two:
-        case = Case(functools.partial(attend, queries, keys, batch=batch, heads=heads, dim=dim), "")
-        forward, *backward = run(case).traffic
-        assert moved_by(forward) == 2 * (queries + keys) * row + 8 * stats
-        assert sum(map(moved_by, backward)) == (
-            (3 * queries + 4 * keys) * row + 12 * stats
-            if keys == at_once
-            else 6 * (queries + keys) * row + 24 * stats
-        )
-
-
-def moved_by(traffic: Traffic) -> int:
-    return traffic.bytes_of(tensors_of(traffic.launch.arguments))
 
 
 def test_every_kernel_has_a_case():

@@ -54,10 +54,10 @@ def test_the_sources_are_found():
     assert {"activate", "load_vector"} <= JIT
 
 
-def printed_by(program, *arguments, **environment):
+def printed_by(program):
     """Returns the words that a program prints which compiles kernels."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
-    command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", program]
     child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert child.returncode == 0, child.stderr[-2000:]
     return child.stdout.split()
@@ -65,7 +65,7 @@ def printed_by(program, *arguments, **environment):
 
 #: Compiles kernels for sm_90 with every integer 1 that may become a constant then; prints their names.
 ONES = """
-import sys, torch
+import torch
 from cvt.commands.compile import launches, triton_kernels
 from cvt_kernels.machine import Chip
 
@@ -75,7 +75,7 @@ def with_ones(value):
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return 1 if type(value) is int else value
 
-only, kernels = sys.argv[1:], {}
+kernels = {}
 for operator, launches_of in launches.TRITON_OPERATORS.items():
     model = "segformer_b0" if operator == "depthwise_conv_gelu" else "cvt_13"
     stage = launches.stages_of(model, launches.image_size_of(model))[0]
@@ -85,7 +85,7 @@ for operator, launches_of in launches.TRITON_OPERATORS.items():
             arguments = {
                 name: with_ones(value) if name in plain else value for name, value in launch.arguments.items()
             }
-            if arguments != dict(launch.arguments) and (not only or launch.kernel.__name__ in only):
+            if arguments != dict(launch.arguments):
                 kernel = triton_kernels.specialize(launch._replace(arguments=arguments), 90)
                 kernels[repr(kernel)] = kernel
 for kernel in kernels.values():
@@ -94,18 +94,9 @@ for kernel in kernels.values():
 """
 
 
-@pytest.mark.parametrize(
-    "kernels",
-    [
-        ("_gather_rows_kernel", "_merge_stats_kernel"),
-        pytest.param((), marks=pytest.mark.slow),
-    ],
-    ids=["few", "all"],
-)
 @pytest.mark.slow
-def test_kernels_compile_where_integers_are_1(kernels):
-    found = set(printed_by(ONES, *kernels))
-    assert found == set(kernels) if kernels else len(found) > 20
+def test_kernels_compile_where_integers_are_1():
+    assert len(set(printed_by(ONES))) > 20
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-3:]))
@@ -158,7 +149,7 @@ def test_a_kernel_compiles_for_one_region():
 
 #: Compiles the product of 8 bits for sm_90 in every configuration; prints what the assembler says of each.
 PRODUCTS = """
-import sys, torch
+import torch
 from benchmarks.machine_code.examined import examine
 from cvt.commands.compile import triton_kernels
 from cvt_kernels import machine
@@ -173,7 +164,10 @@ def configuration_for(*arguments):
 
 seen, forward.configuration_for = set(), configuration_for
 for number in (torch.int8, torch.float8_e4m3fn):
-    for inputs, outputs, dtype in eval(sys.argv[1]):
+    for inputs, outputs, dtype in (
+        (192, 768, torch.bfloat16), (100, 50, torch.bfloat16), (768, 384, torch.float32),
+        (768, 192, torch.bfloat16), (192, 448, torch.float16),
+    ):
         with machine.recorded_launches(machine.Chip(90, 132)) as launches:
             x, weight = meta(4096, inputs, dtype=number), meta(outputs, inputs, dtype=number)
             scales = meta(4096, 1), meta(outputs)
@@ -182,25 +176,11 @@ for number in (torch.int8, torch.float8_e4m3fn):
             print(*[message.split(":")[0] for message in compiled.messages])
 print(len(seen))
 """
-WIDE, ODD, FLOAT32, NARROW, OTHER = (
-    "(192, 768, torch.bfloat16)",
-    "(100, 50, torch.bfloat16)",
-    "(768, 384, torch.float32)",
-    "(768, 192, torch.bfloat16)",
-    "(192, 448, torch.float16)",
-)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "configurations"),
-    [
-        ((OTHER,), 2),
-        pytest.param((WIDE, ODD, FLOAT32, NARROW, OTHER), 5, marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.slow
-def test_products_of_8_bits_are_not_serialized(shapes, configurations):
-    assert printed_by(PRODUCTS, f"[{', '.join(shapes)}]") == [str(configurations)]
+def test_products_of_8_bits_are_not_serialized():
+    assert printed_by(PRODUCTS) == ["5"]  # configurations, and no message
 
 
 #: The oldest Triton that is supported, which torch 2.11 brings along.

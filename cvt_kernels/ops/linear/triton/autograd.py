@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from .... import checks, machine
 from ....backends import Record
+from ...autograd import count_change
 from ...planned_launches import planned
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, contiguous
 from .common import MAX_NORMALIZED
 from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_gelu_forward
 
@@ -237,14 +238,8 @@ def linear_add(call: Record) -> Tensor:
         _linear_add_inplace_op(x, weight, bias, residual)
     else:
         linear_add_forward(x, weight, bias, residual, residual)
-        _tell_autograd(residual)
+        count_change(residual)
     return residual
-
-
-def _tell_autograd(written: Tensor) -> None:
-    """Counts a change that PyTorch does not see, so that a graph that has saved the tensor notices."""
-    if not written.is_inference():  # whose changes are not counted
-        torch.autograd.graph.increment_version(written)
 
 
 @planned
@@ -257,10 +252,7 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     dtype = _sum_dtype(x, residual)
     norm_dtype = torch.float32 if x.is_cuda and checks.autocast_dtype(x) is not None else dtype
     x, weight, bias = _matrices(x, weight, bias)
-    norm_weight, norm_bias, shift = (
-        None if t is None else t.contiguous() for t in (norm_weight, norm_bias, shift)
-    )
-    norm = norm_weight, norm_bias, shift, eps
+    norm = contiguous(norm_weight), contiguous(norm_bias), contiguous(shift), eps
     if not inplace:
         residual = residual.contiguous()
         if torch.compiler.is_compiling():
@@ -273,5 +265,5 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(residual, dtype=norm_dtype)
     linear_add_layer_norm_forward(x, weight, bias, residual, *norm, h, y)
     if inplace:
-        _tell_autograd(h)
+        count_change(h)
     return h, y

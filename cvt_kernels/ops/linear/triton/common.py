@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ class LaunchConfig:
     width: int
     parts: int = 1
     block_k: int
-    num_warps: int
+    num_warps: int = 8
     num_stages: int
     programs: int = 0
     specialized: bool = False
@@ -65,51 +64,35 @@ class LaunchConfig:
 # are two or more on a multiprocessor.
 CONFIGS: dict[tuple[int, int], dict[str, LaunchConfig]] = {
     (80, 2): {
-        "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
-        "add": LaunchConfig(block_m=128, width=128, block_k=32, num_warps=8, num_stages=4),
-        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=32, num_warps=8, num_stages=4),
-        "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_warps=8, num_stages=3),
-        "add_layer_norm_narrow": LaunchConfig(
-            block_m=64, width=64, parts=3, block_k=32, num_warps=8, num_stages=3
-        ),
-        "add_layer_norm_wide": LaunchConfig(
-            block_m=32, width=128, parts=4, block_k=32, num_warps=8, num_stages=3
-        ),
+        "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_stages=4),
+        "add": LaunchConfig(block_m=128, width=128, block_k=32, num_stages=4),
+        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=32, num_stages=4),
+        "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_stages=3),
+        "add_layer_norm_narrow": LaunchConfig(block_m=64, width=64, parts=3, block_k=32, num_stages=3),
+        "add_layer_norm_wide": LaunchConfig(block_m=32, width=128, parts=4, block_k=32, num_stages=3),
     },
     (90, 2): {
-        "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_warps=8, num_stages=4, programs=1),
-        "add": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3),
-        "add_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=2),
-        "add_layer_norm": LaunchConfig(
-            block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3
-        ),
-        "add_layer_norm_narrow": LaunchConfig(
-            block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=2
-        ),
-        "add_layer_norm_wide": LaunchConfig(
-            block_m=64, width=128, parts=4, block_k=64, num_warps=8, num_stages=2
-        ),
+        "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_stages=4, programs=1),
+        "add": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_stages=3),
+        "add_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=2),
+        "add_layer_norm": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_stages=3),
+        "add_layer_norm_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=2),
+        "add_layer_norm_wide": LaunchConfig(block_m=64, width=128, parts=4, block_k=64, num_stages=2),
     },
     (80, 4): {
-        "gelu": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
-        "add": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
-        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=16, num_warps=8, num_stages=3),
-        "add_layer_norm": LaunchConfig(block_m=32, width=128, parts=3, block_k=16, num_warps=8, num_stages=2),
-        "add_layer_norm_narrow": LaunchConfig(
-            block_m=32, width=64, parts=3, block_k=16, num_warps=8, num_stages=2
-        ),
-        "add_layer_norm_wide": LaunchConfig(
-            block_m=16, width=128, parts=4, block_k=16, num_warps=8, num_stages=2
-        ),
+        "gelu": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
+        "add": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
+        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
+        "add_layer_norm": LaunchConfig(block_m=32, width=128, parts=3, block_k=16, num_stages=2),
+        "add_layer_norm_narrow": LaunchConfig(block_m=32, width=64, parts=3, block_k=16, num_stages=2),
+        "add_layer_norm_wide": LaunchConfig(block_m=16, width=128, parts=4, block_k=16, num_stages=2),
     },
 }
 CONFIGS[90, 4] = CONFIGS[80, 4]
 CONFIGS |= {(100, size): kernels for (generation, size), kernels in list(CONFIGS.items()) if generation == 90}
 CONFIGS[100, 2] = CONFIGS[90, 2] | {
-    "gelu": LaunchConfig(
-        block_m=128, width=256, block_k=64, num_warps=8, num_stages=4, programs=1, specialized=True
-    ),
-    "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_warps=8, num_stages=2),
+    "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_stages=4, programs=1, specialized=True),
+    "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_stages=2),
 }
 
 #: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
@@ -121,13 +104,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2])
-
-
-def configuration(kernel: str, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90)."""
-    if (override := _overrides.get(kernel)) is not None:
-        return override
-    return CONFIGS[generation_of(capability), min(element_size, 4)][kernel]
+overridden = _overrides.replaced
 
 
 def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
@@ -137,25 +114,13 @@ def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
         kernel = f"{operator}_narrow"
     elif operator == "add_layer_norm" and outputs > _WIDE:
         kernel = f"{operator}_wide"
-    return configuration(kernel, x.element_size(), machine.chip(x.device).capability)
+    generation = generation_of(machine.chip(x.device).capability)
+    return _overrides.get(kernel) or CONFIGS[generation, min(x.element_size(), 4)][kernel]
 
 
 def generation_of(capability: int) -> int:
     """Returns the generation of a compute capability, as configurations tell them apart: 80, 90 or 100."""
     return 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-
-
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -223,7 +188,8 @@ class KernelSpec(NamedTuple):
     hardware_tanh: bool
 
 
-_ELEMENTS = {
+#: Triton's dtypes of the factors of a product.
+ELEMENTS = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
@@ -287,7 +253,7 @@ class Plan(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=tl.float32 if upcast else _ELEMENTS[x.dtype],
+            operand=tl.float32 if upcast else ELEMENTS[x.dtype],
             sum=tl.int32 if x.dtype == torch.int8 else accumulator,
             adds_steps=is_float8,
             accumulator=accumulator,
@@ -337,7 +303,7 @@ def load_columns(ptr, column, SPEC: tl.constexpr):
     """Returns the elements ``column`` of a vector (N,) as a row; zeros if there is no vector."""
     if ptr is None:
         values = tl.zeros(column.shape, SPEC.accumulator)
-    elif SPEC.outputs % SPEC.store_width == 0:
+    elif SPEC.columns * SPEC.parts * SPEC.width == SPEC.outputs:
         values = tl.load(ptr + column)
     else:
         values = tl.load(ptr + column, mask=column < SPEC.outputs, other=0.0)
@@ -446,7 +412,7 @@ def _part_of_tile(first_row, first_column, rows, SPEC: tl.constexpr):
     WIDTH: tl.constexpr = SPEC.store_width
     row, column = tl.arange(0, BLOCK_M)[:, None], first_column + tl.arange(0, WIDTH)[None, :]
     mask = row < rows - first_row
-    if SPEC.outputs % WIDTH != 0:
+    if SPEC.columns * SPEC.parts * SPEC.width != SPEC.outputs:
         mask = mask & (column < SPEC.outputs)
     return first_row * tl.full([], SPEC.outputs, tl.int64) + (row * SPEC.outputs + column), mask
 

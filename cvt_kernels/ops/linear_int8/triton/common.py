@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,14 +57,14 @@ ROW_CONFIGS = (
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
 # that L2 bounds small tiles. Those of float8 are smaller on sm_90, where sums in float32 take registers too.
-_SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_warps=8, num_stages=4)
-_MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_warps=8, num_stages=3)
-_TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_warps=8, num_stages=3)
-_WIDE = LaunchConfig(block_m=128, width=256, block_k=128, num_warps=8, num_stages=4, programs=1)
-_NARROW_SMALL = LaunchConfig(block_m=128, width=64, block_k=64, num_warps=8, num_stages=4)
-_NARROW = LaunchConfig(block_m=128, width=64, parts=3, block_k=128, num_warps=8, num_stages=2)
+_SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_stages=4)
+_MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_stages=3)
+_TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_stages=3)
+_WIDE = LaunchConfig(block_m=128, width=256, block_k=128, num_stages=4, programs=1)
+_NARROW_SMALL = LaunchConfig(block_m=128, width=64, block_k=64, num_stages=4)
+_NARROW = LaunchConfig(block_m=128, width=64, parts=3, block_k=128, num_stages=2)
 _ODD = LaunchConfig(block_m=64, width=64, block_k=64, num_warps=4, num_stages=2)
-_NARROW_100 = LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_warps=8, num_stages=3)
+_NARROW_100 = LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=3)
 
 
 def _kernels(
@@ -94,6 +93,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
     },
 }
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
+overridden = _overrides.replaced
 
 
 def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> LaunchConfig:
@@ -109,19 +109,6 @@ def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Launch
         kernel = "linear_wide"
     generation = generation_of(machine.chip(x.device).capability)
     return _overrides.get(kernel) or CONFIGS[generation, x.dtype][kernel]
-
-
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
 
 
 # Specification of the kernels that round ------------------------------------------------------------------

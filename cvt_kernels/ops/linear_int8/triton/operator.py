@@ -11,6 +11,7 @@ from .... import machine
 from ....backends import Record
 from ....records import QuantizedRows
 from ...planned_launches import planned
+from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_INPUTS
 from .forward import linear_int8_forward
 from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_rows_forward
@@ -102,7 +103,7 @@ def quantize_rows(call: Record) -> QuantizedRows:
 def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
     x, weight, bias, eps, shift, scale, dtype = call
-    weight, bias, shift = map(_contiguous, (weight, bias, shift))
+    weight, bias, shift = map(contiguous, (weight, bias, shift))
     return _served(_layer_norm_op, layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
 
 
@@ -110,7 +111,7 @@ def layer_norm_quantize(call: Record) -> QuantizedRows:
 def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
     x, bias, approximate, scale, dtype = call
-    return _served(_gelu_op, gelu_quantize_forward, x, _contiguous(bias), approximate, scale, dtype)
+    return _served(_gelu_op, gelu_quantize_forward, x, contiguous(bias), approximate, scale, dtype)
 
 
 def _served(operator: Any, forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
@@ -132,14 +133,10 @@ def linear_int8(call: Record) -> Tensor:
         x_scales.contiguous(),
         weight.contiguous(),
         weight_scale.contiguous(),
-        _contiguous(bias),
+        contiguous(bias),
         approximate,
-        _contiguous(residual),
+        contiguous(residual),
         dtype,
     )
     operator = _linear_op if torch.compiler.is_compiling() else linear_int8_forward
     return operator(*args).view(shape)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

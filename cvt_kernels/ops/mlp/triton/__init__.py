@@ -18,12 +18,7 @@ There are two ways to the weights:
 - streamed (elsewhere): loaded for every tile, from L2.
 
 Bytes: 2·M·C·e for M rows of e bytes per element (x is read and out written once), and the weights once per
-program. Operations: 4·M·C·hidden, and with resident weights 5/32 more for the biases at C = 64. For CvT-13's
-first stage at 224² and batch 256, an H200 is predicted to be busy for 48 µs with memory, 61 µs with products
-at the peak of the tensor cores (77 µs at the rate that large products reach), 55 µs with tanh (one MUFU per
-hidden feature) and 50 µs with the issue of instructions (77 µs with exact GELU). So the products are the
-bound, all four are close to it, and how well two programs of 8 warps overlap them decides; none of this was
-measured.
+program. Operations: 4·M·C·hidden, and with resident weights 5/32 more for the biases at C = 64.
 
 Nothing is added by atomic operations. There are no gradients.
 """

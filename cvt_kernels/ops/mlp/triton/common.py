@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .... import machine
+from ...linear.triton.common import ELEMENTS, generation_of, padded
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
@@ -81,6 +80,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
     90: {"fwd_resident": Budget(instructions_per_output=32, registers=128)},
 }
 _overrides: Overrides[LaunchConfig] = Overrides(("fwd", "fwd_resident"))
+overridden = _overrides.replaced
 
 
 class Plan(NamedTuple):
@@ -92,30 +92,11 @@ class Plan(NamedTuple):
 
 def plan_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Plan:
     """Returns the plan for rows ``x``, hidden features and a dtype of operands, on the device of ``x``."""
-    capability = machine.chip(x.device).capability
-    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+    generation = generation_of(machine.chip(x.device).capability)
     channels, size = x.shape[-1], dtype.itemsize
     is_small = padded(channels) <= 64 and weights(channels, hidden) <= 2**14 and x.element_size() == size
     ((kernel, config),) = CONFIGS[generation, min(size, 4), "small" if is_small else "large"].items()
     return Plan(kernel, _overrides.get(kernel) or config)
-
-
-def overridden(kernel: str, config: LaunchConfig) -> contextlib.AbstractContextManager[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, on every chip; it is for tuning.
-
-    Args:
-        kernel: The kernel's name in ``CONFIGS``.
-        config: Its configuration.
-
-    Raises:
-        ValueError: There is no such kernel.
-    """
-    return _overrides.replaced(kernel, config)
-
-
-def padded(size: int) -> int:
-    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
-    return max(triton.next_power_of_2(size), 16)
 
 
 def weights(channels: int, hidden: int) -> int:
@@ -168,8 +149,8 @@ class KernelSpec(NamedTuple):
             hidden=hidden,
             block_c=padded(x.shape[-1]),
             approximate=approximate,
-            element=_ELEMENTS[dtype],
-            operand=tl.float32 if upcast else _ELEMENTS[dtype],
+            element=ELEMENTS[dtype],
+            operand=tl.float32 if upcast else ELEMENTS[dtype],
             accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
             precision="tf32" if tf32 else "ieee",
             residual_first=x.element_size() == 2,
@@ -177,11 +158,3 @@ class KernelSpec(NamedTuple):
             hardware_tanh=dtype.itemsize == 2 and not machine.INTERPRETING,
             unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
         )
-
-
-_ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}

@@ -11,6 +11,7 @@ from .... import checks, machine
 from ....backends import Record
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
+from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
 
 # The kernel -----------------------------------------------------------------------------------------------
@@ -181,72 +182,43 @@ _KERNELS = {"fwd": _layer_norm_mlp_fwd_kernel, "fwd_resident": _layer_norm_mlp_f
 
 
 def layer_norm_mlp_forward(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    approximate: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor,
+    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, shift: Tensor | None, eps: float,
+    approximate: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Launches the kernel, with operands of ``dtype``; a tensor that is not contiguous is copied first."""
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
     x = x.contiguous()
     out = torch.empty_like(x)
     rows = x.numel() // channels
     kernel, config = plan_for(x, hidden, dtype)
+    programs = min(-(-rows // config.block_rows), config.programs * machine.chip(x.device).multiprocessors)
     # The bound of a loop that must not be unrolled, as one of constant bounds would be.
     bound = {"hidden": hidden} if kernel == "fwd" else {}
     machine.launch(
-        _KERNELS[kernel],
-        (min(-(-rows // config.block_rows), config.programs * machine.chip(x.device).multiprocessors),),
-        x,
-        config.options,
-        x_ptr=x,
-        out_ptr=out,
-        norm_weight_ptr=_contiguous(norm_weight),
-        norm_bias_ptr=_contiguous(norm_bias),
-        shift_ptr=_contiguous(shift),
-        fc1_weight_ptr=fc1_weight.contiguous(),
-        fc1_bias_ptr=_contiguous(fc1_bias),
-        fc2_weight_ptr=fc2_weight.contiguous(),
-        fc2_bias_ptr=_contiguous(fc2_bias),
-        eps=eps,
-        rows=rows,
-        **bound,
+        _KERNELS[kernel], (programs,), on=x, options=config.options,
+        x_ptr=x, out_ptr=out, norm_weight_ptr=contiguous(norm_weight), norm_bias_ptr=contiguous(norm_bias),
+        shift_ptr=contiguous(shift), fc1_weight_ptr=fc1_weight.contiguous(),
+        fc1_bias_ptr=contiguous(fc1_bias), fc2_weight_ptr=fc2_weight.contiguous(),
+        fc2_bias_ptr=contiguous(fc2_bias), eps=eps, rows=rows, **bound,
         SPEC=KernelSpec.of(x, hidden, approximate, dtype),
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_HIDDEN=config.block_hidden,
-    )
+        BLOCK_ROWS=config.block_rows, BLOCK_HIDDEN=config.block_hidden,
+    )  # fmt: skip
     return out
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 # torch.compile --------------------------------------------------------------------------------------------
 
-
-@torch.library.custom_op("cvt_kernels::layer_norm_mlp", mutates_args=())
-def _forward_op(
-    x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor,
-    fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, shift: Tensor | None, eps: float,
-    approximate: str, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return layer_norm_mlp_forward(
-        x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype
-    )
+_forward_op = torch.library.custom_op(
+    "cvt_kernels::layer_norm_mlp", layer_norm_mlp_forward, mutates_args=(),
+    schema="(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor fc1_weight, Tensor? fc1_bias, "
+    "Tensor fc2_weight, Tensor? fc2_bias, Tensor? shift, float eps, str approximate, ScalarType dtype) "
+    "-> Tensor",
+)  # fmt: skip
 
 
 @_forward_op.register_fake
-def _(
-    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype
-):  # fmt: skip
+def _(x, *others):
     return x.new_empty(x.shape)
 
 

@@ -5,11 +5,15 @@ In eager mode the launchers are called directly; a registered operator would cos
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ....backends import Record
+from ...autograd import count_change
 from ...planned_launches import planned
+from ...triton_launch import contiguous
 from .. import autograd
 from .backward import layer_norm_backward
 from .common import MAX_CHANNELS
@@ -90,17 +94,16 @@ def _scatter(
 ) -> Tensor:
     run = _scatter_op if torch.compiler.is_compiling() else scatter_rows_forward
     x = None if x is None else _rows_of(x)
-    return run(x, rows.contiguous(), _contiguous(values), _contiguous(branch), tokens)
+    return run(x, rows.contiguous(), contiguous(values), contiguous(branch), tokens)
 
 
 def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
-    args = x, rows.contiguous(), values.contiguous(), _contiguous(branch)
+    args = x, rows.contiguous(), values.contiguous(), contiguous(branch)
     if torch.compiler.is_compiling():
         _scatter_inplace_op(*args)
         return
     scatter_rows_inplace_forward(*args)
-    if not x.is_inference():  # whose changes are not counted
-        torch.autograd.graph.increment_version(x)
+    count_change(x)
 
 
 def _gather_add_layer_norm(
@@ -114,7 +117,7 @@ def _gather_add_layer_norm(
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     run = _gather_add_layer_norm_op if torch.compiler.is_compiling() else gather_add_layer_norm_forward
-    args = _rows_of(x), rows.contiguous(), branch.contiguous(), _contiguous(weight), _contiguous(bias)
+    args = _rows_of(x), rows.contiguous(), branch.contiguous(), contiguous(weight), contiguous(bias)
     h, y = run(*args, eps, dtype)
     return h, y, []
 
@@ -128,16 +131,12 @@ def _layer_norm_backward(
     eps: float,
     statistics: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    args = dy.contiguous(), _contiguous(dh), h, _contiguous(weight), _contiguous(bias), eps
+    args = dy.contiguous(), contiguous(dh), h, contiguous(weight), contiguous(bias), eps
     if not torch.compiler.is_compiling():
         return layer_norm_backward(*args)
     out, *gradients = _layer_norm_backward_op(*args)
     dweight = None if weight is None else gradients.pop(0)
     return out, dweight, None if bias is None else gradients.pop(0)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 autograd.KERNELS["triton"] = autograd.Kernels(
@@ -166,24 +165,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
-def gather_rows(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.gather_rows``, whose checks it relies on."""
-    x, rows = call
-    return autograd.gather_rows("triton", x, rows)
-
-
-@planned
-def gather_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.gather_add_layer_norm``, whose checks it relies on."""
-    x, rows, branch, weight, bias, eps, dtype = call
-    result = autograd.result_dtype(x, branch, dtype)
-    args = x, rows, branch, weight, bias
-    return autograd.gather_add_layer_norm("triton", *args, eps=eps, dtype=result)
-
-
-@planned
-def scatter_rows(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.scatter_rows``, whose checks it relies on."""
-    x, rows, values, branch, inplace = call
-    return autograd.scatter_rows("triton", x, rows, values, branch, inplace=inplace)
+gather_rows = planned(functools.partial(autograd.gather_rows, "triton"))
+gather_add_layer_norm = planned(functools.partial(autograd.gather_add_layer_norm, "triton"))
+scatter_rows = planned(functools.partial(autograd.scatter_rows, "triton"))

@@ -53,9 +53,7 @@ def test_it_says_what_it_is(dtype):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: LinearInt8(2**16, 2**24), "out_features: got 16777216 of 65536 inputs, expected"),
         (lambda: ConvInt8(2**10, 2**24, (8, 8)), "out_channels: got 16777216 of 65536 inputs, expected"),
-        (lambda: ConvInt8(4, 2**62, (1, 1)), "out_channels: got .*, expected an integer of at most"),
         (lambda: ConvInt8(2**40, 4, (1, 1)), "in_channels and kernel_size: make .* inputs, expected at most"),
         (lambda: ConvInt8(4, 4, (2**31, 2**31)), "in_channels and kernel_size: make .* inputs"),
     ],

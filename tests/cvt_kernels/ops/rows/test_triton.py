@@ -5,11 +5,9 @@ import torch
 from torch.autograd import forward_ad
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy, checks, machine, reference
-from tests.checks import assert_accurate
+from cvt_kernels import checks, machine, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def make(batch=2, tokens=9, count=5, channels=24, dtype=torch.float32):
@@ -20,29 +18,9 @@ def make(batch=2, tokens=9, count=5, channels=24, dtype=torch.float32):
     return x, rows, torch.randn(batch, count, channels).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("channels", [24, 100, 384])
-def test_results_and_gradients_are_accurate(dtype, channels):
-    x, rows, branch = make(channels=channels, dtype=dtype)
-    parameters = [torch.randn(channels).to(DEVICE, dtype) for _ in range(2)]
-
-    def run(backend, cast):
-        leaves = [cast(t).detach().requires_grad_() for t in (x, branch, *parameters)]
-        with ck.use_backend(backend):
-            h, y = ck.gather_add_layer_norm(leaves[0], rows, *leaves[1:])
-            out = ck.scatter_rows(leaves[0], rows, h, y)
-        douts = [cast(torch.ones(t.shape, device=DEVICE).cumsum(1).sin().to(dtype)) for t in (h, y, out)]
-        return [h, y, out], torch.autograd.grad([h, y, out], leaves, douts)
-
-    ours, same = (run(backend, torch.clone) for backend in ("triton", "reference"))
-    exact = run("reference", torch.Tensor.double)
-    factors = accuracy.VALUE_FACTOR, accuracy.GRADIENT_FACTOR
-    for factor, mine, theirs, truth in zip(factors, ours, same, exact, strict=True):
-        for results in zip(mine, theirs, truth, strict=True):
-            assert_accurate(*results, factor=factor, floor=4)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 600, 520, 1), (3, 40, 33, 8), (1, 3, 2, 1200)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (1, 600, 520, 1), (3, 40, 33, 8), (1, 3, 2, 1200), (2, 9, 5, 384)], ids=str
+)
 def test_sizes_of_which_no_tile_is_full(shape):
     batch, tokens, count, channels = shape
     x, rows, values = make(batch, tokens, count, channels)
@@ -64,7 +42,7 @@ def test_programs_of_several_tiles_add_up_all_rows():
         return torch.autograd.grad(y.sin().sum(), leaves)
 
     with ck.use_backend("triton"):
-        with machine.intercepted_launches(lambda launch: launches.append(launch) or start(launch)):
+        with machine.intercepted_launches(lambda launch: launches.append(launch) or launch.start()):
             launches = []
             first = gradients()
         again = gradients()
@@ -77,34 +55,17 @@ def test_programs_of_several_tiles_add_up_all_rows():
         torch.testing.assert_close(first, gradients(), rtol=1e-4, atol=1e-4)
 
 
-def start(launch):
-    launch.kernel[launch.grid](**launch.arguments, **launch.options)
-
-
-def test_launches_of_each_call():
+@torch.no_grad()
+def test_tokens_are_read_where_they_lie():
     x, rows, values = make()
-    expected = {
-        "gather": ["_gather_rows_kernel"],
-        "normalize": ["_gather_add_layer_norm_kernel"],
-        "scatter": ["_scatter_rows_places_kernel", "_scatter_rows_kernel"],
-        "in place": ["_scatter_rows_inplace_kernel"],
-    }
-    calls = {
-        "gather": lambda: ck.gather_rows(x[:, 1:], rows),
-        "normalize": lambda: ck.gather_add_layer_norm(x[:, 1:], rows, values),
-        "scatter": lambda: ck.scatter_rows(x[:, 1:], rows, values),
-        "in place": lambda: ck.scatter_rows(x, rows, values, inplace=True),
-    }
-    for name, call in calls.items():
-        with (
-            torch.no_grad(),
-            ck.use_backend("triton"),
-            machine.recorded_launches(machine.Chip(90, 132)) as launches,
-        ):
+    for call in (
+        lambda: ck.gather_rows(x[:, 1:], rows),
+        lambda: ck.gather_add_layer_norm(x[:, 1:], rows, values),
+        lambda: ck.scatter_rows(x[:, 1:], rows, values),
+    ):
+        with ck.use_backend("triton"), machine.recorded_launches(machine.Chip(90, 132)) as launches:
             call()
-        assert [launch.kernel.__name__ for launch in launches] == expected[name]
-        if name not in ("in place",):
-            assert launches[-1].arguments["x_ptr"].data_ptr() == x[:, 1:].data_ptr()  # no copy
+        assert launches[-1].arguments["x_ptr"].data_ptr() == x[:, 1:].data_ptr()
 
 
 @pytest.mark.parametrize("outside", [9, -3, 2**32 + 1, -(2**40)])
@@ -134,10 +95,7 @@ def test_calls_that_are_not_served():
         wide = torch.randn(1, 2, 5000, device=DEVICE)
         with pytest.raises(ck.BackendUnavailable, match="tokens have 5000 channels, more than 4096"):
             ck.gather_rows(wide, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE))
-        with (
-            forward_ad.dual_level(),
-            pytest.raises(ck.BackendUnavailable, match="forward-mode"),
-        ):
+        with forward_ad.dual_level(), pytest.raises(ck.BackendUnavailable, match="forward-mode"):
             ck.scatter_rows(x, rows, values)
 
 

@@ -1,4 +1,4 @@
-"""transformer_block by the compiled extension: every instruction set, and its loops under sanitizers."""
+"""transformer_block by the compiled extension: instruction sets, threads, packed parameters, refusals."""
 
 import shutil
 
@@ -7,131 +7,194 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import (
-    compiler,
-    every_instruction_set,
-    not_built,
-    run_on_instruction_set,
-    run_sanitized,
+from tests.checks import compiler, every_instruction_set, run_on_instruction_set, run_sanitized
+from tests.cvt_kernels.ops.transformer_block.calls import (
+    call,
+    make,
+    needs_extension,
+    pyramid,
+    some_rows,
+    with_quantized,
 )
-from tests.cvt_kernels.ops.transformer_block.test_transformer_block import make
 
 TILES = "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"
 
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-from torch.utils import _pytree as pytree
-from tests.cvt_kernels.ops.transformer_block.test_transformer_block import in_float64, make
-torch.manual_seed(0)
+PROGRAMS = {
+    "convolutional": """
 for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
     arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype)
-    with ck.use_backend("native"), torch.no_grad():
-        out = ck.transformer_block(*arguments)
-        x, *rest = arguments
-        alone = [ck.transformer_block(image[None], *rest) for image in x]
-    torch.testing.assert_close(torch.cat(alone), out, rtol=0, atol=0)  # cut into other parts
-    torch.testing.assert_close(
-        out.double(), ck.reference.transformer_block(*in_float64(arguments)), rtol=0, atol=atol
-    )
-"""
+    check_images_apart(arguments, atol)
+""",
+    "pyramid": """
+for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
+    for convolves in (True, False):
+        check_images_apart(
+            pyramid(3, (11, 9), 40, heads=5, hidden=600, convolves=convolves, dtype=dtype), atol
+        )
+""",
+    "quantized": """
+from tests.cvt_kernels.ops.transformer_block.test_quantized import check
+for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
+    arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
+    arguments = with_quantized(arguments, which, scale)
+    check("native", arguments, worst=10)
+    check_images_apart(arguments, 1.0)
+""",
+    "rows": """
+from tests.cvt_kernels.ops.transformer_block.test_rows import check
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
+    for scores in ("cls", "avg"):
+        check("native", arguments, some_rows(*arguments[:2], 23), scores)
+""",
+}
+IMPORTS = "import torch\nfrom tests.cvt_kernels.ops.transformer_block.calls import *\ntorch.manual_seed(0)"
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
 @every_instruction_set
-def test_values(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+@pytest.mark.parametrize("program", [*list(PROGRAMS)[:3], pytest.param("rows", marks=pytest.mark.slow)])
+def test_values(name, program):
+    run_on_instruction_set(name, IMPORTS + PROGRAMS[program])
 
 
 @pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(
-    ("family", "flags"), [("linear", TILES), ("transformer_block", ""), ("transformer_block", TILES)]
+    ("family", "flags"),
+    [
+        ("linear", TILES),
+        ("transformer_block", ""),
+        ("transformer_block", TILES),
+        ("transformer_block_pyramids", TILES),
+    ],
 )
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
     run_sanitized(family, tmp_path, flags)
 
 
-def parameters(block):
-    """Returns every parameter and statistic of a block, by a name for each."""
-    named = {f"{name}.{field}": t for name in ("norm1", "norm2", "proj", "fc1", "fc2")
-             for field, t in zip(("weight", "bias"), getattr(block, name)[:2], strict=True)}  # fmt: skip
-    for i, conv in enumerate(block.convs):
-        named |= {f"convs[{i}].{field}": t for field, t in zip(conv._fields[:5], conv[:5], strict=True)}
-        named |= {
-            f"linears[{i}].weight": block.linears[i].weight,
-            f"linears[{i}].bias": block.linears[i].bias,
-        }
-    return named
+def of_some_tokens():
+    x, grid, _ = arguments = make(batch=3, grid=(11, 12), class_tokens=1)
+    return arguments, {"rows": some_rows(x, grid, 70), "scores": "avg"}
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: (pyramid(1, (14, 14)), {}),
+        lambda: (pyramid(1, (3, 64)), {}),
+        lambda: (pyramid(1, (1, 1), ratio=1), {}),
+        lambda: (with_quantized(make(batch=3, grid=(11, 12), class_tokens=1)), {}),
+        of_some_tokens,
+    ],
+    ids=["squares", "rows", "one", "quantized", "some tokens"],
+)
+def test_threads_change_nothing(made):
+    arguments, settings = made()
+    before, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            outs.append(call("native", arguments, **settings))
+    finally:
+        torch.set_num_threads(before)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=0)
+
+
+@needs_extension
+@pytest.mark.parametrize("backend", ["native", "onednn"])
+@pytest.mark.parametrize("made", [make, pyramid])
 @torch.no_grad()
-def test_every_changed_parameter_is_packed_anew():
-    x, grid, block = make()
-    with ck.use_backend("native"):
-        for name, tensor in parameters(block).items():
-            before = ck.transformer_block(x, grid, block)
-            tensor.add_(0.5)
-            out = ck.transformer_block(x, grid, block)
-            expected = reference.transformer_block(x, grid, block)
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-            # A constant added to all scores of a query changes no probability.
-            assert name == "linears[1].bias" or not torch.equal(out, before), name
+def test_every_changed_parameter_is_packed_anew(made, backend):
+    x, grid, block = made(approximate="quick")
+    tensors = [t for t in block.tensors() if t is not None and t.is_floating_point()]
+    before, changes = call(backend, (x, grid, block)), 0
+    for tensor in tensors:
+        given = tensor.clone()
+        tensor.add_(torch.rand_like(tensor))
+        out, expected = call(backend, (x, grid, block)), reference.transformer_block(x, grid, block)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        changes += not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
+        tensor.copy_(given)
+    # What adds a constant to all keys changes no probability: a bias, and the shift of a BatchNorm.
+    assert changes == len(tensors) - (3 if block.convs else 1)
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-@torch.no_grad()
-def test_every_changed_setting_is_packed_anew():
-    x, grid, block = make()
-    convs, heads = block.convs, block.num_heads
-    others = [
-        block._replace(num_heads=1 if heads > 1 else 2),
-        block._replace(reduce=tuple(conv._replace(eps=0.5) for conv in convs)),
-        block._replace(reduce=(convs[0], *(conv._replace(stride=3) for conv in convs[1:]))),
-    ]
-    with ck.use_backend("native"):
-        for other in (block, *others):
-            expected = reference.transformer_block(x, grid, other)
-            torch.testing.assert_close(ck.transformer_block(x, grid, other), expected, rtol=1e-4, atol=1e-4)
+@needs_extension
+@pytest.mark.parametrize("rows", [0, 300])
+def test_more_images_than_find_room_between_the_steps(rows):
+    if rows:
+        x, grid, block = make(batch=320, grid=(20, 20), class_tokens=1, channels=16, heads=2)
+        given = [{"rows": some_rows(x, grid, rows)[part]} for part in (slice(None), slice(0, 40))]
+    else:
+        (x, grid, block), given = pyramid(5, (128, 128), 64, heads=1, hidden=1, ratio=16), [{}, {}]
+    out = call("native", (x, grid, block), **given[0])
+    part = x[:40] if rows else x[:1]
+    assert torch.equal(call("native", (part, grid, block), **given[1]), out[: len(part)])
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-@torch.no_grad()
+@needs_extension
 def test_the_memory_that_it_works_in_is_kept_and_released():
     from cvt_kernels import _C
 
-    x, grid, block = make()
-    with ck.use_backend("native"):
-        before = ck.transformer_block(x, grid, block)
-        assert 0 < _C.workspace_bytes() < 2**24
-        ck.release_memory()
-        assert _C.workspace_bytes() == 0
-        assert torch.equal(ck.transformer_block(x, grid, block), before)
+    arguments = make()
+    before = call("native", arguments)
+    assert 0 < _C.workspace_bytes() < 2**24
+    ck.release_memory()
+    assert _C.workspace_bytes() == 0
+    assert torch.equal(call("native", arguments), before)
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-@torch.no_grad()
-def test_a_change_in_place_is_counted():
-    x, grid, block = make()
-    with ck.use_backend("native"):
-        version = x._version
-        assert ck.transformer_block(x, grid, block, inplace=True) is x
-        assert x._version > version
+class Subclass(torch.Tensor):
+    """A tensor that kernels must not read as a plain one."""
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-@torch.no_grad()
-def test_what_it_refuses():
-    x, grid, block = make()
-
-    class Subclass(torch.Tensor):
-        pass
-
+@needs_extension
+@pytest.mark.parametrize("made", [make, pyramid])
+def test_what_it_refuses(made):
+    x, grid, block = made()
     compiled = torch.compile(ck.transformer_block, backend="eager")
-    with ck.use_backend("native"):
+    with torch.no_grad(), ck.use_backend("native"):
         with pytest.raises(Exception, match=r"is not for torch\.compile"):
             compiled(x, grid, block)
-        with pytest.raises(ck.BackendUnavailable, match="packs plain tensors only"):
-            ck.transformer_block(x.as_subclass(Subclass), grid, block)
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):
             ck.transformer_block(x, grid, block)
+        for arguments, reason in (
+            ((x.as_subclass(Subclass), grid, block), "packs plain tensors only"),
+            (made(dtype=torch.float64), "serves float32, bfloat16 and float16"),
+            (made(channels=260, heads=1), "heads have 260 channels, more than 256"),
+        ):
+            with pytest.raises(ck.BackendUnavailable, match=reason):
+                ck.transformer_block(*arguments)
+
+
+@needs_extension
+def test_the_operators_check_what_they_are_given():
+    ops = torch.ops.cvt_kernels
+    x, _, block = pyramid(ratio=1, convolves=False)
+    packed = [ops.pack_linear(layer.weight) for layer in block.layers()]
+    vectors = [*block.norm1[:2], *block.norm2[:2], *(layer.bias for layer in block.layers())]
+    right = {
+        "x": x, "height": 6, "width": 5, "packed": packed, "reduction": [], "conv": None, "vectors": vectors,
+        "widths": [24, 72, 3], "eps": [1e-5, 1e-5], "scale": 1.0, "activation": "none",
+    }  # fmt: skip
+    assert ops.pyramid_block_packed(*right.values()).shape == x.shape
+    for name, wrong, message in (
+        ("height", 7, "x: got .*, expected contiguous"),
+        ("x", x.double(), "x: got .*, expected float32, bfloat16 or float16"),
+        ("packed", packed[:5], "packed: got 5 of them, expected 6"),
+        ("packed", [packed[5], *packed[1:]], "packed: got .*, expected a weight"),
+        ("vectors", [x[0, 0, :3], *vectors[1:]], "vectors: got .*, expected float32 of the channels"),
+        ("widths", [24, 72, 5], "widths: got 24, expected channels of 5 heads"),
+        ("reduction", [packed[0]], "vectors: got 10 of them, expected 13"),
+        ("conv", torch.ones(3), "conv: got .*, expected a convolution"),
+        ("activation", "fast", "activation: got 'fast', expected none, tanh or quick"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.pyramid_block_packed(*(right | {name: wrong}).values())
+    with pytest.raises(RuntimeError, match=r"weight: got .*, expected contiguous"):
+        ops.pack_depthwise(torch.ones(3, 1, 3, 2), None)
+    with pytest.raises(RuntimeError, match=r"bias: got .*, expected contiguous"):
+        ops.pack_depthwise(torch.ones(3, 1, 3, 3), torch.ones(2))

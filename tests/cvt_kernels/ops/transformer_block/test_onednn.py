@@ -11,8 +11,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
 from cvt_kernels.ops import packed_linear, packing
-from tests.cvt_kernels.ops.transformer_block.test_transformer_block import BACKENDS, make
-from tests.upstream import ours
+from tests.cvt_kernels.ops.transformer_block.calls import BACKENDS, make, pyramid, with_quantized
 
 
 @pytest.fixture(autouse=True)
@@ -30,65 +29,55 @@ def refused(reason):
         yield
 
 
-def weights_of(block):
-    return [layer.weight for layer in (*block.linears, block.proj, block.fc1, block.fc2)]
-
-
-def scale_in_place(weight):
+def write_in_place(weight):
     weight.mul_(2)
 
 
-def scale_data(weight):
+def replace_data(weight):
     weight.data = weight.data * 2
 
 
-def scale_data_twice(weight):
+def replace_data_often(weight):
     """Changes the storage so often that the allocator may give an address again."""
     for _ in range(8):
         weight.data = weight.data * 2**0.125
 
 
-def test_a_weight_that_is_turned_is_packed_anew():
-    x, grid, block = make()
-    ck.transformer_block(x, grid, block)
-    block.proj.weight.data = block.proj.weight.data.t()
-    torch.testing.assert_close(
-        ck.transformer_block(x, grid, block), reference.transformer_block(x, grid, block)
-    )
+def turn(weight):
+    weight.data = weight.data.t()
 
 
-@pytest.mark.parametrize("change", [scale_in_place, scale_data, scale_data_twice])
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("approximate", ["none", "quick"])
-def test_a_changed_weight_is_packed_anew(approximate, number, change):
-    x, grid, block = make(approximate=approximate)
+@pytest.mark.parametrize("change", [write_in_place, replace_data, replace_data_often, turn])
+def test_a_changed_weight_is_packed_anew(change):
+    x, grid, block = make(approximate="quick")
     before = ck.transformer_block(x, grid, block)
-    change(weights_of(block)[number])
+    change(block.proj.weight)
     out = ck.transformer_block(x, grid, block)
     assert (out - before).abs().max() > 1e-2
     torch.testing.assert_close(out, reference.transformer_block(x, grid, block))
-    assert len(packing._known) == (7 if approximate == "quick" else 6)
+    assert len(packing._known) == 7  # six weights, and the scaled bias
 
 
-def test_a_changed_bias_of_quick_gelu_is_scaled_anew():
-    x, grid, block = make(approximate="quick")
-    ck.transformer_block(x, grid, block)
-    block.fc1.bias.add_(1)
-    torch.testing.assert_close(
-        ck.transformer_block(x, grid, block), reference.transformer_block(x, grid, block)
-    )
-
-
-def test_weights_are_packed_once(monkeypatch):
-    packs = []
-    pack = packed_linear._pack
-    monkeypatch.setattr(packed_linear, "_pack", lambda *args: packs.append(args) or pack(*args))
-    for batch in (2, 1, 2):
-        x, grid, block = make(batch=batch)
-        for _ in range(2):
-            ck.transformer_block(x, grid, block)
-            ck.transformer_block(x, grid, block, inplace=True)
-    assert len(packs) == 3 * 6
+@pytest.mark.parametrize(
+    ("made", "packs", "most"),
+    [
+        (make, 6, 1),
+        (pyramid, 6, 2),
+        (lambda **settings: pyramid(ratio=0, **settings), 4, 3),
+        (lambda **settings: pyramid(ratio=0, convolves=False, **settings), 4, 3),
+    ],
+    ids=["CvT", "reduction", "no reduction", "PVT"],
+)
+def test_weights_are_packed_once(monkeypatch, made, packs, most):
+    """Layers of the same tokens are one product: ``most`` weights together."""
+    packed, pack = [], packed_linear._pack
+    monkeypatch.setattr(packed_linear, "_pack", lambda *args: packed.append(args) or pack(*args))
+    x, grid, block = made(approximate="quick")
+    for inplace in (False, True, False):
+        ck.transformer_block(x, grid, block, inplace=inplace)
+        ck.transformer_block(x[:1], grid, block)
+    assert len(packed) == packs
+    assert max(len(weights) for weights, *_ in packed) == most
 
 
 def test_copies_die_with_their_weights():
@@ -98,24 +87,6 @@ def test_copies_die_with_their_weights():
     del block
     gc.collect()
     assert not packing._known
-
-
-def test_copies_die_with_their_model():
-    model = ck.accelerate(ours().eval(), freeze=True)
-    model(torch.randn(1, 3, 64, 64))
-    assert packing._known
-    del model
-    gc.collect()
-    assert not packing._known
-
-
-def test_release_memory():
-    x, grid, block = make()
-    before = ck.transformer_block(x, grid, block)
-    assert packing._known
-    ck.release_memory()
-    assert not packing._known
-    assert torch.equal(ck.transformer_block(x, grid, block), before)
 
 
 def resident_mib():
@@ -180,23 +151,37 @@ def test_weights_of_inference_mode_like_others_that_were_served():
         )
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"dtype": torch.float64}, "has no products of float64"),
-        ({"batch": 0}, "serves no empty batch"),
-    ],
-)
-def test_calls_that_it_refuses(changes, reason):
-    with refused(reason):
-        ck.transformer_block(*make(**changes))
+class Subclass(torch.Tensor):
+    """A tensor that must not be packed as a plain one."""
 
 
-def test_gradients_are_refused():
-    x, grid, block = make()
-    block.fc1.weight.requires_grad_()
-    with torch.enable_grad(), refused("has no gradients"):
+@pytest.mark.parametrize("made", [make, pyramid])
+def test_calls_that_it_refuses(made):
+    x, grid, block = made()
+    fc1 = block.fc1._replace(weight=block.fc1.weight.as_subclass(Subclass))
+    for arguments, reason in (
+        (made(dtype=torch.float64), "has no products of float64"),
+        (made(batch=0), "serves no empty batch"),
+        ((x, grid, block._replace(fc1=fc1)), "packs plain tensors only"),
+        (with_quantized(made(), (4,)), "has no quantized layers"),
+    ):
+        with refused(reason):
+            ck.transformer_block(*arguments)
+    with torch.autocast("cpu", torch.bfloat16), refused("does not follow autocast"):
         ck.transformer_block(x, grid, block)
+    with torch.inference_mode():
+        arguments = made()
+    with refused("no weights of inference mode"):
+        ck.transformer_block(*arguments)
+
+
+def test_some_layers_without_a_bias():
+    x, grid, block = pyramid()
+    q, k, v = block.linears
+    block = block._replace(linears=(q, k._replace(bias=None), v))
+    torch.testing.assert_close(
+        ck.transformer_block(x, grid, block), reference.transformer_block(x, grid, block)
+    )
 
 
 def test_16_bits_that_the_cpu_does_not_multiply_are_refused(monkeypatch):
@@ -207,33 +192,16 @@ def test_16_bits_that_the_cpu_does_not_multiply_are_refused(monkeypatch):
             ck.transformer_block(*make(dtype=dtype))
 
 
-def test_subclasses_of_tensors_are_refused():
-    class Quantized(torch.Tensor):
-        pass
-
-    x, grid, block = make()
-    fc1 = block.fc1._replace(weight=block.fc1.weight.as_subclass(Quantized))
-    with refused("packs plain tensors only"):
-        ck.transformer_block(x, grid, block._replace(fc1=fc1))
-
-
 @pytest.mark.parametrize("lacks", ["library", "operators"])
 def test_a_torch_without_the_operators(monkeypatch, lacks):
+    packed_linear._library.cache_clear()
     if lacks == "library":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        reason = "this PyTorch has no oneDNN"
     else:
-        monkeypatch.setattr(packed_linear, "_library", lambda: None)
-        reason = "this PyTorch has no packed linear layers of oneDNN"
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
     backends.forget()
-    with refused(reason):
-        ck.transformer_block(*make())
-
-
-def test_the_library_is_looked_up(monkeypatch):
-    monkeypatch.setattr(torch.ops, "mkldnn", object())
-    packed_linear._library.cache_clear()
     try:
-        assert packed_linear._library() is None
+        with refused("this PyTorch has no .*oneDNN"):
+            ck.transformer_block(*make())
     finally:
         packed_linear._library.cache_clear()

@@ -1,0 +1,144 @@
+"""Calls of transformer_block on a CPU, and what every backend must make of them."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import cvt_kernels as ck
+from cvt_kernels import reference
+from tests.checks import assert_accurate, not_built
+from tests.cvt_kernels.test_reference import random_conv
+
+#: The backends under test, each with those that serve its parts.
+BACKENDS = {
+    "reference": ("reference",),
+    "composed": ("composed", "native", "reference"),
+    "onednn": ("onednn", "native", "reference"),
+    "native": ("native",),
+}
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+def make(
+    batch=2, grid=(4, 5), channels=24, heads=3, class_tokens=0, *, bias=True, approximate="none",
+    dtype=torch.float32, strides=(1, 2, 2), ratio=None, convolves=False, hidden=None, width=None, scale=None,
+):  # fmt: skip
+    """Returns the arguments of a call.
+
+    Keys and values come from convolutions, unless there is a ``ratio``, of a reduction, where 0 is none.
+    The block attends in ``width`` channels.
+    """
+    width, hidden = width or channels, hidden or 3 * channels
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(shape) * scale).to(dtype)
+
+    def linear(outputs, inputs):
+        return ck.Linear(randn(outputs, inputs, scale=inputs**-0.5), randn(outputs) if bias else None)
+
+    def norm():
+        if not bias:
+            return ck.Norm(None, None, 1e-3)
+        return ck.Norm(1 + randn(channels, scale=0.25), randn(channels), 1e-5)
+
+    reduce = None
+    if ratio is None:
+        reduce = tuple(random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides)
+    elif ratio:
+        weight = randn(channels, channels, ratio, ratio, scale=channels**-0.5 / ratio)
+        reduce = ck.Reduction(weight, randn(channels) if bias else None, norm())
+    mix = ck.DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
+    block = ck.TransformerBlock(
+        norm1=norm(),
+        reduce=reduce,
+        linears=tuple(linear(width, channels) for _ in range(3)),
+        num_heads=heads,
+        scale=scale,
+        proj=linear(channels, width),
+        norm2=norm(),
+        fc1=linear(hidden, channels),
+        approximate=approximate,
+        fc2=linear(channels, hidden),
+        mix=mix if convolves else None,
+    )
+    return randn(batch, class_tokens + grid[0] * grid[1], channels), grid, block
+
+
+def pyramid(batch=2, grid=(6, 5), channels=24, heads=3, *, ratio=2, convolves=True, **settings):
+    """Returns the arguments of a call of a block of SegFormer; with ``convolves=False`` of PVT."""
+    return make(batch, grid, channels, heads, ratio=ratio, convolves=convolves, **settings)
+
+
+def in_float64(arguments):
+    def wide(tensor):
+        return tensor.double() if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+    return pytree.tree_map_only(torch.Tensor, wide, arguments)
+
+
+def call(backend, arguments, **settings):
+    with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
+        return ck.transformer_block(*arguments, **settings)
+
+
+def check(backend, arguments):
+    """Compares a call, a second one like it, and one in place, with the reference and with float64."""
+    x, grid, block = arguments
+    same, exact = reference.transformer_block(*arguments), reference.transformer_block(*in_float64(arguments))
+    given = x.clone()
+    out = call(backend, arguments)
+    assert torch.equal(call(backend, arguments), out)
+    assert torch.equal(x, given)
+    if x.is_contiguous():
+        assert out.is_contiguous()
+        stream = x.clone()
+        assert call(backend, (stream, grid, block), inplace=True) is stream
+        assert torch.equal(stream, out)
+    # The sums of oneDNN's products are in another order than those of MKL, with their own luck.
+    assert_accurate(out, same, exact, floor=4)
+
+
+def check_images_apart(arguments, atol):
+    """Checks that native kernels compute an image alone as in a batch, which they cut otherwise."""
+    x, *rest = arguments
+    out = call("native", arguments)
+    assert torch.equal(torch.cat([call("native", (image[None], *rest)) for image in x]), out)
+    exact = reference.transformer_block(*in_float64(arguments))
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
+
+
+def quantized(layer, scale=None, dtype=torch.int8):
+    values, scales = reference.quantize_rows(layer.weight, dtype=dtype)
+    scale = None if scale is None else torch.tensor(scale)
+    return ck.QuantizedLinear(values, scales.flatten(), layer.bias, scale)
+
+
+def with_quantized(arguments, which=range(6), scale=None, dtype=torch.int8):
+    """Returns the arguments of a call with some of the six layers quantized."""
+    x, grid, block = arguments
+    layers = [
+        quantized(layer, scale, dtype) if i in which else layer for i, layer in enumerate(block.layers())
+    ]
+    linears, (proj, fc1, fc2) = tuple(layers[:3]), layers[3:]
+    return x, grid, block._replace(linears=linears, proj=proj, fc1=fc1, fc2=fc2)
+
+
+def decibels(expected, actual):
+    """Returns the ratio of a signal to the noise in another version of it."""
+    noise = (actual.double() - expected.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+def some_rows(x, grid, kept, seed=0):
+    """Returns the rows (B, kept) of a call; the class token is among them, and the second image has fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens = x.shape[:2]
+    class_tokens = tokens - grid[0] * grid[1]
+    rows = torch.zeros(batch, kept, dtype=torch.int64)
+    for image in rows:
+        spatial = torch.randperm(tokens - class_tokens, generator=generator)[: kept - class_tokens]
+        image[class_tokens:] = spatial.sort().values + class_tokens
+    if batch > 1 and kept > 2:
+        rows[1, -2:] = -1
+    return rows
