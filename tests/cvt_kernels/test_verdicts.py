@@ -772,7 +772,7 @@ def test_key_of_a_gpu(monkeypatch):
     class Properties:
         name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
 
-    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release\nGCC version: 12.3.0"
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release\nGCC 12.3.0"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(machine, "cuda_driver_version", lambda: 12080)
