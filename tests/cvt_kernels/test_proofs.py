@@ -232,6 +232,17 @@ def test_real_data_are_taken_where_they_tell():
         assert replaced.min() < replaced.max()
 
 
+def test_where_results_overflow_others_are_computed_of_the_same_rows():
+    x, branch, rows = (
+        torch.full((1, 4, 8), 6e4).half(),
+        torch.linspace(5e4, 6e4, 16).view(1, 2, 8).half(),
+        [[0, 3]],
+    )
+    standard = standard_of("gather_add_layer_norm", x, torch.tensor(rows), branch, None, None, eps=1e-5)
+    assert all(out.isfinite().all() for out in standard.same.outputs)
+    assert standard.sample.record.rows.tolist() == rows
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
     dtypes = []
@@ -716,6 +727,8 @@ def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
     assert again.trials["native"] == wrong
     assert (again.timings, again.is_unsure) == (2, False)
     assert max(again.trials[name].seconds for name in ("triton", "reference")) < 1.0
+    monkeypatch.setattr(measure, "_is_disturbed", lambda times: True)  # again
+    assert proofs.time_again(proof, known) == known._replace(timings=2)
 
 
 def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
