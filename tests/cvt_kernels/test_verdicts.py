@@ -786,10 +786,10 @@ def test_key_of_a_gpu(monkeypatch):
         "multiprocessors": 132,
         "driver": "550.54.15, CUDA 12.8",
     }
-    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
-    assert machine_key._nvidia_driver() == "unknown, CUDA 12.8"
     # Equal GPUs share a store, whatever their index and the number of threads.
     assert verdicts.store_for(one) is verdicts.store_for(two) is not verdicts.store_for(CPU)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
+    assert machine_key._nvidia_driver() == "unknown, CUDA 12.8"
 
 
 def test_one_store_per_key():
