@@ -233,20 +233,17 @@ def _is_size(value: Any) -> bool:
     return _is_index(value)
 
 
-def _is_index(value: object) -> bool:
+def _is_index(value: Any) -> bool:
     """Says whether a value is an integer: of Python, of NumPy, symbolic, or a scalar tensor."""
     if isinstance(value, int | torch.SymInt):
         return not isinstance(value, bool)
-    return isinstance(value, np.integer | Tensor) and _as_index(value) is not None
-
-
-def _as_index(value: Any) -> int | None:
-    if isinstance(value, Tensor) and value.dtype == torch.bool:
-        return None
+    if not isinstance(value, np.integer | Tensor) or value.dtype == torch.bool:
+        return False
     try:
-        return operator.index(value)
+        operator.index(value)
     except TypeError:
-        return None
+        return False
+    return True
 
 
 def indices(name: str, value: Any) -> list[int]:

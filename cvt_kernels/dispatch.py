@@ -273,11 +273,7 @@ def _question(operator: str, dtype: torch.dtype, device: torch.device, gradient:
     precision = torch.backends.cuda.matmul.fp32_precision
     if device.type == "cuda" and dtype == torch.float32 and precision not in ("ieee", "none"):
         numbers += f" multiplied in {precision}"
-    return f"{operator}, {_direction(gradient)}, {numbers}, {kind}"
-
-
-def _direction(gradient: bool) -> str:
-    return "forward+backward" if gradient else "forward"
+    return f"{operator}, {'forward+backward' if gradient else 'forward'}, {numbers}, {kind}"
 
 
 def _remembered_backend(

@@ -147,7 +147,7 @@ def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
     if not toolkit:
         lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
         return f"the extension was built where there was no CUDA toolkit (nvcc); {lacking}run {_BUILD}"
-    driver = _cuda_driver()
+    driver = cuda_driver_version() // 1000  # the newest major version
     if driver == 0:
         return "there is no NVIDIA driver"
     if driver < int(toolkit.split(".")[0]):
@@ -163,11 +163,6 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
         return capability == (int(number[:-1]), int(number[-1]))
     built = int(number[:-1]), int(number[-1])
     return capability >= built and (kind == "compute" or capability[0] == built[0])
-
-
-def _cuda_driver() -> int:
-    """Returns the newest major version of CUDA that the driver serves; 0 if there is no driver."""
-    return cuda_driver_version() // 1000
 
 
 def cuda_driver_version() -> int:

@@ -154,10 +154,11 @@ def cold_seconds_in_turns(
         rounds += 1
         for i in losers(timed):
             del timed[i]
-    return [
-        taken._replace(is_disturbed=_is_disturbed(taken) or _has_waited(taken, seconds))
-        for taken, seconds in zip(times, waited, strict=True)
-    ]
+    for i, taken in enumerate(times):
+        best, seconds_waited = min(zip(taken.device, waited[i], strict=True), default=(0.0, 0.0))
+        is_disturbed = _is_disturbed(taken) or seconds_waited > _MOST_WAITING * best
+        times[i] = taken._replace(is_disturbed=is_disturbed)
+    return times
 
 
 _MOST_WAITING = 0.1  # times the time of a run, where nothing else runs
@@ -167,12 +168,6 @@ _PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
 def _is_disturbed(times: ColdTimes) -> bool:
     """Says whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
-
-
-def _has_waited(times: ColdTimes, waited: Sequence[float]) -> bool:
-    """Says whether threads waited for a CPU in the fastest run, given for how long they did in each."""
-    best, seconds = min(zip(times.device, waited, strict=True), default=(0.0, 0.0))
-    return seconds > _MOST_WAITING * best
 
 
 def waited_seconds() -> float:
@@ -366,13 +361,7 @@ class Product:
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, n: int | None = None):
-        """Makes the matrices.
-
-        Args:
-            device: Where they are.
-            dtype: Their dtype.
-            n: Rows and columns; None for those of ``PRODUCT_SIZE``.
-        """
+        """Makes the matrices, of ``PRODUCT_SIZE`` rows and columns by default."""
         kind = torch.device(device).type
         self.n = n = n or PRODUCT_SIZE["cuda" if kind == "cuda" else "cpu"]
         self.operations = 2 * n**3
