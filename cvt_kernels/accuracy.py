@@ -120,14 +120,9 @@ def allowed_error(
     factor: float = VALUE_FACTOR,
     units: float = 1.0,
 ) -> float:
-    """Returns the largest error that the accuracy rule allows.
+    """Returns the largest error that the rule allows beside an error of PyTorch's.
 
-    Args:
-        pytorchs: The error of PyTorch's result.
-        largest: The largest exact value; 1 if errors are relative to it.
-        dtype: The dtype of the units in the last place.
-        factor: ``VALUE_FACTOR``, or ``GRADIENT_FACTOR`` for gradients.
-        units: Also allowed, in units in the last place of ``largest``.
+    ``units`` are in the last place of ``largest``, the largest exact value; 1 if errors are relative to it.
     """
     return factor * pytorchs + units * torch.finfo(dtype).eps * largest
 

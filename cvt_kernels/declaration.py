@@ -260,11 +260,7 @@ def _register(declared: Declaration, given: Mapping[str, Implementation]) -> Non
 
 
 def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
-    """Returns the Triton kernels for NVIDIA GPUs, the function of the operator's name in ``triton``.
-
-    Args:
-        why_unsupported: Name of the function there that says why they cannot serve a call.
-    """
+    """Returns the Triton kernels for NVIDIA GPUs, the function of the operator's name in ``triton``."""
     return Implementation(
         function=".triton:{name}",
         devices=("cuda",),
@@ -280,9 +276,7 @@ def native_kernels(
 ) -> Implementation:
     """Returns the kernels of the compiled extension, the function of the operator's name in ``native``.
 
-    Args:
-        devices: As of :class:`backends.Implementation`.
-        why_unsupported: Likewise; a path begins at the package of the operator.
+    A path in ``why_unsupported`` begins at the package of the operator.
     """
     return Implementation(".native:{name}", devices, machine.why_native_unavailable, why_unsupported)
 
@@ -305,12 +299,7 @@ _transform = torch._C._functorch.maybe_current_level
 
 
 def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
-    """Returns the state on which choices and plans depend; None where nothing is remembered.
-
-    Args:
-        grad: Whether gradients are enabled.
-        x: The first argument of the call.
-    """
+    """Returns the state on which choices and plans depend; None where nothing is remembered."""
     # Every call asks, so that these are not functions of machine and checks.
     if machine.interception is not None or _transform() is not None or _modes():
         return None
@@ -363,13 +352,9 @@ def _is_composite(kind: Any) -> bool:
 
 @functools.cache
 def facts_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
-    """Returns a function that makes the part of a key of a NamedTuple of tensors and settings.
+    """Returns a function that makes the part of a key of a NamedTuple, but for some fields.
 
     It raises TypeError for anything else.
-
-    Args:
-        kind: The NamedTuple.
-        left_out: Fields that are no part of it.
     """
     scope: dict[str, Any] = {"_kind": kind}
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]

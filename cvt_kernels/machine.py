@@ -102,12 +102,7 @@ def _why_no_gpu_runs(backend: str) -> str | None:
 
 @functools.cache
 def why_gpu_unsupported(backend: str, index: int) -> str | None:
-    """Says why one of the GPUs here cannot run kernels of ours; None if it can.
-
-    Args:
-        backend: ``"triton"`` or ``"native"``.
-        index: The number of the GPU.
-    """
+    """Says why one of the GPUs here cannot run kernels of ``"triton"`` or ``"native"``; None if it can."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip is not None:
         return f"there are kernels for NVIDIA's GPUs only, not for {name}"
@@ -306,11 +301,6 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
     filling the graph's memory, and up to torch 2.11 no random number can be drawn until another capture
     succeeds. Other threads may go on meanwhile with what a capture does not allow.
 
-    Args:
-        graph: A new graph.
-        pool: Its memory, of ``torch.cuda.graph_pool_handle()``.
-        stream: The stream to capture on, of the current device.
-
     Raises:
         Exception: What the block raises, or torch where the capture fails.
     """
@@ -351,26 +341,14 @@ def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 class Chip(NamedTuple):
-    """The properties of a GPU that launch configurations depend on.
-
-    Attributes:
-        capability: Compute capability, 90 for sm_90.
-        multiprocessors: Number of streaming multiprocessors.
-    """
+    """The compute capability of a GPU, 90 for sm_90, and its number of streaming multiprocessors."""
 
     capability: int
     multiprocessors: int
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton kernel.
-
-    Attributes:
-        kernel: The kernel.
-        grid: Programs along each axis.
-        arguments: Parameter → value, constants included.
-        options: Triton's options, such as ``num_warps``.
-    """
+    """One launch of a Triton kernel: with parameters by name, constants included, and Triton's options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -401,11 +379,9 @@ def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None) -> Iterator[None]:
-    """Gives a block's launches of Triton kernels to ``take`` instead of starting them.
+    """Gives a block's launches of Triton kernels to ``take``, which may start them.
 
-    Args:
-        take: Is called with each launch, and may start it.
-        chip: The GPU that the launches are planned for; None for the one that there is.
+    They are planned for ``chip``, or else for the GPU that there is.
     """
     global interception
     previous, interception = interception, _Interception(chip, take)
@@ -448,15 +424,7 @@ def _cuda_chip(index: int) -> Chip:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:
-    """Starts a Triton kernel on the device of a tensor, on its current stream.
-
-    Args:
-        kernel: The kernel.
-        grid: Programs along each axis.
-        on: A tensor on the device; usually one of the arguments too.
-        options: Triton's options, such as ``num_warps``.
-        arguments: The kernel's parameters by name, ``tl.constexpr`` ones included.
-    """
+    """Starts a Triton kernel on the current stream of the device of ``on``, with arguments by name."""
     take = _planning.take if interception is None else interception.take
     if take is not None:
         take(Launch(kernel, grid, arguments, options))

@@ -275,13 +275,7 @@ def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
 def profiled(function: Callable[[], Any], device: Device, *, memory: bool = False) -> profile:
     """Runs a function once under PyTorch's profiler, until the GPU is done with it too.
 
-    Args:
-        function: It is called without arguments.
-        device: The device on which it computes.
-        memory: Also record every allocation on the CPU, which :func:`peak_of` reads.
-
-    Returns:
-        The profile.
+    With ``memory``, it also records every allocation on the CPU, which :func:`peak_of` reads.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
     cuda = torch.device(device).type == "cuda"
@@ -327,11 +321,9 @@ def peak_of(profiler: profile) -> int:
 
 
 def copy_bandwidth(device: Device, size: int | None = None) -> float:
-    """Returns the bytes per second, read and written, of a copy.
+    """Returns the bytes per second, read and written, of a copy of ``size`` bytes.
 
-    Args:
-        device: The device to measure.
-        size: Bytes of the source. The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
+    The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
     """
     source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -349,15 +341,10 @@ PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 class Product:
-    """The product a·bᵀ of two large matrices, in each of the ways that PyTorch has for it.
+    """The product a·bᵀ of two large matrices, and the ``ways`` that PyTorch has for it.
 
     On a CPU there are two: on AMD's CPUs MKL, which serves ``F.linear``, is slow in float32, and oneDNN does
     the same product as a convolution of n pixels by 1×1.
-
-    Attributes:
-        n: Rows and columns.
-        operations: Of one product, a sum being an operation too.
-        ways: Functions without arguments that compute it.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, n: int | None = None):

@@ -55,12 +55,7 @@ Function = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """A call of an operator.
-
-    Attributes:
-        record: The record of its arguments; tensors may also lie in tuples within.
-        gradient: Whether the backward belongs to it: the tensors that require a gradient get one.
-    """
+    """The record of a call of an operator, and whether the backward belongs to it."""
 
     record: Any
     gradient: bool
@@ -114,7 +109,7 @@ class Proof(NamedTuple):
     unrounded: Function | None = None
 
     def standard(self) -> Standard:
-        """Returns the results by which the candidates are judged; see :meth:`Standard.of`."""
+        """Returns the results by which the candidates are judged."""
         return Standard.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
@@ -293,13 +288,7 @@ def _fastest(seconds: dict[str, float], default: str) -> str:
 
 
 class Results(NamedTuple):
-    """The results of one run, by name.
-
-    Attributes:
-        outputs: What the function returned.
-        gradients: The gradients of the arguments that require one.
-        arguments: The arguments after the run.
-    """
+    """The outputs of one run, the gradients of the arguments that require one, and all arguments after it."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -758,15 +747,9 @@ def time_in_turns(
 ) -> dict[str, Trial]:
     """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
 
-    Args:
-        candidates: By their names.
-        call: What they are timed on.
-        trials: Their trials so far.
-        default: The candidate that serves unless another wins by ``MARGIN``, if there is one.
-
     Returns:
-        Their trials with the seconds of the fastest run, or with a flaw if a candidate fails, which may
-        happen to a large call only; a single candidate is not timed.
+        Their trials so far with the seconds of the fastest run, or with a flaw if a candidate fails, which
+        may happen to a large call only; a single candidate is not timed.
     """
     if len(candidates) < 2:
         return {}

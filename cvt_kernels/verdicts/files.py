@@ -173,15 +173,11 @@ def _runs(process: int) -> bool:
 
 
 def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False) -> dict[str, Verdict] | str:
-    """Reads the verdicts of a file.
-
-    Args:
-        path: The file.
-        key: The machine's key that it should have.
-        may_be_missing: Whether a file that is not there counts as one without verdicts.
+    """Reads the verdicts of a file with a machine's key.
 
     Returns:
-        Question → verdict, nothing from a file of another type of device; or why the file cannot be used.
+        Question → verdict, nothing from a file of another type of device, or from none that may be missing;
+        or why the file cannot be used.
     """
     try:
         return _parse(_text(path), key)

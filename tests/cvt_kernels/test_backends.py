@@ -70,17 +70,6 @@ def test_a_backend_may_refuse_one_call_and_serve_another(names):
         ck.gelu(x, approximate="tanh")
 
 
-def test_calls_of_one_kind_that_differ_in_what_a_backend_can_serve():
-    """It is asked once for each shape; PyTorch's own serves what it refuses."""
-    add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if len(x) > 5 else None)
-    small, large = torch.ones(3), torch.full((9,), 9.0)
-    remember_verdict("native", "gelu", small, approximate="none")
-    for _ in range(2):
-        assert torch.equal(ck.gelu(small), small + 10)
-        assert torch.equal(ck.gelu(large), ck.reference.gelu(large))
-    assert ck.fallbacks()["gelu", "native"] == "too large"
-
-
 def test_a_plan_whose_backend_refuses_other_numbers_is_noticed_by_the_tests():
     add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
     with ck.use_backend("native", "reference"):
@@ -168,24 +157,6 @@ def test_an_operator_without_kernels_of_ours_is_not_concerned_by_requests_for_th
         pytest.raises(ck.BackendUnavailable, match=r"gelu: .*not implemented"),
     ):
         ck.gelu(x)
-
-
-def test_use_backend_as_statement_and_nested():
-    assert backends.requested_backends() == ("auto",)
-    with ck.use_backend("reference"):
-        with ck.use_backend("native", "triton"):
-            assert backends.requested_backends() == ("native", "triton")
-        assert backends.requested_backends() == ("reference",)
-    ck.use_backend("triton")
-    assert backends.requested_backends() == ("triton",)
-    again = ck.use_backend("reference", "native")
-    for _ in range(2):
-        with again:
-            assert backends.requested_backends() == ("reference", "native")
-        assert backends.requested_backends() == ("triton",)
-    with pytest.raises(ZeroDivisionError), ck.use_backend("auto"):
-        _ = 1 / 0
-    assert backends.requested_backends() == ("triton",)
 
 
 @pytest.mark.parametrize(
@@ -439,21 +410,6 @@ def test_classes_of_sizes_go_from_one_power_to_the_next(size):
         least = int(size_class(size, factor).removesuffix("+"))
         assert least <= size < factor * least
         assert math.log(least, factor) == pytest.approx(round(math.log(least, factor)))
-
-
-def test_a_verdict_holds_under_its_autocast_only():
-    x = torch.ones(3)
-    add_marked_backend("native", 10.0)
-    add_marked_backend("triton", 20.0)
-    remember_verdict("native", "gelu", x, approximate="none")
-    with torch.autocast("cpu", torch.bfloat16):
-        remember_verdict("triton", "gelu", x, approximate="none")
-    for _ in range(2):
-        assert torch.equal(ck.gelu(x), x + 10)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(ck.gelu(x), x + 20)
-        with torch.autocast("cpu", torch.float16):
-            assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
 
 
 @pytest.mark.usefixtures("proving")

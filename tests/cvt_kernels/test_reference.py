@@ -74,76 +74,29 @@ def image_to_tokens(image, class_token):
     return torch.cat([class_token, torch.stack(pixels, dim=1)], dim=1)
 
 
-def conv_by_taps(image, weight, stride, padding, dilation):
-    """Computes a depthwise convolution as a sum over the taps."""
-    padded = F.pad(image, [padding] * 4)
-    k = weight.shape[-1]
-    height, width = ((n - dilation * (k - 1) - 1) // stride + 1 for n in padded.shape[2:])
-    total = 0
-    for a in range(k):
-        for b in range(k):
-            rows = slice(a * dilation, a * dilation + (height - 1) * stride + 1, stride)
-            columns = slice(b * dilation, b * dilation + (width - 1) * stride + 1, stride)
-            total = total + padded[:, :, rows, columns] * weight[:, :, a, b, None]
-    return total
-
-
 # conv_projection ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("class_tokens", [0, 1])
 @pytest.mark.parametrize(
     ("k", "stride", "padding", "dilation"),
-    [
-        (1, 1, 0, 1),
-        (1, 2, 0, 1),
-        (3, 1, 1, 1),
-        (3, 2, 1, 1),
-        (3, 1, 2, 2),
-        (5, 2, 2, 1),
-        (5, 3, 4, 2),
-        (7, 1, 3, 1),
-    ],
+    [(1, 1, 0, 1), (1, 2, 0, 1), (3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (5, 3, 4, 2), (7, 1, 3, 1)],
 )
-def test_conv_projection_is_its_formula(k, stride, padding, dilation, class_tokens):
-    batch, grid, channels, momentum, eps = 2, (7, 6), 3, 0.3, 1e-3
-    x = torch.randn(batch, class_tokens + grid[0] * grid[1], channels, dtype=torch.float64)
-    settings = {"stride": stride, "padding": padding, "dilation": dilation, "momentum": momentum, "eps": eps}
-    conv = random_conv(channels, k, **settings)
-    y = conv_by_taps(tokens_to_image(x, grid), conv.weight, stride, padding, dilation)
-    assert conv.output_grid(grid) == tuple(y.shape[2:])
-
-    def normalized(mean, var):
-        mean, var, gamma, beta = (t.view(1, -1, 1, 1) for t in (mean, var, conv.bn_weight, conv.bn_bias))
-        return image_to_tokens((y - mean) / (var + eps).sqrt() * gamma + beta, x[:, :class_tokens])
-
-    (out,) = reference.conv_projection(x, grid, [conv], training=False)
-    torch.testing.assert_close(out, normalized(conv.running_mean, conv.running_var), rtol=0, atol=1e-12)
-
-    trained = clone_buffers(conv)
-    (out,) = reference.conv_projection(x, grid, [trained], training=True)
-    count = y.numel() // channels
-    mean = y.sum(dim=(0, 2, 3)) / count
-    square = ((y - mean.view(1, -1, 1, 1)) ** 2).sum(dim=(0, 2, 3))
-    torch.testing.assert_close(out, normalized(mean, square / count), rtol=0, atol=1e-12)
-    expected_mean = (1 - momentum) * conv.running_mean + momentum * mean
-    expected_var = (1 - momentum) * conv.running_var + momentum * square / (count - 1)
-    torch.testing.assert_close(trained.running_mean, expected_mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(trained.running_var, expected_var, rtol=0, atol=1e-12)
-    assert trained.num_batches_tracked == conv.num_batches_tracked + 1
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_running_statistics_are_bitwise_those_of_batch_norm(dtype, momentum):
-    grid, channels = (6, 5), 8
-    conv = random_conv(channels, dtype=dtype, padding=1, momentum=momentum)
-    theirs = modules(conv, channels).train()
-    for _ in range(3):
-        x = torch.randn(2, 30, channels).to(dtype)
-        image = x.transpose(1, 2).unflatten(2, grid)
-        (out,) = reference.conv_projection(x, grid, [conv], training=True)
-        assert torch.equal(out, theirs(image).flatten(2).transpose(1, 2))
+def test_conv_projection_is_convolution_and_batch_norm(
+    k, stride, padding, dilation, class_tokens, momentum, dtype
+):
+    """In every bit, running statistics included."""
+    grid, settings = (7, 6), {"stride": stride, "padding": padding, "dilation": dilation, "eps": 1e-3}
+    x = torch.randn(2, class_tokens + 42, 3).to(dtype)
+    conv = random_conv(3, k, dtype=dtype, momentum=momentum, **settings)
+    theirs = modules(conv, 3)
+    for training in (False, True, True):
+        y = theirs.train(training)(x[:, class_tokens:].transpose(1, 2).unflatten(2, grid))
+        (out,) = reference.conv_projection(x, grid, [conv], training=training)
+        assert torch.equal(out, image_to_tokens(y, x[:, :class_tokens]))
+    assert conv.output_grid(grid) == tuple(y.shape[2:])
     assert torch.equal(conv.running_mean, theirs[1].running_mean)
     assert torch.equal(conv.running_var, theirs[1].running_var)
     assert torch.equal(conv.num_batches_tracked, theirs[1].num_batches_tracked)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt import create_model, evaluation
+from cvt import evaluation
 from cvt_kernels import backends
 from cvt_kernels.backends import requested_backends, requesting
 from tests.checks import add_marked_backend
@@ -154,36 +154,6 @@ def test_a_statement_within_a_compiled_function():
     assert requested_backends() == NATIVE
     ck.use_backend("reference")
     assert requested_backends() == REFERENCE
-
-
-def test_threads_at_once():
-    """Each sees its own choice all the time, and nothing of it is left."""
-    model, images, start = create_model(ONE_STAGE), torch.rand(1, 3, 32, 32), threading.Barrier(4)
-
-    def cost():
-        evaluation.cost(ONE_STAGE, 32)
-
-    def verify():
-        ck.verify(model, images, rounds=1, progress=False)
-
-    def work(names, task):
-        start.wait(timeout=60)
-        with ck.use_backend(*names):
-            for _ in range(2):
-                task()
-                assert requested_backends() == names
-        return requested_backends()
-
-    tasks = (
-        (NATIVE, cost),
-        (REFERENCE, cost),
-        (("sdpa", "reference"), verify),
-        (REFERENCE, requested_backends),
-    )
-    with ThreadPoolExecutor(4) as pool:
-        left = list(pool.map(lambda each: work(*each), tasks))
-    assert left == [AUTO] * 4
-    assert (requested_backends(), in_thread(requested_backends)) == (AUTO, AUTO)
 
 
 def test_replacements_wait_for_each_other():
