@@ -126,10 +126,7 @@ def prove(proof: Proof) -> Verdict:
     with undisturbed(proof.sample.device):
         standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
-        sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
-        timed = time_in_turns(sound, proof.timed, trials, proof.default)
-        measure.release_memory(proof.sample.device)
-        return choose({**trials, **timed}, proof.default)
+        return choose({**trials, **_time_sound(proof, trials)}, proof.default)
 
 
 def time_again(proof: Proof, verdict: Verdict) -> Verdict:
@@ -142,14 +139,18 @@ def time_again(proof: Proof, verdict: Verdict) -> Verdict:
         Exception: As :func:`prove`.
     """
     with undisturbed(proof.sample.device):
-        names = [name for name in proof.candidates if verdict.trials[name].flaw is None]
-        sound = {name: proof.candidates[name] for name in names}
-        timed = time_in_turns(sound, proof.timed, verdict.trials, proof.default)
-        measure.release_memory(proof.sample.device)
+        timed = _time_sound(proof, verdict.trials)
     is_disturbed = any(trial.is_disturbed for trial in timed.values())
     if is_disturbed and all(trial.flaw is None for trial in timed.values()):
         return verdict._replace(timings=verdict.timings + 1)
     return choose({**verdict.trials, **timed}, proof.default)._replace(timings=verdict.timings + 1)
+
+
+def _time_sound(proof: Proof, trials: Mapping[str, Trial]) -> dict[str, Trial]:
+    sound = {name: each for name, each in proof.candidates.items() if trials[name].flaw is None}
+    timed = time_in_turns(sound, proof.timed, trials, proof.default)
+    measure.release_memory(proof.sample.device)
+    return timed
 
 
 # What a terminal shows --------------------------------------------------------------------------------------

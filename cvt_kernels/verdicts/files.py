@@ -61,7 +61,7 @@ def storable(verdict: Verdict) -> Verdict:
         if flaw is None and trial.error is not None and not math.isfinite(trial.error):
             flaw = f"wrong: its error is {trial.error}"
         values = {each: getattr(trial, each) for each in _NUMBERS}
-        numbers = {
+        numbers: dict[str, Any] = {
             each: None if value is None or not math.isfinite(value) else float(value)
             for each, value in values.items()
         }
