@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """What serves calls of one key, outside of CUDA graphs and in them, and whether for later calls too."""
+    """The backends that serve calls of one key, in CUDA graphs and outside, and whether later ones too."""
 
     eager: Implementation
     in_graphs: Implementation

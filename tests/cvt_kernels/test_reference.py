@@ -87,7 +87,7 @@ def image_to_tokens(image, class_token):
 def test_conv_projection_is_convolution_and_batch_norm(
     k, stride, padding, dilation, class_tokens, momentum, dtype
 ):
-    """In every bit, running statistics included."""
+    """Every bit is the same, running statistics included."""
     grid, settings = (7, 6), {"stride": stride, "padding": padding, "dilation": dilation, "eps": 1e-3}
     x = torch.randn(2, class_tokens + 42, 3).to(dtype)
     conv = random_conv(3, k, dtype=dtype, momentum=momentum, **settings)
