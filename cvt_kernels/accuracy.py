@@ -86,28 +86,15 @@ def compare(
     if exact.dtype != torch.float64:
         raise ValueError(f"exact: got {exact.dtype}, expected torch.float64")
     units = usual_units(exact.numel()) if units is None else units
+    rounding, unit = 0.0, dtype or actual.dtype
     if actual.dtype in OF_8_BITS:
-        mine, theirs, truth = (_in_steps(result, actual.dtype) for result in (actual, same_dtype, exact))
-        return _compare_steps(mine, theirs, truth, factor, units)
+        rounding, unit = _ROUNDING, torch.float32  # in which steps are computed
+        actual, same_dtype, exact = (_in_steps(each, actual.dtype) for each in (actual, same_dtype, exact))
     pytorchs = _largest_difference(same_dtype, exact)
-    allowed = allowed_error(
-        pytorchs,
-        _largest_finite(exact),
-        dtype or actual.dtype,
-        factor=factor,
-        units=units,
-    )
     ours = pytorchs if actual is same_dtype else _largest_difference(actual, exact)
-    return Error(ours, pytorchs, allowed)
-
-
-def _compare_steps(actual: Tensor, same_dtype: Tensor, exact: Tensor, factor: float, units: float) -> Error:
-    """Compares 8-bit numbers as :func:`compare` does; all are in steps, computed in float32."""
-    pytorchs = _largest_difference(same_dtype, exact)
-    beyond = allowed_error(
-        max(pytorchs - _ROUNDING, 0.0), _largest_finite(exact), torch.float32, factor=factor, units=units
-    )
-    return Error(_largest_difference(actual, exact), pytorchs, _ROUNDING + beyond)
+    beyond = max(pytorchs - rounding, 0.0)
+    allowed = allowed_error(beyond, _largest_finite(exact), unit, factor=factor, units=units)
+    return Error(ours, pytorchs, rounding + allowed)
 
 
 def _in_steps(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,14 +120,9 @@ def allowed_error(
     factor: float = VALUE_FACTOR,
     units: float = 1.0,
 ) -> float:
-    """Returns the largest error that the accuracy rule allows.
+    """Returns the largest error that the rule allows beside an error of PyTorch's.
 
-    Args:
-        pytorchs: The error of PyTorch's result.
-        largest: The largest exact value; 1 if errors are relative to it.
-        dtype: The dtype of the units in the last place.
-        factor: ``VALUE_FACTOR``, or ``GRADIENT_FACTOR`` for gradients.
-        units: Also allowed, in units in the last place of ``largest``.
+    ``units`` are in the last place of ``largest``, the largest exact value; 1 if errors are relative to it.
     """
     return factor * pytorchs + units * torch.finfo(dtype).eps * largest
 

@@ -75,10 +75,9 @@ class Implementation:
         function: Takes the record of a call: itself, or its path ``"package.module:name"``, which is imported
             when a call first asks for this backend on a device that it serves.
         devices: Device types that it serves; None for every one.
-        why_unavailable: Given a device type, says why this machine cannot run it there at all, or None if it
-            can. It is asked once, at the first call.
-        why_unsupported: Given the record of a call, says why it cannot serve that call, or None if it can;
-            itself, or its path. The answer depends on nothing but the key of the call (``declaration``).
+        why_unavailable: Given a device type, says why this machine cannot run it there. It is asked once.
+        why_unsupported: Given the record of a call, says why it cannot serve that call; itself, or its path.
+            The answer depends on nothing but the key of the call (``declaration``).
     """
 
     function: Any
@@ -104,16 +103,14 @@ class Operator:
         bind: Makes the record of a call of its arguments.
         kind: Given the record of a call, returns words for all calls that share a verdict: those with the
             same kernels and about the same economics.
-        sample: Given a factor and the record of a call, returns that of a call of fewer images: with the
-            factor 1 as few as suffice to check it on a CPU, with 32 about as many as change its speed there,
-            and so on.
+        sample: Given a factor and the record of a call, returns that of a call of fewer images: with 1 as few
+            as suffice to check it on a CPU, with 32 about as many as change its speed there.
         defaults: PyTorch's own backends, of which the first that can serves where there is no verdict; before
             them ``composed``, if other operators are to serve then.
         exact: Computes the exact result for proofs, from a record in float64; None for the reference.
-        unrounded: Computes, in any floating dtype, what results may be as well: those of implementations that
-            do not round where the operator does; None if there are none.
-        fused_by_compiler: Whether torch.compile's own code for a CPU computes it together with what is around
-            it, so that an operator of ours would stand between.
+        unrounded: Computes results that are right as well, of implementations that do not round where the
+            operator does.
+        fused_by_compiler: Whether torch.compile's own code for a CPU fuses it with what is around it.
     """
 
     name: str
@@ -338,17 +335,16 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         use_backend("reference")                    # from now on
         with use_backend("triton", "native"): ...   # only here: Triton's kernel, else csrc's
 
-    A block holds for its thread or task alone. A statement in the main thread, outside of such blocks, holds
-    for all threads that make no choice themselves too, those of PyTorch among them; one within a block holds
-    until the end of the block, or in a compiled function for the process. Of blocks that end in another order
-    than the reverse of their beginnings, the last one to begin of those that are still open counts. In the
-    backward on a GPU, which PyTorch runs in threads of its own, the choice counts that a thread made last.
-
     ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
-    order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. The
+    order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. An operator
+    without kernels of this project, ``linear``, ignores a request that names none of its backends. The
     environment variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that
-    a process starts with. An operator that has no kernels of this project, ``linear``, ignores a request
-    that names none of its backends.
+    a process starts with.
+
+    A block holds for its thread or task alone. A statement in the main thread, outside of blocks, also holds
+    for all threads that make no choice themselves; within a block it holds until the end of the block, or in
+    a compiled function for the process. Where blocks overlap, the last one to begin counts that is still
+    open. The backward on a GPU, in threads of PyTorch's, takes the choice that a thread made last.
 
     Raises:
         ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.

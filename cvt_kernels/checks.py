@@ -77,13 +77,7 @@ def check_tensor(name: str, value: Any, shape: str) -> None:
 
 
 def check_float_tensor(name: str, value: Any, shape: str) -> None:
-    """Raises TypeError unless ``value`` is a dense tensor of a floating dtype.
-
-    Args:
-        name: The argument, for the message, as in all functions here.
-        value: What came.
-        shape: What was expected, for the message.
-    """
+    """Raises TypeError unless ``value`` is a dense tensor of a floating dtype."""
     # As in check_tensor, without another call: small operators are called with many tensors.
     is_float = isinstance(value, Tensor) and value.dtype in _FLOAT_DTYPES
     if is_float and value.layout is _DENSE and not value.is_nested:
@@ -233,20 +227,17 @@ def _is_size(value: Any) -> bool:
     return _is_index(value)
 
 
-def _is_index(value: object) -> bool:
+def _is_index(value: Any) -> bool:
     """Says whether a value is an integer: of Python, of NumPy, symbolic, or a scalar tensor."""
     if isinstance(value, int | torch.SymInt):
         return not isinstance(value, bool)
-    return isinstance(value, np.integer | Tensor) and _as_index(value) is not None
-
-
-def _as_index(value: Any) -> int | None:
-    if isinstance(value, Tensor) and value.dtype == torch.bool:
-        return None
+    if not isinstance(value, np.integer | Tensor) or value.dtype == torch.bool:
+        return False
     try:
-        return operator.index(value)
+        operator.index(value)
     except TypeError:
-        return None
+        return False
+    return True
 
 
 def indices(name: str, value: Any) -> list[int]:
@@ -302,15 +293,8 @@ def check_geometry(
 ) -> tuple[int, ...]:
     """Returns the sizes of the output of a convolution; raises for settings that no convolution has.
 
-    A padding far beyond the map and the kernel would only add zeros, without limit.
-
-    Args:
-        prefix: Stands before the names in messages.
-        kernel: Rows and columns of the kernel.
-        sizes: Height and width of the map.
-        stride: The setting.
-        padding: The setting.
-        dilation: The setting.
+    A padding far beyond the map and the kernel would only add zeros, without limit. ``prefix`` stands before
+    the names in messages, ``sizes`` are the height and width of the map.
 
     Raises:
         TypeError: A setting that is no integer.
@@ -458,14 +442,8 @@ def check_row_values(
 ) -> None:
     """Raises ValueError for rows that the tokens do not have, where their values can be seen without a wait.
 
-    That is on a CPU, and not where torch.compile, torch.export or torch.func trace.
-
-    Args:
-        name: The argument, for the message.
-        rows: (B, K) int64, tokens, or negative for none.
-        tokens: Number of tokens.
-        ascending: Whether they have to ascend, with -1 at the end.
-        class_token: Whether the first has to be 0.
+    That is on a CPU, and not where torch.compile, torch.export or torch.func trace. Rows (B, K), int64, are
+    negative for none. ``ascending`` ones ascend, with -1 at the end; with a class token, the first is 0.
     """
     if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":
         return

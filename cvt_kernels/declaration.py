@@ -215,28 +215,22 @@ def operator(
 ) -> Callable[[Function], Function]:
     """Declares an operator by the function that it decorates, which computes it in plain PyTorch.
 
-    What it takes are functions of the record of a call, a NamedTuple with the names of the parameters.
+    All are functions of the record of a call, a NamedTuple with the names of the parameters. ``kind``,
+    ``sample``, ``defaults``, ``exact``, ``unrounded`` and ``fused_by_compiler`` are those of
+    :class:`backends.Operator`.
 
-    Args:
-        backends: What serves it besides the decorated function, by the name of the backend.
-        kind: As of :class:`backends.Operator`, like ``sample``, ``defaults``, ``exact``, ``unrounded`` and
-            ``fused_by_compiler``.
-        sample: See there.
-        check: Raises TypeError or ValueError for wrong arguments. What it depends on is part of a call's key.
-        name: Its name; None for that of the function.
-        defaults: See there.
-        exact: See there.
-        unrounded: See there.
-        fused_by_compiler: See there.
-        values: A parameter, and what is called where that is not None even if there is a plan: it checks
-            values in tensors, which are no part of a key.
-        instead: Returns a function of the record that serves the call without a choice between backends; None
-            where there is one. It is asked once for a key.
-        arguments: Returns the record that the rest takes, as where any sequence may stand for a tuple; what
-            it changes makes no key.
-        facts: For parameters whose type does not tell it, a function that makes their part of a key, and the
-            names of other parameters. It takes their value, whether gradients are enabled and the others'
-            values, and raises TypeError for values of which nothing may be remembered.
+    - ``backends``: What serves it besides the decorated function, by the name of the backend.
+    - ``check``: Raises TypeError or ValueError for wrong arguments. It depends on the key of a call only.
+    - ``name``: Its name; that of the function by default.
+    - ``values``: A parameter, and what checks its numbers, which are no part of a key. Where the parameter is
+      not None, it is called even if there is a plan.
+    - ``instead``: Returns a function of the record that serves the call without a choice between backends, or
+      None. It is asked once for a key.
+    - ``arguments``: Returns the record that the rest takes, as where any sequence may stand for a tuple; what
+      it changes makes no key.
+    - ``facts``: For parameters whose type does not tell it, a function that makes their part of a key, and
+      the names of other parameters. It takes their value, whether gradients are enabled and the others'
+      values, and raises TypeError for values of which nothing may be remembered.
     """
 
     def declare(function: Function) -> Function:
@@ -266,11 +260,7 @@ def _register(declared: Declaration, given: Mapping[str, Implementation]) -> Non
 
 
 def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
-    """Returns the Triton kernels for NVIDIA GPUs, the function of the operator's name in ``triton``.
-
-    Args:
-        why_unsupported: Name of the function there that says why they cannot serve a call.
-    """
+    """Returns the Triton kernels for NVIDIA GPUs, the function of the operator's name in ``triton``."""
     return Implementation(
         function=".triton:{name}",
         devices=("cuda",),
@@ -286,9 +276,7 @@ def native_kernels(
 ) -> Implementation:
     """Returns the kernels of the compiled extension, the function of the operator's name in ``native``.
 
-    Args:
-        devices: As of :class:`backends.Implementation`, like the others.
-        why_unsupported: See there; a path begins at the package of the operator.
+    A path in ``why_unsupported`` begins at the package of the operator.
     """
     return Implementation(".native:{name}", devices, machine.why_native_unavailable, why_unsupported)
 
@@ -311,12 +299,7 @@ _transform = torch._C._functorch.maybe_current_level
 
 
 def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
-    """Returns the state on which choices and plans depend; None where nothing is remembered.
-
-    Args:
-        grad: Whether gradients are enabled.
-        x: The first argument of the call.
-    """
+    """Returns the state on which choices and plans depend; None where nothing is remembered."""
     # Every call asks, so that these are not functions of machine and checks.
     if machine.interception is not None or _transform() is not None or _modes():
         return None
@@ -369,13 +352,9 @@ def _is_composite(kind: Any) -> bool:
 
 @functools.cache
 def facts_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
-    """Returns a function that makes the part of a key of a NamedTuple of tensors and settings.
+    """Returns a function that makes the part of a key of a NamedTuple, but for some fields.
 
     It raises TypeError for anything else.
-
-    Args:
-        kind: The NamedTuple.
-        left_out: Fields that are no part of it.
     """
     scope: dict[str, Any] = {"_kind": kind}
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]

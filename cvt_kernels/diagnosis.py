@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -151,12 +150,7 @@ def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
 
 
 def _implemented(operator: str) -> list[str]:
-    names = []
-    for name in backends.BACKENDS:
-        with contextlib.suppress(KeyError):
-            backends.registered(operator, name)
-            names.append(name)
-    return names
+    return [name for name in backends.BACKENDS if name in backends.implementations[operator]]
 
 
 def _served_by(operator: str, device_type: str, available: list[str], is_broken: bool) -> str:

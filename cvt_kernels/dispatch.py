@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """The backends that serve calls of one key, outside of CUDA graphs and in them.
-
-    Attributes:
-        eager: The backend outside of graphs.
-        in_graphs: The backend where work is captured.
-        lasts: Whether the choice holds for later calls of the key.
-    """
+    """The backends that serve calls of one key, in CUDA graphs and outside, and whether later ones too."""
 
     eager: Implementation
     in_graphs: Implementation
@@ -91,12 +85,7 @@ def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Cho
     """Chooses for a call in which the processes of a group exchange data, the same backend for all.
 
     The first call asks every process which backend it would take; if they differ, PyTorch's own serves.
-
-    Args:
-        group: The process group.
-        shared: Hashable settings that tell this call from others and are the same in every process.
-        operator: Name of the operator.
-        call: The record of the call.
+    ``shared`` are hashable settings that tell this call from others and are the same in every process.
 
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
@@ -273,11 +262,7 @@ def _question(operator: str, dtype: torch.dtype, device: torch.device, gradient:
     precision = torch.backends.cuda.matmul.fp32_precision
     if device.type == "cuda" and dtype == torch.float32 and precision not in ("ieee", "none"):
         numbers += f" multiplied in {precision}"
-    return f"{operator}, {_direction(gradient)}, {numbers}, {kind}"
-
-
-def _direction(gradient: bool) -> str:
-    return "forward+backward" if gradient else "forward"
+    return f"{operator}, {'forward+backward' if gradient else 'forward'}, {numbers}, {kind}"
 
 
 def _remembered_backend(
@@ -448,10 +433,6 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
 
     They come most frequent first. Where backends are requested, it is the first of them that may serve, with
     0; without verdicts nothing.
-
-    Args:
-        operator: Name of the operator.
-        device_type: Such as ``"cpu"``.
     """
     if not backends.is_auto():
         known = backends.implementations[operator]

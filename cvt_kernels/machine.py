@@ -102,12 +102,7 @@ def _why_no_gpu_runs(backend: str) -> str | None:
 
 @functools.cache
 def why_gpu_unsupported(backend: str, index: int) -> str | None:
-    """Says why one of the GPUs here cannot run kernels of ours; None if it can.
-
-    Args:
-        backend: ``"triton"`` or ``"native"``.
-        index: The number of the GPU.
-    """
+    """Says why one of the GPUs here cannot run kernels of ``"triton"`` or ``"native"``; None if it can."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip is not None:
         return f"there are kernels for NVIDIA's GPUs only, not for {name}"
@@ -147,7 +142,7 @@ def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
     if not toolkit:
         lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
         return f"the extension was built where there was no CUDA toolkit (nvcc); {lacking}run {_BUILD}"
-    driver = _cuda_driver()
+    driver = cuda_driver_version() // 1000  # the newest major version
     if driver == 0:
         return "there is no NVIDIA driver"
     if driver < int(toolkit.split(".")[0]):
@@ -163,11 +158,6 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
         return capability == (int(number[:-1]), int(number[-1]))
     built = int(number[:-1]), int(number[-1])
     return capability >= built and (kind == "compute" or capability[0] == built[0])
-
-
-def _cuda_driver() -> int:
-    """Returns the newest major version of CUDA that the driver serves; 0 if there is no driver."""
-    return cuda_driver_version() // 1000
 
 
 def cuda_driver_version() -> int:
@@ -311,11 +301,6 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
     filling the graph's memory, and up to torch 2.11 no random number can be drawn until another capture
     succeeds. Other threads may go on meanwhile with what a capture does not allow.
 
-    Args:
-        graph: A new graph.
-        pool: Its memory, of ``torch.cuda.graph_pool_handle()``.
-        stream: The stream to capture on, of the current device.
-
     Raises:
         Exception: What the block raises, or torch where the capture fails.
     """
@@ -356,26 +341,14 @@ def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 class Chip(NamedTuple):
-    """The properties of a GPU that launch configurations depend on.
-
-    Attributes:
-        capability: Compute capability, 90 for sm_90.
-        multiprocessors: Number of streaming multiprocessors.
-    """
+    """The compute capability of a GPU, 90 for sm_90, and its number of streaming multiprocessors."""
 
     capability: int
     multiprocessors: int
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton kernel.
-
-    Attributes:
-        kernel: The kernel.
-        grid: Programs along each axis.
-        arguments: Parameter → value, constants included.
-        options: Triton's options, such as ``num_warps``.
-    """
+    """One launch of a Triton kernel: with parameters by name, constants included, and Triton's options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -406,11 +379,9 @@ def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None) -> Iterator[None]:
-    """Gives a block's launches of Triton kernels to ``take`` instead of starting them.
+    """Gives a block's launches of Triton kernels to ``take``, which may start them.
 
-    Args:
-        take: Is called with each launch, and may start it.
-        chip: The GPU that the launches are planned for; None for the one that there is.
+    They are planned for ``chip``, or else for the GPU that there is.
     """
     global interception
     previous, interception = interception, _Interception(chip, take)
@@ -453,15 +424,7 @@ def _cuda_chip(index: int) -> Chip:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:
-    """Starts a Triton kernel on the device of a tensor, on its current stream.
-
-    Args:
-        kernel: The kernel.
-        grid: Programs along each axis.
-        on: A tensor on the device; usually one of the arguments too.
-        options: Triton's options, such as ``num_warps``.
-        arguments: The kernel's parameters by name, ``tl.constexpr`` ones included.
-    """
+    """Starts a Triton kernel on the current stream of the device of ``on``, with arguments by name."""
     take = _planning.take if interception is None else interception.take
     if take is not None:
         take(Launch(kernel, grid, arguments, options))

@@ -154,10 +154,11 @@ def cold_seconds_in_turns(
         rounds += 1
         for i in losers(timed):
             del timed[i]
-    return [
-        taken._replace(is_disturbed=_is_disturbed(taken) or _has_waited(taken, seconds))
-        for taken, seconds in zip(times, waited, strict=True)
-    ]
+    for i, taken in enumerate(times):
+        best, seconds_waited = min(zip(taken.device, waited[i], strict=True), default=(0.0, 0.0))
+        is_disturbed = _is_disturbed(taken) or seconds_waited > _MOST_WAITING * best
+        times[i] = taken._replace(is_disturbed=is_disturbed)
+    return times
 
 
 _MOST_WAITING = 0.1  # times the time of a run, where nothing else runs
@@ -167,12 +168,6 @@ _PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
 def _is_disturbed(times: ColdTimes) -> bool:
     """Says whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
-
-
-def _has_waited(times: ColdTimes, waited: Sequence[float]) -> bool:
-    """Says whether threads waited for a CPU in the fastest run, given for how long they did in each."""
-    best, seconds = min(zip(times.device, waited, strict=True), default=(0.0, 0.0))
-    return seconds > _MOST_WAITING * best
 
 
 def waited_seconds() -> float:
@@ -280,13 +275,7 @@ def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
 def profiled(function: Callable[[], Any], device: Device, *, memory: bool = False) -> profile:
     """Runs a function once under PyTorch's profiler, until the GPU is done with it too.
 
-    Args:
-        function: It is called without arguments.
-        device: The device on which it computes.
-        memory: Also record every allocation on the CPU, which :func:`peak_of` reads.
-
-    Returns:
-        The profile.
+    With ``memory``, it also records every allocation on the CPU, which :func:`peak_of` reads.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
     cuda = torch.device(device).type == "cuda"
@@ -332,11 +321,9 @@ def peak_of(profiler: profile) -> int:
 
 
 def copy_bandwidth(device: Device, size: int | None = None) -> float:
-    """Returns the bytes per second, read and written, of a copy.
+    """Returns the bytes per second, read and written, of a copy of ``size`` bytes.
 
-    Args:
-        device: The device to measure.
-        size: Bytes of the source. The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
+    The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
     """
     source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -354,25 +341,14 @@ PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 class Product:
-    """The product a·bᵀ of two large matrices, in each of the ways that PyTorch has for it.
+    """The product a·bᵀ of two large matrices, and the ``ways`` that PyTorch has for it.
 
     On a CPU there are two: on AMD's CPUs MKL, which serves ``F.linear``, is slow in float32, and oneDNN does
     the same product as a convolution of n pixels by 1×1.
-
-    Attributes:
-        n: Rows and columns.
-        operations: Of one product, a sum being an operation too.
-        ways: Functions without arguments that compute it.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, n: int | None = None):
-        """Makes the matrices.
-
-        Args:
-            device: Where they are.
-            dtype: Their dtype.
-            n: Rows and columns; None for those of ``PRODUCT_SIZE``.
-        """
+        """Makes the matrices, of ``PRODUCT_SIZE`` rows and columns by default."""
         kind = torch.device(device).type
         self.n = n = n or PRODUCT_SIZE["cuda" if kind == "cuda" else "cpu"]
         self.operations = 2 * n**3

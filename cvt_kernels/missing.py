@@ -45,15 +45,11 @@ def why_kernels_are_missing() -> str | None:
         reasons.append(machine.why_native_unavailable("cpu"))
     elif has_gpu:
         with contextlib.suppress(machine.ExtensionError):  # the first call will raise it
-            reasons.append(_why_cuda_is_missing())
+            if machine.load_extension().cuda_request != "0":  # or somebody left them out on purpose
+                reasons.append(machine.why_native_unavailable("cuda"))
     if has_gpu:
         reasons.append(machine.why_triton_unavailable("cuda"))
     return "; ".join(reason for reason in reasons if reason is not None) or None
-
-
-def _why_cuda_is_missing() -> str | None:
-    """Says why the extension does not serve the GPUs here, unless somebody left that out on purpose."""
-    return None if machine.load_extension().cuda_request == "0" else machine.why_native_unavailable("cuda")
 
 
 def _has_gpu() -> bool:

@@ -55,12 +55,7 @@ Function = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """A call of an operator.
-
-    Attributes:
-        record: The record of its arguments; tensors may also lie in tuples within.
-        gradient: Whether the backward belongs to it: the tensors that require a gradient get one.
-    """
+    """The record of a call of an operator, and whether the backward belongs to it."""
 
     record: Any
     gradient: bool
@@ -114,7 +109,7 @@ class Proof(NamedTuple):
     unrounded: Function | None = None
 
     def standard(self) -> Standard:
-        """Returns the results by which the candidates are judged; see :meth:`Standard.of`."""
+        """Returns the results by which the candidates are judged."""
         return Standard.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
@@ -131,10 +126,7 @@ def prove(proof: Proof) -> Verdict:
     with undisturbed(proof.sample.device):
         standard = proof.standard()
         trials = {name: check(function, standard) for name, function in proof.candidates.items()}
-        sound = {name: proof.candidates[name] for name, trial in trials.items() if trial.flaw is None}
-        timed = time_in_turns(sound, proof.timed, trials, proof.default)
-        measure.release_memory(proof.sample.device)
-        return choose({**trials, **timed}, proof.default)
+        return choose({**trials, **_time_sound(proof, trials)}, proof.default)
 
 
 def time_again(proof: Proof, verdict: Verdict) -> Verdict:
@@ -147,14 +139,18 @@ def time_again(proof: Proof, verdict: Verdict) -> Verdict:
         Exception: As :func:`prove`.
     """
     with undisturbed(proof.sample.device):
-        names = [name for name in proof.candidates if verdict.trials[name].flaw is None]
-        sound = {name: proof.candidates[name] for name in names}
-        timed = time_in_turns(sound, proof.timed, verdict.trials, proof.default)
-        measure.release_memory(proof.sample.device)
+        timed = _time_sound(proof, verdict.trials)
     is_disturbed = any(trial.is_disturbed for trial in timed.values())
     if is_disturbed and all(trial.flaw is None for trial in timed.values()):
         return verdict._replace(timings=verdict.timings + 1)
     return choose({**verdict.trials, **timed}, proof.default)._replace(timings=verdict.timings + 1)
+
+
+def _time_sound(proof: Proof, trials: Mapping[str, Trial]) -> dict[str, Trial]:
+    sound = {name: each for name, each in proof.candidates.items() if trials[name].flaw is None}
+    timed = time_in_turns(sound, proof.timed, trials, proof.default)
+    measure.release_memory(proof.sample.device)
+    return timed
 
 
 # What a terminal shows --------------------------------------------------------------------------------------
@@ -293,13 +289,7 @@ def _fastest(seconds: dict[str, float], default: str) -> str:
 
 
 class Results(NamedTuple):
-    """The results of one run, by name.
-
-    Attributes:
-        outputs: What the function returned.
-        gradients: The gradients of the arguments that require one.
-        arguments: The arguments after the run.
-    """
+    """The outputs of one run, the gradients of the arguments that require one, and all arguments after it."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -311,8 +301,8 @@ class Standard:
     """The results by which candidates are judged on a sample of a call.
 
     Attributes:
-        reference: What computes the results of PyTorch, which need not be checked.
-        oracle: What computes the exact results in float64.
+        reference: The operator in plain PyTorch, which need not be checked.
+        oracle: Computes the exact results in float64.
         sample: The call, its tensors detached.
         douts: Gradients of the outputs, if the backward belongs to the call.
         same: Results of the reference in the dtypes of the call.
@@ -337,12 +327,6 @@ class Standard:
         unrounded: Function | None = None,
     ) -> Standard:
         """Runs the reference; on random numbers where those of the call could not tell right from wrong.
-
-        Args:
-            reference: The operator in plain PyTorch.
-            sample: The call.
-            oracle: What computes it in float64; None for the reference.
-            unrounded: What computes results that are right as well; None if there are no such.
 
         Raises:
             FloatingPointError: PyTorch's results are not finite on random numbers either.
@@ -401,18 +385,18 @@ class Standard:
             strict=True,
         )
         least = _NEAR_OF_8_BITS if rounds else 0.0
-        return all(_is_near(mine, truth, least) for mine, truth in (*results, *changed) if _is_fine(mine))
+
+        def is_near(result: Tensor, exact: Tensor) -> bool:
+            largest = exact.abs().max().item() if exact.numel() else 0.0
+            error = accuracy.compare(result, result, exact).ours
+            return error <= max(least, torch.finfo(result.dtype).eps ** 0.5) * largest < math.inf
+
+        return all(is_near(mine, truth) for mine, truth in (*results, *changed) if _is_fine(mine))
 
 
 def _is_fine(tensor: Tensor) -> bool:
     """Says whether a tensor is of floating-point numbers of more than 8 bits, others being exact."""
     return tensor.is_floating_point() and tensor.dtype not in accuracy.OF_8_BITS
-
-
-def _is_near(result: Tensor, exact: Tensor, least: float) -> bool:
-    largest = exact.abs().max().item() if exact.numel() else 0.0
-    error = accuracy.compare(result, result, exact).ours
-    return error <= max(least, torch.finfo(result.dtype).eps ** 0.5) * largest < math.inf
 
 
 def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Results:
@@ -492,14 +476,10 @@ def is_usable(device: torch.device) -> bool:
 
 
 def _flaw_of(error: Exception) -> str:
-    return f"{FAILS_HERE if _is_of_environment(error) else 'fails: '}{describe_error(error)}"
-
-
-def _is_of_environment(error: Exception) -> bool:
-    """Says whether an error is no fault of a kernel, but of what it needs to be built, loaded or started."""
-    if isinstance(error, OSError | ImportError | subprocess.SubprocessError):
-        return True
-    return "Failed to find C compiler" in str(error)  # Triton's, which has no type of its own
+    # A fault of what a kernel needs to be built, loaded or started; Triton's error has no type of its own.
+    is_of_environment = isinstance(error, OSError | ImportError | subprocess.SubprocessError)
+    is_of_environment |= "Failed to find C compiler" in str(error)
+    return f"{FAILS_HERE if is_of_environment else 'fails: '}{describe_error(error)}"
 
 
 def describe_error(error: Exception) -> str:
@@ -624,11 +604,6 @@ def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
         most = _UNITS * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
         exact.data.mul_(1 + most * (2 * noise - 1))
     return exact
-
-
-def _timeable(tensor: Tensor) -> Tensor:
-    """Returns a tensor; a copy if it may be a running statistic, which calls would change."""
-    return _copied(tensor) if tensor.ndim < 2 else tensor
 
 
 def _varies(tensor: Tensor) -> bool:
@@ -773,19 +748,14 @@ def time_in_turns(
 ) -> dict[str, Trial]:
     """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
 
-    Args:
-        candidates: By their names.
-        call: What they are timed on.
-        trials: Their trials so far.
-        default: The candidate that serves unless another wins by ``MARGIN``, if there is one.
-
     Returns:
-        Their trials with the seconds of the fastest run, or with a flaw if a candidate fails, which may
-        happen to a large call only; a single candidate is not timed.
+        Their trials so far with the seconds of the fastest run, or with a flaw if a candidate fails, which
+        may happen to a large call only; a single candidate is not timed.
     """
     if len(candidates) < 2:
         return {}
-    call = call.detached().map(_timeable)
+    # Vectors may be running statistics, which calls would change.
+    call = call.detached().map(lambda tensor: _copied(tensor) if tensor.ndim < 2 else tensor)
     results, runners = {}, {}
     for name, function in candidates.items():
         try:

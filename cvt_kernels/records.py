@@ -259,7 +259,7 @@ class TransformerBlock(NamedTuple):
         return (*self.linears, self.proj, self.fc1, self.fc2)
 
     def quantized_layers(self) -> list[QuantizedLinear]:
-        """Returns the quantized layers among them."""
+        """Returns the quantized ones of :meth:`layers`."""
         return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
 
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -23,14 +23,9 @@ def printable_word(text: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Pads the cells of every column to one width, two spaces apart, without spaces at the end of a line.
+    """Pads the cells of every column to one width, two spaces apart; returns one line per row.
 
-    Args:
-        rows: Rows of equally many cells, the heading first.
-        right: Indices of the columns that are aligned to the right, as numbers are.
-
-    Returns:
-        One line per row.
+    The heading is the first row. ``right`` are the columns that are aligned to the right, as numbers are.
     """
     from tabulate import tabulate  # what imports the package need not wait for it
 
@@ -40,11 +35,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table in Markdown, unpadded, so that a new row changes no other line.
-
-    Args:
-        rows: Rows of equally many cells, the heading first.
-    """
+    """Returns the lines of a table in Markdown, unpadded, so that a new row changes no other line."""
     from tabulate import DataRow, TableFormat, tabulate
 
     row = DataRow("| ", " | ", " |")

@@ -188,7 +188,7 @@ class Store:
             if verdicts and not new:
                 return
             if self._why_not_written is not None:
-                self._try_to_write()  # it may have become possible
+                self._why_not_written = files.why_not_writable(self.path.parent)  # it may be possible now
             if self._why_not_written is None:
                 self._merge(new, replace)
             if self._why_not_written is None:
@@ -259,11 +259,8 @@ class Store:
             if not self._is_tried and not may_write:
                 return files.why_not_permitted(self.path.parent)
             if not self._is_tried:
-                self._try_to_write()
+                self._is_tried, self._why_not_written = True, files.why_not_writable(self.path.parent)
             return self._why_not_written
-
-    def _try_to_write(self) -> None:
-        self._is_tried, self._why_not_written = True, files.why_not_writable(self.path.parent)
 
     @contextlib.contextmanager
     def proving(

@@ -55,19 +55,18 @@ def write(path: Path, key: Mapping[str, object], verdicts: Mapping[str, Verdict]
 
 def storable(verdict: Verdict) -> Verdict:
     """Returns a verdict as its file has it: without NaN and infinity, which JSON does not have."""
-    return verdict._replace(trials={name: _storable_trial(trial) for name, trial in verdict.trials.items()})
-
-
-def _storable_trial(trial: Trial) -> Trial:
-    flaw = trial.flaw
-    if flaw is None and trial.error is not None and not math.isfinite(trial.error):
-        flaw = f"wrong: its error is {trial.error}"
-    numbers = {name: _finite(getattr(trial, name)) for name in _NUMBERS}
-    return Trial(**numbers, flaw=flaw, is_disturbed=trial.is_disturbed)
-
-
-def _finite(number: float | None) -> float | None:
-    return None if number is None or not math.isfinite(number) else float(number)
+    trials = {}
+    for name, trial in verdict.trials.items():
+        flaw = trial.flaw
+        if flaw is None and trial.error is not None and not math.isfinite(trial.error):
+            flaw = f"wrong: its error is {trial.error}"
+        values = {each: getattr(trial, each) for each in _NUMBERS}
+        numbers: dict[str, Any] = {
+            each: None if value is None or not math.isfinite(value) else float(value)
+            for each, value in values.items()
+        }
+        trials[name] = trial._replace(**numbers, flaw=flaw)
+    return verdict._replace(trials=trials)
 
 
 def make_folder(folder: Path) -> None:
@@ -174,15 +173,11 @@ def _runs(process: int) -> bool:
 
 
 def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False) -> dict[str, Verdict] | str:
-    """Reads the verdicts of a file.
-
-    Args:
-        path: The file.
-        key: The machine's key that it should have.
-        may_be_missing: Whether a file that is not there counts as one without verdicts.
+    """Reads the verdicts of a file with a machine's key.
 
     Returns:
-        Question → verdict, nothing from a file of another type of device; or why the file cannot be used.
+        Question → verdict, nothing from a file of another type of device, or from none that may be missing;
+        or why the file cannot be used.
     """
     try:
         return _parse(_text(path), key)
@@ -228,11 +223,11 @@ def _parse(text: str, key: Mapping[str, object]) -> dict[str, Verdict]:
         ValueError: The text is no file of verdicts, or one that was made for another machine.
     """
     content = _checked(json.loads(text), dict, "file")
+    found = _fields(content, {"schema": str, "version": int}, "")
     for name, expected in (("schema", _SCHEMA), ("version", _VERSION)):
-        value = _field(content, name, type(expected), name)
-        if value != expected:
-            raise ValueError(f"{name}: got {value!r}, expected {expected!r}")
-    theirs = _field(content, "machine", dict, "machine")
+        if found[name] != expected:
+            raise ValueError(f"{name}: got {found[name]!r}, expected {expected!r}")
+    theirs, verdicts = _fields(content, {"machine": dict, "verdicts": dict}, "").values()
     if theirs.get("device") != key.get("device"):
         return {}
     differences = [
@@ -242,7 +237,6 @@ def _parse(text: str, key: Mapping[str, object]) -> dict[str, Verdict]:
     ]
     if differences:
         raise ValueError(f"it was made for another machine or installation: {'; '.join(differences)}")
-    verdicts = _field(content, "verdicts", dict, "verdicts")
     return {question: _parse_verdict(value, repr(question)) for question, value in verdicts.items()}
 
 
@@ -250,40 +244,35 @@ def _told(fact: object) -> str:
     return "none" if fact in (None, "") else str(fact)
 
 
+_KINDS_OF_VERDICT = {"chosen": str, "chosen_in_graphs": str, "trials": dict, "timings": int}
+_KINDS_OF_TRIAL = dict.fromkeys(_NUMBERS, float | int | None) | {"flaw": str | None, "is_disturbed": bool}
+
+
 def _parse_verdict(content: object, where: str) -> Verdict:
-    fields = _checked(content, dict, where)
-    trials = _field(fields, "trials", dict, f"{where}, trials")
-    return Verdict(
-        _field(fields, "chosen", str, f"{where}, chosen"),
-        _field(fields, "chosen_in_graphs", str, f"{where}, chosen_in_graphs"),
-        {name: _parse_trial(trial, f"{where}, {name}") for name, trial in trials.items()},
-        _field(fields, "timings", int, f"{where}, timings"),
-    )
+    verdict = Verdict(**_fields(content, _KINDS_OF_VERDICT, f"{where}, "))
+    trials = {name: _parse_trial(trial, f"{where}, {name}") for name, trial in verdict.trials.items()}
+    return verdict._replace(trials=trials)
 
 
 def _parse_trial(content: object, where: str) -> Trial:
-    fields = _checked(content, dict, where)
-    numbers = {name: _number(fields, name, f"{where}, {name}") for name in _NUMBERS}
-    return Trial(
-        **numbers,
-        flaw=_field(fields, "flaw", str | None, f"{where}, flaw"),
-        is_disturbed=_field(fields, "is_disturbed", bool, f"{where}, is_disturbed"),
-    )
+    fields = _fields(content, _KINDS_OF_TRIAL, f"{where}, ")
+    for name in _NUMBERS:
+        value = fields[name]
+        if value is not None:
+            if isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"{where}, {name}: got {value!r:.60}, expected a finite number or null")
+            fields[name] = float(value)
+    return Trial(**fields)
 
 
-def _number(fields: dict[str, Any], name: str, where: str) -> float | None:
-    value = _field(fields, name, float | int | None, where)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{where}: got {value!r:.60}, expected a finite number or null")
-    return float(value)
-
-
-def _field(fields: dict[str, Any], name: str, kind: Any, where: str) -> Any:
-    if name not in fields:
-        raise ValueError(f"{where}: is missing")
-    return _checked(fields[name], kind, where)
+def _fields(content: object, kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the fields of an object of JSON that have a type here; raises ValueError for one of another."""
+    found = _checked(content, dict, where.removesuffix(", "))
+    for name, kind in kinds.items():
+        if name not in found:
+            raise ValueError(f"{where}{name}: is missing")
+        _checked(found[name], kind, f"{where}{name}")
+    return {name: found[name] for name in kinds}
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:

@@ -4,24 +4,23 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.evaluation import cost
-from cvt_kernels import checks, proofs, reference
-from cvt_kernels.records import (
-    ConvBatchNorm,
-    DepthwiseConv,
-    Linear,
-    Norm,
-    Reduction,
-    TransformerBlock,
-)
+from cvt_kernels import backends, checks, proofs, reference
 from tests.checks import recorded_operators
+from tests.contract.examples import example
+from tests.fuzz.judge import call_public
 from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours
+
+#: The operators that neither multiply matrices nor convolve.
+WITHOUT_PRODUCTS = (
+    "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu", "quantize_rows",
+    "layer_norm_quantize", "gelu_quantize", "gather_rows", "gather_add_layer_norm", "scatter_rows",
+)  # fmt: skip
 
 
 def flops(function, *args, backward=False, **kwargs):
@@ -60,12 +59,12 @@ def test_cvt_13():
     assert flops(ck.accelerate(model, freeze=True), x) == 2 * 4_566_089_216
 
 
-@pytest.mark.parametrize("backends", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+@pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
 @pytest.mark.parametrize("make", [huggingface, microsoft])
-def test_accelerated_models_cost_what_they_did(make, backends):
+def test_accelerated_models_cost_what_they_did(make, names):
     own, x = make(), images(2, 32, 48)
     live = ck.accelerate(copy.deepcopy(own))
-    with ck.use_backend(*backends):
+    with ck.use_backend(*names):
         for mode in ("eval", "train"):
             for model in (own, live):
                 getattr(model, mode)()
@@ -76,27 +75,27 @@ def test_accelerated_models_cost_what_they_did(make, backends):
         assert flops(frozen, x) == other_flops(frozen, x) == flops(own.eval(), x)
 
 
-@pytest.mark.parametrize("backends", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
-def test_our_model_costs_what_its_operators_do(backends):
+@pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+def test_our_model_costs_what_its_operators_do(names):
     model, x = ours(), images(2, 32, 48)
     for mode in ("train", "eval"):
         getattr(model, mode)()
         for backward in (False, True):
             with ck.use_backend("reference"):
                 expected = flops(model, x, backward=backward)
-            with ck.use_backend(*backends):
+            with ck.use_backend(*names):
                 assert flops(model, x, backward=backward) == expected > 0
-        with ck.use_backend(*backends):
+        with ck.use_backend(*names):
             assert other_flops(model, x) == flops(model, x)
 
 
-@pytest.mark.parametrize("backends", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+@pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
 @pytest.mark.parametrize("make", [ours, huggingface])
-def test_quantized_models_cost_what_they_did(make, backends):
+def test_quantized_models_cost_what_they_did(make, names):
     model, x = make().eval(), images(2, 32, 48)
     expected = flops(model, x)
     ck.quantize(model)
-    with ck.use_backend(*backends):
+    with ck.use_backend(*names):
         assert flops(model, x) == other_flops(model, x) == expected
         assert flops(ck.accelerate(model), x) == expected
 
@@ -110,58 +109,24 @@ def test_modules_are_told_apart():
     assert counts["CvT.stage0.blocks.0.attn"] > counts["CvT.stage0.blocks.0.attn.proj_q"]
 
 
-def a_projection():
-    bn = nn.BatchNorm2d(16)
-    return ConvBatchNorm(torch.randn(16, 1, 3, 3), *bn.parameters(), *bn.buffers(), padding=1)
-
-
-def quantized(weight):
-    values, scales = reference.quantize_rows(weight)
-    return values, scales.flatten()
-
-
-def operator_calls():
-    """Returns every operator with products of its own, and arguments."""
-    torch.manual_seed(0)
-    x, image, w, b = torch.randn(2, 20, 16), torch.randn(2, 3, 16, 20), torch.randn(16, 16), torch.randn(16)
-    wide, conv, linear = torch.randn(64, 16), a_projection(), (w, b)
-    block = TransformerBlock(
-        norm1=Norm(b, b), reduce=3 * (conv,), linears=3 * (Linear(w, b),), num_heads=2, scale=None,
-        proj=Linear(w, b), norm2=Norm(b, b), fc1=Linear(wide, None), approximate="none",
-        fc2=Linear(wide.t().contiguous(), b),
-    )  # fmt: skip
-    reduction = Reduction(torch.randn(16, 16, 2, 2), b, Norm(b, b))
-    pyramid = block._replace(reduce=reduction, mix=DepthwiseConv(torch.randn(64, 1, 3, 3)))
-    heads = x.unflatten(2, (2, 8))
-    mlp = wide, None, wide.t().contiguous(), b
-    return [
-        ("attention", (heads, heads[:, :5], heads[:, :5]), {}),
-        ("conv_projection", (x, (4, 5), (conv, conv)), {"training": False}),
-        ("conv_projection", (x, (4, 5), (conv, conv)), {"training": True}),
-        ("depthwise_conv_gelu", (x, (4, 5), torch.randn(16, 1, 3, 3), b), {}),
-        ("linear", (x, w, b), {}),
-        ("linear_gelu", (x, w, b), {}),
-        ("linear_add", (x, w, b, x), {}),
-        ("linear_add", (x, w, None, x.clone()), {"inplace": True}),
-        ("linear_add_layer_norm", (x, w, None, x.clone()), {"inplace": True}),
-        ("layer_norm_mlp", (x, b, b, *mlp), {}),
-        ("conv_linear", (x, (4, 5), (conv,), (linear,)), {}),
-        ("conv_embedding", (image, torch.randn(16, 3, 7, 7), b), {"stride": 4, "padding": 2}),
-        ("transformer_block", (x, (4, 5), block), {}),
-        ("transformer_block", (x, (4, 5), pyramid), {}),
-        ("linear_int8", (x, *quantized(w), b), {}),
-        ("linear_int8", (x, *quantized(torch.randn(8, 1500)[:, :16]), None), {"approximate": "tanh"}),
-    ]
+CASES = [(operator, "usual") for operator in backends.operators if operator not in WITHOUT_PRODUCTS]
+CASES += [
+    ("conv_projection", "training"),
+    ("transformer_block", "SegFormer"),
+    ("linear_int8", "rounded=True"),
+]
+CASES += [(operator, "inplace=True") for operator in ("linear_add", "linear_add_layer_norm")]
 
 
 @pytest.mark.parametrize("backend", ["auto", "native"])
 @pytest.mark.parametrize("count", [flops, other_flops], ids=["PyTorch's", "another"])
-def test_each_operator_costs_what_its_reference_does(count, backend):
-    for name, args, kwargs in operator_calls():
-        expected = count(getattr(reference, name), *args, **kwargs)
-        with ck.use_backend(backend), torch.no_grad():
-            getattr(ck, name)(*args, **kwargs)  # later calls of the kind are quicker, and are counted too
-            assert count(getattr(ck, name), *args, **kwargs) == expected > 0, name
+@pytest.mark.parametrize(("operator", "name"), CASES)
+def test_each_operator_costs_what_its_reference_does(operator, name, count, backend):
+    made = example(operator, "reference", name)
+    expected = count(made.public, made.call.record)
+    with torch.no_grad(), ck.use_backend(backend):
+        call_public(operator, made.call.map(torch.clone).record)  # later calls of the kind are quicker
+        assert count(call_public, operator, made.call.record) == expected > 0
 
 
 @pytest.mark.usefixtures("proving")

@@ -74,33 +74,18 @@ def test_the_reason_where_the_extension_is_not_built(monkeypatch):
     assert "native   not built" in ck.doctor()
 
 
-@pytest.mark.parametrize(
-    ("built_with", "driver", "reason"),
-    [
-        ("13.0", 13, None),
-        ("", 13, "no CUDA toolkit"),
-        ("13.0", 0, "there is no NVIDIA driver"),
-        ("13.0", 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
-    ],
-)
-def test_drivers_that_the_extension_was_not_built_for(monkeypatch, built_with, driver, reason):
-    monkeypatch.setattr(machine, "_cuda_driver", lambda: driver)
-    got = machine._why_cuda_unavailable(built_with, "auto")
-    assert got is None if reason is None else reason in got
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     """Returns a function that puts GPUs into this machine, and an extension for architectures."""
 
-    def put(*capabilities, architectures="sm_80,sm_90"):
-        facts = SimpleNamespace(architectures=architectures, cuda="13.0", cuda_request="auto")
+    def put(*capabilities, architectures="sm_80,sm_90", toolkit="13.0"):
+        facts = SimpleNamespace(architectures=architectures, cuda=toolkit, cuda_request="auto")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
         monkeypatch.setattr(machine, "load_extension", lambda: facts)
-        monkeypatch.setattr(machine, "_cuda_driver", lambda: 13)
+        monkeypatch.setattr(machine, "cuda_driver_version", lambda: 13000)
         monkeypatch.setattr(machine, "has_extension", lambda: True)
         monkeypatch.setattr(machine, "INTERPRETING", False)
 
@@ -126,11 +111,34 @@ def test_gpus_that_the_extension_was_not_built_for(gpus, architectures, capabili
     assert machine.why_gpu_unsupported("triton", 0) is None
 
 
-def test_gpus_that_are_too_old_are_refused_in_one_sentence(gpus):
-    gpus((7, 5))
-    reason = "the kernels need a GPU of compute capability 8.0 or newer, GPU 0 has 7.5"
-    assert machine.why_triton_unavailable("cuda") == reason
-    assert machine.why_native_unavailable("cuda") == reason
+@pytest.mark.parametrize(
+    ("built_with", "driver", "reason"),
+    [
+        ("13.0", 13, None),
+        ("", 13, "no CUDA toolkit"),
+        ("13.0", 0, "there is no NVIDIA driver"),
+        ("13.0", 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
+    ],
+)
+def test_drivers_that_the_extension_was_not_built_for(gpus, monkeypatch, built_with, driver, reason):
+    gpus((9, 0), toolkit=built_with)
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: 1000 * driver)
+    got = machine.why_native_unavailable("cuda")
+    assert got is None if reason is None else reason in got
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [
+        ((7, 5), None, "the kernels need a GPU of compute capability 8.0 or newer, GPU 0 has 7.5"),
+        ((9, 0), "7.0", "there are kernels for NVIDIA's GPUs only, not for GPU 0"),
+    ],
+)
+def test_gpus_that_no_kernel_serves_are_refused_in_one_sentence(gpus, monkeypatch, capability, hip, reason):
+    gpus(capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for ask in (machine.why_triton_unavailable, machine.why_native_unavailable):
+        assert ask("cuda") == reason
 
 
 def test_a_gpu_that_no_kernel_serves_leaves_the_others_alone(gpus):
@@ -141,13 +149,6 @@ def test_a_gpu_that_no_kernel_serves_leaves_the_others_alone(gpus):
         reasons = [backends._gpu_lacks(backend, torch.device("cuda", index)) for index in (0, 1)]
         assert "GPU 0 has 7.5" in reasons[0]
         assert reasons[1] is None
-
-
-def test_gpus_of_others_are_refused_in_one_sentence(gpus, monkeypatch):
-    gpus((9, 0))
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    for ask in (machine.why_triton_unavailable, machine.why_native_unavailable):
-        assert ask("cuda") == "there are kernels for NVIDIA's GPUs only, not for GPU 0"
 
 
 def test_a_rehearsal_counts_as_a_capture_in_its_thread():

@@ -28,37 +28,38 @@ def clock(monkeypatch):
 # Clocks ---------------------------------------------------------------------------------------------------
 
 
+def costing(clock, calls, name, costs):
+    """Returns a function that notes its name and takes one of these times after the other."""
+
+    def call():
+        calls.append(name)
+        clock.spend(costs[calls.count(name) - 1])
+
+    return call
+
+
 def test_functions_take_turns_and_the_first_round_warms_up(clock):
-    calls = []
-
-    def function(name, costs):
-        def call():
-            calls.append(name)
-            clock.spend(costs[calls.count(name) - 1])
-
-        return call
-
-    rounds = []
+    calls, rounds = [], []
 
     def before_run(i):
         rounds.append(i)
         clock.spend(1000.0)  # is not measured
 
-    functions = [function("a", [100.0, 1.0, 3.0]), function("b", [50.0, 2.0, 4.0])]
+    functions = [costing(clock, calls, "a", [100.0, 1.0, 3.0]), costing(clock, calls, "b", [50.0, 2.0, 4.0])]
     assert measure.seconds_in_turns(functions, 2, "cpu", before_run=before_run) == [[1.0, 3.0], [2.0, 4.0]]
     assert "".join(calls) == "abbaab"
     assert rounds == [0, 0, 1, 1, 2, 2]
 
 
-def test_the_fastest_call_after_one_that_warms_up(clock):
-    costs = iter([0.01, 0.3, 0.2, 0.4])
-    assert measure.fastest(lambda: clock.spend(next(costs)), "cpu", rounds=3) == pytest.approx(0.2)
-    assert next(costs, None) is None
-
-
-def test_no_more_calls_than_take_two_seconds(clock):
-    costs = iter([9.0, 1.5, 1.0])
-    assert measure.fastest(lambda: clock.spend(next(costs)), "cpu", rounds=20) == 1.0
+@pytest.mark.parametrize(
+    ("costs", "rounds", "fastest"),
+    [([0.01, 0.3, 0.2, 0.4], 3, 0.2), ([9.0, 1.5, 1.0], 20, 1.0)],  # the second ends after two seconds
+)
+def test_the_fastest_call_after_one_that_warms_up(clock, costs, rounds, fastest):
+    calls = []
+    function = costing(clock, calls, "a", costs)
+    assert measure.fastest(function, "cpu", rounds=rounds) == pytest.approx(fastest)
+    assert len(calls) == len(costs)
 
 
 def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
@@ -106,19 +107,16 @@ def flushed(clock, monkeypatch):
     return events
 
 
-def test_cold_runs_take_turns_and_begin_with_empty_caches(clock, flushed):
-    def function(name, costs):
-        def call():
-            flushed.append(name)
-            clock.spend(costs[flushed.count(name) - 1])
-
-        return call
-
-    functions = [function("a", [1.0, 3.0]), function("b", [2.0, 4.0])]
-    times = measure.cold_seconds_in_turns(functions, CPU, 0.0, fewest=2, most=9)
-    assert times == [measure.ColdTimes([1.0, 3.0], []), measure.ColdTimes([2.0, 4.0], [])]
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [(0.0, 3), (30.0, 3), (31.0, 4), (1e9, 8)],  # of ten seconds each, flushes included
+)
+def test_cold_runs_take_turns_until_the_time_is_over(clock, flushed, seconds, rounds):
+    functions = [costing(clock, flushed, "a", [3.0] * 8), costing(clock, flushed, "b", [5.0] * 8)]
+    times = measure.cold_seconds_in_turns(functions, CPU, seconds, fewest=3, most=8)
+    assert times == [measure.ColdTimes([3.0] * rounds, []), measure.ColdTimes([5.0] * rounds, [])]
     forth, back = ["flush", "a", "flush", "b"], ["flush", "b", "flush", "a"]
-    assert flushed == [*forth, *back]
+    assert flushed == ([*forth, *back] * 4)[: 4 * rounds]
 
 
 @pytest.mark.usefixtures("flushed")
@@ -133,19 +131,6 @@ def test_cold_runs_of_those_that_have_not_lost(clock):
     times = measure.cold_seconds_in_turns(functions, CPU, 1e9, fewest=5, most=8, losers=losers)
     assert seen == [{0: 1, 1: 1, 2: 1}, {0: 2, 1: 2, 2: 2}, {1: 3, 2: 3}]
     assert [each.device for each in times] == [[3.0] * 2, [1.0] * 3, [2.0] * 3]
-
-
-@pytest.mark.usefixtures("flushed")
-@pytest.mark.parametrize(
-    ("seconds", "rounds"),
-    [(0.0, 3), (30.0, 3), (31.0, 4), (1e9, 8)],  # of ten seconds each, flushes included
-)
-def test_cold_runs_until_the_time_is_over(clock, seconds, rounds):
-    functions = [lambda: clock.spend(3.0), lambda: clock.spend(5.0)]
-    times = measure.cold_seconds_in_turns(functions, CPU, seconds, fewest=3, most=8)
-    assert [len(each.device) for each in times] == [rounds, rounds]
-    assert {*times[0].device} == {3.0}
-    assert {*times[1].device} == {5.0}
 
 
 @pytest.mark.usefixtures("flushed")
@@ -194,20 +179,14 @@ print(measure.waited_seconds() - before)
     assert float(result.stdout) > 0.03, result.stderr
 
 
-def test_cold_runs_by_the_real_clock():
-    x = torch.ones(2**18)
+def test_caches_of_every_thread_are_flushed_by_the_real_clock():
+    assert measure._flush_buffer("cpu", 3).nbytes == 3 * 2**22
     calls = []
     slow, fast = measure.cold_seconds_in_turns(
-        [lambda: measure.time.sleep(0.02), lambda: calls.append(x.sum())], CPU, 0.0, fewest=2, most=2
+        [lambda: measure.time.sleep(0.02), lambda: calls.append(1)], CPU, 0.0, fewest=2, most=2
     )
-    assert len(calls) == 2
-    assert min(slow.device) >= 0.02
-    assert min(fast.device) > 0
-    assert slow.host == fast.host == []
-
-
-def test_the_buffer_that_flushes_fills_the_caches_of_every_thread():
-    assert measure._flush_buffer("cpu", 3).nbytes == 3 * 2**22
+    assert min(slow.device) >= 0.02 > min(fast.device) > 0
+    assert (len(calls), slow.host, fast.host) == (2, [], [])
 
 
 @pytest.mark.gpu
@@ -247,9 +226,6 @@ def test_peak_memory_counts_tensors_that_live_at_once():
         return torch.empty(1200, dtype=torch.float64)
 
     assert measure.peak_bytes(call, "cpu") == 12000
-
-
-def test_a_call_that_allocates_nothing():
     assert measure.peak_bytes(lambda: None, "cpu") == 0
 
 

@@ -4,15 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from cvt_kernels import reference
 from cvt_kernels.records import ConvBatchNorm
-from tests.checks import assert_accurate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 GELUS = ("none", "tanh", "quick")
@@ -78,76 +74,29 @@ def image_to_tokens(image, class_token):
     return torch.cat([class_token, torch.stack(pixels, dim=1)], dim=1)
 
 
-def conv_by_taps(image, weight, stride, padding, dilation):
-    """Computes a depthwise convolution as a sum over the taps."""
-    padded = F.pad(image, [padding] * 4)
-    k = weight.shape[-1]
-    height, width = ((n - dilation * (k - 1) - 1) // stride + 1 for n in padded.shape[2:])
-    total = 0
-    for a in range(k):
-        for b in range(k):
-            rows = slice(a * dilation, a * dilation + (height - 1) * stride + 1, stride)
-            columns = slice(b * dilation, b * dilation + (width - 1) * stride + 1, stride)
-            total = total + padded[:, :, rows, columns] * weight[:, :, a, b, None]
-    return total
-
-
 # conv_projection ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("class_tokens", [0, 1])
 @pytest.mark.parametrize(
     ("k", "stride", "padding", "dilation"),
-    [
-        (1, 1, 0, 1),
-        (1, 2, 0, 1),
-        (3, 1, 1, 1),
-        (3, 2, 1, 1),
-        (3, 1, 2, 2),
-        (5, 2, 2, 1),
-        (5, 3, 4, 2),
-        (7, 1, 3, 1),
-    ],
+    [(1, 1, 0, 1), (1, 2, 0, 1), (3, 1, 1, 1), (3, 2, 1, 1), (3, 1, 2, 2), (5, 3, 4, 2), (7, 1, 3, 1)],
 )
-def test_conv_projection_is_its_formula(k, stride, padding, dilation, class_tokens):
-    batch, grid, channels, momentum, eps = 2, (7, 6), 3, 0.3, 1e-3
-    x = torch.randn(batch, class_tokens + grid[0] * grid[1], channels, dtype=torch.float64)
-    settings = {"stride": stride, "padding": padding, "dilation": dilation, "momentum": momentum, "eps": eps}
-    conv = random_conv(channels, k, **settings)
-    y = conv_by_taps(tokens_to_image(x, grid), conv.weight, stride, padding, dilation)
-    assert conv.output_grid(grid) == tuple(y.shape[2:])
-
-    def normalized(mean, var):
-        mean, var, gamma, beta = (t.view(1, -1, 1, 1) for t in (mean, var, conv.bn_weight, conv.bn_bias))
-        return image_to_tokens((y - mean) / (var + eps).sqrt() * gamma + beta, x[:, :class_tokens])
-
-    (out,) = reference.conv_projection(x, grid, [conv], training=False)
-    torch.testing.assert_close(out, normalized(conv.running_mean, conv.running_var), rtol=0, atol=1e-12)
-
-    trained = clone_buffers(conv)
-    (out,) = reference.conv_projection(x, grid, [trained], training=True)
-    count = y.numel() // channels
-    mean = y.sum(dim=(0, 2, 3)) / count
-    square = ((y - mean.view(1, -1, 1, 1)) ** 2).sum(dim=(0, 2, 3))
-    torch.testing.assert_close(out, normalized(mean, square / count), rtol=0, atol=1e-12)
-    expected_mean = (1 - momentum) * conv.running_mean + momentum * mean
-    expected_var = (1 - momentum) * conv.running_var + momentum * square / (count - 1)
-    torch.testing.assert_close(trained.running_mean, expected_mean, rtol=0, atol=1e-12)
-    torch.testing.assert_close(trained.running_var, expected_var, rtol=0, atol=1e-12)
-    assert trained.num_batches_tracked == conv.num_batches_tracked + 1
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_running_statistics_are_bitwise_those_of_batch_norm(dtype, momentum):
-    grid, channels = (6, 5), 8
-    conv = random_conv(channels, dtype=dtype, padding=1, momentum=momentum)
-    theirs = modules(conv, channels).train()
-    for _ in range(3):
-        x = torch.randn(2, 30, channels).to(dtype)
-        image = x.transpose(1, 2).unflatten(2, grid)
-        (out,) = reference.conv_projection(x, grid, [conv], training=True)
-        assert torch.equal(out, theirs(image).flatten(2).transpose(1, 2))
+def test_conv_projection_is_convolution_and_batch_norm(
+    k, stride, padding, dilation, class_tokens, momentum, dtype
+):
+    """Every bit is the same, running statistics included."""
+    grid, settings = (7, 6), {"stride": stride, "padding": padding, "dilation": dilation, "eps": 1e-3}
+    x = torch.randn(2, class_tokens + 42, 3).to(dtype)
+    conv = random_conv(3, k, dtype=dtype, momentum=momentum, **settings)
+    theirs = modules(conv, 3)
+    for training in (False, True, True):
+        y = theirs.train(training)(x[:, class_tokens:].transpose(1, 2).unflatten(2, grid))
+        (out,) = reference.conv_projection(x, grid, [conv], training=training)
+        assert torch.equal(out, image_to_tokens(y, x[:, :class_tokens]))
+    assert conv.output_grid(grid) == tuple(y.shape[2:])
     assert torch.equal(conv.running_mean, theirs[1].running_mean)
     assert torch.equal(conv.running_var, theirs[1].running_var)
     assert torch.equal(conv.num_batches_tracked, theirs[1].num_batches_tracked)
@@ -167,46 +116,6 @@ def test_branches_are_independent_and_without_affine_or_statistics():
     assert all(torch.equal(out, outs[0]) for out in outs)  # without statistics, evaluation uses the batch's
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_conv_projection_over_odd_sizes(data):
-    def draw(low, high):
-        return data.draw(st.integers(low, high))
-
-    grid, channels, batch = (draw(1, 6), draw(1, 6)), draw(1, 5), draw(1, 3)
-    k = data.draw(st.sampled_from([1, 3, 5, 7]))
-    conv = random_conv(channels, k, stride=draw(1, 8), padding=draw(k // 2, 4), dilation=draw(1, 2))
-    height, width = conv.output_grid(grid)
-    if height < 1 or width < 1:
-        return
-    training = data.draw(st.booleans()) and batch * height * width > 1
-    x = torch.randn(batch, grid[0] * grid[1] + draw(0, 1), channels, dtype=torch.float64)
-    theirs = modules(conv, channels).train(training)(tokens_to_image(x, grid))
-    (out,) = reference.conv_projection(x, grid, [conv], training=training)
-    class_token = x[:, : x.shape[1] - grid[0] * grid[1]]
-    torch.testing.assert_close(out, image_to_tokens(theirs, class_token), rtol=1e-9, atol=1e-9)
-    assert out.is_contiguous()
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("class_tokens", [0, 1])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_conv_projection_gradients(training, class_tokens, batch):
-    grid, channels = (4, 3), 2
-    x = torch.randn(batch, class_tokens + 12, channels, dtype=torch.float64, requires_grad=True)
-    convs = [random_conv(channels, grad=True, stride=s, padding=1) for s in (1, 2)]
-    names = ("weight", "bn_weight", "bn_bias")
-
-    def function(x, *parameters):
-        live = [
-            clone_buffers(conv)._replace(**dict(zip(names, parameters[3 * i : 3 * i + 3], strict=True)))
-            for i, conv in enumerate(convs)
-        ]
-        return reference.conv_projection(x, grid, live, training=training)
-
-    assert gradcheck(function, (x, *(getattr(conv, name) for conv in convs for name in names)))
-
-
 # attention ------------------------------------------------------------------------------------------------
 
 
@@ -215,23 +124,16 @@ def sdpa(q, k, v, scale=None, bias=None):
     return out.transpose(1, 2)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_attention_over_odd_sizes(data):
-    def draw(low, high):
-        return data.draw(st.integers(low, high))
-
-    batch, queries, keys, heads, dim = draw(1, 3), draw(1, 9), draw(1, 9), draw(1, 3), draw(1, 8)
-    q, k, v = (torch.randn(batch, n, heads, dim, dtype=torch.float64) for n in (queries, keys, keys))
-    bias = None
-    if data.draw(st.booleans()):
-        full = (batch, heads, queries, keys)
-        shape = [data.draw(st.sampled_from([1, n])) for n in full][draw(0, 4) :]
-        bias = torch.randn(shape, dtype=torch.float64)
-    scale = data.draw(st.sampled_from([None, 0.3, -1.0, 0.0]))
+@pytest.mark.parametrize("scale", [None, 0.3, -1.0, 0.0])
+@pytest.mark.parametrize(
+    "bias_shape", [None, (2, 3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 1), (5, 7), (7,)], ids=str
+)
+def test_attention_is_sdpa(scale, bias_shape):
+    q, k, v = (torch.randn(2, n, 3, 4, dtype=torch.float64) for n in (5, 7, 7))
+    bias = None if bias_shape is None else torch.randn(bias_shape, dtype=torch.float64)
+    expanded = None if bias is None else bias.expand(2, 3, 5, 7)
     out = reference.attention(q, k, v, scale=scale, bias=bias)
-    expanded = None if bias is None else bias.expand(batch, heads, queries, keys)
-    torch.testing.assert_close(out, sdpa(q, k, v, scale, expanded), rtol=1e-10, atol=1e-10)
+    assert_same(out, sdpa(q, k, v, scale, expanded))
     assert out.is_contiguous()
 
 
@@ -262,16 +164,6 @@ def test_large_logits_stay_finite(dtype):
     q, k, v = (torch.randn(1, n, 2, 16).to(dtype) * 80 for n in (5, 7, 7))
     assert (torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) / 4).abs().max() > 1e4
     assert reference.attention(q, k, v).isfinite().all()
-
-
-@pytest.mark.parametrize("bias_shape", [None, (2, 2, 3, 4), (1, 2, 1, 4), (4,)])
-def test_attention_gradients(bias_shape):
-    inputs = [torch.randn(2, n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (3, 4, 4)]
-    if bias_shape is not None:
-        inputs.append(torch.randn(bias_shape, dtype=torch.float64, requires_grad=True))
-    assert gradcheck(
-        lambda q, k, v, bias=None: reference.attention(q, k, v, scale=0.7, bias=bias), tuple(inputs)
-    )
 
 
 def test_attention_dropout_keeps_the_mean():
@@ -323,19 +215,6 @@ def test_layer_norm_and_gelu_are_their_formulas(approximate):
     torch.testing.assert_close(fused, gelu_formula(normed, approximate), **close)
 
 
-@pytest.mark.parametrize("approximate", GELUS)
-def test_layer_norm_and_gelu_gradients(approximate):
-    x, residual = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    weight, bias = (torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert gradcheck(reference.layer_norm, (x, weight, bias))
-    assert gradcheck(reference.add_layer_norm, (x, residual, weight, bias))
-    assert gradcheck(lambda x: reference.gelu(x, approximate=approximate), (x,))
-    assert gradcheck(lambda x, b: reference.bias_gelu(x, b, approximate=approximate), (x, bias))
-    assert gradcheck(
-        lambda x, w, b: reference.layer_norm_gelu(x, w, b, approximate=approximate), (x, weight, bias)
-    )
-
-
 @pytest.fixture
 def _as_on_a_gpu(monkeypatch):
     """Lets F.layer_norm refuse parameters of another dtype than its input, as PyTorch does on a GPU."""
@@ -382,12 +261,6 @@ def test_layer_norm_adds_a_shift_before(dtype):
     torch.testing.assert_close(got, layer_norm_formula(x + shift.double(), weight, bias, 1e-3), **close)
 
 
-def test_layer_norm_with_a_shift_gradients():
-    x, weight, bias, shift = (torch.randn(n, dtype=torch.float64) for n in ((3, 5), (5,), (5,), (5,)))
-    inputs = [t.requires_grad_() for t in (x, weight, bias, shift)]
-    assert gradcheck(lambda x, w, b, s: reference.layer_norm(x, w, b, shift=s), inputs)
-
-
 # linear layers and what follows them ----------------------------------------------------------------------
 
 
@@ -417,13 +290,6 @@ def assert_same(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def leaves(*shapes):
-    return tuple(
-        None if shape is None else torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        for shape in shapes
-    )
-
-
 @pytest.mark.parametrize("approximate", GELUS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("leading", [(), (3,), (2, 5), (0, 4)], ids=str)
@@ -434,79 +300,45 @@ def test_linear_gelu(approximate, bias, leading):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
-def test_linear_add(bias, leading):
-    x, residual = (torch.randn(*leading, n, dtype=torch.float64) for n in (7, 11))
-    fc = modules_linear(7, 11, bias).requires_grad_(False)
-    before, expected = residual.clone(), residual + fc(x)
-    assert_same(reference.linear_add(x, fc.weight, fc.bias, residual), expected)
-    assert torch.equal(residual, before)
-    assert reference.linear_add(x, fc.weight, fc.bias, residual, inplace=True) is residual
-    assert_same(residual, expected)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_linear_add_layer_norm(bias, affine, shifted):
-    x, residual = (torch.randn(2, 5, n, dtype=torch.float64) for n in (7, 11))
-    fc = modules_linear(7, 11, bias).requires_grad_(False)
-    norm = modules_layer_norm(11, 1e-3) if affine else nn.LayerNorm(11, 1e-3, elementwise_affine=False)
+@pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
+def test_linear_add(bias, shifted, leading):
+    x, residual = (torch.randn(*leading, n, dtype=torch.float64) for n in (7, 11))
+    fc, norm = modules_linear(7, 11, bias).requires_grad_(False), modules_layer_norm(11, 1e-3)
     shift = torch.randn(11, dtype=torch.float64) if shifted else None
-    args, settings = (x, fc.weight, fc.bias), {"eps": 1e-3, "shift": shift}
+    layer, settings = (x, fc.weight, fc.bias), {"eps": 1e-3, "shift": shift}
     before, expected = residual.clone(), residual + fc(x)
-    normalized = norm(expected if shift is None else expected + shift)
-    h, y = reference.linear_add_layer_norm(*args, residual, norm.weight, norm.bias, **settings)
+    shifted_sum = expected if shift is None else expected + shift
+    assert_same(reference.linear_add(*layer, residual), expected)
+    assert_same(
+        reference.linear_add_layer_norm(*layer, residual, norm.weight, norm.bias, **settings),
+        (expected, norm(shifted_sum)),
+    )
+    bare = reference.linear_add_layer_norm(*layer, residual, None, None, **settings)
+    assert_same(bare, (expected, F.layer_norm(shifted_sum, (11,), eps=1e-3)))
     assert torch.equal(residual, before)
-    assert_same(h, expected)  # without the shift
-    assert_same(y, normalized)
-    h, y = reference.linear_add_layer_norm(*args, residual, norm.weight, norm.bias, **settings, inplace=True)
-    assert h is residual
-    assert_same(h, expected)
-    assert_same(y, normalized)
+    for inplace in (
+        lambda residual: reference.linear_add(*layer, residual, inplace=True),
+        lambda residual: reference.linear_add_layer_norm(*layer, residual, None, None, inplace=True)[0],
+    ):
+        given = residual.clone()
+        assert inplace(given) is given
+        assert_same(given, expected)
 
 
 @pytest.mark.parametrize("approximate", GELUS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
-def test_layer_norm_mlp(approximate, bias, shifted, leading):
+def test_layer_norm_mlp(approximate, bias, shifted, affine, leading):
     x = torch.randn(*leading, 7, dtype=torch.float64)
-    norm = modules_layer_norm(7, 1e-3)
+    norm = modules_layer_norm(7, 1e-3) if affine else nn.LayerNorm(7, 1e-3, elementwise_affine=False)
     mlp = nn.Sequential(modules_linear(7, 13, bias), modules_gelu(approximate), modules_linear(13, 7, bias))
     shift = torch.randn(7, dtype=torch.float64) if shifted else None
     parameters = (norm.weight, norm.bias, mlp[0].weight, mlp[0].bias, mlp[2].weight, mlp[2].bias)
     got = reference.layer_norm_mlp(x, *parameters, eps=1e-3, approximate=approximate, shift=shift)
     assert_same(got, x + mlp(norm(x if shift is None else x + shift)))
-
-
-def test_layer_norm_mlp_without_affine():
-    x = torch.randn(3, 7, dtype=torch.float64)
-    mlp = nn.Sequential(modules_linear(7, 13), nn.GELU(), modules_linear(13, 7))
-    norm = nn.LayerNorm(7, elementwise_affine=False)
-    got = reference.layer_norm_mlp(x, None, None, mlp[0].weight, mlp[0].bias, mlp[2].weight, mlp[2].bias)
-    assert_same(got, x + mlp(norm(x)))
-
-
-@pytest.mark.parametrize("approximate", GELUS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_gradients_of_linear_layers_and_what_follows(approximate, bias):
-    x, weight, vector, residual = leaves((3, 4), (5, 4), (5,) if bias else None, (3, 5))
-    norm_weight, norm_bias, shift = leaves((5,), (5,), (5,))
-    assert gradcheck(
-        lambda x, w, b: reference.linear_gelu(x, w, b, approximate=approximate), (x, weight, vector)
-    )
-    assert gradcheck(reference.linear_add, (x, weight, vector, residual))
-    both = (x, weight, vector, residual, norm_weight, norm_bias)
-    assert gradcheck(reference.linear_add_layer_norm, both)
-    assert gradcheck(lambda *t: reference.linear_add_layer_norm(*t[:-1], shift=t[-1]), (*both, shift))
-    fc2_weight, fc2_bias, first_shift = leaves((4, 5), (4,) if bias else None, (4,))
-    mlp = (x, *leaves((4,), (4,)), weight, vector, fc2_weight, fc2_bias)
-    assert gradcheck(lambda *t: reference.layer_norm_mlp(*t, approximate=approximate), mlp)
-    assert gradcheck(
-        lambda *t: reference.layer_norm_mlp(*t[:-1], approximate=approximate, shift=t[-1]),
-        (*mlp, first_shift),
-    )
 
 
 # convolutions with what follows them ----------------------------------------------------------------------
@@ -535,28 +367,6 @@ def test_conv_linear(class_tokens, bias, batch):
         assert conv.num_batches_tracked == old.num_batches_tracked
 
 
-@pytest.mark.parametrize("class_tokens", [0, 1])
-@pytest.mark.parametrize("bias", [False, True])
-def test_conv_linear_gradients(class_tokens, bias):
-    grid, channels = (4, 3), 2
-    convs = [random_conv(channels, grad=True, stride=s, padding=1) for s in (1, 2)]
-    names = ("weight", "bn_weight", "bn_bias")
-    (x,) = leaves((2, class_tokens + 12, channels))
-    linears = [leaves((3, channels), (3,) if bias else None) for _ in convs]
-
-    def function(x, *parameters):
-        live = [
-            clone_buffers(conv)._replace(**dict(zip(names, parameters[5 * i : 5 * i + 3], strict=True)))
-            for i, conv in enumerate(convs)
-        ]
-        return reference.conv_linear(x, grid, live, [parameters[5 * i + 3 : 5 * i + 5] for i in range(2)])
-
-    parameters = [
-        (*(getattr(conv, name) for name in names), *fc) for conv, fc in zip(convs, linears, strict=True)
-    ]
-    assert gradcheck(function, (x, *parameters[0], *parameters[1]))
-
-
 @pytest.mark.parametrize(("k", "stride", "padding"), [(7, 4, 2), (3, 2, 1), (3, 1, 0), (2, 3, 1)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("class_token", [False, True])
@@ -575,54 +385,23 @@ def test_conv_embedding(k, stride, padding, bias, class_token, memory_format):
     assert_same(bare, F.layer_norm(image_to_tokens(conv(image), first[:, :0]), (5,)))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("class_token", [False, True])
-def test_conv_embedding_gradients(bias, class_token):
-    optional = ((4,) if bias else None, (4,) if class_token else None)
-    image, weight, vector, token = leaves((2, 2, 5, 4), (4, 2, 3, 3), *optional)
-
-    def function(image, weight, vector, token, *norm):
-        return reference.conv_embedding(image, weight, vector, *norm, stride=2, padding=1, class_token=token)
-
-    assert gradcheck(function, (image, weight, vector, token, *leaves((4,), (4,))))
-
-
 # dtypes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_operator_keeps_the_dtype_and_its_accuracy(dtype):
-    """Compares each with another composition in the same dtype and in float64."""
+OPERATORS = {
+    "layer_norm": reference.layer_norm,
+    "add_layer_norm": lambda x, w, b: reference.add_layer_norm(x, x, w, b)[1],
+    "gelu": lambda x, w, b: reference.gelu(x, approximate="quick"),
+    "bias_gelu": lambda x, w, b: reference.bias_gelu(x, b),
+    "layer_norm_gelu": lambda x, w, b: reference.layer_norm_gelu(x, w, b, approximate="tanh"),
+    "attention": lambda x, w, b: reference.attention(*[x.unflatten(2, (2, 8))] * 3),
+}
 
-    def check(function, composition, *tensors):
-        exact = composition(*(t.double() for t in tensors))
-        assert_accurate(function(*tensors), composition(*tensors), exact, floor=4)
 
-    def normed(x, weight, bias):
-        return layer_norm_formula(x, weight, bias, 1e-5)
-
-    def tanh_gelu(x):
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-
-    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 20, 16), (16,), (16,)))
-    check(reference.layer_norm, normed, x, weight, bias)
-    check(
-        lambda x, w, b: reference.add_layer_norm(x, x, w, b)[1],
-        lambda x, w, b: normed(2 * x, w, b),
-        *(x, weight, bias),
-    )
-    check(lambda x: reference.gelu(x, approximate="quick"), lambda x: x / (1 + torch.exp(-1.702 * x)), x)
-    check(reference.bias_gelu, lambda x, b: 0.5 * (x + b) * (1 + torch.erf((x + b) / math.sqrt(2))), x, bias)
-    check(
-        lambda x, w, b: reference.layer_norm_gelu(x, w, b, approximate="tanh"),
-        lambda x, w, b: tanh_gelu(normed(x, w, b)),
-        *(x, weight, bias),
-    )
-    check(reference.attention, sdpa, *(torch.randn(2, n, 2, 16).to(dtype) for n in (9, 5, 5)))
-    conv = random_conv(16, dtype=dtype, padding=1, stride=2)
-    branch = modules(conv, 16).eval()
-    (out,) = reference.conv_projection(x, (4, 5), [conv], training=False)
-    with torch.no_grad():
-        same_dtype = image_to_tokens(branch(tokens_to_image(x, (4, 5))), x[:, :0])
-        exact = image_to_tokens(branch.double()(tokens_to_image(x.double(), (4, 5))), x[:, :0].double())
-    assert_accurate(out, same_dtype, exact)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_dtype_is_kept_and_results_are_as_accurate_as_it_is(operator, dtype):
+    tensors = [torch.randn(shape).to(dtype) for shape in ((2, 20, 16), (16,), (16,))]
+    out, exact = OPERATORS[operator](*tensors), OPERATORS[operator](*(t.double() for t in tensors))
+    assert out.dtype == dtype
+    assert (out.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()

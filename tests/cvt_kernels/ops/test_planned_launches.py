@@ -10,15 +10,13 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
-from tests.cvt_kernels.test_backends import USUAL, make_sample
+from tests.contract.examples import served, tensors_of
 
 pytest.importorskip("triton")
-from torch.utils._pytree import tree_map_only
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt_kernels.ops.planned_launches import planned
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRITON = [name for name, known in backends.implementations.items() if "triton" in known]
 Call = collections.namedtuple("Call", ["x", "parts", "scale"])
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -224,18 +222,13 @@ def test_launches_of_other_threads_go_on_while_one_plans(kernel):
 def test_every_operator_of_triton_kernels_is_planned(operator, starts):
     """The plan gives the bits that the backend's function gives, for other numbers too."""
     function = backends.registered(operator, "triton").load().function
-    with ck.use_backend("triton"):
-        for _ in range(3):
-            sample = make_sample(operator, **USUAL | {"channels": 16})
-            args, kwargs = tree_map_only(
-                torch.Tensor, lambda t: t.to(DEVICE).contiguous(), (sample.args, sample.kwargs)
-            )
-            expected = function(backends.operators[operator].bind(*args, **kwargs))
-            found = getattr(ck, operator)(*args, **kwargs)
-            pairs = zip(
-                *(out if isinstance(out, tuple) else (out,) for out in (found, expected)), strict=True
-            )
-            for ours, same in pairs:
-                assert (ours.dtype, ours.stride()) == (same.dtype, same.stride())
-                assert torch.equal(ours, same)
+    made = served(operator, "triton", "usual", channels=16)
+    for factor in (1, 2, 3):
+        call = made.call.map(lambda t, factor=factor: factor * t if t.is_floating_point() else t)
+        with ck.use_backend("triton"):
+            expected = function(call.record)
+        pairs = zip(tensors_of(made.public(call.record)), tensors_of(expected), strict=True)
+        for ours, same in pairs:
+            assert (ours.dtype, ours.stride()) == (same.dtype, same.stride())
+            assert torch.equal(ours, same)
     assert starts == [True, True]
