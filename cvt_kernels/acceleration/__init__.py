@@ -49,6 +49,7 @@ from .matching import (
     why_another_forward,
     why_mismatched,
 )
+from .watching import forget
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -176,6 +177,7 @@ def give_classes_back(model: _Model) -> _Model:
     """Does as :func:`restore`, but leaves quantized layers as they are."""
     ungraphed(model)
     for module in model.modules():
+        forget(module)
         if is_fused(module):
             module.__class__ = original_class(type(module))
             take_number(module)

@@ -18,7 +18,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,16 @@ from .blocks import (
 )
 from .matching import PLAIN, blocks_in, why_another_forward, why_not_now
 from .stages import FoldedStage, fold, serve, serve_layer
-from .watching import Watch, is_only_recorded, is_plain_linear, is_watched, patch_of, why_must_be_called
+from .watching import (
+    Examined,
+    Watch,
+    is_only_recorded,
+    is_plain_linear,
+    is_watched,
+    known_of,
+    patch_of,
+    why_must_be_called,
+)
 
 #: Every entry by its key.
 STAGES: dict[str, ServedEntry] = {entry.serving_key: entry for entry in cvt.STAGES}
@@ -185,40 +194,37 @@ def _folded_of(parts: StageParts | BlockParts) -> list[Tensor]:
 # What is served ----------------------------------------------------------------------------------------
 
 
-class _Frozen(NamedTuple):
+class _Frozen(Examined):
     """A stage or a layer as it is served.
 
     Attributes:
         folded: The stage, or the layer.
-        watch: What it is watched for.
         number: A number that no other folding has.
         programs: Its operators as they serve calls like earlier ones.
     """
 
-    folded: FoldedStage | TransformerBlock
-    watch: Watch
-    number: int
-    programs: Programs
+    attribute = "_cvt_kernels_frozen"
+
+    def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock):
+        super().__init__(stage, watch)
+        self.folded, self.number, self.programs = folded, next(_numbers), Programs()
 
 
 _numbers = itertools.count()
 
 
-_frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
-
-
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
-    known = _frozen.get(stage)
-    if known is None or known.watch.is_changed():
-        _frozen.pop(stage, None)
+    known = known_of(stage, _Frozen)
+    if known is None:
+        vars(stage).pop(_Frozen.attribute, None)
         reason = why_not_freezable(stage, entry)
         if reason is not None:
             return reason
         parts: Any = entry.parts(stage)
         modules = list(itertools.islice(stage.modules(), 1, None))
         watch = Watch(stage, modules, _folded_of(parts))  # first: what changes while it folds is noticed
-        known = _frozen[stage] = _Frozen(_fold(parts), watch, next(_numbers), Programs())
+        known = vars(stage)[_Frozen.attribute] = _Frozen(stage, watch, _fold(parts))
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known

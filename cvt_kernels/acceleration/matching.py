@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import weakref
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from .blocks import (
     is_named,
     why_another_class,
 )
-from .watching import Watch, is_only_recorded, is_watched, patch_of, why_must_be_called
+from .watching import Examined, Watch, is_only_recorded, is_watched, known_of, patch_of, why_must_be_called
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {entry.key: entry for entry in (*cvt.ENTRIES, *pyramids.ENTRIES)}
@@ -195,9 +194,15 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 # Whether it runs fused now --------------------------------------------------------------------------------
 
-#: The modules of the blocks that were called, None for those that do not run fused, and what they are watched
-#: for.
-_examined: weakref.WeakKeyDictionary[nn.Module, tuple[Parts | None, Watch]] = weakref.WeakKeyDictionary()
+
+class _ExaminedBlock(Examined):
+    """The parts of a block that was called; None for one that does not run fused."""
+
+    attribute = "_cvt_kernels_parts"
+
+    def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
+        super().__init__(block, watch)
+        self.parts = parts
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
@@ -210,27 +215,27 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     elif torch_module._has_any_global_hook():
         return None
     else:
-        known = _examined.get(block)
-        if known is None or known[1].is_changed():
+        known = known_of(block, _ExaminedBlock)
+        if known is None:
             known = _examine(block, entry)
             # A transform and a mode have put tensors in the places of parameters, which must not be kept.
             if not checks.is_transformed() and not torch._C._len_torch_dispatch_stack():
-                _examined[block] = known
-        parts = known[0]
+                vars(block)[known.attribute] = known
+        parts = known.parts
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
         return None
     return parts
 
 
-def _examine(block: nn.Module, entry: BlockEntry) -> tuple[Parts | None, Watch]:
+def _examine(block: nn.Module, entry: BlockEntry) -> _ExaminedBlock:
     parts = parts_or_why_not(block, entry)
     modules = list(itertools.islice(block.modules(), 1, None))
     if isinstance(parts, BypassedParts):
         modules = [module for module, _ in parts.modules]
     watch = Watch(block, modules)
     if isinstance(parts, str) or _why_other_parts(block, entry, parts) is not None:
-        return None, watch
-    return parts.prepared(), watch
+        return _ExaminedBlock(block, watch, None)
+    return _ExaminedBlock(block, watch, parts.prepared())
 
 
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:

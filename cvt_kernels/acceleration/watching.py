@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -186,3 +187,36 @@ class Watch(Structure):
             or not self._snapshot.holds(self._folded)
             or self._attributes() != self._before
         )
+
+
+class Examined:
+    """What was found of a module when it was examined; it holds until ``watch`` notices a change.
+
+    It is an attribute of the module. (A dictionary with weak keys would keep a module alive to which one of its
+    parts or hooks refers.) A copy or a pickle of the module has None in its place.
+    """
+
+    attribute: ClassVar[str]
+
+    def __init__(self, module: nn.Module, watch: Watch):
+        self.owner, self.watch = weakref.ref(module), watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_Examined = TypeVar("_Examined", bound=Examined)
+
+
+def known_of(module: nn.Module, kind: type[_Examined]) -> _Examined | None:
+    """Returns what was found of a module, unless it has changed since; None if there is nothing."""
+    known: _Examined | None = vars(module).get(kind.attribute)
+    if known is None or known.owner() is not module or known.watch.is_changed():
+        return None
+    return known
+
+
+def forget(module: nn.Module) -> None:
+    """Removes everything that was found of a module."""
+    for kind in Examined.__subclasses__():
+        vars(module).pop(kind.attribute, None)
