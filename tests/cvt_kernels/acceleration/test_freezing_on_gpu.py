@@ -1,20 +1,18 @@
-"""Frozen stages with LinearInt8 as on a GPU, by the reference or in Triton's interpreter."""
+"""Frozen stages as on a GPU, in float and with LinearInt8: by the reference, and in Triton's interpreter."""
 
 import copy
-import dataclasses
 import itertools
 
 import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model
-from cvt.factory import randomize
 from cvt_kernels import backends
 from cvt_kernels.acceleration import freezing, stages
-from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized
-from tests.cvt_kernels.ops.transformer_block.test_quantized import decibels
-from tests.upstream import images, logits, microsoft
+from tests.checks import assert_accurate
+from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
+from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized, small
+from tests.upstream import images, in_float64, logits, microsoft
 
 #: The layers of a block, by the ends of their names in Microsoft's model.
 QKV, PROJ, FC1, FC2 = ("proj_q", "proj_k", "proj_v"), ("attn.proj",), ("fc1",), ("fc2",)
@@ -23,23 +21,16 @@ KEPT = [sum(parts, ()) for n in range(5) for parts in itertools.combinations((QK
 
 
 @pytest.fixture(autouse=True)
-def _without_gradients():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _folded_for_a_gpu(monkeypatch):
+def _folded_for_a_gpu(monkeypatch, without_gradients):
+    """Lets the biases be in the stream from its start."""
     monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
 
 
 def small_model(**settings):
     """Returns a small model whose biases and layer scales are random, of narrow stages and wide ones."""
-    config = CvTConfig(embed_dims=(16, 64, 80), num_heads=(1, 2, 5), depths=(2, 1, 2), num_classes=10)
-    model = create_model(config, **settings)
-    randomize(model)
+    model = small((16, 64, 80), (1, 2, 5), **settings)
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "gamma")):
+        if name.endswith("bias"):
             parameter.copy_(torch.randn_like(parameter))
     return model
 
@@ -87,23 +78,26 @@ def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
     assert called - {"linear"} == operators_launched(kept)
 
 
-def test_tritons_kernels_serve_whole_stages():
-    own = quantized(microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)))
-    fused = ck.accelerate(copy.deepcopy(own), freeze=True)
-    x = images(1, 48, 32)
-    asked = set()
+BY_TRITON = {"conv_embedding", "attention"}
+BY_TRITON_IN_FLOAT = {"conv_linear", "linear_add", "layer_norm_mlp", "linear_add_layer_norm", "linear_gelu"}
+BY_TRITON_QUANTIZED = {"conv_projection", "linear_int8", "layer_norm_quantize", "gelu_quantize"}
 
-    def serving(operator, backend, implementation):
-        function = implementation.load().function
-        return dataclasses.replace(implementation, function=noting((operator, backend), function, asked))
 
-    with backends.replaced(serving), ck.use_backend("triton", "native", "reference"):
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_tritons_kernels_serve_whole_stages(is_quantized, served):
+    own = microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)).eval()
+    own = quantized(own) if is_quantized else own
+    fused, x = frozen(own), images(1, 48, 32)
+    with noted_backends() as asked, ck.use_backend("triton", "native", "reference"):
         out = logits(fused(x))
-    by_triton = {"conv_embedding", "conv_projection", "attention", "linear_int8", "layer_norm_quantize"}
-    by_triton.add("gelu_quantize")
-    assert asked == {(operator, "triton") for operator in by_triton} | {("layer_norm", "native")}
-    # A number of float32 that is another in its last bit may be rounded to another one of 8 bits.
-    assert decibels(own(x), out) >= LEAST_DECIBELS
+    by_triton = BY_TRITON | (BY_TRITON_QUANTIZED if is_quantized else BY_TRITON_IN_FLOAT)
+    assert set(asked) == {(operator, "triton") for operator in by_triton} | {("layer_norm", "native")}
+    assert len(served) == 3
+    if is_quantized:
+        # A number of float32 that is another in its last bit may be rounded to another one of 8 bits.
+        assert decibels(own(x), out) >= LEAST_DECIBELS
+    else:
+        assert_accurate(out, own(x), in_float64(copy.deepcopy(own))(x.double()))
 
 
 def test_a_changed_scale_is_noticed():
