@@ -27,13 +27,14 @@ from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from .blocks import BlockEntry, BlockParts, block_of
 from .freezing import (
+    ENTRY,
+    NUMBER,
     STAGES,
     find_stages,
     give_number,
     graph_key,
     is_frozen,
     is_serving,
-    members_of_numbered,
     take_number,
     try_to_serve,
     try_to_serve_in_evaluation,
@@ -240,7 +241,7 @@ def _frozen_class(original: Any, key: str) -> Any:
         return graph_key(self, entry)
 
     members = {"forward": forward, "_cvt_kernels_graph_key": _cvt_kernels_graph_key}
-    return _derived(original, key, **members, **members_of_numbered(entry))
+    return _derived(original, key, **members, **{ENTRY: entry, NUMBER: None})
 
 
 #: The end of the keys of stages and layers that are served as one in evaluation.

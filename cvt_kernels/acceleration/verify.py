@@ -34,14 +34,10 @@ _MORE_RUNS, _LUCK = 8, 10.0
 
 
 class Error(NamedTuple):
-    """The largest errors of both models against float64, each over the largest exact value.
+    """The largest errors against float64, each over the largest exact value, as means over the runs.
 
-    They are the means over the runs of the report.
-
-    Attributes:
-        accelerated: Of the accelerated model.
-        eager: Of the restored model in the same dtype.
-        allowed: The largest that is allowed to the accelerated model.
+    ``accelerated`` is that of the accelerated model, of which at most ``allowed`` is allowed; ``eager`` is
+    that of the restored model in the same dtype.
     """
 
     accelerated: float
@@ -64,8 +60,7 @@ class LayerErrors(NamedTuple):
         path: Its name in ``model.named_modules()``; empty for the whole model.
         class_name: Name of its class.
         fused: True if its fused forward ran in evaluation.
-        evaluation: Error of its output in evaluation.
-        training: Error of its output in a training step.
+        evaluation, training: Errors of its output in evaluation and in a training step.
         gradients: Error of its parameters' gradients.
         statistics: Error of its running statistics after the step; None if it has none.
     """
@@ -257,8 +252,8 @@ def _in_float64(model: nn.Module) -> nn.Module:
 def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
     """Gives the gradient of an output the usual strides.
 
-    For one image, upstream's views make others, from which the CPU's batch_norm computes wrong gradients
-    (seen in torch 2.13). The accelerated model is not affected, and should not be found wrong for it.
+    From those of upstream's views of one image the CPU's batch_norm computes wrong gradients (seen in torch
+    2.13), for which the accelerated model should not be found wrong.
     """
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
@@ -284,7 +279,7 @@ class _Record(NamedTuple):
 
 
 class _Run:
-    """One of the models, with its inputs and the backend that it asks for.
+    """One of the models, with its inputs and the backends that it asks for.
 
     ``stages`` are the paths of frozen stages and layers, and ``serving`` is the model with these frozen.
     """
@@ -391,9 +386,8 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _nudge(seed: int, tensor: Tensor) -> Tensor:
     """Returns a tensor with two thirds of its numbers off by one or two units in the last place.
 
-    They are off by the same in every image, so that equal images stay equal. Under autocast the units are
-    those of its dtype if they are larger: its first cast would round smaller differences away, and all runs
-    would be nearly the same.
+    Equal images stay equal. Under autocast the units are those of its dtype if they are larger: its first
+    cast would round smaller differences away.
     """
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(-1, 2, tensor.shape[1:], generator=generator).to(tensor)
@@ -406,13 +400,7 @@ def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class _Sample(NamedTuple):
-    """The error of one run in one place.
-
-    Attributes:
-        error: The largest one, over the largest exact value.
-        dtype: The coarsest dtype of the results.
-        values: The number of results.
-    """
+    """The largest error of one run in one place over the largest exact value, and what it is an error of."""
 
     error: float
     dtype: torch.dtype

@@ -1,8 +1,4 @@
-"""Says who would notice that a module is not called, and watches what a fused forward depends on.
-
-:func:`is_watched` asks for hooks and patches of one module. :class:`Watch` remembers what was found when a
-block, a stage or a layer was examined, and compares it with what there is in one flat pass.
-"""
+"""Watches modules whose work is done without calling them: hooks, patches, and all that results depend on."""
 
 from __future__ import annotations
 
@@ -62,10 +58,9 @@ def is_only_recorded(module: nn.Module) -> bool:
 
 
 def _is_noticed(hooks: Mapping[int, Any]) -> bool:
-    """Says whether there is a hook, other than those by which transformers records attention maps.
+    """Says whether there is a hook other than those by which transformers records attention maps.
 
-    These stay in a model once any outputs have been recorded. They find no maps where attention makes none,
-    and attention that makes some does not run fused.
+    These stay in a model once outputs have been recorded, and find no maps where a block runs fused.
     """
     for hook in hooks.values():
         if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
@@ -93,18 +88,13 @@ def patch_of(cls: type) -> str | None:
 _WRAPPING = "transformers.modeling_layers"
 
 
-_BYPASSED = (
-    nn.BatchNorm2d,
-    nn.Conv2d,
-    nn.Dropout,
-    nn.GELU,
-    nn.LayerNorm,
-    nn.Linear,
-    nn.SyncBatchNorm,
+#: The classes whose work may be done without calling their modules.
+BYPASSED = (
+    *(nn.BatchNorm2d, nn.Conv2d, nn.Dropout, nn.GELU, nn.LayerNorm, nn.Linear, nn.SyncBatchNorm),
     LinearInt8,
 )
-#: PyTorch's own forwards of the classes whose work is done without calling them; None for one patched before.
-_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in _BYPASSED}
+#: PyTorch's own forwards of them; None for one that was patched before.
+_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in BYPASSED}
 
 
 def _is_patched(cls: Any) -> bool:
@@ -116,27 +106,10 @@ def _is_patched(cls: Any) -> bool:
 
 #: The numbers and names that the work of a block depends on, besides those of convolutions.
 _SETTINGS = (
-    "eps",
-    "num_heads",
-    "num_attention_heads",
-    "attention_head_size",
-    "head_dim",
-    "scale",
-    "scaling",
-    "approximate",
-    "act",
-    "momentum",
-    "process_group",
-    "track_running_stats",
-    "token_keep",
-    "token_keep_bounds",
-    "pool",
-    "stride_kv",
-    "linear_attention",
-    "sequence_reduction_ratio",
-    "sequences_reduction_ratio",
-    "spatial_reduction_ratio",
-    "sr_ratio",
+    *("eps", "num_heads", "num_attention_heads", "attention_head_size", "head_dim", "scale", "scaling"),
+    *("approximate", "act", "momentum", "process_group", "track_running_stats"),
+    *("token_keep", "token_keep_bounds", "pool", "stride_kv", "linear_attention"),
+    *("sequence_reduction_ratio", "sequences_reduction_ratio", "spatial_reduction_ratio", "sr_ratio"),
 )
 _CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
 #: The name of a configuration's setting, and its default, for ``map``.
@@ -147,10 +120,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Watch(Structure):
     """The state of a module when it was examined: what it consists of, and what else its work depends on.
 
-    Args:
-        owner: The module.
-        modules: Those within it that matter.
-        folded: Tensors of which copies are served: they are watched for changes of values, too.
+    Of the tensors ``folded`` copies are served, so that changes of their values are noticed too.
     """
 
     def __init__(self, owner: nn.Module, modules: Sequence[nn.Module], folded: Sequence[Tensor] = ()):
@@ -190,10 +160,10 @@ class Watch(Structure):
 
 
 class Examined:
-    """What was found of a module when it was examined; it holds until ``watch`` notices a change.
+    """The result of examining a module, which holds until ``watch`` notices a change.
 
-    It is an attribute of the module. (A dictionary with weak keys would keep a module alive to which one of its
-    parts or hooks refers.) A copy or a pickle of the module has None in its place.
+    It is an attribute of the module: a dictionary with weak keys would keep a module alive to which one of
+    its parts or hooks refers. A copy or a pickle of the module has None in its place.
     """
 
     attribute: ClassVar[str]

@@ -121,6 +121,12 @@ def test_errors_are_those_of_rounding_whatever_serves(model):
     assert [row.sqnr for row in by_others] == pytest.approx(usual, abs=0.1)
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-50, 1e300, math.nan])
+def test_scales_that_float32_has_not(scale):
+    with pytest.raises(ValueError, match=r"input_scale: got .*, expected a positive number of float32"):
+        LinearInt8(3, 4).set_input_scale(scale)
+
+
 def test_embeddings_but_the_first_are_products_too(model):
     expected = run(model)
     report = ck.quantize(model, images(2, 32, 48), embeddings=True)
