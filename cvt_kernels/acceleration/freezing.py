@@ -39,8 +39,6 @@ from .blocks import (
     class_name,
     is_named,
     why_another_class,
-    why_convolutions_unsupported,
-    why_norms_unsupported,
 )
 from .fused import output_grid
 from .matching import PLAIN, blocks_in, built_parts, why_another_forward, why_not_now
@@ -133,22 +131,16 @@ def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | N
 
 
 def _why_stage_unsupported(parts: StageParts) -> str | None:
-    norms = [parts.norm, *(norm for block in parts.blocks for norm in (block.norm1, block.norm2))]
-    for norm in norms:
-        if (reason := why_norms_unsupported(norm)) is not None:
-            return reason
-    for block in parts.blocks:
-        if (reason := why_convolutions_unsupported(block.pairs())) is not None:
-            return reason
-        if any(bn.running_mean is None for _, bn in block.pairs()):
-            return "a BatchNorm has no running statistics"
-        if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in block.layers()):
-            return "a linear layer is not a plain nn.Linear or LinearInt8"
-    conv, batch_norm = parts.conv, parts.batch_norm
+    """Says why a stage of supported blocks is not supported itself; None if it is."""
+    norms = [parts.batch_norm, *(norm for block in parts.blocks for _, norm in block.pairs())]
+    if any(norm is not None and norm.running_mean is None for norm in norms):
+        return "a BatchNorm has no running statistics"
+    layers = [layer for block in parts.blocks for layer in block.layers()]
+    if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in layers):
+        return "a linear layer is not a plain nn.Linear or LinearInt8"
+    conv = parts.conv
     if type(conv) is not nn.Conv2d:
         return f"the convolution of the embedding {why_another_class(conv, 'Conv2d')}"
-    if batch_norm is not None and batch_norm.running_mean is None:
-        return "a BatchNorm has no running statistics"
     settings = (conv.kernel_size, conv.stride, conv.padding)
     square = not isinstance(conv.padding, str) and all(len(set(setting)) == 1 for setting in settings)
     if not square or conv.groups != 1 or set(conv.dilation) != {1} or conv.padding_mode != "zeros":

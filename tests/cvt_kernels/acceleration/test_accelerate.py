@@ -496,12 +496,6 @@ def test_dtype_may_change_before_and_after(make):
 # Bad input -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [ck.accelerate, ck.coverage, ck.restore])
-def test_not_a_module(function):
-    with pytest.raises(TypeError, match=r"model: got OrderedDict, expected a torch\.nn\.Module"):
-        function(microsoft().state_dict())
-
-
 @every_model
 def test_images_without_a_batch(make):
     message = r"^(x|pixel_values): got shape \(.*3, 64, 64\), expected \(batch, 3, height, width\)$"

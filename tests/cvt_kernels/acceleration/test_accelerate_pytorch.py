@@ -177,17 +177,6 @@ def test_exports(make):
             assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
 
 
-@pytest.mark.usefixtures("proving")
-@pytest.mark.parametrize("make", UPSTREAMS)
-def test_exports_under_auto_hold_pytorchs_own(make):
-    own, fused = pair(functools.partial(one_stage, make))
-    with ck.use_backend("auto"), torch.no_grad():
-        fused(images())  # after which there are verdicts
-        program = torch.export.export(fused, (images(),))
-        assert not kernels_in(program)
-        assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
-
-
 @pytest.mark.parametrize("proves", ["0", "1"])
 @pytest.mark.parametrize("make", UPSTREAMS)
 @pytest.mark.slow

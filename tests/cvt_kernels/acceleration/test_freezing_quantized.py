@@ -1,8 +1,5 @@
 """Frozen stages whose linear layers are LinearInt8, all or some."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -208,48 +205,7 @@ def test_a_quantized_layer_in_another_place_is_called(served):
     assert reasons(fused)[1].startswith(reason)
 
 
-# The model stays what it is ---------------------------------------------------------------------------------
-
-
-def test_restore_copies_and_pickles(served):
-    own = quantized(huggingface(), SCALE)
-    fused, x = frozen(own), images()
-    with ck.use_backend(*KERNELS):
-        expected = logits(fused(x))
-        for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-            served.clear()
-            assert torch.equal(logits(other(x)), expected)
-            assert len(served) == 3
-            assert other.state_dict().keys() == own.state_dict().keys()
-    served.clear()
-    ck.restore(fused)(x)
-    assert served == []
-
-
-def test_gradients_are_those_of_the_modules(served):
-    own = quantized(ours())
-    fused, x = frozen(own), images()
-    with torch.enable_grad():
-        with pytest.warns(RuntimeWarning, match="gradients are recorded"):
-            fused(x).sum().backward()
-        own(x).sum().backward()
-    assert served == []
-    for mine, theirs in zip(fused.parameters(), own.parameters(), strict=True):
-        assert (mine.grad - theirs.grad).abs().max() <= 0.05 * max(theirs.grad.abs().max(), 1)
-
-
-def test_compiled_stages_are_one_operator(served):
-    torch.compiler.reset()
-    fused, x = frozen(quantized(ours(), SCALE)), images()
-    with ck.use_backend(*KERNELS):
-        compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-        out = compiled(x)
-        assert len(served) == 3
-        assert decibels(fused(x), out) >= LEAST_OF_REFERENCE
-        layers_of(fused)[3].weight_scale.mul_(2)
-        assert decibels(fused(x), compiled(x)) >= LEAST_OF_REFERENCE
-        assert decibels(fused(x), out) < LEAST_OF_REFERENCE
-    torch.compiler.reset()
+# Reports --------------------------------------------------------------------------------------------------
 
 
 def test_coverage_names_the_operators():
