@@ -115,7 +115,7 @@ class Verification(NamedTuple):
         failures = [
             f"{layer.path or 'model'}, {name}: {error}"
             for layer in self.layers
-            for name in ("evaluation", "training", "gradients", "statistics")
+            for name in _COMPARED
             if (error := getattr(layer, name)) is not None and not error.passed
         ]
         whole = self.layers[-1].training
@@ -269,13 +269,10 @@ def _random_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-class _Record(NamedTuple):
-    """The tensors of one run, by the path of the block that they belong to."""
-
-    evaluation: dict[str, list[Tensor]]
-    training: dict[str, list[Tensor]]
-    gradients: dict[str, list[Tensor]]
-    statistics: dict[str, list[Tensor]]
+#: What is compared of a block: fields of :class:`LayerErrors`.
+_COMPARED = ("evaluation", "training", "gradients", "statistics")
+#: The tensors of one run by what they are, and by the path of the block that they belong to.
+_Record = dict[tuple[str, str], list[Tensor]]
 
 
 class _Run:
@@ -338,22 +335,24 @@ class _Run:
         with torch.no_grad():
             for buffer, first in self.buffers:
                 buffer.copy_(first)
-        paths = dict.fromkeys((*self.stages, *(row.path for row in coverage(self.model))))
+        paths = dict.fromkeys(("", *self.stages, *(row.path for row in coverage(self.model))))
+        record: _Record = {}
         with _outputs_of(self.model, paths) as seen:
-            evaluation = {"": _detached(tensors_in(self._evaluate(self.model)))} | seen
-            training = {"": _detached(tensors_in(self.train(random=False)))} | seen
+            self._evaluate(self.model)
+            record |= {("evaluation", path): outputs for path, outputs in seen.items()}
+            self.train(random=False)
+            record |= {("training", path): outputs for path, outputs in seen.items()}
         if self.serving is not None:
-            with _outputs_of(self.serving, self.stages) as seen:
-                evaluation |= {"": _detached(tensors_in(self._evaluate(self.serving)))} | seen
-        gradients, statistics = {}, {}
-        for path in ("", *paths):
+            with _outputs_of(self.serving, ("", *self.stages)) as seen:
+                self._evaluate(self.serving)
+            record |= {("evaluation", path): outputs for path, outputs in seen.items()}
+        for path in paths:
             block = self.model.get_submodule(path)
-            parameters = [p for p in block.parameters() if p.requires_grad]
-            gradients[path] = _detached(
-                p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters
-            )
-            statistics[path] = _detached(b for b in block.buffers() if b.is_floating_point())
-        return _Record(evaluation, training, gradients, statistics)
+            trained = [p for p in block.parameters() if p.requires_grad]
+            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
+            record["gradients", path] = _detached(gradients)
+            record["statistics", path] = _detached(b for b in block.buffers() if b.is_floating_point())
+        return record
 
 
 @contextlib.contextmanager
@@ -407,7 +406,7 @@ class _Sample(NamedTuple):
     values: int
 
 
-#: The errors of a run, by the names of :class:`_Record` and the paths of blocks.
+#: The errors of a run, likewise.
 _Errors = dict[tuple[str, str], _Sample]
 
 
@@ -432,12 +431,7 @@ def _samples(runs: list[_Run], oracle: _Run, bar: Any) -> list[list[_Errors]]:
 
 def _errors(record: _Record, exact: _Record) -> _Errors:
     """Returns the errors of a run wherever there is something to compare."""
-    return {
-        (name, path): _sample(getattr(record, name)[path], oracle)
-        for name, by_path in exact._asdict().items()
-        for path, oracle in by_path.items()
-        if oracle
-    }
+    return {place: _sample(record[place], oracle) for place, oracle in exact.items() if oracle}
 
 
 def _sample(results: list[Tensor], oracle: list[Tensor]) -> _Sample:
@@ -452,7 +446,7 @@ def _compare(
 ) -> LayerErrors:
     errors = {
         name: _error(name, path, accelerated, eager) if (name, path) in eager[0] else None
-        for name in _Record._fields
+        for name in _COMPARED
     }
     return LayerErrors(path, class_name, fused, **errors)  # type: ignore[arg-type]  # all but statistics exist
 
