@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezing
 from cvt_kernels.ops import packing
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, stages_of
 from tests.upstream import huggingface, images, logits, microsoft, ours, relative, segformer
@@ -156,11 +155,3 @@ def test_nothing_is_packed_before_the_first_call_in_evaluation():
     with torch.no_grad(), ck.use_backend("onednn", "native", "reference"):
         model(images())
     assert packing.packed_bytes() > 0
-
-
-def test_verify_compares_the_stages_of_a_model_that_was_not_accelerated_yet():
-    model = huggingface()
-    report = ck.verify(model, images(), rounds=1)
-    assert report.passed, str(report)
-    assert "cvt.encoder.stages.0" in {layer.path for layer in report.layers}
-    assert not any(freezing.is_serving(module) for module in model.modules())
