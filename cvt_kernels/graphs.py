@@ -1,17 +1,16 @@
 """CUDA graphs for inference: :func:`graphed` records the calls of a model once, and then replays them.
 
-A forward of a CvT launches some hundreds of kernels. For a few images the GPU is done with each of them
-before the host has launched the next one; a replay launches all of them at once.
+A replay launches all kernels of a forward at once: for a few images the host takes longer to launch them one
+by one than the GPU takes to compute them.
 
-A graph computes what was recorded, from the memory that was recorded. So a call is replayed only if all that
-a recorded call depends on is as it was: the kind of the arguments and the settings (``_settings``) pick the
-graph; the modules, parameters and buffers must be those of the recording, in the same memory (``_Snapshot``).
-The memory of a snapshot is given to nobody else while the snapshot lives. Therefore the comparison of some
-hundreds of tensors is made while the GPU computes, and a replay that turns out to be outdated is thrown away.
+A graph computes what was recorded, from the memory that was recorded. So a call is replayed only if the kind
+of its arguments, the settings (``_settings``), and the modules, parameters and buffers in the same memory
+(``_Snapshot``) are those of the recording. Hundreds of tensors are compared while the GPU computes; a replay
+that turns out to be outdated is thrown away.
 
-The class of a graphed model is swapped, as ``accelerate`` does it, for one that overrides ``forward`` (and
-``_apply``, which forgets the graphs before ``.to()`` moves the weights). The graphs themselves are an
-attribute that is neither parameter, buffer nor module; a copy or a pickle gets an empty one in its place.
+The class of a graphed model is swapped for one that overrides ``forward`` (and ``_apply``, which forgets the
+graphs before ``.to()`` moves the weights). The graphs are an attribute of the model; a copy or a pickle gets
+an empty one in its place.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def graphed(model: _Model, *, most: int = MOST) -> _Model:
         TypeError: ``model`` is not a module, or ``most`` not an integer.
         ValueError: ``most`` is not positive, or ``model`` has a forward of its own on the object.
     """
-    _check_module(model)
+    checks.check_kind("model", model, nn.Module)
     checks.check_int("most", most, 1)
     if "forward" in vars(model):
         raise ValueError(
@@ -95,7 +94,7 @@ def ungraphed(model: _Model) -> _Model:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    _check_module(model)
+    checks.check_kind("model", model, nn.Module)
     for module in model.modules():
         if is_graphed(module):
             _graphs_of(module).forget()
@@ -110,15 +109,10 @@ def why_not_graphed(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    _check_module(model)
+    checks.check_kind("model", model, nn.Module)
     if not is_graphed(model):
         return "graphed() has not been called"
     return _graphs_of(model).why_not(model, _Call(args, kwargs))
-
-
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
 
 
 # Classes with graphs --------------------------------------------------------------------------------------
@@ -180,9 +174,7 @@ def _graphs_of(model: nn.Module) -> _Graphs:
 class _Graphs:
     """The graphs of one model by the kinds of calls, the least recently used first.
 
-    Attributes:
-        most: The number of graphs that are kept.
-        owner: A weak reference to the model; in a copy it returns None.
+    At most ``most`` are kept. ``owner`` is a weak reference to the model; in a copy it returns None.
     """
 
     def __init__(self, most: int, owner: nn.Module | None = None):
@@ -400,10 +392,7 @@ _CONFIG = ("output_hidden_states", "output_attentions", "return_dict", "_attn_im
 
 
 class _Snapshot(Structure):
-    """The modules, parameters and buffers of a model at one time, and their memory.
-
-    It keeps that memory alive, so that no other tensor can be found at the addresses.
-    """
+    """The modules, parameters and buffers of a model at one time, and their memory, which it keeps alive."""
 
     def __init__(self, model: nn.Module):
         inner = list(itertools.islice(model.modules(), 1, None))
@@ -473,8 +462,7 @@ _dtype_of = operator.attrgetter("dtype")
 def _is_idle(hook: Any) -> bool:
     """Says whether a forward hook is one by which transformers records outputs, and nobody records now.
 
-    Such hooks stay in a model once it has recorded any. If it does so again in the call that is to be
-    replayed, the graph has what they record.
+    Such hooks stay in a model once it has recorded any; what they record in a replayed call is in the graph.
     """
     if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
         return False
@@ -486,18 +474,11 @@ def _is_idle(hook: Any) -> bool:
 
 
 class _Graph:
-    """A captured call: replays it with other tensors.
-
-    Args:
-        cuda: Captures it.
-        forward: The forward of the model.
-        call: The call.
+    """A captured call, which ``cuda`` has recorded: replays it with other tensors.
 
     Attributes:
-        cuda: As given.
-        recorded: What it has recorded.
         copies: The packed copies of weights that the recorded call has read.
-        why_not: Why a replay would not do what the call does; None if it does.
+        why_not: Says why a replay would not do what the call does; None if it does.
     """
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
@@ -528,7 +509,7 @@ class _Graph:
 def _recording() -> Iterator[None]:
     """Lets a block record no gradients, and cast weights without autocast's cache.
 
-    Casts that the cache holds may have been made before the capture, in memory that does not last.
+    Casts that the cache holds may be in memory that does not last.
     """
     is_caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -556,12 +537,9 @@ def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:
 
 
 class _CudaCapture:
-    """The calls of CUDA that graphs of one model need, which share their memory.
+    """The calls of CUDA that graphs of one model on a GPU need.
 
-    Since they share it, their replays follow each other, whatever the streams.
-
-    Attributes:
-        device: The GPU.
+    They share their memory, so that their replays follow each other, whatever the streams.
     """
 
     device_type = "cuda"
@@ -595,7 +573,7 @@ class _CudaCapture:
     def turn(self, memory: Sequence[Tensor]) -> Iterator[None]:
         """Lets the work of a block begin on the current stream when that of the block before is done.
 
-        The memory of the graph's own tensors is not given to others before that work is done.
+        The graph's own tensors, its ``memory``, are not given to others before that.
         """
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()

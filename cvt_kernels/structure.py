@@ -11,18 +11,10 @@ from torch import nn
 
 
 class Structure:
-    """The modules, parameters and buffers within a module as they were, to be compared with later ones.
+    """The modules, parameters and buffers of a module as they were, to be compared with later ones.
 
-    It refers to the modules within, not to the module itself, which it must not keep alive. Every call
+    It refers to the modules within that matter, not to the owner, which it must not keep alive. Every call
     compares some hundreds of members, so that loops are left to C.
-
-    Args:
-        owner: The module.
-        modules: Those within it that matter.
-
-    Attributes:
-        modules: As given.
-        spaces: Their attributes.
     """
 
     def __init__(self, owner: nn.Module, modules: Sequence[nn.Module]):

@@ -182,7 +182,7 @@ def with_right_gradients(model):
     """Lets the gradients of the outputs of a model's BatchNorms have the usual strides; returns the model.
 
     For a batch of one, upstream's views give them strides from which the CPU's batch_norm computes wrong
-    gradients (seen in torch 2.13; ``test_upstream_gradients_of_one_image`` shows whether that is so still).
+    gradients (seen in torch 2.13).
     """
 
     def hook(module, args, out):

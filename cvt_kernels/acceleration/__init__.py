@@ -1,7 +1,7 @@
 """Fused forwards for the CvT that people already have: ``accelerate`` and ``restore``.
 
-A supported block changes its class, to a subclass that overrides ``forward`` and nothing else that computes:
-parameters, buffers, submodules, hooks and ``state_dict`` stay as they are, and so does the name of the class.
+A supported block changes its class, to a subclass of the same name that overrides ``forward``: parameters,
+buffers, submodules, hooks and ``state_dict`` stay as they are.
 
 Every call asks again whether the block is what its entry in the table expects; if not, the block's own
 forward runs. The files, each on those before it: ``watching`` (who would notice that a module is not called),
@@ -25,30 +25,11 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
+from . import freezing
 from .blocks import BlockEntry, BlockParts, block_of
-from .freezing import (
-    STAGES,
-    find_stages,
-    give_number,
-    graph_key,
-    is_frozen,
-    is_serving,
-    members_of_numbered,
-    take_number,
-    try_to_serve,
-    try_to_serve_in_evaluation,
-    try_to_trace_as_one,
-    why_not_freezable,
-    without_number,
-)
 from .fused import forward_block
-from .matching import (
-    TABLE,
-    find_blocks,
-    parts_if_fused,
-    why_another_forward,
-    why_mismatched,
-)
+from .matching import TABLE, find_blocks, parts_if_fused, why_another_forward, why_mismatched
+from .watching import forget
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -107,12 +88,12 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         if entry.arguments and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))
     for stage, key in [] if freeze is False else _servable_stages(model):
-        if not (is_serving(stage) or is_frozen(stage)):
+        if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             change_class(stage, functools.partial(_serving_class, key=key + _IN_EVALUATION))
     for stage, key in stages:
-        if not is_frozen(stage):
+        if not freezing.is_frozen(stage):
             change_class(stage, functools.partial(_frozen_class, key=key))
-            give_number(stage)
+            freezing.give_number(stage)
     return model
 
 
@@ -120,7 +101,7 @@ def _servable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns the stages and layers that may be served as one, with the keys of their entries."""
     return [
         (stage, entry.serving_key)
-        for _, stage, entry in find_stages(model)
+        for _, stage, entry in freezing.find_stages(model)
         if why_another_forward(stage, block_of(entry)) is None
     ]
 
@@ -133,13 +114,13 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
-    stages = find_stages(model)
+    stages = freezing.find_stages(model)
     if not stages:
         raise ValueError(
             f"model: {type(model).__name__} has no whole stage of a CvT to freeze, and no layer of a "
             "SegFormer, PVT, PVT v2 or GLPN"
         )
-    reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
+    reasons = [freezing.why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
         raise ValueError(
             f"model: none of the {len(stages)} {stages[0][2].noun}s of {type(model).__name__} can be frozen; "
@@ -176,9 +157,10 @@ def give_classes_back(model: _Model) -> _Model:
     """Does as :func:`restore`, but leaves quantized layers as they are."""
     ungraphed(model)
     for module in model.modules():
+        forget(module)
         if is_fused(module):
             module.__class__ = original_class(type(module))
-            take_number(module)
+            freezing.take_number(module)
     return model
 
 
@@ -224,21 +206,21 @@ def _frozen_class(original: Any, key: str) -> Any:
 
     A layer is a block too, and ``original`` then the class with its fused forward.
     """
-    entry = STAGES[key]
+    entry = freezing.STAGES[key]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded(args, kwargs):
             return original.forward(self, *args, **kwargs)
-        serve = try_to_trace_as_one if torch.compiler.is_compiling() else try_to_serve
+        serve = freezing.try_to_trace_as_one if torch.compiler.is_compiling() else freezing.try_to_serve
         result = serve(self, entry, args, kwargs)
         return original.forward(self, *args, **kwargs) if result is None else result
 
     def _cvt_kernels_graph_key(self: nn.Module) -> Any:
-        return graph_key(self, entry)
+        return freezing.graph_key(self, entry)
 
     members = {"forward": forward, "_cvt_kernels_graph_key": _cvt_kernels_graph_key}
-    return _derived(original, key, **members, **members_of_numbered(entry))
+    return _derived(original, key, **members, **{freezing.ENTRY: entry, freezing.NUMBER: None})
 
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
@@ -251,12 +233,12 @@ def _serving_class(original: Any, key: str) -> Any:
 
     It is on a CPU, and without gradients; ``torch.compile`` traces the modules.
     """
-    entry = STAGES[key.removesuffix(_IN_EVALUATION)]
+    entry = freezing.STAGES[key.removesuffix(_IN_EVALUATION)]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training or torch.compiler.is_compiling() or _is_recorded(args, kwargs)):
-            result = try_to_serve_in_evaluation(self, entry, args, kwargs)
+            result = freezing.try_to_serve_in_evaluation(self, entry, args, kwargs)
             if result is not None:
                 return result
         return original.forward(self, *args, **kwargs)
@@ -278,7 +260,7 @@ def _derived(original: Any, key: str, **members: Any) -> Any:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
-        return _new_module, made_of, without_number(object.__reduce_ex__(self, 2)[2])
+        return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
 
     return derived(original, UNFUSED, **members, __reduce_ex__=__reduce_ex__, **{_MADE_OF: made_of})
 
@@ -290,8 +272,8 @@ def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
         if key.endswith(_IN_EVALUATION):
             made = _serving_class(made, key)
         else:
-            made = _frozen_class(made, key) if key in STAGES else _fused_class(made, key)
+            made = _frozen_class(made, key) if key in freezing.STAGES else _fused_class(made, key)
     module: nn.Module = made.__new__(made)
-    if is_frozen(module):
-        give_number(module)
+    if freezing.is_frozen(module):
+        freezing.give_number(module)
     return module

@@ -1,8 +1,8 @@
 """The modules of a block and of a stage, whatever their upstream calls them, and the entries of classes.
 
-Parts say which modules a fused forward does the work of (``bypassed``), and why they are not such that it
-computes what they do (``why_unsupported``). An entry says how blocks of a class are recognized, by the names
-and the structure of their classes: nothing upstream is imported.
+An entry says how blocks of a class are recognized, by the names and the structure of their classes, so that
+nothing upstream is imported. Parts say which modules a fused forward does the work of (``bypassed``), and why
+it would not compute what these do (``why_unsupported``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BypassedParts(NamedTuple):
     """The modules that a fused forward does not call, of one that calls most.
 
     Attributes:
-        modules: The modules whose work it does, each with what it may be.
+        modules: These modules, each with the classes that it may have.
         reason: Says why they are not supported; None if they are.
     """
 
@@ -74,7 +74,7 @@ class BypassedParts(NamedTuple):
     reason: str | None = None
 
     def bypassed(self) -> Sequence[tuple[Any, Kinds]]:
-        """Returns the modules whose work the fused forward does, each with what it may be."""
+        """Returns the modules that are not called, each with the classes that it may have."""
         return self.modules
 
     def why_unsupported(self) -> str | None:
@@ -97,31 +97,25 @@ class BlockParts(NamedTuple):
     Attributes:
         norm1, norm2: The LayerNorms before attention and before the MLP.
         linears: The linear layers of Q, of K and of V.
-        num_heads: Heads of attention.
-        scale: Factor on the scores.
+        num_heads, scale: Heads of attention, and the factor on the scores.
         proj: The linear layer after attention.
-        fc1, fc2: Those of the MLP.
+        fc1, fc2: The linear layers of the MLP.
         approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
-        activation: The module of its GELU; None where it is none.
-        branches: Convolution and BatchNorm of Q, of K and of V, or lists of such pairs that are summed; empty
-            where there are none.
-        reduction: The convolution that makes the tokens of keys and values, and its LayerNorm; None where
-            there is none.
+        activation: The module of its GELU, if there is one.
+        branches: Convolution and BatchNorm of Q, of K and of V, or lists of such pairs that are summed.
+        reduction: The convolution that makes the tokens of keys and values, and its LayerNorm.
         pooling: The same in linear attention: pooling, a 1×1 convolution, a LayerNorm and a GELU.
-        mix: The depthwise convolution before the GELU; None where there is none.
-        relu: What comes before this convolution; None where nothing does.
+        mix: The depthwise convolution before the GELU.
+        relu: What comes before this convolution.
         attention_drop: The module whose dropout of attention probabilities counts.
         drops_probabilities: True if the operator may drop them, False if only the upstream's forward may.
         drops: Dropout after ``proj``, after the GELU and after ``fc2``.
         drop_path: The stochastic depth of both branches.
-        drops_sum: True if the second one drops the residual stream with its branch, as Hugging Face's CvT
-            has it.
-        layer_scales: The modules of the factors (C,) on the two branches, each with its ``gamma`` if it has
-            one.
-        position_for: Returns the bias of the scores for a grid and the rows that are kept; None where there
-            is none.
+        drops_sum: True if the second one drops the stream with its branch, as in Hugging Face's CvT.
+        layer_scales: The modules of the factors (C,) on the two branches, with their ``gamma``.
+        position_for: Returns the bias of the scores for a grid and the rows that are kept.
         token_keep: How many tokens stay after the block; 1 for all.
-        pool: The query that says which.
+        pool: The query that scores them.
         convs, norms: The tensors and the BatchNorms of ``branches``, if they are prepared.
     """
 
@@ -153,7 +147,7 @@ class BlockParts(NamedTuple):
     norms: tuple[Any, ...] = ()
 
     def prepared(self) -> BlockParts:
-        """Returns the parts for calls as long as nothing changes: tensors in the places of some modules.
+        """Returns the parts for calls as long as nothing changes, with tensors in the places of some modules.
 
         Linear layers that nobody watches are :class:`~cvt_kernels.records.Linear`, identities None.
         """
@@ -277,13 +271,11 @@ class BlockParts(NamedTuple):
 
 
 class StageParts(NamedTuple):
-    """The modules of a stage.
+    """The modules of a stage: its embedding, with a BatchNorm in some, and its blocks.
 
     Attributes:
-        conv: The convolution of the embedding.
-        batch_norm: A BatchNorm behind it; None where there is none.
-        norm: The LayerNorm of the embedding.
-        class_token: (1, 1, C); None where the stage has none.
+        conv, batch_norm, norm: The convolution, BatchNorm and LayerNorm of the embedding.
+        class_token: (1, 1, C), if the stage has one.
         blocks: Its blocks.
         token_keep_bounds: The least and the greatest fraction of tokens that stay, where entropy decides.
     """
@@ -461,18 +453,15 @@ class BlockEntry(NamedTuple):
     """A class of blocks, embeddings or heads.
 
     Attributes:
-        upstream: Name of the project whose class it is.
-        name: Name of the class.
+        upstream, name: The project whose class it is, and its name.
         parts: Returns the modules of one; raises AttributeError for one that is not built as upstream's.
         arguments: Names of the arguments of ``forward``; empty for the classes of ``cvt``, which call the
             fused forward themselves.
         children: Names of the submodules. There are no parameters or buffers beside them.
         classes: Names of the classes within a block that hold the modules of its parts.
         layers: Paths of what ``quantize`` may replace: linear layers, or the convolution of an embedding.
-        forward: The fused forward of an embedding or a head, which may return ``NotImplemented`` for
-            arguments that it leaves to the own one; None for blocks.
-        variant: Name of a submodule by which the class is told from another one of the same name; empty if
-            there is none.
+        forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
+        variant: Name of a submodule by which the class is told from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
     """
 
@@ -542,9 +531,8 @@ class StageEntry(NamedTuple):
 
     Attributes:
         block: Describes the class as if it were a block.
-        classes: Names of the classes that its submodules may have besides those of ``torch.nn``, with or
-            without their module.
-        parts: Returns the modules of a stage, whose structure is as upstream has it.
+        classes: Names of the classes of its submodules besides those of ``torch.nn``.
+        parts: Returns the modules of a stage.
         embedding: Returns the convolution and the class token, if there is one.
         result: Makes what the stage's forward returns of its tokens (B, T, C) and their grid.
         tokens: Makes the tokens of what the stage's forward has returned.

@@ -35,8 +35,7 @@ class BlockCoverage(NamedTuple):
     """A row of :func:`coverage`: one block, or a stage or layer that is served as one.
 
     Attributes:
-        path: Its name in ``model.named_modules()``.
-        class_name: Name of its class.
+        path, class_name: Its name in ``model.named_modules()``, and that of its class.
         fused: True if a call would run the fused forward now.
         backends: The operators that it called, each with the backends that served it, such as
             ``"native and reference"``. Calls of a block within it are that block's. Empty without inputs.
@@ -53,11 +52,8 @@ class BlockCoverage(NamedTuple):
 class Coverage(list[BlockCoverage]):
     """The rows of :func:`coverage`; as a string, a table of them and the backends of their operators.
 
-    In the table, equal rows of consecutive blocks are one.
-
-    Attributes:
-        called: The operators that the forward called, each with its backends and how often each served.
-            Empty without inputs.
+    In the table, equal rows of consecutive blocks are one. ``called`` are the operators that the forward
+    called, each with its backends and how often each served; empty without inputs.
     """
 
     def __init__(self, rows: Iterable[BlockCoverage], called: Mapping[str, Mapping[str, int]]):

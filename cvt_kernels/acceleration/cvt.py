@@ -332,10 +332,10 @@ STAGES: tuple[StageEntry, ...] = _HF_STAGE, _MS_STAGE, _OWN_STAGE
 
 
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
-    """Returns the entry of a module, by the names of its classes and what it consists of; None for others.
+    """Returns the entry of a module by the names of its classes and what it consists of; None for others.
 
-    Microsoft's names are those of half of all transformers: a ``Block`` must have an attention with
-    convolutional projections, and a ``ConvEmbed`` be in a stage of such.
+    Half of all transformers have a ``Block``: Microsoft's has an attention with convolutions, and its
+    ``ConvEmbed`` is in a stage of such.
     """
     own = own_class(type(module))
     if own is not None:

@@ -1,15 +1,12 @@
 """Modules that are served as one: which can be, what they are watched for, and their forward.
 
-They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. A frozen stage has folded
-its biases (``stages``), a frozen layer is an operator of its tensors; both hold as long as nothing changes.
-Every call compares what was found at first with what there is: modules, parameters and buffers by identity,
-folded tensors by version, memory and layout, settings by value. After a change the module is examined and
-folded again.
+They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. Every call compares what was
+found at first with what there is: modules, parameters and buffers by identity, folded tensors by version,
+memory and layout, settings by value. After a change the module is examined and folded again (``stages``).
 
-Under ``torch.compile`` on a CPU each is one operator of the graph. Inductor sees neither its modules nor its
-parameters: the operator does what the stage does without ``torch.compile``, so that changed weights are
-noticed and a call may be checked and timed. A graph names the stage by a number, which is an attribute of the
-stage and of no other; it is guarded as any integer of a module.
+Under ``torch.compile`` on a CPU each is one operator of the graph, which does what the stage does without
+``torch.compile``: it notices changed weights, and a call may be checked and timed. A graph names the stage by
+a number, an attribute of this stage alone, which is guarded as any integer of a module.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,24 +35,32 @@ from .blocks import (
     ServedEntry,
     StageEntry,
     StageParts,
-    Unsupported,
     block_of,
     class_name,
     is_named,
     why_another_class,
-    why_convolutions_unsupported,
-    why_norms_unsupported,
 )
-from .matching import PLAIN, blocks_in, why_another_forward, why_not_now
+from .fused import output_grid
+from .matching import PLAIN, blocks_in, built_parts, why_another_forward, why_not_now
 from .stages import FoldedStage, fold, serve, serve_layer
-from .watching import Watch, is_only_recorded, is_plain_linear, is_watched, patch_of, why_must_be_called
+from .watching import (
+    BYPASSED,
+    Examined,
+    Watch,
+    is_only_recorded,
+    is_plain_linear,
+    is_watched,
+    known_of,
+    patch_of,
+    why_must_be_called,
+)
 
 #: Every entry by its key.
 STAGES: dict[str, ServedEntry] = {entry.serving_key: entry for entry in cvt.STAGES}
 STAGES |= {entry.serving_key: entry for entry in pyramids.ENTRIES if entry.is_layer}
 
 #: The classes whose work a served module does only where it expects them, and the names of upstream's.
-_WORKING = (nn.BatchNorm2d, nn.Conv2d, nn.GELU, nn.LayerNorm, nn.Linear, LinearInt8, nn.SyncBatchNorm)
+_WORKING = tuple(cls for cls in BYPASSED if cls is not nn.Dropout)
 _WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
@@ -78,12 +83,9 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     reason = why_another_forward(stage, block_of(entry))
     if reason is not None:
         return reason
-    try:
-        parts: StageParts | BlockParts = entry.parts(stage)
-    except Unsupported as error:
-        return str(error)
-    except AttributeError as error:
-        return f"is not built as upstream's: {error}"
+    parts = built_parts(stage, entry)
+    if isinstance(parts, str):
+        return parts
     if isinstance(parts, BlockParts) and parts.pooling is not None:
         return "its attention is linear, which no operator computes together with the rest of the layer"
     reason = _why_other_modules(stage, entry)
@@ -129,22 +131,16 @@ def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | N
 
 
 def _why_stage_unsupported(parts: StageParts) -> str | None:
-    norms = [parts.norm, *(norm for block in parts.blocks for norm in (block.norm1, block.norm2))]
-    for norm in norms:
-        if (reason := why_norms_unsupported(norm)) is not None:
-            return reason
-    for block in parts.blocks:
-        if (reason := why_convolutions_unsupported(block.pairs())) is not None:
-            return reason
-        if any(bn.running_mean is None for _, bn in block.pairs()):
-            return "a BatchNorm has no running statistics"
-        if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in block.layers()):
-            return "a linear layer is not a plain nn.Linear or LinearInt8"
-    conv, batch_norm = parts.conv, parts.batch_norm
+    """Says why a stage of supported blocks is not supported itself; None if it is."""
+    norms = [parts.batch_norm, *(norm for block in parts.blocks for _, norm in block.pairs())]
+    if any(norm is not None and norm.running_mean is None for norm in norms):
+        return "a BatchNorm has no running statistics"
+    layers = [layer for block in parts.blocks for layer in block.layers()]
+    if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in layers):
+        return "a linear layer is not a plain nn.Linear or LinearInt8"
+    conv = parts.conv
     if type(conv) is not nn.Conv2d:
         return f"the convolution of the embedding {why_another_class(conv, 'Conv2d')}"
-    if batch_norm is not None and batch_norm.running_mean is None:
-        return "a BatchNorm has no running statistics"
     settings = (conv.kernel_size, conv.stride, conv.padding)
     square = not isinstance(conv.padding, str) and all(len(set(setting)) == 1 for setting in settings)
     if not square or conv.groups != 1 or set(conv.dilation) != {1} or conv.padding_mode != "zeros":
@@ -185,40 +181,39 @@ def _folded_of(parts: StageParts | BlockParts) -> list[Tensor]:
 # What is served ----------------------------------------------------------------------------------------
 
 
-class _Frozen(NamedTuple):
+class _Frozen(Examined):
     """A stage or a layer as it is served.
 
     Attributes:
         folded: The stage, or the layer.
-        watch: What it is watched for.
         number: A number that no other folding has.
         programs: Its operators as they serve calls like earlier ones.
     """
 
-    folded: FoldedStage | TransformerBlock
-    watch: Watch
-    number: int
-    programs: Programs
+    attribute = "_cvt_kernels_frozen"
+
+    def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock):
+        super().__init__(stage, watch)
+        self.folded, self.number, self.programs = folded, next(_numbers), Programs()
 
 
 _numbers = itertools.count()
 
 
-_frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictionary()
-
-
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
-    known = _frozen.get(stage)
-    if known is None or known.watch.is_changed():
-        _frozen.pop(stage, None)
+    known = known_of(stage, _Frozen)
+    if known is None:
+        vars(stage).pop(_Frozen.attribute, None)
         reason = why_not_freezable(stage, entry)
         if reason is not None:
             return reason
         parts: Any = entry.parts(stage)
         modules = list(itertools.islice(stage.modules(), 1, None))
         watch = Watch(stage, modules, _folded_of(parts))  # first: what changes while it folds is noticed
-        known = _frozen[stage] = _Frozen(_fold(parts), watch, next(_numbers), Programs())
+        is_layer = isinstance(parts, BlockParts)
+        folded = parts.as_operator() if is_layer else fold(parts, parts.conv.weight.device.type)
+        known = vars(stage)[_Frozen.attribute] = _Frozen(stage, watch, folded)
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
@@ -296,23 +291,10 @@ def tokens_served(
     folded = found.folded
     if isinstance(folded, TransformerBlock):
         return serve_layer(folded, x, grid, found.programs)
-    return _serve_stage(folded, x, found.programs)
-
-
-def _fold(parts: StageParts | BlockParts) -> FoldedStage | TransformerBlock:
-    return (
-        parts.as_operator() if isinstance(parts, BlockParts) else fold(parts, parts.conv.weight.device.type)
-    )
-
-
-def _serve_stage(
-    folded: FoldedStage, image: Tensor, programs: Programs
-) -> tuple[Tensor, tuple[int, int]] | None:
     weight = folded.conv_weight
-    differs = image.dtype != weight.dtype or image.device != weight.device
-    if differs or image.ndim != 4 or image.shape[1] != weight.shape[1]:
+    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
         return None  # its own forward says what is wrong
-    return serve(folded, image, programs)
+    return serve(folded, x, found.programs)
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:
@@ -332,45 +314,41 @@ def graph_key(stage: nn.Module, entry: ServedEntry) -> Any:
 
 # Under torch.compile ----------------------------------------------------------------------------------------
 
-_NUMBER, _ENTRY = "_cvt_kernels_number", "_cvt_kernels_entry"
+#: The attribute with the number of a frozen stage or layer, and the one of its class with the entry.
+NUMBER, ENTRY = "_cvt_kernels_number", "_cvt_kernels_entry"
 _graph_numbers = itertools.count()
 _stages: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
-def members_of_numbered(entry: ServedEntry) -> dict[str, Any]:
-    """Returns the members of a class whose objects get a number by :func:`give_number`."""
-    return {_ENTRY: entry, _NUMBER: None}
-
-
 def is_frozen(module: nn.Module) -> bool:
     """Says whether the class of a module is that of a frozen stage or layer."""
-    return hasattr(type(module), _ENTRY)
+    return hasattr(type(module), ENTRY)
 
 
 def give_number(stage: nn.Module) -> None:
     """Gives a frozen stage or layer a number of its own."""
     number = next(_graph_numbers)
-    vars(stage)[_NUMBER] = number
+    vars(stage)[NUMBER] = number
     _stages[number] = stage
 
 
 def take_number(module: nn.Module) -> None:
     """Takes its number from a module that has one."""
-    _stages.pop(vars(module).pop(_NUMBER, None), None)
+    _stages.pop(vars(module).pop(NUMBER, None), None)
 
 
 def without_number(state: Any) -> Any:
     """Returns the state of a module for a copy or a pickle, which must not have the number of the module."""
     if not isinstance(state, dict):
         return state
-    return {name: value for name, value in state.items() if name != _NUMBER}
+    return {name: value for name, value in state.items() if name != NUMBER}
 
 
 def _numbered(number: int) -> tuple[nn.Module, ServedEntry]:
     stage = _stages.get(number)
     if stage is None:
         raise RuntimeError("the frozen module for which this code was compiled is no longer frozen")
-    return stage, getattr(type(stage), _ENTRY)
+    return stage, getattr(type(stage), ENTRY)
 
 
 # The operators --------------------------------------------------------------------------------------------
@@ -433,7 +411,7 @@ def try_to_trace_as_one(
 
     In training mode it is one operator too, which raises when it is called.
     """
-    number = getattr(stage, _NUMBER)
+    number = getattr(stage, NUMBER)
     call = entry.call_of(args, kwargs)
     # An exported program may run anywhere, and so holds the model's own modules.
     if call is None or checks.is_exporting() or number is None or call[0].device.type != "cpu":
@@ -451,8 +429,8 @@ def _trace_stage(stage: nn.Module, entry: StageEntry, number: int, image: Tensor
     conv, class_token = entry.embedding(stage)
     if image.ndim != 4 or image.shape[1] != conv.in_channels or image.dtype != conv.weight.dtype:
         return None  # its own forward says what is wrong
-    grid = _output_size(image.shape[2], conv), _output_size(image.shape[3], conv)
-    if grid[0] < 1 or grid[1] < 1:
+    grid = output_grid(image, conv)
+    if min(grid) < 1:
         return None
     count = grid[0] * grid[1] + (0 if class_token is None else class_token.shape[1])
     tokens = torch.ops.cvt_kernels.frozen_stage.default(image, number, count, conv.out_channels)
@@ -470,10 +448,6 @@ def _trace_layer(
         return None
     tokens = torch.ops.cvt_kernels.frozen_layer.default(x, number, *grid)
     return entry.result(tokens, grid)
-
-
-def _output_size(size: int, conv: nn.Conv2d) -> int:
-    return (size + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
 
 
 def _why_not_freezable(number: int) -> str | None:

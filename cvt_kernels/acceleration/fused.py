@@ -1,8 +1,4 @@
-"""Fused operations on the submodules of a block, and the fused forward of a block.
-
-Each operation does the work of some submodules without calling them, by the public operators, which choose
-their backend.
-"""
+"""The work of submodules of a block by the public operators, without calling them, and of a whole block."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ _training_of = operator.attrgetter("training")
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Computes LayerNorm over the last dimension in the dtypes of ``norm``, a plain or Microsoft's one.
-
-    The result is rounded to ``dtype``, if one is given.
-    """
+    """Computes LayerNorm over the last dimension, PyTorch's or Microsoft's; rounds to ``dtype``, if given."""
     if type(norm) is not nn.LayerNorm:  # Microsoft's, which computes in float32 whatever comes
         out = layer_norm(x.float(), norm.weight, norm.bias, eps=norm.eps, dtype=dtype)
         return out if dtype is not None else out.type(x.dtype)
@@ -110,10 +103,7 @@ def is_plain_int8(module: Any) -> bool:
 
 
 def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate: GeluVariant) -> Tensor:
-    """Computes a linear layer and its GELU, as :func:`cvt_kernels.gelu` names it.
-
-    ``x`` is quantized already only where the layer is, after :func:`add_and_normalize_for`.
-    """
+    """Computes a linear layer and its GELU, of quantized ``x`` too after :func:`add_and_normalize_for`."""
     if type(module) is Linear or is_plain_linear(module):
         assert isinstance(x, Tensor)
         if _dtypes_differ(x, module.weight):
@@ -144,8 +134,7 @@ def call(module: Any, x: Tensor, then: Any = None) -> Tensor:
 def drop(dropout: Any, x: Tensor) -> Tensor:
     """Calls the dropout after a convolution, on tokens or a map, so that it drops what it drops upstream.
 
-    Random numbers follow the order in memory, and for a batch of one the strides of upstream's views tell
-    PyTorch that channels are first.
+    Random numbers follow the order in memory; upstream's views of a batch of one have their channels first.
     """
     is_active = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
     if is_active and x.shape[0] == 1:
@@ -170,16 +159,28 @@ def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int
     """Computes an embedding: images or maps (B, C, H, W) to normalized tokens (B, H'·W', C'), H' and W'."""
     check_images("pixel_values", image, projection)
     if _is_plain_embedding(projection) and image.dtype == norm.weight.dtype == projection.weight.dtype:
-        kernel, stride, padding = (
-            getattr(projection, name)[0] for name in ("kernel_size", "stride", "padding")
+        grid = output_grid(image, projection)
+        tokens = conv_embedding(
+            image,
+            projection.weight,
+            projection.bias,
+            norm.weight,
+            norm.bias,
+            stride=projection.stride[0],
+            padding=projection.padding[0],
+            eps=norm.eps,
         )
-        height, width = ((size + 2 * padding - kernel) // stride + 1 for size in image.shape[2:])
-        settings: dict[str, Any] = {"stride": stride, "padding": padding, "eps": norm.eps}
-        args = projection.weight, projection.bias, norm.weight, norm.bias
-        return conv_embedding(image, *args, **settings), height, width
+        return tokens, *grid
     image = projection(image)
     height, width = image.shape[2:]
     return normalize(norm, image.flatten(2).transpose(1, 2)), height, width
+
+
+def output_grid(image: Tensor, conv: Any) -> tuple[int, int]:
+    """Returns the height and width of what a convolution, alike in both directions, makes of an image."""
+    kernel, stride, padding = conv.kernel_size[0], conv.stride[0], int(conv.padding[0])
+    height, width = image.shape[2:]
+    return (height + 2 * padding - kernel) // stride + 1, (width + 2 * padding - kernel) // stride + 1
 
 
 def _is_plain_embedding(conv: Any) -> bool:

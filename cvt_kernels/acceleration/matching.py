@@ -1,14 +1,9 @@
-"""Finds the blocks of a model that the table knows, and says whether a block is what its entry expects.
-
-Two questions follow: :func:`why_mismatched`, when a model is accelerated, and :func:`parts_if_fused`, in
-every call, since a submodule may have been replaced or got a hook in between.
-"""
+"""Finds the blocks of a model that the table knows, and says whether a block is what its entry expects."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import weakref
 from typing import Any
 
 import torch
@@ -25,31 +20,27 @@ from .blocks import (
     BypassedParts,
     Kinds,
     Parts,
+    StageEntry,
     Unsupported,
     is_named,
     why_another_class,
 )
-from .watching import Watch, is_only_recorded, is_watched, patch_of, why_must_be_called
+from .watching import (
+    BYPASSED,
+    Examined,
+    Watch,
+    is_only_recorded,
+    is_watched,
+    known_of,
+    patch_of,
+    why_must_be_called,
+)
 
 #: Every entry by its key.
 TABLE: dict[str, BlockEntry] = {entry.key: entry for entry in (*cvt.ENTRIES, *pyramids.ENTRIES)}
 
-#: The classes that a block may consist of, besides upstream's: those of torch.nn, and LinearInt8.
-PLAIN = frozenset(
-    (
-        nn.BatchNorm2d,
-        nn.Conv2d,
-        nn.Dropout,
-        nn.GELU,
-        nn.Identity,
-        nn.LayerNorm,
-        nn.Linear,
-        LinearInt8,
-        nn.ModuleList,
-        nn.Sequential,
-        nn.SyncBatchNorm,
-    )
-)
+#: The classes that a block may consist of, besides upstream's.
+PLAIN = frozenset((*BYPASSED, nn.Identity, nn.ModuleList, nn.Sequential))
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
@@ -74,7 +65,7 @@ def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    check_module(model)
+    checks.check_kind("model", model, nn.Module)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     found = []
     for path, module in model.named_modules():
@@ -82,12 +73,6 @@ def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
         if entry is not None:
             found.append((path, module, entry))
     return found
-
-
-def check_module(model: object) -> None:
-    """Raises TypeError unless ``model`` is a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
 
 
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
@@ -140,24 +125,29 @@ def _replaced_method(module: nn.Module, owner: Any) -> str | None:
     mro = original_class(type(module)).__mro__
     overriding = [vars(module), *(vars(cls) for cls in mro[: mro.index(owner)])]
     # A forward set on the object is seen by coverage, since it may come and go.
-    replaced = (
-        name for name in public if name != "forward" and any(name in members for members in overriding)
-    )
-    return next(replaced, None)
+    others = (name for name in public if name != "forward")
+    return next((name for name in others if any(name in members for members in overriding)), None)
 
 
 def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
     """Returns the modules whose work the fused forward of a block does, or says why it cannot."""
-    try:
-        parts: Parts = entry.parts(block)
-    except Unsupported as error:
-        return str(error)
-    except AttributeError as error:
-        return f"is not built as upstream's: {error}"
+    parts = built_parts(block, entry)
+    if isinstance(parts, str):
+        return parts
     for module, kinds in parts.bypassed():
         if type(module) not in kinds and not is_named(type(module), kinds):
             return f"{_path_of(block, module)} {_why_another_kind(module, kinds)}"
     return parts.why_unsupported() or parts
+
+
+def built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
+    """Returns the parts of a block or a stage, or says why it is not built as upstream's."""
+    try:
+        return entry.parts(module)
+    except Unsupported as error:
+        return str(error)
+    except AttributeError as error:
+        return f"is not built as upstream's: {error}"
 
 
 def _why_another_kind(module: Any, kinds: Kinds) -> str:
@@ -195,9 +185,15 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 # Whether it runs fused now --------------------------------------------------------------------------------
 
-#: The modules of the blocks that were called, None for those that do not run fused, and what they are watched
-#: for.
-_examined: weakref.WeakKeyDictionary[nn.Module, tuple[Parts | None, Watch]] = weakref.WeakKeyDictionary()
+
+class _ExaminedBlock(Examined):
+    """The parts of a block that was called; None for one that does not run fused."""
+
+    attribute = "_cvt_kernels_parts"
+
+    def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
+        super().__init__(block, watch)
+        self.parts = parts
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
@@ -210,27 +206,27 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     elif torch_module._has_any_global_hook():
         return None
     else:
-        known = _examined.get(block)
-        if known is None or known[1].is_changed():
+        known = known_of(block, _ExaminedBlock)
+        if known is None:
             known = _examine(block, entry)
             # A transform and a mode have put tensors in the places of parameters, which must not be kept.
             if not checks.is_transformed() and not torch._C._len_torch_dispatch_stack():
-                _examined[block] = known
-        parts = known[0]
+                vars(block)[known.attribute] = known
+        parts = known.parts
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
         return None
     return parts
 
 
-def _examine(block: nn.Module, entry: BlockEntry) -> tuple[Parts | None, Watch]:
+def _examine(block: nn.Module, entry: BlockEntry) -> _ExaminedBlock:
     parts = parts_or_why_not(block, entry)
     modules = list(itertools.islice(block.modules(), 1, None))
     if isinstance(parts, BypassedParts):
         modules = [module for module, _ in parts.modules]
-    watch = Watch(block, modules)
+    watch = Watch(block, modules)  # first: what changes meanwhile is noticed
     if isinstance(parts, str) or _why_other_parts(block, entry, parts) is not None:
-        return None, watch
-    return parts.prepared(), watch
+        return _ExaminedBlock(block, watch, None)
+    return _ExaminedBlock(block, watch, parts.prepared())
 
 
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:

@@ -104,10 +104,7 @@ def _parts_of_fusion(head: Any, linears: list[Any], folds: bool) -> tuple[list[T
 def _through_both(
     tokens: Tensor, weight: Tensor, part: Tensor, bias: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Applies a projection and a part of the fusion: as one layer, or one after the other if that is less.
-
-    The result is added to ``total``, if there is one.
-    """
+    """Adds a projection and a part of the fusion to ``total``: as one layer, or as two if that is less."""
     dtype = weight.dtype
     if tokens.shape[0] * tokens.shape[1] > weight.shape[1]:
         with checks.without_autocast(tokens):
@@ -259,15 +256,7 @@ def _block_entry(
     last_argument: str = "output_attentions",
     children: tuple[str, ...] = (),
 ) -> BlockEntry:
-    """Returns the entry of a class of blocks.
-
-    Args:
-        name: Name of the class.
-        parts: Returns the modules of a block.
-        norms: Names of the LayerNorms.
-        last_argument: Name of the argument after those that all have.
-        children: Names of the submodules that not all have.
-    """
+    """Returns the entry of a class of blocks, by its name, its parts and what not all have in common."""
     beginning = name.removesuffix("Layer").removesuffix("Block")
     return BlockEntry(
         upstream=HUGGING_FACE,

@@ -1,14 +1,11 @@
-"""A whole stage of a CvT for serving: what is folded, and its forward in few calls.
+"""A whole stage of a CvT, or a layer of another model, for serving: what is folded, and its forward.
 
 The residual stream is one tensor, in whose place each block puts its result. On a CPU a block is one
 operator, ``transformer_block``. Elsewhere it is a few launches, whose matrix products accumulate into the
 stream and add no biases: the stream has the biases of all blocks from its start, by LayerNorm's bias and the
-class token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``). So
-at the end of the stage the stream is what it should be. Products of 8-bit numbers add their own biases, where
-they are scaled.
-
-A stage that drops tokens is served on a CPU only: the tokens that have dropped out would lack the biases of
-later blocks.
+class token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``).
+Products of 8-bit numbers add their own biases, where they are scaled. A stage that drops tokens is served on
+a CPU only: the tokens that have dropped out would lack the biases of later blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import backends, checks
 from ..ops.attention import attention
@@ -34,17 +31,16 @@ from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
 from ..records import AnyLinear, Linear, Norm, QuantizedLinear, QuantizedRows, Reduction, TransformerBlock
 from .blocks import BlockParts, StageParts, wide
+from .fused import output_grid
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
 
 
 class FoldedBlock(NamedTuple):
-    """A block as it is served in launches, with the biases of the branches in the stream.
+    """A block as it is served in launches, without the biases that are in the stream.
 
-    Attributes:
-        block: The block, without the biases that are in the stream.
-        norm1_shift, norm2_shift: What the LayerNorms subtract from the stream, negated.
+    ``norm1_shift`` and ``norm2_shift`` are what its LayerNorms subtract from the stream, negated.
     """
 
     block: TransformerBlock
@@ -59,7 +55,7 @@ class FoldedStage(NamedTuple):
         parts: Its modules.
         conv_weight, conv_bias: Of the convolution, with BatchNorm folded into them; channels last for maps.
         norm_bias: LayerNorm's, plus the biases of all blocks that are in the stream; None for 0.
-        class_token: (C,), plus the same; None where the stage has none.
+        class_token: (C,), plus the same, if the stage has one.
         blocks: The blocks, each one operator or a few launches.
     """
 
@@ -97,10 +93,7 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
 
 
 def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
-    """Returns the blocks as they are served in launches, and the biases that the stream must have before.
-
-    Sums are in float32 at least.
-    """
+    """Returns the blocks as they are served in launches, and the biases of the stream before, in float32."""
     due = wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
     blocks: list[FoldedBlock] = []
     for block in reversed(parts.blocks):
@@ -121,10 +114,7 @@ def _fold_block(parts: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
 
 
 def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
-    """Returns a layer without its bias, and the biases that the stream must have before, that one included.
-
-    A quantized layer keeps it.
-    """
+    """Returns a layer without its bias unless it is quantized, and the biases of the stream before it."""
     if isinstance(layer, QuantizedLinear) or layer.bias is None:
         return layer, due
     return Linear(layer.weight), due + layer.bias
@@ -178,13 +168,10 @@ def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
 def serve(stage: FoldedStage, image: Tensor, programs: Programs) -> tuple[Tensor, tuple[int, int]]:
     """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid.
 
-    Args:
-        stage: The stage.
-        image: The images or maps.
-        programs: The operators as they serve images like earlier ones; those for images like these are added.
+    ``programs`` are the operators as they serve images like earlier ones; those for images like these are
+    added.
     """
-    conv = stage.parts.conv
-    grid = _output_size(image.shape[2], conv), _output_size(image.shape[3], conv)
+    grid = output_grid(image, stage.parts.conv)
     served = programs.run(image)
     if served is not None:
         return served, grid
@@ -198,11 +185,7 @@ def _bound(
 ) -> list[Callable[[Tensor], Tensor]] | None:
     """Returns the operators of a stage, bound to their parameters; None if one cannot be.
 
-    Args:
-        stage: The stage.
-        image: Images that have been served.
-        stream: Tokens like those that its embedding makes of them.
-        grid: Their grid.
+    ``stream`` are tokens like those that the embedding makes of images that have been served.
     """
     operators: Any = backends.operators
     embedding, block = operators["conv_embedding"], operators["transformer_block"]
@@ -242,10 +225,6 @@ def _serve_and_drop(
     class_token = stage.class_token is not None
     bounds = stage.token_keep_bounds
     return stream, select_tokens(scores, rows, parts.token_keep, bounds, class_token=class_token)
-
-
-def _output_size(size: int, conv: nn.Conv2d) -> int:
-    return (size + 2 * int(conv.padding[0]) - conv.kernel_size[0]) // conv.stride[0] + 1
 
 
 def _serve_block(
@@ -333,7 +312,7 @@ def _add_and_normalize(
 def serve_layer(
     block: TransformerBlock, x: Tensor, grid: tuple[Any, Any], programs: Programs
 ) -> tuple[Tensor, tuple[int, int]] | None:
-    """Computes a layer; None for tokens that are not such, so that its own forward says what is wrong.
+    """Computes a layer; None for other tokens, so that its own forward says what is wrong.
 
     The result is a tensor of its own, since others may hold ``x``.
     """

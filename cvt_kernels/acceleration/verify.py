@@ -34,14 +34,10 @@ _MORE_RUNS, _LUCK = 8, 10.0
 
 
 class Error(NamedTuple):
-    """The largest errors of both models against float64, each over the largest exact value.
+    """The largest errors against float64, each over the largest exact value, as means over the runs.
 
-    They are the means over the runs of the report.
-
-    Attributes:
-        accelerated: Of the accelerated model.
-        eager: Of the restored model in the same dtype.
-        allowed: The largest that is allowed to the accelerated model.
+    ``accelerated`` is that of the accelerated model, of which at most ``allowed`` is allowed; ``eager`` is
+    that of the restored model in the same dtype.
     """
 
     accelerated: float
@@ -64,8 +60,7 @@ class LayerErrors(NamedTuple):
         path: Its name in ``model.named_modules()``; empty for the whole model.
         class_name: Name of its class.
         fused: True if its fused forward ran in evaluation.
-        evaluation: Error of its output in evaluation.
-        training: Error of its output in a training step.
+        evaluation, training: Errors of its output in evaluation and in a training step.
         gradients: Error of its parameters' gradients.
         statistics: Error of its running statistics after the step; None if it has none.
     """
@@ -120,7 +115,7 @@ class Verification(NamedTuple):
         failures = [
             f"{layer.path or 'model'}, {name}: {error}"
             for layer in self.layers
-            for name in ("evaluation", "training", "gradients", "statistics")
+            for name in _COMPARED
             if (error := getattr(layer, name)) is not None and not error.passed
         ]
         whole = self.layers[-1].training
@@ -257,8 +252,8 @@ def _in_float64(model: nn.Module) -> nn.Module:
 def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
     """Gives the gradient of an output the usual strides.
 
-    For one image, upstream's views make others, from which the CPU's batch_norm computes wrong gradients
-    (seen in torch 2.13). The accelerated model is not affected, and should not be found wrong for it.
+    From those of upstream's views of one image the CPU's batch_norm computes wrong gradients (seen in torch
+    2.13), for which the accelerated model should not be found wrong.
     """
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
@@ -274,17 +269,14 @@ def _random_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-class _Record(NamedTuple):
-    """The tensors of one run, by the path of the block that they belong to."""
-
-    evaluation: dict[str, list[Tensor]]
-    training: dict[str, list[Tensor]]
-    gradients: dict[str, list[Tensor]]
-    statistics: dict[str, list[Tensor]]
+#: What is compared of a block: fields of :class:`LayerErrors`.
+_COMPARED = ("evaluation", "training", "gradients", "statistics")
+#: The tensors of one run by what they are, and by the path of the block that they belong to.
+_Record = dict[tuple[str, str], list[Tensor]]
 
 
 class _Run:
-    """One of the models, with its inputs and the backend that it asks for.
+    """One of the models, with its inputs and the backends that it asks for.
 
     ``stages`` are the paths of frozen stages and layers, and ``serving`` is the model with these frozen.
     """
@@ -343,22 +335,24 @@ class _Run:
         with torch.no_grad():
             for buffer, first in self.buffers:
                 buffer.copy_(first)
-        paths = dict.fromkeys((*self.stages, *(row.path for row in coverage(self.model))))
+        paths = dict.fromkeys(("", *self.stages, *(row.path for row in coverage(self.model))))
+        record: _Record = {}
         with _outputs_of(self.model, paths) as seen:
-            evaluation = {"": _detached(tensors_in(self._evaluate(self.model)))} | seen
-            training = {"": _detached(tensors_in(self.train(random=False)))} | seen
+            self._evaluate(self.model)
+            record |= {("evaluation", path): outputs for path, outputs in seen.items()}
+            self.train(random=False)
+            record |= {("training", path): outputs for path, outputs in seen.items()}
         if self.serving is not None:
-            with _outputs_of(self.serving, self.stages) as seen:
-                evaluation |= {"": _detached(tensors_in(self._evaluate(self.serving)))} | seen
-        gradients, statistics = {}, {}
-        for path in ("", *paths):
+            with _outputs_of(self.serving, ("", *self.stages)) as seen:
+                self._evaluate(self.serving)
+            record |= {("evaluation", path): outputs for path, outputs in seen.items()}
+        for path in paths:
             block = self.model.get_submodule(path)
-            parameters = [p for p in block.parameters() if p.requires_grad]
-            gradients[path] = _detached(
-                p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters
-            )
-            statistics[path] = _detached(b for b in block.buffers() if b.is_floating_point())
-        return _Record(evaluation, training, gradients, statistics)
+            trained = [p for p in block.parameters() if p.requires_grad]
+            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
+            record["gradients", path] = _detached(gradients)
+            record["statistics", path] = _detached(b for b in block.buffers() if b.is_floating_point())
+        return record
 
 
 @contextlib.contextmanager
@@ -391,9 +385,8 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _nudge(seed: int, tensor: Tensor) -> Tensor:
     """Returns a tensor with two thirds of its numbers off by one or two units in the last place.
 
-    They are off by the same in every image, so that equal images stay equal. Under autocast the units are
-    those of its dtype if they are larger: its first cast would round smaller differences away, and all runs
-    would be nearly the same.
+    Equal images stay equal. Under autocast the units are those of its dtype if they are larger: its first
+    cast would round smaller differences away.
     """
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(-1, 2, tensor.shape[1:], generator=generator).to(tensor)
@@ -406,20 +399,14 @@ def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class _Sample(NamedTuple):
-    """The error of one run in one place.
-
-    Attributes:
-        error: The largest one, over the largest exact value.
-        dtype: The coarsest dtype of the results.
-        values: The number of results.
-    """
+    """The largest error of one run in one place over the largest exact value, and what it is an error of."""
 
     error: float
     dtype: torch.dtype
     values: int
 
 
-#: The errors of a run, by the names of :class:`_Record` and the paths of blocks.
+#: The errors of a run, likewise.
 _Errors = dict[tuple[str, str], _Sample]
 
 
@@ -444,12 +431,7 @@ def _samples(runs: list[_Run], oracle: _Run, bar: Any) -> list[list[_Errors]]:
 
 def _errors(record: _Record, exact: _Record) -> _Errors:
     """Returns the errors of a run wherever there is something to compare."""
-    return {
-        (name, path): _sample(getattr(record, name)[path], oracle)
-        for name, by_path in exact._asdict().items()
-        for path, oracle in by_path.items()
-        if oracle
-    }
+    return {place: _sample(record[place], oracle) for place, oracle in exact.items() if oracle}
 
 
 def _sample(results: list[Tensor], oracle: list[Tensor]) -> _Sample:
@@ -464,7 +446,7 @@ def _compare(
 ) -> LayerErrors:
     errors = {
         name: _error(name, path, accelerated, eager) if (name, path) in eager[0] else None
-        for name in _Record._fields
+        for name in _COMPARED
     }
     return LayerErrors(path, class_name, fused, **errors)  # type: ignore[arg-type]  # all but statistics exist
 

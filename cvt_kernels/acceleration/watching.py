@@ -1,16 +1,13 @@
-"""Says who would notice that a module is not called, and watches what a fused forward depends on.
-
-:func:`is_watched` asks for hooks and patches of one module. :class:`Watch` remembers what was found when a
-block, a stage or a layer was examined, and compares it with what there is in one flat pass.
-"""
+"""Watches modules whose work is done without calling them: hooks, patches, and all that results depend on."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -61,10 +58,9 @@ def is_only_recorded(module: nn.Module) -> bool:
 
 
 def _is_noticed(hooks: Mapping[int, Any]) -> bool:
-    """Says whether there is a hook, other than those by which transformers records attention maps.
+    """Says whether there is a hook other than those by which transformers records attention maps.
 
-    These stay in a model once any outputs have been recorded. They find no maps where attention makes none,
-    and attention that makes some does not run fused.
+    These stay in a model once outputs have been recorded, and find no maps where a block runs fused.
     """
     for hook in hooks.values():
         if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
@@ -92,18 +88,13 @@ def patch_of(cls: type) -> str | None:
 _WRAPPING = "transformers.modeling_layers"
 
 
-_BYPASSED = (
-    nn.BatchNorm2d,
-    nn.Conv2d,
-    nn.Dropout,
-    nn.GELU,
-    nn.LayerNorm,
-    nn.Linear,
-    nn.SyncBatchNorm,
+#: The classes whose work may be done without calling their modules.
+BYPASSED = (
+    *(nn.BatchNorm2d, nn.Conv2d, nn.Dropout, nn.GELU, nn.LayerNorm, nn.Linear, nn.SyncBatchNorm),
     LinearInt8,
 )
-#: PyTorch's own forwards of the classes whose work is done without calling them; None for one patched before.
-_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in _BYPASSED}
+#: PyTorch's own forwards of them; None for one that was patched before.
+_FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in BYPASSED}
 
 
 def _is_patched(cls: Any) -> bool:
@@ -115,27 +106,10 @@ def _is_patched(cls: Any) -> bool:
 
 #: The numbers and names that the work of a block depends on, besides those of convolutions.
 _SETTINGS = (
-    "eps",
-    "num_heads",
-    "num_attention_heads",
-    "attention_head_size",
-    "head_dim",
-    "scale",
-    "scaling",
-    "approximate",
-    "act",
-    "momentum",
-    "process_group",
-    "track_running_stats",
-    "token_keep",
-    "token_keep_bounds",
-    "pool",
-    "stride_kv",
-    "linear_attention",
-    "sequence_reduction_ratio",
-    "sequences_reduction_ratio",
-    "spatial_reduction_ratio",
-    "sr_ratio",
+    *("eps", "num_heads", "num_attention_heads", "attention_head_size", "head_dim", "scale", "scaling"),
+    *("approximate", "act", "momentum", "process_group", "track_running_stats"),
+    *("token_keep", "token_keep_bounds", "pool", "stride_kv", "linear_attention"),
+    *("sequence_reduction_ratio", "sequences_reduction_ratio", "spatial_reduction_ratio", "sr_ratio"),
 )
 _CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
 #: The name of a configuration's setting, and its default, for ``map``.
@@ -146,10 +120,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Watch(Structure):
     """The state of a module when it was examined: what it consists of, and what else its work depends on.
 
-    Args:
-        owner: The module.
-        modules: Those within it that matter.
-        folded: Tensors of which copies are served: they are watched for changes of values, too.
+    Of the tensors ``folded`` copies are served, so that changes of their values are noticed too.
     """
 
     def __init__(self, owner: nn.Module, modules: Sequence[nn.Module], folded: Sequence[Tensor] = ()):
@@ -186,3 +157,36 @@ class Watch(Structure):
             or not self._snapshot.holds(self._folded)
             or self._attributes() != self._before
         )
+
+
+class Examined:
+    """The result of examining a module, which holds until ``watch`` notices a change.
+
+    It is an attribute of the module: a dictionary with weak keys would keep a module alive to which one of
+    its parts or hooks refers. A copy or a pickle of the module has None in its place.
+    """
+
+    attribute: ClassVar[str]
+
+    def __init__(self, module: nn.Module, watch: Watch):
+        self.owner, self.watch = weakref.ref(module), watch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_Examined = TypeVar("_Examined", bound=Examined)
+
+
+def known_of(module: nn.Module, kind: type[_Examined]) -> _Examined | None:
+    """Returns what was found of a module, unless it has changed since; None if there is nothing."""
+    known: _Examined | None = vars(module).get(kind.attribute)
+    if known is None or known.owner() is not module or known.watch.is_changed():
+        return None
+    return known
+
+
+def forget(module: nn.Module) -> None:
+    """Removes everything that was found of a module."""
+    for kind in Examined.__subclasses__():
+        vars(module).pop(kind.attribute, None)

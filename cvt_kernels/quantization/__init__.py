@@ -1,8 +1,6 @@
 """The linear layers of a CvT as products of 8-bit numbers, after training: ``quantize``.
 
-LayerNorm, softmax, depthwise convolutions, the first embedding and the head stay as they are. The parts, each
-on those before it: ``report`` (what was done to which layer), ``layers`` (which can be quantized),
-``calibration`` (scales and errors on images), this file.
+LayerNorm, softmax, depthwise convolutions, the first embedding and the head stay as they are.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ class QuantizedLayerReport(NamedTuple):
     Attributes:
         path: Its name in ``model.named_modules()``.
         scheme: ``"dynamic"``, ``"static"``, or ``"float"`` if it stays as it is.
-        sqnr: The ratio of its output to the error of this output on the calibration's images, in dB, where
-            its inputs are those of the model in floating point; None without calibration.
-        reason: Says why it stays as it is, or why it has another scheme than was asked for; None otherwise.
+        sqnr: The ratio in dB of its output to the error of this output, for inputs of the model in floating
+            point on the calibration's images; None without calibration.
+        reason: Says why it stays as it is, or has another scheme than was asked for; None otherwise.
     """
 
     path: str

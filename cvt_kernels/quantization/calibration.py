@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
     Attributes:
         input_scale: The scale of all of its inputs; None for one per row.
-        sqnr: In dB; None if it is not known.
+        sqnr: In dB, if it is known.
         reason: Says why it is dynamic although one scale was asked for; None otherwise.
     """
 
@@ -51,12 +51,7 @@ def calibrate(
 ) -> dict[str, Choice]:
     """Runs images through a model, and decides on the scales of its layers; the model stays as it is.
 
-    Args:
-        model: In floating point.
-        pairs: The layers by their paths, each with the one that is to take its place.
-        calibration: As of :func:`cvt_kernels.quantize`.
-        static: Whether inputs may have one scale per layer.
-        progress: Whether to show a bar.
+    ``static`` allows inputs one scale per layer; ``progress`` shows a bar.
 
     Raises:
         TypeError: ``calibration`` is neither a tensor nor an iterable.

@@ -15,13 +15,7 @@ from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 
 
 class Layer(NamedTuple):
-    """A layer of a block.
-
-    Attributes:
-        path: Its name in ``model.named_modules()``.
-        module: The layer as it is.
-        reason: Says why it cannot be quantized; None if it can.
-    """
+    """A layer of a block, its path in the model, and why it cannot be quantized; None if it can."""
 
     path: str
     module: nn.Module

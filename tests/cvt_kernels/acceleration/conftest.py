@@ -1,10 +1,13 @@
-"""The backends that tests of accelerated models take."""
+"""The backends that tests of accelerated models take, and what is served as one."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 import cvt_kernels as ck
+from cvt_kernels.acceleration import freezing
 from tests.upstream import KERNELS_FIRST
 
 
@@ -14,3 +17,25 @@ def _kernels_first(request: pytest.FixtureRequest) -> Iterator[None]:
     on_gpu = request.node.get_closest_marker("gpu") is not None
     with ck.use_backend(*(["triton"] if on_gpu else []), *KERNELS_FIRST):
         yield
+
+
+@pytest.fixture
+def without_gradients() -> Iterator[None]:
+    """Runs a test without gradients."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Lists the calls of stages and layers that are served as one."""
+    calls: list[Any] = []
+    serve = freezing.tokens_served
+
+    def tokens_served(*args: Any) -> Any:
+        out = serve(*args)
+        calls.extend([] if out is None else [args])
+        return out
+
+    monkeypatch.setattr(freezing, "tokens_served", tokens_served)
+    return calls

@@ -1,4 +1,4 @@
-"""Frozen stages under torch.compile on a CPU, where each is one operator."""
+"""Frozen stages and layers under torch.compile on a CPU, where each is one operator."""
 
 import copy
 import gc
@@ -10,71 +10,80 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezing, stages
-from tests.upstream import UPSTREAMS, images, logits, microsoft, ours, relative
+from tests.cvt_kernels.acceleration.served import CVTS, frozen, inputs, stages_of
+from tests.upstream import images, logits, microsoft, ours, pvt_v2, relative, segformer
 
-MODELS = [*UPSTREAMS, ours]
-OPERATOR = "cvt_kernels.frozen_stage.default"
-
-calls = []
+STAGE, LAYER = "cvt_kernels.frozen_stage.default", "cvt_kernels.frozen_layer.default"
 
 
 @pytest.fixture(autouse=True)
-def _without_gradients(monkeypatch):
-    """Runs tests without gradients; counts the stages that are served as one, in ``calls``."""
-
-    def serve(*args):
-        calls.append(args)
-        return stages.serve(*args)
-
-    calls.clear()
-    monkeypatch.setattr(freezing, "serve", serve)
+def _fresh(without_gradients):
     torch.compiler.reset()
-    with torch.no_grad():
-        yield
-
-
-def frozen(model):
-    """Returns a frozen copy of a model in evaluation."""
-    return ck.accelerate(copy.deepcopy(model).eval(), freeze=True)
 
 
 class Compiled:
-    """A compiled model, whose graphs are listed by the operators that they call."""
+    """A compiled model, with the number of frozen stages and layers in each of its graphs."""
 
     def __init__(self, model, **settings):
-        self.graphs = []
+        self.counts = []
         self.model = torch.compile(model, fullgraph=True, backend=self._note, **settings)
 
     def _note(self, graph, inputs):
         targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        self.graphs.append(targets)
+        self.counts.append(targets.count(STAGE) + targets.count(LAYER))
         return graph.forward
 
     def __call__(self, *args):
         return self.model(*args)
 
-    def stages(self):
-        """Returns how many stages are operators in the latest graph."""
-        return self.graphs[-1].count(OPERATOR)
+
+#: The first stage of ours and the first layer of a PVT v2, each with the arguments of a call.
+PARTS = {
+    "stage": (ours, (images(),)),
+    "layer": (pvt_v2, (torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(1)), 5, 6)),
+}
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_each_stage_is_one_operator(make):
+@pytest.fixture(params=PARTS)
+def part(request):
+    """Returns a module, its frozen copy and the arguments of a call."""
+    make, args = PARTS[request.param]
+    own = stages_of(make().eval())[0]
+    return own, frozen(own), args
+
+
+@pytest.mark.parametrize("make", CVTS)
+def test_each_stage_is_one_operator(make, served):
     fused = frozen(make())
     compiled = Compiled(fused, dynamic=True)
     for batch in (2, 3):
-        out = logits(compiled(images(batch)))
-        assert relative(out, logits(fused(images(batch)))) < 1e-6  # not the same bits in torch 2.11
-    assert (len(compiled.graphs), compiled.stages(), len(calls)) == (1, 3, 12)
+        x = images(batch)
+        assert relative(logits(compiled(x)), logits(fused(x))) < 1e-6  # not the same bits in torch 2.11
+    assert (compiled.counts, len(served)) == ([3], 12)
+
+
+def test_a_graph_serves_tokens_of_several_sizes(served):
+    layer = stages_of(frozen(pvt_v2()))[0]
+    compiled = Compiled(layer, dynamic=True)
+    for height, width in ((5, 6), (8, 4)):
+        x = torch.randn(2, height * width, 16)
+        assert torch.equal(compiled(x, height, width)[0], layer(x, height, width)[0])
+    assert (compiled.counts, len(served)) == ([1], 4)
+
+
+def test_a_segmenter_is_compiled_after_its_hidden_states_were_recorded():
+    fused, x = frozen(segformer()), inputs(segformer)
+    expected = fused(x).logits
+    compiled = Compiled(fused)
+    assert relative(compiled(x).logits, expected) < 1e-5
+    assert compiled.counts == [3]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, about itself
-def test_inductor_with_freezing():
+def test_inductor_with_freezing(served):
     from torch._inductor import config
 
-    fused = frozen(ours()).stage0
-    x = images()
+    fused, x = frozen(ours()).stage0, images()
     with config.patch(freezing=True):
         compiled = torch.compile(fused, fullgraph=True)
         tokens, grid = compiled(x)
@@ -83,42 +92,48 @@ def test_inductor_with_freezing():
         assert torch.equal(tokens, expected[0])
         fused.patch_embed.norm.bias.add_(1)
         assert torch.equal(compiled(x)[0], fused(x)[0])
-    assert len(calls) == 4
+    assert len(served) == 4
 
 
-def test_the_operator_is_as_pytorch_expects():
-    stage = frozen(ours()).stage0
-    number = stage._cvt_kernels_number
-    torch.library.opcheck(torch.ops.cvt_kernels.frozen_stage.default, (images(), number, 256, 16))
+def test_the_operators_are_as_pytorch_expects(part):
+    _, fused, (x, *grid) = part
+    operator = torch.ops.cvt_kernels.frozen_layer if grid else torch.ops.cvt_kernels.frozen_stage
+    torch.library.opcheck(operator.default, (x, fused._cvt_kernels_number, *(grid or (256, 16))))
 
 
 # What changes after it was compiled -------------------------------------------------------------------------
 
 
-def bias_in_place(stage):
-    stage.blocks[0].mlp.fc2.bias.add_(1)
+def another_parameter(linear):
+    linear.weight = nn.Parameter(linear.weight * 2)
 
 
-def another_parameter(stage):
-    stage.blocks[0].mlp.fc1.weight = nn.Parameter(stage.blocks[0].mlp.fc1.weight * 2)
+CHANGES = {
+    "stage": [
+        lambda stage: stage.blocks[0].mlp.fc2.bias.add_(1),
+        lambda stage: another_parameter(stage.blocks[0].mlp.fc1),
+        lambda stage: setattr(stage.blocks[0].norm1, "eps", 1.0),
+    ],
+    "layer": [
+        lambda layer: layer.mlp.dense1.weight.mul_(2),
+        lambda layer: another_parameter(layer.attention.key),
+        lambda layer: setattr(layer.layer_norm_1, "eps", 1.0),
+    ],
+}
 
 
-def another_eps(stage):
-    stage.blocks[0].norm1.eps = 1.0
-
-
-@pytest.mark.parametrize("change", [bias_in_place, another_parameter, another_eps])
-def test_a_change_within_is_noticed_by_the_operator(change):
-    own = ours().eval()
-    fused = frozen(own).stage0
+def test_a_change_within_is_noticed_by_the_operator(part, served, request):
+    own, fused, args = part
     compiled = Compiled(fused)
-    before = compiled(images())[0]
-    change(own.stage0)
-    change(fused)
-    out, expected = compiled(images())[0], own.stage0(images())[0]
-    assert relative(before, expected) > 1e-3
-    assert relative(out, expected) < 1e-5
-    assert (len(compiled.graphs), len(calls)) == (1, 2)
+    before = compiled(*args)[0]
+    for change in CHANGES[request.node.callspec.params["part"]]:
+        for each in (own, fused):
+            change(each)
+        out, expected = compiled(*args)[0], own(*args)[0]
+        assert relative(before, expected) > 1e-3
+        assert relative(out, expected) < 1e-5
+        before = out
+    assert (compiled.counts, len(served)) == ([1], 4)
 
 
 def test_another_size_of_the_result_is_compiled_anew():
@@ -131,39 +146,45 @@ def test_another_size_of_the_result_is_compiled_anew():
     out, grid = compiled(images())
     assert grid == (8, 8)
     assert relative(out, own.stage0(images())[0]) < 1e-5
-    assert (len(compiled.graphs), compiled.stages()) == (2, 1)
+    assert compiled.counts == [1, 1]
 
 
-def test_a_hook_within_fires():
-    fused = frozen(microsoft()).stage2
-    x = torch.randn(2, 32, 8, 8)
+@pytest.mark.parametrize(
+    ("make", "i", "args", "hooked"),
+    [
+        (microsoft, 2, (torch.randn(2, 32, 8, 8),), "blocks.0.norm2"),
+        (pvt_v2, 0, (torch.randn(2, 30, 16), 5, 6), "mlp"),
+    ],
+    ids=["stage", "layer"],
+)
+def test_a_hook_within_fires(make, i, args, hooked, served):
+    fused, seen = stages_of(frozen(make()))[i], []
     compiled = Compiled(fused)
-    before, seen = compiled(x), []
-    fused.blocks[0].norm2.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    after = compiled(x)
-    assert (len(compiled.graphs), len(seen), len(calls)) == (1, 1, 1)
+    before = compiled(*args)
+    fused.get_submodule(hooked).register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    after = compiled(*args)
+    assert (compiled.counts, len(seen), len(served)) == ([1], 1, 1)
     assert all(relative(a, b) < 1e-5 for a, b in zip(after, before, strict=True))
 
 
-def test_a_stage_that_cannot_be_served_is_traced():
-    fused = frozen(ours()).stage1
-    fused.blocks[0].mlp.fc1 = nn.Sequential(fused.blocks[0].mlp.fc1, nn.Identity())
+def test_what_cannot_be_served_is_traced(part, served):
+    _, fused, args = part
+    mlp = (fused.blocks[0] if hasattr(fused, "blocks") else fused).mlp
+    name = "fc1" if hasattr(mlp, "fc1") else "dense1"
+    setattr(mlp, name, nn.Sequential(getattr(mlp, name), nn.Identity()))
     compiled = Compiled(fused)
-    x = torch.randn(2, 16, 8, 8)
-    assert relative(compiled(x)[0], fused(x)[0]) < 1e-5
-    assert (compiled.stages(), calls) == (0, [])
+    assert relative(compiled(*args)[0], fused(*args)[0]) < 1e-5
+    assert (compiled.counts, served) == ([0], [])
 
 
 def test_restored_and_frozen_again():
     own = ours().eval()
     fused = frozen(own)
     compiled = Compiled(fused.stage0)
-    counts = []
     for change in (lambda: None, lambda: ck.restore(fused), lambda: ck.accelerate(fused, freeze=True)):
         change()
         assert relative(compiled(images())[0], own.stage0(images())[0]) < 1e-5
-        counts.append(compiled.stages())
-    assert counts == [1, 0, 1]
+    assert compiled.counts == [1, 0, 1]
     ck.restore(fused)
     assert "_cvt_kernels_number" not in vars(fused.stage0)
 
@@ -194,7 +215,6 @@ def test_a_compiled_model_is_not_kept_alive():
     Compiled(fused)(images())
     known = weakref.ref(fused.stage0)
     number = fused.stage0._cvt_kernels_number
-    calls.clear()
     del fused
     torch.compiler.reset()
     gc.collect()
@@ -206,60 +226,54 @@ def test_a_compiled_model_is_not_kept_alive():
 # Where the blocks are traced --------------------------------------------------------------------------------
 
 
-def test_training_mode_raises():
-    fused = frozen(ours()).stage0
+def test_training_mode_raises(part):
+    _, fused, args = part
     compiled = Compiled(fused)
     fused.train()
     for enabled in (False, True):
         refused = pytest.raises(RuntimeError, match=r"is frozen for serving and cannot train.*restore")
         with torch.set_grad_enabled(enabled), refused:
-            compiled(images())
+            compiled(*args)
     fused.eval()
-    assert torch.equal(compiled(images())[0], fused(images())[0])
+    assert torch.equal(compiled(*args)[0], fused(*args)[0])
 
 
-def test_gradients_are_those_of_the_blocks(recwarn):
-    own = ours().eval()
-    fused = frozen(own).stage0
+def test_gradients_are_those_of_the_blocks(part, recwarn, served):
+    own, fused, args = part
     compiled = Compiled(fused)
     with torch.enable_grad():
-        compiled(images())[0].sum().backward()
-        own.stage0(images())[0].sum().backward()
-    assert (compiled.stages(), calls, len(recwarn)) == (0, [], 0)
-    for mine, theirs in zip(fused.parameters(), own.stage0.parameters(), strict=True):
+        compiled(*args)[0].sum().backward()
+        own(*args)[0].sum().backward()
+    assert (compiled.counts, served, len(recwarn)) == ([0], [], 0)
+    for mine, theirs in zip(fused.parameters(), own.parameters(), strict=True):
         assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * max(theirs.grad.abs().max(), 1)
     fused.requires_grad_(False)
     with torch.enable_grad():
-        compiled(images())
-    assert (compiled.stages(), len(calls)) == (1, 1)
+        compiled(*args)
+    assert (compiled.counts, len(served)) == ([0, 1], 1)
 
 
 def test_under_autocast_the_blocks_are_traced():
-    fused = frozen(ours()).stage0
-    compiled = Compiled(fused)
+    compiled = Compiled(frozen(ours()).stage0)
     compiled(images())
     with torch.autocast("cpu", torch.bfloat16):
         compiled(images())
-    assert [graph.count(OPERATOR) for graph in compiled.graphs] == [1, 0]
+    assert compiled.counts == [1, 0]
 
 
 @pytest.mark.parametrize("wrong", [torch.randn(2, 4, 64, 64), torch.randn(2, 3, 64, 64).double()])
-def test_wrong_images_get_the_errors_of_the_blocks(wrong):
-    fused = frozen(ours()).stage0
-    compiled = torch.compile(fused, backend="eager")
+def test_wrong_images_get_the_errors_of_the_blocks(wrong, served):
+    compiled = torch.compile(frozen(ours()).stage0, backend="eager")
     compiled(images())
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         compiled(wrong)
-    assert len(calls) == 1
+    assert len(served) == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program_holds_the_blocks(strict):
-    fused = frozen(ours()).stage0
-    program = torch.export.export(fused, (images(),), strict=strict)
-    assert OPERATOR not in {str(node.target) for node in program.graph.nodes}
-    assert relative(program.module()(images())[0], fused(images())[0]) < 1e-5
-
-
-def test_copies_of_state_that_is_no_dictionary_are_as_they_are():
-    assert freezing.without_number((1, 2)) == (1, 2)
+def test_an_exported_program_holds_the_blocks(part, strict):
+    own, fused, args = part
+    strict = strict and len(args) == 1
+    program = torch.export.export(fused, args, strict=strict)
+    assert not {STAGE, LAYER} & {str(node.target) for node in program.graph.nodes}
+    assert relative(program.module()(*args)[0], own(*args)[0]) < 1e-5

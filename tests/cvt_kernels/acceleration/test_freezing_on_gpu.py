@@ -1,0 +1,76 @@
+"""Frozen stages as on a GPU, in float and with LinearInt8: by the reference, and in Triton's interpreter."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels.acceleration import freezing, stages
+from tests.checks import assert_accurate
+from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
+from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized, small
+from tests.upstream import images, in_float64, logits, microsoft
+
+#: The layers of a block, by the ends of their names in Microsoft's model.
+QKV, PROJ, FC1, FC2 = ("proj_q", "proj_k", "proj_v"), ("attn.proj",), ("fc1",), ("fc2",)
+#: Every mixture of quantized layers and others.
+KEPT = [sum(parts, ()) for n in range(5) for parts in itertools.combinations((QKV, PROJ, FC1, FC2), n)]
+
+
+@pytest.fixture(autouse=True)
+def _folded_for_a_gpu(monkeypatch, without_gradients):
+    """Lets the biases be in the stream from its start."""
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+
+
+def small_model(**settings):
+    """Returns a small model whose biases and layer scales are random, of narrow stages and wide ones."""
+    model = small((16, 64, 80), (1, 2, 5), **settings)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "+".join(kept) or "none")
+def test_mixed_layers_are_exact_where_nothing_is_rounded(kept):
+    """Checks in float64, where rounding cannot hide a bias that is added twice or not at all."""
+    own = quantized(small_model(layer_scale=0.3), SCALE if len(kept) % 2 else None, kept).double()
+    x = images(2, dtype=torch.float64)
+    with ck.use_backend("reference"):
+        torch.testing.assert_close(frozen(own)(x), own(x), rtol=1e-5, atol=1e-6)  # folded scales are float32
+
+
+BY_TRITON = {"conv_embedding", "attention"}
+BY_TRITON_IN_FLOAT = {"conv_linear", "linear_add", "layer_norm_mlp", "linear_add_layer_norm", "linear_gelu"}
+BY_TRITON_QUANTIZED = {"conv_projection", "linear_int8", "layer_norm_quantize", "gelu_quantize"}
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_tritons_kernels_serve_whole_stages(is_quantized, served):
+    own = microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)).eval()
+    own = quantized(own) if is_quantized else own
+    fused, x = frozen(own), images(1, 48, 32)
+    with noted_backends() as asked, ck.use_backend("triton", "native", "reference"):
+        out = logits(fused(x))
+    by_triton = BY_TRITON | (BY_TRITON_QUANTIZED if is_quantized else BY_TRITON_IN_FLOAT)
+    assert set(asked) == {(operator, "triton") for operator in by_triton} | {("layer_norm", "native")}
+    assert len(served) == 3
+    if is_quantized:
+        # A number of float32 that is another in its last bit may be rounded to another one of 8 bits.
+        assert decibels(own(x), out) >= LEAST_DECIBELS
+    else:
+        assert_accurate(out, own(x), in_float64(copy.deepcopy(own))(x.double()))
+
+
+def test_a_changed_scale_is_noticed():
+    own = quantized(small_model(layer_scale=0.3))
+    fused = ck.accelerate(own, freeze=True)
+    x = images(1)
+    with ck.use_backend("reference"):
+        before = fused(x)
+        layer = fused.get_submodule("stage2.blocks.0.mlp.fc2")
+        layer.weight_scale.mul_(2)
+        assert not torch.equal(fused(x), before)
