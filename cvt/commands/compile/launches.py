@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from cvt_kernels import backends, machine
 from cvt_kernels.records import ConvBatchNorm, PositionBias
 
 from ...config import PRESETS, default_image_size
-
-_Settings = ParamSpec("_Settings")
 
 # Models ---------------------------------------------------------------------------------------------------
 
@@ -138,10 +136,12 @@ class _Step:
             torch.autograd.backward(results, [torch.empty_like(each) for each in results])
 
 
-def _recorded(
-    run: Callable[Concatenate[_Step, _Settings], None],
-) -> Callable[Concatenate[Stage, torch.dtype, machine.Chip, ...], list[machine.Launch]]:
-    """Turns a function that runs a :class:`_Step` into one that returns its launches on a GPU.
+#: Operators with Triton kernels, by name.
+TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {}
+
+
+def _operator(run: Callable[..., None]) -> Callable[..., list[machine.Launch]]:
+    """Turns a function that runs a :class:`_Step` into one that returns its launches, and lists it.
 
     That takes the stage, the dtype and the GPU, and by keyword ``batch``, ``training`` and the settings.
     """
@@ -160,10 +160,11 @@ def _recorded(
             run(_Step(stage, dtype, batch, training), **settings)
         return launches
 
+    TRITON_OPERATORS[run.__name__.removesuffix("_launches")] = launches_of
     return launches_of
 
 
-@_recorded
+@_operator
 def conv_projection_launches(step: _Step, *, hybrid: bool = False) -> None:
     """Runs a CvT block's projection (q has stride 1, k and v stride 2).
 
@@ -176,6 +177,9 @@ def conv_projection_launches(step: _Step, *, hybrid: bool = False) -> None:
     step.call("conv_projection", step.x(), step.stage.grid, convs, training=step.training)
 
 
+TRITON_OPERATORS["conv_projection_hybrid"] = functools.partial(conv_projection_launches, hybrid=True)
+
+
 def _conv_batch_norm(step: _Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
     weight = step.tensor(step.channels, 1, kernel, kernel)
     vectors = [step.tensor(step.channels, dtype=torch.float32 if step.training else None) for _ in range(4)]
@@ -183,7 +187,24 @@ def _conv_batch_norm(step: _Step, stride: int, kernel: int, padding: int, dilati
     return ConvBatchNorm(weight, *vectors, count, stride=stride, padding=padding, dilation=dilation)
 
 
-@_recorded
+@_operator
+def conv_embedding_launches(step: _Step) -> None:
+    """Runs a stage's embedding: of images with channels first, and of channels-last maps."""
+    assert step.stage.embedding is not None
+    size, in_channels, kernel_size, stride, padding = step.stage.embedding
+    image = step.tensor(step.batch, in_channels, *size)
+    if in_channels > 3:
+        image = image.to(memory_format=torch.channels_last)
+    weight, vector = (
+        step.tensor(step.channels, in_channels, kernel_size, kernel_size),
+        step.tensor(step.channels),
+    )
+    class_token = vector if step.stage.class_tokens else None
+    settings = {"stride": stride, "padding": padding, "class_token": class_token}
+    step.call("conv_embedding", image, weight, vector, vector, vector, **settings)
+
+
+@_operator
 def conv_linear_launches(step: _Step) -> None:
     """Runs a CvT block's projection with its linear layers."""
     convs = [_conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2)]
@@ -191,14 +212,14 @@ def conv_linear_launches(step: _Step) -> None:
     step.call("conv_linear", step.x(), step.stage.grid, convs, linears)
 
 
-@_recorded
+@_operator
 def depthwise_conv_gelu_launches(step: _Step) -> None:
     """Runs a Mix-FFN's convolution with exact GELU."""
     weight, bias = step.tensor(step.channels, 1, 3, 3), step.tensor(step.channels)
     step.call("depthwise_conv_gelu", step.x(), step.stage.grid, weight, bias)
 
 
-@_recorded
+@_operator
 def attention_launches(step: _Step, *, bias: bool = False, by_position: bool = False) -> None:
     """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
     grid, heads = step.stage.grid, step.channels // 64
@@ -213,21 +234,11 @@ def attention_launches(step: _Step, *, bias: bool = False, by_position: bool = F
     step.call("attention", q, k, v, scale=step.channels**-0.5, bias=matrix, position=position)
 
 
-@_recorded
-def conv_embedding_launches(step: _Step) -> None:
-    """Runs a stage's embedding: of images with channels first, and of channels-last maps."""
-    assert step.stage.embedding is not None
-    size, in_channels, kernel_size, stride, padding = step.stage.embedding
-    image = step.tensor(step.batch, in_channels, *size)
-    if in_channels > 3:
-        image = image.to(memory_format=torch.channels_last)
-    weight, vector = step.tensor(step.channels, in_channels, kernel_size, kernel_size), step.tensor(step.channels)
-    class_token = vector if step.stage.class_tokens else None
-    settings = {"stride": stride, "padding": padding, "class_token": class_token}
-    step.call("conv_embedding", image, weight, vector, vector, vector, **settings)
+TRITON_OPERATORS["attention_with_bias"] = functools.partial(attention_launches, bias=True)
+TRITON_OPERATORS["attention_by_position"] = functools.partial(attention_launches, by_position=True)
 
 
-@_recorded
+@_operator
 def layer_norm_mlp_launches(step: _Step) -> None:
     """Runs a CvT block's MLP (4 hidden features per channel, QuickGELU)."""
     _, first, first_bias, _ = step.linear(1, 4)
@@ -237,54 +248,55 @@ def layer_norm_mlp_launches(step: _Step) -> None:
     step.call("layer_norm_mlp", step.x(), *norm, *layers, approximate="quick")
 
 
-@_recorded
+@_operator
 def linear_gelu_launches(step: _Step) -> None:
     """Runs a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
     x, weight, bias, _ = step.linear(1, 4)
     step.call("linear_gelu", x, weight, bias, approximate="quick", backward=False)  # has no Triton kernel
 
 
-@_recorded
+@_operator
 def linear_add_launches(step: _Step) -> None:
     """Runs a CvT block's layers that end its residual branches, attention's and the MLP's."""
     for width in (1, 4):
         step.call("linear_add", *step.linear(width, 1))
 
 
-@_recorded
+@_operator
 def linear_add_layer_norm_launches(step: _Step) -> None:
     """Runs the layers of ``linear_add_launches`` with the LayerNorm that follows each of them."""
     for width in (1, 4):
         step.call("linear_add_layer_norm", *(layer := step.linear(width, 1)), layer[2], layer[2])
 
 
-# The kernels of 8-bit numbers have no gradients.
-
-
-def _quantize_rows(step: _Step, numbers: torch.dtype = torch.int8) -> None:
-    """Rounds a stage's tokens to 8-bit ``numbers``."""
+@_operator
+def quantize_rows_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds a stage's tokens to 8-bit ``numbers``, which has no gradient."""
     if not step.training:
         step.call("quantize_rows", step.x(), dtype=numbers)
 
 
-def _layer_norm_quantize(step: _Step, numbers: torch.dtype = torch.int8) -> None:
+@_operator
+def layer_norm_quantize_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
     vector = step.tensor(step.channels)
     if not step.training:
         step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector, dtype=numbers)
 
 
-def _gelu_quantize(step: _Step, numbers: torch.dtype = torch.int8) -> None:
+@_operator
+def gelu_quantize_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
     hidden, *_ = step.linear(4, 1)
     if not step.training:
         step.call("gelu_quantize", hidden, approximate="quick", dtype=numbers)
 
 
-def _linear_int8(step: _Step, numbers: torch.dtype = torch.int8) -> None:
+@_operator
+def linear_int8_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Runs a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
 
-    These are that of Q, that after attention and the two of the MLP, the second and the last with a residual.
+    These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
     """
     for inputs, outputs, adds in () if step.training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
         x, weight, bias, residual = step.linear(inputs, outputs)
@@ -295,14 +307,18 @@ def _linear_int8(step: _Step, numbers: torch.dtype = torch.int8) -> None:
         )  # fmt: skip
 
 
-@_recorded
-def linear_float8_launches(step: _Step) -> None:
-    """Runs the four operators with float8_e4m3fn, on chips with such products."""
-    for run in (_quantize_rows, _layer_norm_quantize, _gelu_quantize, _linear_int8):
-        run(step, torch.float8_e4m3fn)
+def linear_float8_launches(*args: Any, **options: Any) -> list[machine.Launch]:
+    """Returns the launches of these four with float8_e4m3fn; none on chips without such products."""
+    operators = (
+        quantize_rows_launches,
+        layer_norm_quantize_launches,
+        gelu_quantize_launches,
+        linear_int8_launches,
+    )
+    return [each for run in operators for each in run(*args, numbers=torch.float8_e4m3fn, **options)]
 
 
-linear_int8_launches = _recorded(_linear_int8)
+TRITON_OPERATORS["linear_float8"] = linear_float8_launches
 
 
 def _rows(step: _Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,48 +328,23 @@ def _rows(step: _Step) -> tuple[Tensor, Tensor, Tensor]:
     return step.x(), step.tensor(step.batch, kept, dtype=torch.int64), values
 
 
-@_recorded
+@_operator
 def gather_rows_launches(step: _Step) -> None:
     """Gathers 7 of 10 tokens of a stage."""
     x, rows, _ = _rows(step)
     step.call("gather_rows", x, rows)
 
 
-@_recorded
+@_operator
 def gather_add_layer_norm_launches(step: _Step) -> None:
     """Gathers 7 of 10 tokens, adds and normalizes."""
     vector = step.tensor(step.channels)
     step.call("gather_add_layer_norm", *_rows(step), vector, vector)
 
 
-@_recorded
+@_operator
 def scatter_rows_launches(step: _Step) -> None:
     """Puts 7 of 10 tokens back with a branch, in inference once more in place."""
     x, rows, values = _rows(step)
     for inplace in (False,) if step.training else (False, True):
         step.call("scatter_rows", x, rows, values, values, inplace=inplace)
-
-
-#: Operators with Triton kernels, by name. CvT's attention has no bias.
-TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
-    "conv_projection": conv_projection_launches,
-    "conv_projection_hybrid": functools.partial(conv_projection_launches, hybrid=True),
-    "conv_embedding": conv_embedding_launches,
-    "conv_linear": conv_linear_launches,
-    "depthwise_conv_gelu": depthwise_conv_gelu_launches,
-    "attention": attention_launches,
-    "attention_with_bias": functools.partial(attention_launches, bias=True),
-    "attention_by_position": functools.partial(attention_launches, by_position=True),
-    "layer_norm_mlp": layer_norm_mlp_launches,
-    "linear_gelu": linear_gelu_launches,
-    "linear_add": linear_add_launches,
-    "linear_add_layer_norm": linear_add_layer_norm_launches,
-    "quantize_rows": _recorded(_quantize_rows),
-    "layer_norm_quantize": _recorded(_layer_norm_quantize),
-    "gelu_quantize": _recorded(_gelu_quantize),
-    "linear_int8": linear_int8_launches,
-    "linear_float8": linear_float8_launches,
-    "gather_rows": gather_rows_launches,
-    "gather_add_layer_norm": gather_add_layer_norm_launches,
-    "scatter_rows": scatter_rows_launches,
-}

@@ -56,11 +56,7 @@ class TritonKernel(NamedTuple):
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
 
     def examine(self) -> Resources:
-        """Compiles the kernel and returns what it takes of the GPU.
-
-        Raises:
-            RuntimeError: It does not compile.
-        """
+        """Compiles the kernel, as :meth:`compile` does, and returns what it takes of the GPU."""
         compiled = self.compile()
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, "kernel.cubin")
