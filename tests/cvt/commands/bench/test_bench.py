@@ -229,6 +229,13 @@ def test_peak_of_memory_is_exact():
     assert measured["peak_bytes"] == 4 * (1000 + 500) * 1000
 
 
+@pytest.mark.skipif(not_built(), reason="no compiler for the native extension")
+def test_memory_of_native_operators_is_seen():
+    x = torch.randn(1000, 384)
+    with ck.use_backend("native"):
+        assert 4 * x.numel() <= measure.peak_bytes(lambda: ck.layer_norm(x), x.device) < 4.4 * x.numel()
+
+
 def test_workspace_of_the_extension_counts_as_memory(monkeypatch):
     """A contender's own counts; what others left is given back before."""
     kept = [7]
