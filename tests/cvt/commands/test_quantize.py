@@ -129,7 +129,7 @@ def pretend(monkeypatch):
             top1 = 0.9 - 0.01 * max(0, count - good)
             return Evaluation(top1, 1.0, 0.5, torch.eye(10, dtype=torch.int64), 1.0, None)
 
-        monkeypatch.setattr(command, "_evaluate", evaluation)
+        monkeypatch.setattr(command, "evaluated", evaluation)
 
     return set_up
 
