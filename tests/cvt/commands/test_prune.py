@@ -14,7 +14,6 @@ from cvt import create_model, read_checkpoint
 from cvt.checkpoints import PACKAGED
 from cvt.commands import main
 from cvt.commands import prune as command
-from cvt.datasets import save_digits
 from cvt.evaluation import cost
 from tests.checks import Terminal, bad, python_blocks, run_blocks
 from tests.cvt.models import equal, quantized, small
@@ -72,15 +71,11 @@ def test_the_other_commands_take_the_file(capsys, tmp_path):
     files = ["--output", path, "--json", str(tmp_path / "p.json")]
     assert main(["prune", *DIGITS, "--mlp", "0.25", "--heads", "0.5", *files]) == 0
     capsys.readouterr()
-    seven = str(save_digits(tmp_path / "digits")[7])
-    assert main(["classify", seven, "--checkpoint", path, "--top", "1"]) == 0
-    assert capsys.readouterr().out.split()[-1] == "7"
     assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
     after = json.loads((tmp_path / "p.json").read_text())["after"]
     assert after["heads"] == [1, 1]
-    assert ["top-1", f"{after['top1']:.2%}"] in [
-        line.split() for line in capsys.readouterr().out.splitlines()
-    ]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["top-1", f"{after['top1']:.2%}"] in lines
     options = ["--calibrate", "digits", "--images", "4", "--output", str(tmp_path / "q.safetensors")]
     assert main(["quantize", "--checkpoint", path, *options]) == 0
     assert "18 of 18 layers quantized" in capsys.readouterr().out
@@ -167,18 +162,12 @@ def packaged(monkeypatch, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("options", ["prune --mlp 0.5", "quantize --calibrate digits"])
-def test_a_packaged_file_is_not_replaced(capsys, packaged, options):
-    before = packaged.read_bytes()
-    line = bad(capsys, main, *options.split(), "--checkpoint", "digits", "--output", packaged)
-    assert "expected a file that is no part of --checkpoint" in line
-    assert packaged.read_bytes() == before
-
-
-def test_a_directory_is_compared_with_where_the_weights_are(capsys, packaged, tmp_path, monkeypatch):
+def test_a_packaged_file_is_not_replaced(capsys, packaged, tmp_path, monkeypatch):
     arguments = ["prune", "--checkpoint", "digits", "--mlp", "0.5", "--batch-size", "1", "--output"]
-    line = bad(capsys, main, *arguments, packaged.parent)
-    assert "which has --checkpoint, expected another place" in line
+    before = packaged.read_bytes()
+    assert "expected a file that is no part of --checkpoint" in bad(capsys, main, *arguments, packaged)
+    assert "which has --checkpoint, expected another place" in bad(capsys, main, *arguments, packaged.parent)
+    assert packaged.read_bytes() == before
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main([*arguments, "."]) == 0

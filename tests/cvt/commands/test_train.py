@@ -43,7 +43,6 @@ def test_digits_are_learned(digits):
     log = list(csv.DictReader((digits / "log.csv").read_text().splitlines()))
     assert [row["epoch"] for row in log] == ["1", "2", "3", "4"]
     assert float(log[-1]["top1"]) >= 0.9
-    assert all(float(row["seconds"]) > 0 for row in log)
     assert read_image(digits / "curves.png").size == (900, 400)
     (events,) = digits.glob("events.out.tfevents.*")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -118,38 +118,23 @@ def test_frozen_models_are_measured_in_inference_and_on_a_gpu_as_graphs():
     assert contenders.chosen(asked, cpu, train=False)[-3:] == asked[1:]
 
 
-def test_what_is_not_replayed_is_not_measured_as_a_graph(small):
-    keys, ours, photos = ["cvt", "cvt-graphed"], create_model("cvt_13").eval(), torch.randn(2, 3, 32, 32)
-    about = {key: {"note": None} for key in keys}
-    parities = measurements._parities(
-        [contenders.build_contender(key, None, ours) for key in keys],
-        contenders.Contender("float64", copy.deepcopy(ours).double(), ("reference",), has_parts=False),
-        photos,
-        (photos,),
-        about,
-        tqdm(disable=True),
-    )
-    assert [each.key for each, _ in parities] == ["cvt"]
-    note = "is not replayed as a CUDA graph: an argument is on cpu, not on an NVIDIA GPU"
-    assert about == {"cvt": {"note": None}, "cvt-graphed": {"note": note}}
-
-
 def test_graphed_contenders_are_copies_without_parts(small):
-    ours = create_model("cvt_13").eval()
-    graphed = contenders.build_contender("cvt-graphed", None, ours)
+    ours, images = create_model("cvt_13").eval(), torch.randn(1, 3, 32, 32)
+    plain, graphed = (contenders.build_contender(key, None, ours) for key in ("cvt", "cvt-graphed"))
     assert graphs.is_graphed(graphed.model)
     assert not graphs.is_graphed(ours)
-    assert not graphed.has_parts
-    launched = graphed.launched()
-    assert not graphs.is_graphed(launched.model)
-    assert graphs.is_graphed(graphed.model)
-    plain = contenders.build_contender("cvt", None, ours)
+    assert not graphs.is_graphed(graphed.launched().model)
     assert plain.launched() is plain
-    images = torch.randn(1, 3, 32, 32)
-    assert plain.why_not_graphed(images) is None
+    assert not graphed.has_parts
     torch.testing.assert_close(graphed.step(images), plain.step(images), rtol=1e-4, atol=1e-5)
-    assert all(row.fused for row in coverage(graphed.model))
     assert any(row.class_name == "Stage" for row in coverage(graphed.model))
+    # What is not replayed is not measured as a graph.
+    exact = contenders.Contender("float64", copy.deepcopy(ours).double(), ("reference",), has_parts=False)
+    about = {"cvt": {"note": None}, "cvt-graphed": {"note": None}}
+    every = [plain, graphed], exact, images, (images,), about, tqdm(disable=True)
+    assert [each.key for each, _ in measurements._parities(*every)] == ["cvt"]
+    note = "is not replayed as a CUDA graph: an argument is on cpu, not on an NVIDIA GPU"
+    assert about == {"cvt": {"note": None}, "cvt-graphed": {"note": note}}
 
 
 def test_results_tell_what_served(results):
@@ -168,8 +153,7 @@ def test_results_tell_what_served(results):
             assert served["layer_norm"].keys() == {native}
     served = results["config"]["backends"]
     assert served["attention"] == ("sdpa" if not_built() else "native")
-    names = "layer_norm", "conv_projection", "add_layer_norm", "gelu" if not_built() else "bias_gelu"
-    assert {served[name] for name in names} == {native}
+    assert served["conv_projection"] == native
     assert "transformer_block" in served
 
 
@@ -185,15 +169,10 @@ def test_kernels_are_proven_before_anything_is_timed(monkeypatch):
         return seconds
 
     monkeypatch.setattr(measure, "seconds_in_turns", timed)
-    monkeypatch.setattr(
-        proofs, "prove", lambda proof: proven.append((proof.question, bool(timing))) or prove(proof)
-    )
-    results = measurements.run(image_size=64, batch_sizes=(1, 2), rounds=1)
+    monkeypatch.setattr(proofs, "prove", lambda proof: proven.append(bool(timing)) or prove(proof))
+    measurements.run(image_size=64, batch_sizes=(1, 2), rounds=1)
     assert proven
-    assert not any(while_timed for _, while_timed in proven)
-    served = {name for names in results["config"]["backends"].values() for name in names.split(" or ")}
-    assert served <= set(backends.BACKENDS)
-    assert results["config"]["backends"].keys() >= {"attention", "conv_projection", "linear", "layer_norm"}
+    assert not any(proven)
 
 
 def test_breakdown_finds_parts_and_kinds(results):
@@ -273,13 +252,9 @@ def test_linear_layers_are_linear_however_computed(backend):
     assert {kind for _, kind in seconds} <= {"linear", "other"}
 
 
-def test_profiling_does_not_import_what_cannot_serve():
+def test_profiling_leaves_no_trace_and_imports_nothing_that_cannot_serve():
     unloaded = backends.Implementation("no_such_package:attention", why_unavailable=lambda device: "not here")
     backends.register("attention", "triton", unloaded)
-    breakdown.profiled_steps(contender(create_model(SMALL)), torch.randn(1, 3, 32, 32))
-
-
-def test_profiling_leaves_no_trace():
     before = backends.registered("gelu", "native")
     model = create_model(SMALL).eval()
     breakdown.profiled_steps(contender(model, has_parts=True), torch.randn(1, 3, 32, 32))
@@ -303,10 +278,8 @@ def test_operations_agree_with_pytorchs_counter(name):
     assert ours["block", "linear"] + head == counted["aten.addmm"]
     assert ours["block", "attention"] == counted["aten.bmm"]
     # Ours has BatchNorm's two operations per output besides the 9 taps.
-    assert (
-        ours["embedding", "convolution"] + ours["block", "convolution"] * 18 / 20
-        == counted["aten.convolution"]
-    )
+    convolutions = ours["embedding", "convolution"] + ours["block", "convolution"] * 18 / 20
+    assert convolutions == counted["aten.convolution"]
 
 
 def test_bytes_by_hand():

@@ -152,15 +152,6 @@ def test_what_cannot_be_proven_gets_no_verdict(setup, reason, cache):
     assert store.verdicts() == {}
 
 
-@pytest.mark.usefixtures("quick_start")
-def test_a_process_that_does_not_start():
-    with (
-        Worker(CPU, SECONDS, kernels.die) as worker,
-        pytest.raises(OSError, match=r"does not start \(dies: exit code 5\)"),
-    ):
-        worker.candidates(gelu_question(kernels.wrong_element))
-
-
 def test_a_single_candidate_needs_no_verdict(worker):
     x = TensorLike((4, 8), (8, 1), torch.float64, requires_grad=False)
     question = Question("linear", "linear", {"x": x, "weight": x, "bias": None}, None)
