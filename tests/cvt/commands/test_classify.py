@@ -1,7 +1,6 @@
 """``cvt classify``, as a person runs it."""
 
 import json
-from pathlib import Path
 
 import torch
 
@@ -84,9 +83,6 @@ def test_classify_says_what_it_chose_by_its_own_options(capsys, hub, photos):
 
 def test_classify_bad_input(capsys, weights, photos, tmp_path):
     path, model = weights
-    (tmp_path / "cut.jpg").write_bytes(Path(photos[0]).read_bytes()[:5000])
-    (tmp_path / "three.txt").write_text("a\nb\nc\n")
-    (tmp_path / "text.pth").write_text("hello")
     small(num_classes=0).save_pretrained(tmp_path / "headless")
     large = ("norm.weight", "head.weight")  # which overflow when they are multiplied
     broken = {name: t * 1e37 if name in large else t for name, t in model.state_dict().items()}
@@ -96,15 +92,9 @@ def test_classify_bad_input(capsys, weights, photos, tmp_path):
         return bad(capsys, main, "classify", *arguments, "--checkpoint", checkpoint)
 
     assert "none.jpg does not exist" in fails(photos[0], tmp_path / "none.jpg")
-    assert "cut.jpg: is not a readable image" in fails(tmp_path / "cut.jpg", photos[0])
-    assert "three.txt names 3 classes, expected 12" in fails(photos[0], "--labels", tmp_path / "three.txt")
     assert "it looks like cvt_13" in fails(photos[0], "--model", "cvt_21")
-    for name, message in (
-        ("text.pth", "text.pth: is not a file of torch.save, or damaged"),
-        ("broken.pth", "probabilities that are not finite"),
-        ("headless", "headless is a model without classes"),
-    ):
-        assert message in fails(photos[0], checkpoint=tmp_path / name)
+    assert "probabilities that are not finite" in fails(photos[0], checkpoint=tmp_path / "broken.pth")
+    assert "headless is a model without classes" in fails(photos[0], checkpoint=tmp_path / "headless")
     if not torch.cuda.is_available():
         assert "--device: got 'cuda', but " in fails(photos[0], "--device", "cuda")
 

@@ -135,15 +135,7 @@ def test_command_bad_input(capsys, trained, tmp_path):
 
 def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):
     save_digits_model(tmp_path / "half.pth", token_keep=0.5)
-    options = [
-        "evaluate",
-        "--data",
-        "digits",
-        "--batch-size",
-        "180",
-        "--checkpoint",
-        str(tmp_path / "half.pth"),
-    ]
+    options = ["evaluate", "--data=digits", "--batch-size=180", f"--checkpoint={tmp_path / 'half.pth'}"]
     figures = tmp_path / "figures.json"
     assert main([*options, "--token-keep", "1", "0.5,1", "0.5", "entropy", "--json", str(figures)]) == 0
     assert [row["token_keep"] for row in json.loads(figures.read_text())["token_keep"]] == [0.5, 1, "entropy"]

@@ -20,7 +20,7 @@ from cvt.commands.export import export
 from cvt.commands.onnx_nodes import with_nodes
 from cvt.factory import randomize
 from cvt_kernels.ops.linear_int8.modules import ConvInt8
-from tests.checks import Terminal, bad, record_all_calls
+from tests.checks import Terminal, record_all_calls
 from tests.upstream import ONE_STAGE
 
 # What torch.export.load of torch 2.11 says of itself.
@@ -262,10 +262,3 @@ def test_bad_input(model, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
             fails(ModuleNotFoundError, rf"{module} is not installed; .*'\.\[export\]'", kind="onnx")
-
-
-def test_command_bad_input(capsys, trained, tmp_path):
-    before = sorted(tmp_path.iterdir())
-    options = ("--format", "onnx", "--output", tmp_path / "a", "--image-size", 2)
-    assert "2×2 pixels are too few" in bad(capsys, main, "export", "--checkpoint", trained, *options)
-    assert sorted(tmp_path.iterdir()) == before

@@ -65,10 +65,8 @@ def test_bench_bad_input(capsys, tmp_path, monkeypatch):
     def fails(*arguments):
         return bad(capsys, main, "bench", *arguments)
 
-    torch.save({"fc.weight": torch.ones(2, 2)}, tmp_path / "other.pth")
     (tmp_path / "file").write_text("")
     assert "none.jpg does not exist" in fails("--images", tmp_path / "none.jpg")
-    assert "other.pth: is not a CvT of cvt_13" in fails("--checkpoint", tmp_path / "other.pth")
     below = tmp_path / "file" / "below"
     assert f"--save-weights: {below} cannot be written: {below.parent}" in fails("--save-weights", below)
     assert f"--report: {below} cannot be written" in fails("--report", below)
