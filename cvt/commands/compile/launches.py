@@ -164,6 +164,15 @@ def _operator(run: Callable[..., None]) -> Callable[..., list[machine.Launch]]:
     return launches_of
 
 
+def _conv_batch_norm(step: _Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
+    def vector() -> Tensor:
+        return step.tensor(step.channels, dtype=torch.float32 if step.training else None)
+
+    weight, count = step.tensor(step.channels, 1, kernel, kernel), step.tensor(dtype=torch.int64)
+    vectors = vector(), vector(), vector(), vector()
+    return ConvBatchNorm(weight, *vectors, count, stride, padding, dilation)
+
+
 @_operator
 def conv_projection_launches(step: _Step, *, hybrid: bool = False) -> None:
     """Runs a CvT block's projection (q has stride 1, k and v stride 2).
@@ -180,13 +189,6 @@ def conv_projection_launches(step: _Step, *, hybrid: bool = False) -> None:
 TRITON_OPERATORS["conv_projection_hybrid"] = functools.partial(conv_projection_launches, hybrid=True)
 
 
-def _conv_batch_norm(step: _Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
-    weight = step.tensor(step.channels, 1, kernel, kernel)
-    vectors = [step.tensor(step.channels, dtype=torch.float32 if step.training else None) for _ in range(4)]
-    count = step.tensor(dtype=torch.int64)
-    return ConvBatchNorm(weight, *vectors, count, stride=stride, padding=padding, dilation=dilation)
-
-
 @_operator
 def conv_embedding_launches(step: _Step) -> None:
     """Runs a stage's embedding: of images with channels first, and of channels-last maps."""
@@ -195,13 +197,12 @@ def conv_embedding_launches(step: _Step) -> None:
     image = step.tensor(step.batch, in_channels, *size)
     if in_channels > 3:
         image = image.to(memory_format=torch.channels_last)
-    weight, vector = (
-        step.tensor(step.channels, in_channels, kernel_size, kernel_size),
-        step.tensor(step.channels),
-    )
-    class_token = vector if step.stage.class_tokens else None
-    settings = {"stride": stride, "padding": padding, "class_token": class_token}
-    step.call("conv_embedding", image, weight, vector, vector, vector, **settings)
+    weight = step.tensor(step.channels, in_channels, kernel_size, kernel_size)
+    vector = step.tensor(step.channels)
+    step.call(
+        "conv_embedding", image, weight, vector, vector, vector, stride=stride, padding=padding,
+        class_token=vector if step.stage.class_tokens else None,
+    )  # fmt: skip
 
 
 @_operator
@@ -266,7 +267,8 @@ def linear_add_launches(step: _Step) -> None:
 def linear_add_layer_norm_launches(step: _Step) -> None:
     """Runs the layers of ``linear_add_launches`` with the LayerNorm that follows each of them."""
     for width in (1, 4):
-        step.call("linear_add_layer_norm", *(layer := step.linear(width, 1)), layer[2], layer[2])
+        x, weight, bias, residual = step.linear(width, 1)
+        step.call("linear_add_layer_norm", x, weight, bias, residual, bias, bias)
 
 
 @_operator
