@@ -1,4 +1,4 @@
-"""What ``cvt prune`` and ``cvt quantize`` share: names of classes, settings, and figures before and after."""
+"""Names of classes, settings, and figures before and after, for ``cvt prune`` and ``cvt quantize``."""
 
 from __future__ import annotations
 

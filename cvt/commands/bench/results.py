@@ -166,7 +166,7 @@ def heading(results: Results) -> str:
 
 
 def products(results: Results) -> list[str]:
-    """Returns the line that says what the shares of a product's rate are; none for older results."""
+    """Returns a line about the rate of the matrix products; none for older results."""
     batches = [batch for batch in results["batches"] if "product" in batch]
     if not batches:
         return []

@@ -81,5 +81,8 @@ def specialize(launch: machine.Launch, arch: int) -> TritonKernel:
     kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", arch, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**launch.arguments)
-    _, *description = kernel._pack_args(backend, launch.options, bound, specialization, {})
-    return TritonKernel(arch, kernel.__module__, kernel.__name__, *description, launch.options)
+    _, signature, constants, attributes = kernel._pack_args(
+        backend, launch.options, bound, specialization, {}
+    )
+    names = kernel.__module__, kernel.__name__
+    return TritonKernel(arch, *names, signature, constants, attributes, launch.options)
