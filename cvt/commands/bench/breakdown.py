@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,22 +75,19 @@ def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
 
 def workspace_bytes() -> int:
     """Returns the bytes that our kernels for CPUs keep between calls, unseen by PyTorch's allocator."""
-    ask = _of_extension("workspace_bytes")
-    return 0 if ask is None else ask()
+    return _of_extension("workspace_bytes") or 0
 
 
 def release_workspace() -> None:
     """Lets our kernels for CPUs give back what they keep between calls."""
-    release = _of_extension("release_workspace")
-    if release is not None:
-        release()
+    _of_extension("release_workspace")
 
 
-def _of_extension(name: str) -> Callable[[], Any] | None:
-    """Returns a function of the compiled extension; None where there is no extension that has it."""
+def _of_extension(name: str) -> Any:
+    """Calls a function of the compiled extension; returns None where there is no extension that has it."""
     with contextlib.suppress(machine.ExtensionError):
         if machine.why_native_unavailable("cpu") is None:
-            return getattr(machine.load_extension(), name, None)
+            return getattr(machine.load_extension(), name, lambda: None)()
     return None
 
 

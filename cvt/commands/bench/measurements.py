@@ -143,7 +143,7 @@ def run(
 
 
 def _about(keys: Sequence[str], subject: Subject, *, freeze: bool) -> tuple[dict[str, dict[str, Any]], Any]:
-    """Describes the contenders for the results; returns that, and the context in which all of them run."""
+    """Describes the contenders; returns that, and the context in which all of them run."""
     about: dict[str, dict[str, Any]] = {
         key: {"about": {**PEERS, **OURS}[key], "ours": key in OURS, "note": None} for key in keys
     }

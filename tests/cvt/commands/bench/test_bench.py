@@ -365,13 +365,6 @@ def test_other_files_are_refused(content, message, tmp_path, capsys):
     assert message in bad(capsys, cli.main, "bench", "--compare", path, path)
 
 
-def test_share_of_the_rate_of_a_product():
-    """The share is of each round by itself, so that the machine's pace cancels."""
-    row, product = {"seconds": [1.0, 2.0, 4.0]}, {"operations": 100, "seconds": [0.5, 1.0, 2.0]}
-    batch = {"product": product, "operations": 60}
-    assert result_files.share_of_product(batch, row) == pytest.approx(60 / 200)
-
-
 def test_operations_and_product_of_a_run(results):
     per_image = 2 * cost(SMALL, 64).multiply_adds
     for batch in results["batches"]:
@@ -395,11 +388,14 @@ def test_advice_on_unsure_choices_and_results_from_before(results):
     assert "run `cvt prove`." in report._page(old, [])
 
 
-def test_quartiles_and_ratios():
+def test_numbers_are_of_each_round_by_itself():
+    """So the machine's pace cancels."""
     assert result_files.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
     assert result_files.quartiles([7]) == (7, 7, 7)
-    # Twice as fast in every round, however the machine's pace changes.
     assert result_files.ratio([1, 2, 3, 10], [2, 4, 6, 20]) == (2, 2, 2)
+    batch = {"product": {"operations": 100, "seconds": [0.5, 1.0, 2.0]}, "operations": 60}
+    row = {"seconds": [1.0, 2.0, 4.0]}
+    assert result_files.share_of_product(batch, row) == pytest.approx(60 / 200)
 
 
 def test_comparison_by_hand():
