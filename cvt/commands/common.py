@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Returns a function that parses an argument of argparse that must be an integer within bounds."""
+    """Returns the ``type`` of an argument of argparse: an integer within bounds."""
     kind = f"a positive integer of at most {most}" if least == 1 else f"an integer from {least} to {most}"
 
     def parse(text: str) -> int:
@@ -79,12 +79,7 @@ def add_labels_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = False) -> None:
-    """Adds ``--checkpoint``, ``--model``, ``--activation`` and ``--image-size``, for :func:`load_model`.
-
-    Args:
-        parser: The command's.
-        pretrained: Without ``--checkpoint`` the published weights serve; else it is required.
-    """
+    """Adds the options for :func:`load_model`; ``--checkpoint`` is required if not ``pretrained``."""
     text = (
         "official .pth, .safetensors, a directory of Hugging Face or of cvt train, owner/name on the Hub, "
         "or digits"
@@ -159,11 +154,7 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Returns the device of that name, tried out; None chooses.
-
-    Raises:
-        ValueError: There is no such device.
-    """
+    """Returns the device of that name, or the default; raises ValueError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_cuda = name.partition(":")[0] == "cuda"
@@ -208,11 +199,7 @@ class LoadedModel(NamedTuple):
 
     @property
     def classifier(self) -> CvT:
-        """The model, which must be a classifier.
-
-        Raises:
-            ValueError: It gives a class of every pixel, or none.
-        """
+        """The model; it raises ValueError if that is not a classifier."""
         if not isinstance(self.model, CvT):
             path, head = self.checkpoint.path, self.model.config.head
             raise ValueError(
@@ -252,11 +239,9 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:
-    """Loads the model that the arguments of :func:`add_model_arguments` ask for, and ``--token-keep``.
+    """Loads the model that the arguments of :func:`add_model_arguments` and ``--token-keep`` name.
 
-    Raises:
-        FileNotFoundError: There is no such checkpoint.
-        CheckpointError: The file is not a checkpoint of this model.
+    It raises FileNotFoundError or CheckpointError where that cannot be loaded.
     """
     with recorded_warnings() as remarks:
         given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
@@ -281,17 +266,9 @@ def build_model(
     option: str = "--activation",
     **overrides: Any,
 ) -> tuple[CvT | CvTSegmenter, list[str]]:
-    """Builds a model with the weights of a checkpoint.
+    """Builds a model as :func:`create_model` does; returns it and the warnings of its loading.
 
-    Args:
-        checkpoint: The weights.
-        model: As of :func:`create_model`.
-        activation: The one that the user has chosen, or None.
-        option: The option of the command that chooses the activation; empty for none.
-        **overrides: As of :func:`create_model`.
-
-    Returns:
-        The model, and the warnings of its loading, which name the option.
+    ``activation`` is the user's choice or None, ``option`` the option for it, which the warnings name.
     """
     chosen = activation or checkpoint.activation
     if chosen is not None:
@@ -336,21 +313,10 @@ def open_split(
     random_crop: RandomCrop | None = None,
     corrupt: Corrupt = "error",
 ) -> ImageDataset:
-    """Opens a split of ``--data`` for models with that head.
+    """Opens a split of ``--data``: images with a class each, or for the head ``"segment"`` label maps.
 
-    Args:
-        source: Images with a class each, or for ``"segment"`` a folder with label maps.
-        split: As of both.
-        image_size: Likewise.
-        head: That of the model.
-        classes: As of :func:`cvt.label_maps.open_label_maps`.
-        crop_fraction: As of :func:`cvt.datasets.open_dataset`.
-        random_crop: As of both.
-        corrupt: As of both.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: The data are for another head, or cannot be used.
+    The arguments are as of ``open_dataset`` and ``open_label_maps``; it raises what these do, and ValueError
+    for data of the other kind.
     """
     from ..datasets import DIGITS, open_dataset  # Pillow, which --help need not wait for
     from ..label_maps import has_label_maps, open_label_maps
@@ -414,11 +380,7 @@ def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: I
 
 
 def print_lines(arguments: argparse.Namespace, lines: Iterable[str]) -> None:
-    """Prints lines on stdout, or on stderr where ``--json -`` has it, with escapes for terminals.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Prints lines on stdout, or on stderr where ``--json -`` takes it, with escapes for terminals."""
     stream = sys.stderr if getattr(arguments, "json", None) == STDOUT else sys.stdout
     try:
         print(printable("\n".join(lines)), file=stream, flush=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels.tables import aligned
@@ -127,16 +126,20 @@ class Measured(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures that depend on how many tokens stay; ``tokens`` counts class tokens too."""
-        scores = (
-            ("miou", "pixel_accuracy") if isinstance(self.evaluation, PixelEvaluation) else ("top1", "top5")
-        )
-        figures = {name: getattr(self.evaluation, name) for name in (*scores, "loss", "images_per_second")}
+        names = (*_scores_of(self.evaluation), "loss", "images_per_second")
         return {
             "token_keep": self.token_keep,
-            **figures,
+            **{name: getattr(self.evaluation, name) for name in names},
             "multiply_adds": self.cost.multiply_adds,
             "tokens": self.tokens,
         }
+
+
+def _scores_of(evaluation: Evaluation | PixelEvaluation) -> dict[str, str]:
+    """Returns the names of the scores of an evaluation, the first one best known, and their titles."""
+    if isinstance(evaluation, PixelEvaluation):
+        return {"miou": "mIoU", "pixel_accuracy": "pixel accuracy"}
+    return {"top1": "top-1", "top5": "top-5"}
 
 
 def _measure(
@@ -157,16 +160,15 @@ def _measure(
 def token_table(runs: Sequence[Measured]) -> list[str]:
     """Returns a table of models that differ in how many tokens stay, the model as it was loaded first."""
     first = runs[0]
-    title = "mIoU" if isinstance(first.evaluation, PixelEvaluation) else "top-1"
+    score, title = next(iter(_scores_of(first.evaluation).items()))
     rows = [("tokens kept", "computed", title, "multiply-adds", "of the first", "images/s")]
     for run in runs:
-        score = run.evaluation.miou if isinstance(run.evaluation, PixelEvaluation) else run.evaluation.top1
         keep = run.token_keep if isinstance(run.token_keep, tuple) else (run.token_keep,)
         rows.append(
             (
                 ",".join(each if isinstance(each, str) else f"{each:g}" for each in keep),
                 f"{sum(run.tokens) / (len(run.tokens) * run.tokens[0]):.1%}",
-                f"{score:.2%}",
+                f"{getattr(run.evaluation, score):.2%}",
                 _scaled(run.cost.multiply_adds),
                 f"{run.cost.multiply_adds / first.cost.multiply_adds:.1%}",
                 f"{run.evaluation.images_per_second:.1f}",
@@ -179,54 +181,35 @@ def token_table(runs: Sequence[Measured]) -> list[str]:
 
 def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
-    memory = evaluation.peak_memory
-    if isinstance(evaluation, PixelEvaluation):
-        classes = _iou_of_classes(evaluation, labels)
-        scores = [("mIoU", evaluation.miou), ("pixel accuracy", evaluation.pixel_accuracy)]
-    else:
-        classes = _accuracy_of_classes(evaluation, labels)
-        scores = [("top-1", evaluation.top1), ("top-5", evaluation.top5)]
+    memory, scores = evaluation.peak_memory, _scores_of(evaluation)
     figures = [
         ("images", f"{evaluation.images}"),
-        *((name, f"{score:.2%}") for name, score in scores),
+        *((title, f"{getattr(evaluation, name):.2%}") for name, title in scores.items()),
         ("loss", f"{evaluation.loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
         ("images/s", f"{evaluation.images_per_second:.1f}"),
         ("peak memory", "unknown" if memory is None else f"{memory / 2**20:.0f} MiB"),
     ]
-    return "\n".join([*aligned(figures, right=[1]), "", *aligned(classes, right=[1, 2])])
+    return "\n".join([*aligned(figures, right=[1]), "", *aligned(_worst(evaluation, labels), right=[1, 2])])
 
 
-def _accuracy_of_classes(evaluation: Evaluation, labels: Sequence[str] | None) -> list[_Row]:
-    """Returns the rows of the classes with the lowest accuracy."""
-    has_images = evaluation.confusion.sum(1) > 0
-    ascending = [int(i) for i in evaluation.per_class.argsort(stable=True) if has_images[i]]
-    classes = [("class", "images", "right", "most often taken for")]
-    for i in ascending[:_WORST]:
-        row = evaluation.confusion[i]
-        count, right = int(row.sum()), int(row[i])
-        classes.append((_name(i, labels), f"{count}", f"{right / count:.2%}", _confused(row, i, labels)))
-    return classes
-
-
-def _iou_of_classes(evaluation: PixelEvaluation, labels: Sequence[str] | None) -> list[_Row]:
-    """Returns the rows of the classes with the lowest intersection over union, of those that occur."""
-    confusion, iou = evaluation.sums.confusion, evaluation.sums.iou
-    occurs = confusion.sum(0) + confusion.sum(1) > 0
-    ascending = [int(i) for i in iou.argsort(stable=True) if occurs[i]]
-    classes = [("class", "pixels", "IoU", "most often taken for")]
-    for i in ascending[:_WORST]:
-        row = confusion[i]
-        classes.append((_name(i, labels), f"{int(row.sum())}", f"{iou[i]:.2%}", _confused(row, i, labels)))
-    return classes
-
-
-def _confused(row: Tensor, i: int, labels: Sequence[str] | None) -> str:
-    """Returns the class that another is most often taken for, by its row of the confusion matrix."""
-    others = row.clone()
-    others[i] = 0
-    return f"{_name(int(others.argmax()), labels)} ({int(others.max())})" if others.any() else ""
+def _worst(evaluation: Evaluation | PixelEvaluation, labels: Sequence[str] | None) -> list[_Row]:
+    """Returns the rows of the classes with the lowest accuracy or IoU, of those that occur."""
+    if isinstance(evaluation, PixelEvaluation):
+        confusion, figures = evaluation.sums.confusion, evaluation.sums.iou
+        occurs = confusion.sum(0) + confusion.sum(1) > 0
+        rows = [("class", "pixels", "IoU", "most often taken for")]
+    else:
+        confusion, figures = evaluation.confusion, evaluation.per_class
+        occurs = confusion.sum(1) > 0
+        rows = [("class", "images", "right", "most often taken for")]
+    for i in [int(i) for i in figures.argsort(stable=True) if occurs[i]][:_WORST]:
+        others = confusion[i].clone()
+        others[i] = 0
+        confused = f"{_name(int(others.argmax()), labels)} ({int(others.max())})" if others.any() else ""
+        rows.append((_name(i, labels), f"{int(confusion[i].sum())}", f"{figures[i]:.2%}", confused))
+    return rows
 
 
 def as_json(
@@ -236,25 +219,16 @@ def as_json(
 
     The accuracy of a class without images is null.
     """
-    if isinstance(evaluation, PixelEvaluation):
-        figures = evaluation._asdict() | costs._asdict()
-        sums = figures.pop("sums")
-        return figures | {
-            "loss": evaluation.loss,
-            "miou": evaluation.miou,
-            "pixel_accuracy": evaluation.pixel_accuracy,
-            "iou": sums.iou.tolist(),
-            "confusion": sums.confusion.tolist(),
-            "labels": None if labels is None else list(labels),
-        }
     figures = evaluation._asdict() | costs._asdict()
+    figures["labels"] = None if labels is None else list(labels)
+    if isinstance(evaluation, PixelEvaluation):
+        sums = figures.pop("sums")
+        names = ("loss", *_scores_of(evaluation))
+        figures |= {name: getattr(evaluation, name) for name in names}
+        return figures | {"iou": sums.iou.tolist(), "confusion": sums.confusion.tolist()}
     per_class = [None if accuracy != accuracy else accuracy for accuracy in evaluation.per_class.tolist()]
-    return figures | {
-        "images": evaluation.images,
-        "per_class": per_class,
-        "confusion": evaluation.confusion.tolist(),
-        "labels": None if labels is None else list(labels),
-    }
+    confusion = evaluation.confusion.tolist()
+    return figures | {"images": evaluation.images, "per_class": per_class, "confusion": confusion}
 
 
 def _scaled(count: int) -> str:

@@ -45,9 +45,8 @@ class Parity(NamedTuple):
 
     Attributes:
         difference: The largest difference, relative to the largest logit.
-        rounding: Of a quantized model, the same of the model and itself in float64, where nothing is rounded.
-            On other images its export may differ by about as much: a number that lies between two integers
-            may be rounded to either, which is rare, and moves others across such places in later layers.
+        rounding: The same of a quantized model and itself in float64; None for other models. On other images
+            the export may differ by about as much, where a number between two integers is rounded.
     """
 
     difference: float
@@ -94,23 +93,21 @@ def export(
     image_size: int,
     progress: bool = False,
 ) -> Parity:
-    """Writes a model with its weights, for any number of images of one size.
+    """Writes a model, in evaluation mode and float32 on the CPU, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to the model's ``logits`` by
-    PyTorch's or ONNX's own operators; layers of 8-bit numbers become ONNX's QuantizeLinear and
-    DequantizeLinear. Before it is kept it is read back and compared with the model on random images; an ONNX
-    file is run by onnxruntime.
+    PyTorch's or ONNX's own operators. Before it replaces ``path`` it is read back and compared with the model
+    on random images, an ONNX file by onnxruntime.
 
     Args:
-        model: In evaluation mode, float32, on the CPU.
-        path: A file, replaced when all is done.
+        model: The model.
+        path: A file.
         format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
         image_size: Pixels of each side.
-        progress: Show a bar over the three steps on stderr, if that is a terminal.
+        progress: Show a bar on stderr, if that is a terminal.
 
     Returns:
-        What was found. The difference is at most :data:`TOLERANCE`, but for a quantized model, where its own
-        error against float64 is the measure (:data:`QUANTIZED_TOLERANCE`).
+        The difference, at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE` for a quantized model.
 
     Raises:
         ValueError: An unknown format, a model in another mode, dtype or place, one that PyTorch cannot export
@@ -149,11 +146,7 @@ def export(
 
 
 def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits: Tensor) -> Parity:
-    """Returns how close an export's logits are to the model's.
-
-    Raises:
-        ValueError: They differ by too much.
-    """
+    """Returns how close an export's logits are to the model's; raises ValueError if they are not."""
     tiny = torch.finfo(torch.float32).tiny
     largest = expected.abs().max().clamp_min(tiny)
     difference = ((logits - expected).abs().max() / largest).item()

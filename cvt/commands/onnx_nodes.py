@@ -22,11 +22,7 @@ _LIMIT = LIMITS[torch.int8]
 
 
 def with_nodes(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose layers of 8-bit numbers ``torch.onnx.export`` turns into nodes.
-
-    Raises:
-        ValueError: A layer is of other numbers than integers.
-    """
+    """Returns a copy of a model whose layers of 8-bit integers ``torch.onnx.export`` turns into nodes."""
     model = copy.deepcopy(model)
     for path, layer in list(model.named_modules()):
         if isinstance(layer, QuantizedLayer):

@@ -56,11 +56,9 @@ def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
 def reporting(
     path: str | None, *, indent: int | None = None
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yields what takes the report of a command; it is written to ``--json`` when the block has ended.
+    """Yields what takes the report of a command, and writes it when the block has ended.
 
-    Args:
-        path: A file, ``-`` for standard output, or None for nowhere.
-        indent: Of the file.
+    The path is a file, ``-`` for standard output, or None for nowhere.
     """
     reports: list[Mapping[str, Any]] = []
     if path is None:
@@ -78,16 +76,11 @@ def reporting(
 
 
 def check_outputs(arguments: argparse.Namespace, names: Mapping[str, Iterable[str]]) -> None:
-    """Checks that a command writes none of the files that it reads, and no file twice.
-
-    Images are listed only if an output exists already.
+    """Raises ValueError, which names the options, if a command would write what it reads, or a file twice.
 
     Args:
-        arguments: The command's.
-        names: The names of the files that it writes into folders, by the arguments that name these.
-
-    Raises:
-        ValueError: It would; the message names the options.
+        arguments: The command's. Images are listed only if an output exists already.
+        names: The names of the files that it writes into folders, by the arguments for these.
     """
     outputs = [(option, path) for option, path in _of_kind(arguments, OutputPath) if path != STDOUT]
     inputs = list(_of_kind(arguments, InputPath))

@@ -19,9 +19,9 @@ from cvt_kernels.tables import aligned
 from ..card import ModelCard
 from ..checkpoints import Checkpoint, save_safetensors
 from ..config import CvTConfig
-from ..evaluation import Cost, Evaluation, cost, evaluate
+from ..evaluation import Cost, Evaluation, cost
 from ..files import check_writable, filling, making, replacing
-from ..huggingface import BEST, CONFIGS, WEIGHTS, made_up_labels
+from ..huggingface import BEST, CONFIGS, WEIGHTS
 from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from .common import (
     LoadedModel,
@@ -40,15 +40,14 @@ from .common import (
     seed,
 )
 from .paths import add_json_argument, output_path, reporting
+from .smaller import SUFFIX, accuracy, card_of, evaluated, settings, size_of, table
 
 if TYPE_CHECKING:
     from ..datasets import Batches
 
-_SUFFIX = ".safetensors"
 # Of files, which nobody wants a directory to be called.
 _OTHER_SUFFIXES = (".pth", ".pt", ".pt2", ".bin", ".ckpt", ".onnx", ".json", ".pkl", ".npz", ".h5", ".zip")
 _ROUNDS = 5  # of the measurement of speed
-_UNTOLD = ("command", "run", "json")  # arguments that are no settings
 
 
 def add_parser(commands: Any) -> None:
@@ -69,7 +68,7 @@ def add_parser(commands: Any) -> None:
         type=output_path,
         required=True,
         metavar="PATH",
-        help=f"a name that ends with {_SUFFIX}, or a directory",
+        help=f"a name that ends with {SUFFIX}, or a directory",
     )
     add_calibrate_argument(parser, required=False)
     parser.add_argument(
@@ -91,7 +90,7 @@ def add_parser(commands: Any) -> None:
 
 def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the names of the files of a folder that is ``--output``."""
-    is_file = os.path.splitext(arguments.output)[1] == _SUFFIX
+    is_file = os.path.splitext(arguments.output)[1] == SUFFIX
     return {} if is_file else {"output": [WEIGHTS[0], *CONFIGS]}
 
 
@@ -114,38 +113,33 @@ def _prune(arguments: argparse.Namespace) -> None:
     if arguments.calibrate:
         data = open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
     with contextlib.ExitStack() as stack:
-        if output.suffix != _SUFFIX:
+        if output.suffix != SUFFIX:
             stack.enter_context(making(output))
-        staged = filling(output) if output.suffix != _SUFFIX else replacing(output)
+        staged = filling(output) if output.suffix != SUFFIX else replacing(output)
         file = stack.enter_context(staged)
         report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
         remarks = stack.enter_context(recorded_warnings())
         smaller = _pruned(loaded.model, arguments, data)
         figures = _measure(loaded, smaller, data, arguments.batch_size)
-        size = _write(file, smaller, loaded, _ClassNames.of(loaded, labels, data))
+        classes = None if data is None else data[0].dataset.classes
+        size = _write(file, smaller, card_of(loaded, smaller.config, labels, classes))
         figures = figures[0], figures[1]._replace(size=size)
-        setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
-        setting |= {"image_size": loaded.image_size, "device": str(device)}
-        report_json(setting | _as_json(loaded.model.config, smaller.config, *figures))
-    lines = [
-        _heading(arguments, data),
-        "",
-        *_stages(loaded.model.config, smaller.config),
-        "",
-        *_table(*figures),
-    ]
+        given = settings(arguments, loaded, device)
+        report_json(given | _as_json(loaded.model.config, smaller.config, *figures))
+    stages = _stages(loaded.model.config, smaller.config)
+    lines = [_heading(arguments, data), "", *stages, "", *table(*map(_column, figures))]
     print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
 
 
 def _check(output: Path, arguments: argparse.Namespace) -> None:
     """Raises ValueError or OSError for arguments that cannot be, before anything is read."""
     suffix = output.suffix
-    is_other = suffix.lower() in _OTHER_SUFFIXES or suffix.lower() == _SUFFIX != suffix
+    is_other = suffix.lower() in _OTHER_SUFFIXES or suffix.lower() == SUFFIX != suffix
     if is_other or not arguments.output:
         raise ValueError(
-            f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}, or a directory"
+            f"--output: got {arguments.output!r}, expected a name that ends with {SUFFIX}, or a directory"
         )
-    is_directory = output.suffix != _SUFFIX
+    is_directory = output.suffix != SUFFIX
     if is_directory and (output.is_file() or (output / BEST).exists()):
         what = "a file" if output.is_file() else f"the directory of a training, which has {BEST}"
         raise ValueError(f"--output: {arguments.output} is {what}, expected a directory for the new model")
@@ -162,36 +156,14 @@ def _pruned(model: Any, arguments: argparse.Namespace, data: tuple[Batches, Batc
     return prune_weights(model, **fractions, batches=batches, saliency=arguments.saliency)
 
 
-# Files ----------------------------------------------------------------------------------------------------
-
-
-class _ClassNames(NamedTuple):
-    """The names of the classes for people, and those that data sets have if they are others."""
-
-    labels: list[str]
-    folders: list[str] | None
-
-    @classmethod
-    def of(
-        cls, loaded: LoadedModel, labels: list[str] | None, data: tuple[Batches, Batches] | None
-    ) -> _ClassNames:
-        card = loaded.checkpoint.card
-        folders = None if card is None else card.folders or loaded.checkpoint.labels
-        if data is not None:
-            folders = data[0].dataset.classes
-        labels = labels or folders or made_up_labels(loaded.model.num_classes)
-        return cls(labels, None if labels == folders else folders)
-
-
-def _write(path: Path, model: Any, loaded: LoadedModel, names: _ClassNames) -> int:
+def _write(path: Path, model: Any, card: ModelCard) -> int:
     """Writes a model as a file or a directory, and returns the bytes of its weights."""
-    size, crop_fraction = loaded.image_size, loaded.crop_fraction
-    if path.suffix == _SUFFIX:
-        card = ModelCard(model.config, names.labels, size, crop_fraction, names.folders)
+    if path.suffix == SUFFIX:
         tensors = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
         save_safetensors(Checkpoint(str(path), tensors, card=card), path)
         return path.stat().st_size
-    model.save_pretrained(path, labels=names.labels, image_size=size, crop_fraction=crop_fraction)
+    size, crop_fraction = card.image_size, card.crop_fraction
+    model.save_pretrained(path, labels=card.labels, image_size=size, crop_fraction=crop_fraction)
     return (path / WEIGHTS[0]).stat().st_size
 
 
@@ -220,18 +192,14 @@ def _measure(
         )
     before, after = (
         _Figures(
-            None if data is None else _evaluate(model, data[1], title),
+            None if data is None else evaluated(model, data[1], title),
             cost(model.config, size),
-            sum(tensor.nbytes for tensor in model.state_dict().values()),
+            size_of(model),
             batch_size / statistics.median(times),
         )
         for (title, model), times in zip(models.items(), seconds, strict=True)
     )
     return before, after
-
-
-def _evaluate(model: Any, batches: Batches, title: str) -> Evaluation:
-    return evaluate(model, tqdm(batches, desc=title, unit="batch", leave=False, disable=None))
 
 
 # Output ---------------------------------------------------------------------------------------------------
@@ -257,20 +225,15 @@ def _stages(before: CvTConfig, after: CvTConfig) -> list[str]:
     return aligned(rows, right=(1, 2))
 
 
-def _table(before: _Figures, after: _Figures) -> list[str]:
-    """Returns the lines of the figures side by side."""
-    rows: list[tuple[str, ...]] = [("", "before", "after")]
-    both = before, after
-    if before.evaluation is not None and after.evaluation is not None:
-        evaluations = before.evaluation, after.evaluation
-        rows.append(("top-1", *(f"{each.top1:.2%}" for each in evaluations)))
-        rows.append(("top-5", *(f"{each.top5:.2%}" for each in evaluations)))
-        rows.append(("loss", *(f"{each.loss:.4f}" for each in evaluations)))
-    rows.append(("parameters", *(f"{each.cost.parameters / 1e6:.2f} M" for each in both)))
-    rows.append(("multiply-adds", *(f"{each.cost.multiply_adds / 1e6:.2f} M" for each in both)))
-    rows.append(("size", *(f"{each.size / 1e6:.2f} MB" for each in both)))
-    rows.append(("images/s", *(f"{each.images_per_second:.1f}" for each in both)))
-    return aligned(rows, right=(1, 2))
+def _column(figures: _Figures) -> dict[str, str]:
+    """Returns the column of a model in the table of figures."""
+    return {
+        **({} if figures.evaluation is None else accuracy(figures.evaluation)),
+        "parameters": f"{figures.cost.parameters / 1e6:.2f} M",
+        "multiply-adds": f"{figures.cost.multiply_adds / 1e6:.2f} M",
+        "size": f"{figures.size / 1e6:.2f} MB",
+        "images/s": f"{figures.images_per_second:.1f}",
+    }
 
 
 def _as_json(before: CvTConfig, after: CvTConfig, *figures: _Figures) -> dict[str, Any]:

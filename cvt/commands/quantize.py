@@ -11,21 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 import cvt_kernels as ck
 from cvt_kernels.quantization import QuantizationReport
-from cvt_kernels.tables import aligned
 
 from ..card import ModelCard
 from ..checkpoints import Checkpoint, save_safetensors
-from ..evaluation import Evaluation, evaluate
+from ..evaluation import Evaluation
 from ..factory import create_model
 from ..files import check_writable, replacing
 from ..model import CvT
 from ..quantized import compact
 from .common import (
-    LoadedModel,
     add_batch_arguments,
     add_calibrate_argument,
     add_device_argument,
@@ -40,13 +36,12 @@ from .common import (
     seed,
 )
 from .paths import add_json_argument, output_path, reporting
+from .smaller import SUFFIX, accuracy, card_of, evaluated, settings, size_of, table
 
 if TYPE_CHECKING:
     from ..datasets import Batches
 
 _SCHEMES = ("dynamic", "static")
-_SUFFIX = ".safetensors"
-_UNTOLD = ("command", "run", "json")  # arguments that are no settings
 _ROUNDING = 1e-9  # of differences of fractions
 
 
@@ -58,7 +53,7 @@ def add_parser(commands: Any) -> None:
     add_model_arguments(parser)
     add_calibrate_argument(parser, required=True)
     parser.add_argument(
-        "--output", type=output_path, required=True, metavar="FILE", help=f"its name ends with {_SUFFIX}"
+        "--output", type=output_path, required=True, metavar="FILE", help=f"its name ends with {SUFFIX}"
     )
     parser.add_argument(
         "--scheme",
@@ -106,8 +101,8 @@ def _points(text: str) -> float:
 
 def _quantize(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
-    if output.suffix != _SUFFIX:
-        raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {_SUFFIX}")
+    if output.suffix != SUFFIX:
+        raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {SUFFIX}")
     try:
         os.fsencode(os.path.realpath(output)).decode()
     except UnicodeDecodeError as error:  # the file is read again, and safetensors takes no such name
@@ -119,7 +114,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
     classifier = loaded.classifier
     images, answers = open_calibration(arguments, loaded, arguments.images)
-    card = _card(loaded, loaded.labels(arguments.labels), images.dataset.classes)
+    card = card_of(loaded, classifier.config, loaded.labels(arguments.labels), images.dataset.classes)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(replacing(output))
         report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
@@ -133,14 +128,12 @@ def _quantize(arguments: argparse.Namespace) -> None:
             embeddings=arguments.embeddings,
             progress=True,
         )
-        before = _evaluate(classifier, answers, "before")
+        before = evaluated(classifier, answers, "before")
         trials = _Trials(classifier, model, report, card, file, answers)
         report, after = trials.within(before.top1 - arguments.max_drop / 100)
-        figures = (before, _size_of(classifier)), (after, file.stat().st_size)
-        setting = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
-        setting |= {"image_size": loaded.image_size, "device": str(device)}
-        setting |= {"calibration_images": len(images.dataset)}
-        report_json(setting | _as_json(report, *figures))
+        figures = (before, size_of(classifier)), (after, file.stat().st_size)
+        given = settings(arguments, loaded, device) | {"calibration_images": len(images.dataset)}
+        report_json(given | _as_json(report, *figures))
     heading = (
         f"{output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
         f"{arguments.calibrate}, measured on {after.images} others"
@@ -150,24 +143,9 @@ def _quantize(arguments: argparse.Namespace) -> None:
         f"{embeddings}, depthwise convolutions, norms and the head stay in floating point, "
         "their matrices in float16"
     )
-    lines = [heading, "", str(report), rest, "", *_table(*figures)]
+    columns = [accuracy(each) | {"size": f"{size / 1e6:.2f} MB"} for each, size in figures]
+    lines = [heading, "", str(report), rest, "", *table(*columns)]
     print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
-
-
-def _card(loaded: LoadedModel, labels: list[str] | None, folders: list[str]) -> ModelCard:
-    """Returns the card of the file, whose classes have the names of the data set if they have none yet."""
-    labels = labels or folders
-    known = loaded.model.config, labels, loaded.image_size, loaded.crop_fraction
-    return ModelCard(*known, folders=None if labels == folders else folders)
-
-
-def _evaluate(model: CvT, batches: Batches, title: str) -> Evaluation:
-    return evaluate(model, tqdm(batches, desc=title, unit="batch", leave=False, disable=None))
-
-
-def _size_of(model: CvT) -> int:
-    """Returns the bytes of all tensors of a model."""
-    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 # Layers that stay in floating point -----------------------------------------------------------------------
@@ -178,11 +156,11 @@ class _Trials:
 
     Args:
         original: The model in floating point.
-        quantized: The same model with all layers quantized that can be.
-        report: On the latter.
-        card: Of the files.
+        quantized: The same model with all layers quantized that can be, as the ``report`` says.
+        report: See there.
+        card: The card of the files.
         path: The file that every trial writes.
-        batches: Images and labels that tell how good the model is that such a file gives.
+        batches: Images and labels for the accuracy of the model in the file.
     """
 
     def __init__(
@@ -226,7 +204,7 @@ class _Trials:
     def _write_and_evaluate(self, count: int) -> Evaluation:
         self._write(count)
         model = create_model(checkpoint=self._path).to(self._device).eval()
-        return _evaluate(model, self._batches, f"{count} layers in floating point" if count else "after")
+        return evaluated(model, self._batches, f"{count} layers in floating point" if count else "after")
 
     def _write(self, count: int) -> None:
         kept = {
@@ -248,11 +226,9 @@ class _Trials:
 
 
 def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns how many are enough where one less is not, by few trials: 0, 1, 2, 4, …, then by halves.
+    """Returns the smallest number that ``is_enough``, by few trials: 0, 1, 2, 4, …, then by halves.
 
-    Args:
-        most: As many are enough, without a trial.
-        is_enough: Tries a number.
+    ``most`` is enough without a trial.
     """
     too_few, enough = -1, 0
     while enough < most and not is_enough(enough):
@@ -266,27 +242,8 @@ def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
     return enough
 
 
-# Output ---------------------------------------------------------------------------------------------------
-
-
-#: What is known of a model: how good it is, and its bytes.
-_Figures = tuple[Evaluation, int]
-
-
-def _table(*figures: _Figures) -> list[str]:
-    """Returns the lines of the figures of the model as it was and of the file."""
-    rows = [
-        ("", "before", "after"),
-        ("top-1", *(f"{each.top1:.2%}" for each, _ in figures)),
-        ("top-5", *(f"{each.top5:.2%}" for each, _ in figures)),
-        ("loss", *(f"{each.loss:.4f}" for each, _ in figures)),
-        ("size", *(f"{size / 1e6:.2f} MB" for _, size in figures)),
-    ]
-    return aligned(rows, right=(1, 2))
-
-
-def _as_json(report: QuantizationReport, *figures: _Figures) -> dict[str, Any]:
-    """Returns the figures as numbers; an SQNR that is not known or not finite is null."""
+def _as_json(report: QuantizationReport, *figures: tuple[Evaluation, int]) -> dict[str, Any]:
+    """Returns the figures and bytes as numbers; an SQNR that is not known or not finite is null."""
     before, after = (
         {"top1": each.top1, "top5": each.top5, "loss": each.loss, "bytes": size} for each, size in figures
     )

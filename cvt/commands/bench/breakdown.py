@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.profiler import profile, record_function
 from cvt_kernels import backends, machine, measure
 
 from ...config import CvTConfig
-from ...model import Stage
 from .contenders import COMPILED, Contender
 
 #: Kinds of operators, by the outermost operator that has one. Backward has its names in CamelCase.
@@ -34,10 +33,10 @@ _KINDS = {
         "copies": r"aten::(copy_|clone|contiguous|cat|to)$|: (Clone|Cat|Copy)",
     }.items()
 }
-# The ends of the names of classes in transformers' models with pyramids of tokens.
-_PYRAMID_CLASSES = {
-    "embedding": ("PatchEmbeddings",),
-    "block": ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer"),
+# The ends of the names of classes, ours and those of transformers.
+_PARTS = {
+    "embedding": ("PatchEmbeddings", "CvtEmbeddings", "ConvEmbed"),
+    "block": ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer", "CvtLayer", "Block"),
 }
 #: The fastest of this many is kept.
 _PROFILES = 3
@@ -52,12 +51,7 @@ _COMPILED = re.compile(r"^triton_|cpp_fused|Compiled|Inductor", re.IGNORECASE)
 
 
 def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
-    """Measures the peak memory of a step, and the seconds of its operators by part of the model and kind.
-
-    Returns:
-        ``peak_bytes``, None if nothing was recorded, of which ``workspace_bytes`` stay with our kernels,
-        ``backends``, operator → backend → its calls, and ``breakdown``.
-    """
+    """Returns ``peak_bytes`` (None if nothing was recorded) and other fields of a row of the results."""
     cuda = batch.device.type == "cuda"
     contender.model.zero_grad(set_to_none=True)
     launched = contender.launched()  # a replay allocates nothing: its graph holds the memory all the time
@@ -81,22 +75,19 @@ def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
 
 def workspace_bytes() -> int:
     """Returns the bytes that our kernels for CPUs keep between calls, unseen by PyTorch's allocator."""
-    ask = _of_extension("workspace_bytes")
-    return 0 if ask is None else ask()
+    return _of_extension("workspace_bytes") or 0
 
 
 def release_workspace() -> None:
     """Lets our kernels for CPUs give back what they keep between calls."""
-    release = _of_extension("release_workspace")
-    if release is not None:
-        release()
+    _of_extension("release_workspace")
 
 
-def _of_extension(name: str) -> Callable[[], Any] | None:
-    """Returns a function of the compiled extension; None where there is no extension that has it."""
+def _of_extension(name: str) -> Any:
+    """Calls a function of the compiled extension; returns None where there is no extension that has it."""
     with contextlib.suppress(machine.ExtensionError):
         if machine.why_native_unavailable("cpu") is None:
-            return getattr(machine.load_extension(), name, None)
+            return getattr(machine.load_extension(), name, lambda: None)()
     return None
 
 
@@ -124,12 +115,7 @@ def served_backends(profiler: profile) -> dict[str, dict[str, int]]:
 
 
 def by_place(profiler: profile, cuda: bool) -> Counter[tuple[str, str]]:
-    """Sums up the seconds of the operators themselves, without those that they call, by part and kind.
-
-    Args:
-        profiler: A profile of :func:`profiled_steps`.
-        cuda: Take the time of the GPU, instead of the CPU's.
-    """
+    """Sums up the seconds of the operators themselves, on the GPU or the CPU, by part and kind."""
     seconds: Counter[tuple[str, str]] = Counter()
     for event in profiler.events() or ():
         if event.device_type.name == "CPU":
@@ -139,12 +125,7 @@ def by_place(profiler: profile, cuda: bool) -> Counter[tuple[str, str]]:
 
 
 def by_kernel(profiler: profile, cuda: bool) -> list[dict[str, Any]]:
-    """Lists what ran, the longest first, with ``name``, ``calls`` and ``microseconds``.
-
-    Args:
-        profiler: A profile.
-        cuda: List the kernels of the GPU, instead of the CPU's operators without those that they call.
-    """
+    """Lists the GPU's kernels or the CPU's operators, the longest first: name, calls and microseconds."""
     rows = []
     for row in profiler.key_averages():
         microseconds = row.self_cpu_time_total
@@ -157,30 +138,18 @@ def by_kernel(profiler: profile, cuda: bool) -> list[dict[str, Any]]:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the embeddings and blocks of a model, named by their stage, from 1 on."""
-    encoder = getattr(getattr(model, "cvt", None), "encoder", None)
-    stages: Any = encoder.stages if encoder else [m for m in model.children() if isinstance(m, Stage)]
-    for i, stage in enumerate(stages, 1):
-        yield f"embedding {i}", stage.embedding if encoder else stage.patch_embed
-        for block in stage.layers if encoder else stage.blocks:
-            yield f"block {i}", block
-    if not stages:
-        yield from _parts_of_pyramid(model)
+    """Yields the embeddings and blocks of a model, named by their stage, from 1 on.
 
-
-def _parts_of_pyramid(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields those of a model of ``PYRAMIDS``, which has the blocks of each stage in a list of their own."""
-    places: dict[str, list[str]] = {"embedding": [], "block": []}
+    The blocks of a stage lie in a list of their own.
+    """
+    places: dict[str, list[str]] = {kind: [] for kind in _PARTS}
     for name, module in model.named_modules():
-        kind = next(
-            (kind for kind, words in _PYRAMID_CLASSES.items() if type(module).__name__.endswith(words)), None
-        )
-        if kind is None:
-            continue
-        place = name if kind == "embedding" else name.rpartition(".")[0]
-        if place not in places[kind]:
-            places[kind].append(place)
-        yield f"{kind} {len(places[kind])}", module
+        for kind, endings in _PARTS.items():
+            if type(module).__name__.endswith(endings):
+                place = name if kind == "embedding" else name.rpartition(".")[0]
+                if place not in places[kind]:
+                    places[kind].append(place)
+                yield f"{kind} {len(places[kind])}", module
 
 
 @contextlib.contextmanager

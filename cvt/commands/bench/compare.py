@@ -12,16 +12,12 @@ from .results import LEAST_ROUNDS, Range, Results, heading, ratio
 
 
 class Change(NamedTuple):
-    """The change of a contender between two results.
+    """The change of a contender between two results, ``old`` and ``new`` being images per second.
 
     Attributes:
-        batch_size: Images per step.
-        contender: Its key.
-        old: Images per second, median.
-        new: Images per second, median.
         factor: New over old speed, each as a multiple of Hugging Face's in the same rounds if both have it
-            (of Hugging Face's itself: plain speed), so that the machine's own pace cancels. The range is that
-            of two values anywhere between the quartiles of their results.
+            (of Hugging Face's itself: plain speed). The range is that of two values anywhere between the
+            quartiles of their results.
         is_judged: Whether both have rounds enough to tell a change from noise.
     """
 
@@ -34,7 +30,7 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Says ``"faster"``, ``"slower"``, or that the change is within the noise or cannot be judged."""
+        """``"faster"``, ``"slower"``, ``"within noise"``, or that there are too few rounds."""
         if not self.is_judged:
             return f"too few rounds, expected {LEAST_ROUNDS}"
         if self.factor.high < 1:
@@ -43,11 +39,7 @@ class Change(NamedTuple):
 
 
 def compare(old: Results, new: Results) -> list[Change]:
-    """Compares the contenders that both results have in the same batch size.
-
-    Raises:
-        ValueError: There are none, or the results are of different models or sizes of images.
-    """
+    """Compares the contenders that both have in the same batch size; raises ValueError if there are none."""
     config, sizes = new["config"], [batch["batch_size"] for batch in new["batches"]]
     check_comparable(old, config["model"], config["image_size"], sizes)
     before, after = _times(old), _times(new)

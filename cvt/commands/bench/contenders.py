@@ -46,7 +46,7 @@ OURS = {
 #: Contenders whose stages are frozen and that are replayed as CUDA graphs.
 GRAPHED = ("cvt-graphed", "accelerate-graphed")
 #: Contenders whose stages are frozen.
-FROZEN = ("cvt-frozen", "accelerate-frozen", "accelerate-frozen-compile", *GRAPHED)
+FROZEN = (*(key for key in OURS if "frozen" in key), *GRAPHED)
 #: Contenders that torch.compile makes, which takes minutes, and its mode.
 COMPILED = {
     "compile": None,
@@ -58,16 +58,7 @@ COMPILED = {
 #: What may be asked for.
 CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED))
 #: Contenders that are made of Hugging Face's model.
-HUGGINGFACE = (
-    "hf",
-    "compile",
-    "compile-max",
-    "accelerate",
-    "accelerate-frozen",
-    "accelerate-compile",
-    "accelerate-frozen-compile",
-    "accelerate-graphed",
-)
+HUGGINGFACE = ("hf", "compile", "compile-max", *(key for key in OURS if key.startswith("accelerate")))
 
 
 class Contender(NamedTuple):
@@ -76,9 +67,8 @@ class Contender(NamedTuple):
     Attributes:
         key: Its name in ``--peers``, tables and files.
         model: Takes images (B, 3, H, W).
-        backends: The backends that it asks for.
-        has_parts: Whether hooks can tell its parts apart; a graph has no place for them, and a frozen stage
-            would run its blocks one by one.
+        backends: The backends that it requests.
+        has_parts: Whether hooks can tell its parts apart: not in a graph, nor in a frozen stage.
     """
 
     key: str
@@ -94,27 +84,23 @@ class Contender(NamedTuple):
             return training_step(self.model, images).logits
 
     def why_not_graphed(self, images: Tensor) -> str | None:
-        """Says why a contender that is to be replayed as a CUDA graph is not; None for others."""
+        """Returns why a contender of ``GRAPHED`` is not replayed as a CUDA graph; None for others."""
         if self.key not in GRAPHED:
             return None
         with backends.requesting(*self.backends), torch.no_grad():
             return graphs.why_not_graphed(self.model, images)
 
     def launched(self) -> Contender:
-        """Returns a copy whose kernels are launched one by one, of one that is replayed; itself of others."""
+        """Returns a copy without its CUDA graph; a contender that has none returns itself."""
         if self.key not in GRAPHED:
             return self
         return self._replace(model=graphs.ungraphed(copy.deepcopy(self.model)))
 
 
 def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[str]:
-    """Lists the contenders of a measurement: those that are asked for, and ours as far as they can run.
+    """Lists the contenders of a measurement: ``"hf"``, the ``peers``, and those of ours that can run.
 
-    Args:
-        peers: What is asked for besides ``"hf"``: some of ``CHOICES``.
-        device: The device. Frozen models are replayed as CUDA graphs on NVIDIA GPUs, and run as they are
-            elsewhere.
-        train: Whether training steps are measured, for which nothing is frozen.
+    Frozen models are replayed as CUDA graphs on a GPU; nothing is frozen for training steps.
     """
     with_graphs = device.type == "cuda"
 
@@ -127,20 +113,17 @@ def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[s
 
 
 class TrainingStep(NamedTuple):
-    """The logits (B, K) or another output, and the loss, of a training step, both detached."""
+    """The output, such as logits (B, K), and the loss of a training step, both detached."""
 
     logits: Tensor
     loss: Tensor
 
 
 def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None = None) -> TrainingStep:
-    """Runs a forward and a backward; the parameters then hold the gradients of this step alone.
+    """Runs a forward, under autocast if its dtype is given, and a backward, for the gradients of this step.
 
-    Args:
-        model: Takes images (B, 3, H, W).
-        images: The i-th has class i, modulo the number of classes, or the i-th pixel of the output where each
-            has a class; a depth is 0 everywhere.
-        autocast: The dtype of autocast in the forward; None runs without it.
+    Image i has class i, modulo the number of classes; where every pixel has a class, pixel i of the output
+    has. A depth is 0 everywhere.
     """
     model.zero_grad(set_to_none=True)
     casting: Any = contextlib.nullcontext()
@@ -165,16 +148,12 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def has_classes(logits: Tensor) -> bool:
-    """Says whether an output is of classes, of images (B, K) or pixels (B, K, H, W); a depth is (B, H, W)."""
+    """Returns whether an output has classes, (B, K) or (B, K, H, W); a depth is (B, H, W)."""
     return logits.ndim != 3
 
 
 def quiet_transformers() -> Any:
-    """Imports transformers, and silences its loading of models.
-
-    Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed.
-    """
+    """Imports transformers, and silences it; raises ModuleNotFoundError if it is not installed."""
     transformers = require("transformers", "bench")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -184,16 +163,11 @@ def quiet_transformers() -> Any:
 def build_ours(
     model: str | CvTConfig | None, checkpoint: str | Checkpoint | None = None
 ) -> tuple[str | CvTConfig, CvT]:
-    """Builds our model so that Hugging Face's can compute the same.
-
-    It has the activation that Hugging Face runs, and no drop path, which draws random numbers.
+    """Builds our model with Hugging Face's activation and without drop path; returns its name and the model.
 
     Args:
         model: The CvT; None for what the checkpoint says or looks like, or CvT-13.
         checkpoint: Its weights; None for random ones.
-
-    Returns:
-        Which CvT it is, and the model in float32.
 
     Raises:
         CheckpointError: The file is missing or unusable, or of a model that Hugging Face's cannot be.
@@ -215,23 +189,16 @@ def build_ours(
 
 
 def build_huggingface(ours: CvT) -> nn.Module:
-    """Builds Hugging Face's model with the weights of ours.
-
-    Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed.
-    """
+    """Builds Hugging Face's model with the weights of ours; it needs the ``bench`` extra."""
     with tempfile.TemporaryDirectory() as scratch:
         save_huggingface(ours, scratch)
         return quiet_transformers().CvtForImageClassification.from_pretrained(scratch)
 
 
 def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> Contender:
-    """Makes a contender of models that are where, of the dtype and in the mode in which they are to run.
+    """Makes a contender of Hugging Face's model or, where it is not in ``HUGGINGFACE``, of ours.
 
-    Args:
-        key: One of ``PEERS`` or ``OURS``.
-        hf: Hugging Face's model; None for contenders that are not in ``HUGGINGFACE``.
-        ours: Our model; None for contenders that are in ``HUGGINGFACE``.
+    The models have the device, dtype and mode in which they are to run.
 
     Raises:
         ValueError: The model cannot be accelerated or frozen.
@@ -252,11 +219,7 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> C
 
 
 def freezing() -> tuple[Any, str]:
-    """Lets torch.compile fold the weights in, and says so; its ``options`` would not reach dynamo.
-
-    Returns:
-        A context manager within which models are to be compiled, and words about it.
-    """
+    """Returns a context in which torch.compile folds the weights in, and words that say so."""
     settings: Any = None
     with contextlib.suppress(ImportError):
         settings = importlib.import_module("torch._inductor.config")

@@ -65,21 +65,8 @@ def run(
 ) -> dict[str, Any]:
     """Measures our models beside others with the same weights: parity, speed, memory, and where time goes.
 
-    Args:
-        checkpoint: Weights of a CvT of the paper or of ``cvt train``, or Hugging Face's of another ``model``;
-            None for random ones.
-        model: Name of a CvT, or of one of ``PYRAMIDS``; None for what the checkpoint says or looks like, or
-            CvT-13.
-        images: Photographs; None for scikit-learn's two. They are repeated to fill a batch.
-        image_size: Pixels of each side; None for the model's own, such as 224.
-        batch_sizes: Images per step, measured one after the other.
-        rounds: Timed steps of each contender, in turns, after one that is not timed.
-        device: The device on which everything runs.
-        dtype: The dtype of weights and images: a key of ``DTYPES``.
-        train: Measure a training step, forward and backward, instead of a forward in evaluation.
-        peers: Some of ``CHOICES``; ``"hf"`` is always measured.
-        save_weights: Directory in which to keep the weights, in Hugging Face's format.
-        against: Results with which these will be compared, so that those of another model fail at once.
+    The arguments are the options of ``cvt bench``; ``against`` are results, so that those of another model
+    fail at once.
 
     Returns:
         Facts and samples, ready for JSON; ``docs/report.md`` has the format.
@@ -156,7 +143,7 @@ def run(
 
 
 def _about(keys: Sequence[str], subject: Subject, *, freeze: bool) -> tuple[dict[str, dict[str, Any]], Any]:
-    """Describes the contenders for the results; returns that, and the context in which all of them run."""
+    """Describes the contenders; returns that, and the context in which all of them run."""
     about: dict[str, dict[str, Any]] = {
         key: {"about": {**PEERS, **OURS}[key], "ours": key in OURS, "note": None} for key in keys
     }
@@ -222,12 +209,7 @@ def _measure(
     about: dict[str, Any],
     progress: Any,
 ) -> dict[str, Any]:
-    """Measures one batch size; ``about`` notes why a contender does not work.
-
-    Returns:
-        ``product``, a large matrix product and its seconds in the same rounds, and ``rows``, one for each
-        contender that works.
-    """
+    """Returns the matrix product and the rows of a batch size; ``about`` notes why a contender fails."""
     batches = _fill(photos, batch_size)
     rows: dict[str, dict[str, Any]] = {}
     for contender, parity in _parities(contenders, exact, photos, batches, about, progress):
@@ -266,8 +248,7 @@ def _parities(
 ) -> Iterator[tuple[Contender, dict[str, Any]]]:
     """Compares the logits of all photos with float64's; in training those of one batch, and its gradients.
 
-    Raises:
-        ValueError: A contender's error is larger than what Hugging Face's in the same dtype allows.
+    It raises ValueError where an error is larger than Hugging Face's in the same dtype allows.
     """
     if exact.model.training:
         # At least 2: of one image, Hugging Face's gradients are wrong on a CPU (see docs/accelerate.md).

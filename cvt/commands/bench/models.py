@@ -29,13 +29,7 @@ from .contenders import build_huggingface, build_ours, quiet_transformers
 
 
 class Pyramid(NamedTuple):
-    """A model of transformers whose stages have ever fewer tokens.
-
-    Attributes:
-        model_class: The name of its class.
-        image_size: Pixels of each side of its images, unless others are asked for.
-        sizes: Fields of its configuration.
-    """
+    """A model of transformers: its class, the size of its images, and fields of its configuration."""
 
     model_class: str
     image_size: int
@@ -74,23 +68,17 @@ def _pvt_v2(i: int, *, linear: bool = False) -> Pyramid:
     return Pyramid("PvtV2ForImageClassification", 224, sizes)
 
 
-def _glpn() -> Pyramid:
-    sizes = {
-        "hidden_sizes": _WIDE,
-        "depths": _DEPTHS[4],
-        "mlp_ratios": [4, 4, 4, 4],
-        "decoder_hidden_size": 64,
-    }
-    return Pyramid("GLPNForDepthEstimation", 480, sizes)
-
-
 #: The models of transformers by name.
 PYRAMIDS = {
     **{f"segformer_b{i}": _segformer(i) for i in range(6)},
     **{f"pvt_{name}": _pvt(i) for i, name in enumerate(("tiny", "small", "medium", "large"), 1)},
     **{f"pvt_v2_b{i}": _pvt_v2(i) for i in range(6)},
     "pvt_v2_b2_linear": _pvt_v2(2, linear=True),
-    "glpn": _glpn(),
+    "glpn": Pyramid(
+        "GLPNForDepthEstimation",
+        480,
+        {"hidden_sizes": _WIDE, "depths": _DEPTHS[4], "mlp_ratios": [4] * 4, "decoder_hidden_size": 64},
+    ),
 }
 # What would draw random numbers in training. Not every configuration has each field.
 _RATES = ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")
@@ -100,11 +88,9 @@ class Subject(NamedTuple):
     """The model that is measured, in float32 and on the CPU.
 
     Attributes:
-        name: Which model it is.
         weights: Where its weights are from.
         hf: Hugging Face's model.
         ours: The model of ``cvt`` with the same weights; None where there is no such model.
-        image_size: Pixels of each side of its images.
         depths: The number of blocks of each stage.
         operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
     """
@@ -135,13 +121,7 @@ class Subject(NamedTuple):
 
 
 def build_subject(model: str | None, checkpoint: str | None, image_size: int | None) -> Subject:
-    """Builds the model that is to be measured.
-
-    Args:
-        model: A name of ``PRESETS`` or ``PYRAMIDS``; None for the CvT that the checkpoint says or looks like,
-            or CvT-13.
-        checkpoint: Its weights; None for random ones.
-        image_size: Pixels of each side; None for the model's own.
+    """Builds the model that is to be measured; the arguments are options of ``cvt bench``.
 
     Raises:
         ModuleNotFoundError: The ``bench`` extra is not installed.
@@ -180,12 +160,7 @@ def _check_no_pyramid(checkpoint: Checkpoint) -> None:
 
 
 def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
-    """Builds a model of ``PYRAMIDS`` for images of a size, without dropout and drop path.
-
-    Args:
-        name: Its name.
-        checkpoint: A directory with its weights, or their name on the Hub; None for random ones.
-        image_size: Pixels of each side, for which PVT's position embeddings are if its weights are random.
+    """Builds a model of ``PYRAMIDS`` without dropout and drop path, by default with random weights.
 
     Raises:
         ValueError: There is no such model in this version of transformers, or the weights are of another one.

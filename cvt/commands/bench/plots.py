@@ -36,14 +36,7 @@ _OURS_COLOR, _PEER_COLOR = "#0072B2", "#999999"
 
 
 class Plot(NamedTuple):
-    """A figure and the words around it.
-
-    Attributes:
-        name: The name of its file, without the suffix.
-        title: The heading above it.
-        caption: The text below it.
-        figure: A figure of matplotlib.
-    """
+    """A figure of matplotlib, the name of its file without the suffix, its heading and its caption."""
 
     name: str
     title: str
@@ -120,7 +113,7 @@ def _bars(results: Results, unit: str, values: Callable[[dict[str, Any], int], l
         samples = [values(row, batch["batch_size"]) for row in rows]
         medians = [statistics.median(each) for each in samples]
         ours = [results["contenders"][row["contender"]]["ours"] for row in rows]
-        axes.barh(
+        bars = axes.barh(
             [row["contender"] for row in rows],
             medians,
             xerr=[
@@ -130,10 +123,7 @@ def _bars(results: Results, unit: str, values: Callable[[dict[str, Any], int], l
             color=[_OURS_COLOR if own else _PEER_COLOR for own in ours],
             ecolor="#333333",
         )
-        for i, (median, each) in enumerate(zip(medians, samples, strict=True)):
-            axes.annotate(
-                _short(median), (max(each), i), xytext=(6, 0), textcoords="offset points", va="center"
-            )
+        axes.bar_label(bars, [_short(median) for median in medians], padding=6)
         axes.set(title=f"batch {batch['batch_size']}", xlabel=unit, xlim=(0, 1.15 * max(map(max, samples))))
         axes.invert_yaxis()
         _plain_axes(axes)
@@ -148,9 +138,8 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
     """Draws stacked bars: a panel for the whole, and one for the mean block of each stage."""
     depths = results["config"]["depths"]
     panels: list[tuple[str, str | None, int]] = [("whole model", None, 1)]
-    panels += [
-        (f"a block of stage {i} (mean of {depth})", f"block {i}", depth) for i, depth in enumerate(depths, 1)
-    ]
+    for i, depth in enumerate(depths, 1):
+        panels.append((f"a block of stage {i} (mean of {depth})", f"block {i}", depth))
     rows = batch["rows"]
     figure = _new_figure(9, 0.8 + len(panels) * (0.8 + 0.32 * len(rows)))
     used = [kind for kind in _KINDS if any(cell["kind"] == kind for row in rows for cell in row["breakdown"])]
@@ -162,17 +151,14 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
         left = [0.0] * len(rows)
         for kind in used:
             widths = [kinds.get(kind, 0.0) for kinds in totals.values()]
-            axes.barh(list(totals), widths, left=left, color=_KINDS[kind].color, edgecolor="white")
-            for y, (x, width) in enumerate(zip(left, widths, strict=True)):
-                if width > 0.06 * widest:
-                    shade = "black" if _KINDS[kind].is_light else "white"
-                    axes.text(
-                        x + width / 2, y, _short(width), color=shade, ha="center", va="center", fontsize=8
-                    )
+            bars = axes.barh(list(totals), widths, left=left, color=_KINDS[kind].color, edgecolor="white")
+            labels = [_short(width) if width > 0.06 * widest else "" for width in widths]
+            shade = "black" if _KINDS[kind].is_light else "white"
+            axes.bar_label(bars, labels, label_type="center", color=shade, fontsize=8)
             left = [x + width for x, width in zip(left, widths, strict=True)]
-        for y, x in enumerate(left):
-            words = _short(x) if x else "not to be told apart"
-            axes.annotate(words, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+        labels = [_short(x) if x else "not to be told apart" for x in left]
+        ends = axes.barh(list(totals), [0.0] * len(rows), left=left)
+        axes.bar_label(ends, labels, padding=5, fontsize=9)
         axes.set(title=title, xlabel="ms", xlim=(0, 1.1 * widest))
         axes.invert_yaxis()
         _plain_axes(axes)

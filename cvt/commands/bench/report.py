@@ -10,18 +10,11 @@ from typing import Any
 from ...files import filling
 from . import verdict
 from .plots import draw, png
-from .results import MEMORY, Results, advice, heading, meaning, parity_rows, products, ratio, speed_rows
+from .results import MEMORY, Range, Results, advice, heading, meaning, parity_rows, products, speed_rows
 
 
 def write_report(results: Results, directory: str | os.PathLike[str]) -> list[Path]:
-    """Writes ``index.html``, which needs no other file and no network, and its plots as PNG files.
-
-    Returns:
-        The files.
-
-    Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed.
-    """
+    """Writes ``index.html``, which needs no other file and no network, and its plots; returns the files."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     figures, names = [], ["index.html"]
@@ -54,7 +47,7 @@ def _page(results: Results, figures: list[dict[str, str]]) -> str:
         heading=heading(results),
         contenders=[["contender", ""], *([k, meaning(about)] for k, about in results["contenders"].items())],
         explained=" ".join([*products(results), MEMORY, *advice(results)]),
-        speed=[_speed_rows(results, batch) for batch in batches],
+        speed=[speed_rows(results, batch, _marked) for batch in batches],
         parity=[parity_rows(results, batch) for batch in batches],
         figures=figures,
         doubts={batch["batch_size"]: verdict.doubts(batch) for batch in batches},
@@ -63,19 +56,10 @@ def _page(results: Results, figures: list[dict[str, str]]) -> str:
     )
 
 
-def _speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str | tuple[str, str]]]:
-    """Returns the table of speed, its ratios with the word for what is doubtful about them."""
-    seconds = {row["contender"]: row["seconds"] for row in batch["rows"]}
-    heads, *rows = speed_rows(results, batch)
-    marked: list[list[str | tuple[str, str]]] = [list(heads)]
-    for contender, *cells in rows:
-        marked.append([contender])
-        for head, cell in zip(heads[1:], cells, strict=True):
-            peer = head.removeprefix("× ")
-            comparable = peer in seconds and peer != contender
-            word = verdict.doubt(ratio(seconds[contender], seconds[peer])) if comparable else ""
-            marked[-1].append((cell, word) if word else cell)
-    return marked
+def _marked(factor: Range) -> str | tuple[str, str]:
+    """Returns a ratio, with the word for what is doubtful about it."""
+    word = verdict.doubt(factor)
+    return (str(factor), word) if word else str(factor)
 
 
 def _plain(value: Any) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ def heading(results: Results) -> str:
 
 
 def products(results: Results) -> list[str]:
-    """Returns the line that says what the shares of a product's rate are; none for older results."""
+    """Returns a line about the rate of the matrix products; none for older results."""
     batches = [batch for batch in results["batches"] if "product" in batch]
     if not batches:
         return []
@@ -193,7 +193,9 @@ def meaning(about: dict[str, Any]) -> str:
     return about["about"] if about["note"] is None else f"{about['about']}; not measured: {about['note']}"
 
 
-def speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
+def speed_rows(
+    results: Results, batch: dict[str, Any], cell_of: Callable[[Range], Any] = str
+) -> list[list[Any]]:
     """Returns the table of speed and memory in one batch size, its heading first."""
     rows = {row["contender"]: row for row in batch["rows"]}
     peers = [key for key in rows if not results["contenders"][key]["ours"]]
@@ -208,8 +210,9 @@ def speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
         if "product" in batch:
             numbers.append(f"{100 * share_of_product(batch, row):.0f}")
         memory = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
-        ratios = [str(ratio(row["seconds"], rows[peer]["seconds"])) if peer != key else "" for peer in peers]
-        table.append([key, *numbers, memory, *ratios])
+        ratios = {peer: ratio(row["seconds"], rows[peer]["seconds"]) for peer in peers}
+        cells = ["" if peer == key else cell_of(factor) for peer, factor in ratios.items()]
+        table.append([key, *numbers, memory, *cells])
     return table
 
 

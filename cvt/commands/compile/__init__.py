@@ -63,11 +63,7 @@ def add_selection_arguments(parser: argparse.ArgumentParser, operators: Sequence
 
 
 def selection_of(arguments: argparse.Namespace, operators: Collection[str]) -> jobs.Selection:
-    """Returns what the arguments of ``add_selection_arguments`` select.
-
-    Raises:
-        ValueError: There is no such thing, or nothing can be compiled here.
-    """
+    """Returns the selection; raises ValueError for unknown names, or if nothing can be compiled here."""
     _check_names("--arch", arguments.archs, _ARCHS)
     _check_names("--model", arguments.models, (*PRESETS, *PYRAMIDS))
     _check_names("--dtype", arguments.dtypes, DTYPES)

@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """The limits of a GPU.
-
-    Attributes:
-        shared_kib: Shared memory of a multiprocessor, in KiB.
-        blocks: Blocks that a multiprocessor holds at most.
-        warps: Warps that a multiprocessor holds at most.
-        multiprocessors: Multiprocessors of the GPU, which decide how small launches are divided.
-    """
+    """The shared memory (KiB), blocks and warps of a multiprocessor, and the multiprocessors of the GPU."""
 
     shared_kib: int
     blocks: int
@@ -50,12 +43,7 @@ def max_block_shared(arch: int) -> int:
 def occupancy(arch: int, threads: int, registers: int, shared: int, tensor_memory: int = 0) -> float:
     """Returns the part of a multiprocessor's warps that a kernel can fill; 0 if not even one block fits.
 
-    Args:
-        arch: Compute capability, 90 for sm_90.
-        threads: Threads of a block.
-        registers: Registers of a thread.
-        shared: Bytes of shared memory of a block, static and dynamic.
-        tensor_memory: Columns of tensor memory of a block.
+    The arguments are as of :class:`~cvt.commands.compile.resources.Resources`.
     """
     limits = LIMITS[arch]
     if shared > max_block_shared(arch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import multiprocessing
+import operator
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -26,16 +27,10 @@ _Result = TypeVar("_Result")
 
 
 class Selection(NamedTuple):
-    """The kernels to compile: every combination of these.
+    """The kernels to compile: every combination of these that there is.
 
-    Attributes:
-        archs: Compute capabilities, 90 for sm_90.
-        models: Names of ``PRESETS`` or ``launches.PYRAMIDS``; operators are those that each model has.
-        dtypes: Names of ``DTYPES``.
-        operators: Names of ``TRITON_OPERATORS``.
-        stages: Stages of the models, from 1; of a model, those that it has.
-        image_sizes: Pixels of a side; None is the model's own.
-        batch_sizes: Images of a batch.
+    ``archs`` are compute capabilities, 90 for sm_90, ``stages`` count from 1, and an image size of None is
+    the model's own.
     """
 
     archs: Sequence[int]
@@ -67,11 +62,7 @@ class Job(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One kernel of the report: its GPU, the types and cases that it serves, and what it takes.
-
-    Attributes:
-        flaws: What must not be, each in a line.
-    """
+    """One kernel of the report: its GPU, the types and cases that it serves, what it takes, and its flaws."""
 
     arch: str
     operator: str
@@ -85,12 +76,12 @@ class Row(NamedTuple):
 def triton_jobs(selection: Selection) -> list[Job]:
     """Returns every specialization of the Triton kernels once for each GPU, with the cases that it serves."""
     jobs: dict[str, Job] = {}
-    for arch, operator, model, size, batch, dtype, stage, mode in itertools.product(
-        selection.archs, (name for name in TRITON_OPERATORS if name in selection.operators),
+    for arch, name, model, size, batch, dtype, stage, mode in itertools.product(
+        selection.archs, (each for each in TRITON_OPERATORS if each in selection.operators),
         selection.models, selection.image_sizes, selection.batch_sizes, selection.dtypes, selection.stages,
         ("inference", "training"),
     ):  # fmt: skip
-        case = LaunchCase(operator, dtype, model, size or image_size_of(model), batch, stage, mode)
+        case = LaunchCase(name, dtype, model, size or image_size_of(model), batch, stage, mode)
         for launch in launches_of(case, arch):
             kernel = specialize(launch, arch)
             job = jobs.setdefault(repr(kernel), Job(kernel, {}))
@@ -114,24 +105,14 @@ def launches_of(case: LaunchCase, arch: int) -> list[machine.Launch]:
 
 def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
     """Compiles everything, in this process or in several of their own, and returns a row for each kernel."""
-    results = in_processes(_examine, [job.source for job in jobs], processes)
+    results = in_processes(operator.methodcaller("examine"), [job.source for job in jobs], processes)
     return [_row(job, resources) for job, resources in zip(jobs, results, strict=True)]
-
-
-def _examine(source: TritonKernel) -> Resources:
-    return source.examine()
 
 
 def in_processes(
     examine: Callable[[Any], _Result], sources: Sequence[Any], processes: int | None
 ) -> list[_Result]:
-    """Returns ``examine`` of each source, in this process or in several of their own, and shows progress.
-
-    Args:
-        examine: A function that can go to another process.
-        sources: Its arguments.
-        processes: How many processes; None for one per core.
-    """
+    """Returns ``examine`` of each source, in one process per core or as many as given; 1 is this process."""
     processes = processes or len(os.sched_getaffinity(0))
     progress = functools.partial(tqdm, desc="compile", total=len(sources), unit="job", disable=None)
     with temporary_files_together():

@@ -1,6 +1,6 @@
 """The models and operators that are compiled, and the launches of Triton kernels that each stage makes.
 
-The launchers run on tensors without memory (``device="meta"``), and their launches are recorded.
+The operators run on tensors without memory (``device="meta"``), and their launches are recorded.
 """
 
 from __future__ import annotations
@@ -8,25 +8,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cvt_kernels import backends, machine
+from cvt_kernels.records import ConvBatchNorm, PositionBias
 
 from ...config import PRESETS, default_image_size
 
+# Models ---------------------------------------------------------------------------------------------------
+
 
 class Embedding(NamedTuple):
-    """The convolutional token embedding at the start of a stage.
-
-    Attributes:
-        size: Height and width of the images or maps that it reads.
-        in_channels: Their channels.
-        kernel_size, stride, padding: Those of its convolution.
-    """
+    """The convolutional token embedding at the start of a stage, of images or maps of ``size``."""
 
     size: tuple[int, int]
     in_channels: int
@@ -36,40 +33,23 @@ class Embedding(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The shape that the attention blocks of a stage work on.
+    """The shape that the blocks of a stage work on.
 
     Attributes:
         grid: Height and width, in tokens.
-        channels: Channels of a token.
+        channels: Channels of a token; of a pyramid, those between the two linear layers of the Mix-FFN.
         class_tokens: 1 where a class token precedes the grid, else 0.
-        embedding: What makes these tokens.
+        embedding: What makes these tokens; None for a pyramid.
     """
 
     grid: tuple[int, int]
     channels: int
     class_tokens: int
-    embedding: Embedding
-
-
-class HiddenStage(NamedTuple):
-    """The shape that the Mix-FFNs of a stage work on.
-
-    Attributes:
-        grid: Height and width, in tokens.
-        channels: Channels between the two linear layers.
-    """
-
-    grid: tuple[int, int]
-    channels: int
+    embedding: Embedding | None
 
 
 class Pyramid(NamedTuple):
-    """The facts of a model with Mix-FFNs; the grid of its first stage is a fourth of the image.
-
-    Attributes:
-        image_size: Pixels of a side, as the model is mostly used.
-        hidden: Channels between the two linear layers, by stage.
-    """
+    """A model with Mix-FFNs, by its image size and the channels between their linear layers in each stage."""
 
     image_size: int
     hidden: tuple[int, ...]
@@ -95,13 +75,13 @@ def is_of(operator: str, model: str) -> bool:
     return (operator in PYRAMID_OPERATORS) == (model in PYRAMIDS)
 
 
-def stages_of(model: str, image_size: int) -> Sequence[Stage | HiddenStage]:
+def stages_of(model: str, image_size: int) -> list[Stage]:
     """Returns the stages of a model of ``PRESETS`` or ``PYRAMIDS``, for square images."""
     if model not in PYRAMIDS:
         return stages(model, image_size)
     sides = (-(-image_size // (4 << i)) for i in itertools.count())
     hidden = PYRAMIDS[model].hidden
-    return [HiddenStage((side, side), channels) for side, channels in zip(sides, hidden, strict=False)]
+    return [Stage((side, side), channels, 0, None) for side, channels in zip(sides, hidden, strict=False)]
 
 
 def stages(model: str, image_size: int | None = None) -> list[Stage]:
@@ -109,9 +89,8 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
     height = width = image_size or default_image_size(model)
     shapes = []
     for stage in PRESETS[model].stages:
-        embedding = Embedding(
-            (height, width), stage.in_chans, stage.patch_size, stage.patch_stride, stage.patch_padding
-        )
+        convolution = stage.in_chans, stage.patch_size, stage.patch_stride, stage.patch_padding
+        embedding = Embedding((height, width), *convolution)
         height, width = stage.grid(height, width)
         if not height > 0:
             raise ValueError(f"image_size: got {image_size}, of which {model} has no tokens")
@@ -119,405 +98,255 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
     return shapes
 
 
-def conv_projection_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
-    hybrid: bool = False,
-) -> list[machine.Launch]:  # fmt: skip
-    """Returns the launches of a CvT block's projection (q has stride 1, k and v stride 2).
+# Launches -------------------------------------------------------------------------------------------------
+
+
+class _Step:
+    """A step of a stage: makes tensors without memory, and calls operators of Triton on them."""
+
+    def __init__(self, stage: Stage, dtype: torch.dtype, batch: int, training: bool):
+        self.stage, self.dtype, self.batch, self.training = stage, dtype, batch, training
+        self.channels = stage.channels
+        self.tokens = math.prod(stage.grid) + stage.class_tokens
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns a tensor, by default of the dtype of the step; in training it requires a gradient."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+        return tensor.requires_grad_(self.training and tensor.is_floating_point())
+
+    def x(self) -> Tensor:
+        """Returns the tokens of the stage."""
+        return self.tensor(self.batch, self.tokens, self.channels)
+
+    def linear(self, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns x, weight, bias and residual of a linear layer, its widths in multiples of the channels."""
+        rows, inputs, outputs = self.batch * self.tokens, inputs * self.channels, outputs * self.channels
+        layer = self.tensor(rows, inputs), self.tensor(outputs, inputs), self.tensor(outputs)
+        return *layer, self.tensor(rows, outputs)
+
+    def call(self, operator: str, *args: Any, backward: bool = True, **settings: Any) -> None:
+        """Calls an operator if its Triton kernels serve such a call, in training with the ``backward``."""
+        implementation = backends.implementations[operator]["triton"].load()
+        call = backends.operators[operator].bind(*args, **settings)
+        if implementation.why_unsupported(call) is not None:
+            return
+        results = implementation.function(call)
+        if self.training and backward:
+            results = results if isinstance(results, tuple) else (results,)
+            torch.autograd.backward(results, [torch.empty_like(each) for each in results])
+
+
+#: Operators with Triton kernels, by name.
+TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {}
+
+
+def _operator(run: Callable[..., None]) -> Callable[..., list[machine.Launch]]:
+    """Turns a function that runs a :class:`_Step` into one that returns its launches, and lists it.
+
+    That takes the stage, the dtype and the GPU, and by keyword ``batch``, ``training`` and the settings.
+    """
+
+    @functools.wraps(run)
+    def launches_of(
+        stage: Stage,
+        dtype: torch.dtype,
+        chip: machine.Chip,
+        *,
+        batch: int = 256,
+        training: bool = True,
+        **settings: Any,
+    ) -> list[machine.Launch]:
+        with machine.recorded_launches(chip) as launches, torch.set_grad_enabled(training):
+            run(_Step(stage, dtype, batch, training), **settings)
+        return launches
+
+    TRITON_OPERATORS[run.__name__.removesuffix("_launches")] = launches_of
+    return launches_of
+
+
+def _conv_batch_norm(step: _Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
+    def vector() -> Tensor:
+        return step.tensor(step.channels, dtype=torch.float32 if step.training else None)
+
+    weight, count = step.tensor(step.channels, 1, kernel, kernel), step.tensor(dtype=torch.int64)
+    vectors = vector(), vector(), vector(), vector()
+    return ConvBatchNorm(weight, *vectors, count, stride, padding, dilation)
+
+
+@_operator
+def conv_projection_launches(step: _Step, *, hybrid: bool = False) -> None:
+    """Runs a CvT block's projection (q has stride 1, k and v stride 2).
 
     With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under
     autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
     """
-    from cvt_kernels.ops.conv_projection.triton import backward, common, forward
-
-    grid, channels, class_tokens, _ = stage
-    kinds = ((3, 1, 1), (5, 4, 2)) if hybrid else ((3, 1, 1),)
-    convolutions = [(kernel, stride, *others) for stride in (1, 2, 2) for kernel, *others in kinds]
-    kernel_sizes, strides, paddings, dilations = zip(*convolutions, strict=True)
-    count = len(convolutions)
-    geometry = common.Geometry(
-        grid,
-        kernel_sizes,
-        strides,
-        paddings,
-        dilations,
-        epss=(1e-5,) * count,
-        summands=(len(kinds), *[0] * (len(kinds) - 1)) * 3,
-    )
-
-    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x = meta(batch, grid[0] * grid[1] + class_tokens, channels)
-    weights = [meta(channels, 1, kernel, kernel) for kernel in geometry.kernel_sizes]
-    vectors = [meta(channels, dtype=torch.float32 if training else dtype)] * count
-    tracked = [meta(dtype=torch.int64)] * count
-    dys = geometry.of_each([meta(*shape) for shape in forward.output_shapes(x, geometry)])
-    with machine.recorded_launches(chip) as launches:
-        forward.projection_forward(x, geometry, weights, *[vectors] * 4)
-        if training:
-            mean, variance = forward.batch_statistics(x, geometry, weights)
-            forward.update_running_statistics(
-                mean, variance, range(count), vectors, vectors, tracked, [0.1] * count, [1.1] * count
-            )
-            sums = backward.backward_sums(x, geometry, weights, vectors, vectors, dys)
-            dconvs, _ = backward.backward_conv(
-                x, geometry, weights, vectors, vectors, vectors, dys, sums, [1.0] * count
-            )
-            backward.backward_input(geometry, weights, dconvs, dys)
-    return launches
+    kernels = ((3, 1, 1), (5, 4, 2)) if hybrid else ((3, 1, 1),)
+    branches = [tuple(_conv_batch_norm(step, stride, *kernel) for kernel in kernels) for stride in (1, 2, 2)]
+    convs = branches if hybrid else [conv for (conv,) in branches]
+    step.call("conv_projection", step.x(), step.stage.grid, convs, training=step.training)
 
 
-def conv_linear_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launch of a CvT block's projection with its linear layers; there is none in training."""
-    if training:
-        return []
-    from cvt_kernels.ops.conv_linear.triton import forward
-    from cvt_kernels.ops.conv_projection.triton.common import Geometry
-
-    grid, channels, class_tokens, _ = stage
-    ones = (1, 1, 1)
-    geometry = Geometry(grid, (3, 3, 3), (1, 2, 2), paddings=ones, dilations=ones, epss=(1e-5, 1e-5, 1e-5))
-
-    def meta(*shape: int) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device="meta")] * 3
-
-    x, *_ = meta(batch, grid[0] * grid[1] + class_tokens, channels)
-    vectors = meta(channels)
-    with machine.recorded_launches(chip) as launches:
-        forward.conv_linear_forward(
-            x, geometry, meta(channels, 1, 3, 3), vectors, vectors, vectors, vectors,
-            meta(channels, channels), vectors,
-        )  # fmt: skip
-    return launches
+TRITON_OPERATORS["conv_projection_hybrid"] = functools.partial(conv_projection_launches, hybrid=True)
 
 
-def depthwise_conv_gelu_launches(
-    stage: Stage | HiddenStage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256,
-    training: bool = True,
-) -> list[machine.Launch]:  # fmt: skip
-    """Returns the launches of a Mix-FFN's convolution with exact GELU."""
-    from cvt_kernels.ops.depthwise_conv_gelu.triton import backward, forward
-
-    def meta(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x = meta(batch, math.prod(stage.grid), stage.channels)
-    parameters = meta(stage.channels, 1, 3, 3), meta(stage.channels)
-    with machine.recorded_launches(chip) as launches:
-        y = forward.conv_gelu_forward(x, stage.grid, *parameters, "none")
-        if training:
-            backward.conv_gelu_backward(y, x, stage.grid, *parameters, "none", needs_dx=True)
-    return launches
+@_operator
+def conv_embedding_launches(step: _Step) -> None:
+    """Runs a stage's embedding: of images with channels first, and of channels-last maps."""
+    assert step.stage.embedding is not None
+    size, in_channels, kernel_size, stride, padding = step.stage.embedding
+    image = step.tensor(step.batch, in_channels, *size)
+    if in_channels > 3:
+        image = image.to(memory_format=torch.channels_last)
+    weight = step.tensor(step.channels, in_channels, kernel_size, kernel_size)
+    vector = step.tensor(step.channels)
+    step.call(
+        "conv_embedding", image, weight, vector, vector, vector, stride=stride, padding=padding,
+        class_token=vector if step.stage.class_tokens else None,
+    )  # fmt: skip
 
 
-def attention_launches(
-    stage: Stage,
-    dtype: torch.dtype,
-    chip: machine.Chip,
-    *,
-    batch: int = 256,
-    training: bool = True,
-    bias: bool = False,
-    by_position: bool = False,
-) -> list[machine.Launch]:
-    """Returns the launches of a CvT block's attention (heads of 64, k and v strided by 2)."""
-    from cvt_kernels.ops.attention.triton import backward, forward
-    from cvt_kernels.records import PositionBias
+@_operator
+def conv_linear_launches(step: _Step) -> None:
+    """Runs a CvT block's projection with its linear layers."""
+    convs = [_conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2)]
+    linears = [(step.tensor(step.channels, step.channels), step.tensor(step.channels)) for _ in convs]
+    step.call("conv_linear", step.x(), step.stage.grid, convs, linears)
 
-    grid, channels, class_tokens, _ = stage
+
+@_operator
+def depthwise_conv_gelu_launches(step: _Step) -> None:
+    """Runs a Mix-FFN's convolution with exact GELU."""
+    weight, bias = step.tensor(step.channels, 1, 3, 3), step.tensor(step.channels)
+    step.call("depthwise_conv_gelu", step.x(), step.stage.grid, weight, bias)
+
+
+@_operator
+def attention_launches(step: _Step, *, bias: bool = False, by_position: bool = False) -> None:
+    """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
+    grid, heads = step.stage.grid, step.channels // 64
     key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
-    queries, keys = (math.prod(each) + class_tokens for each in (grid, key_grid))
-    heads, scale = channels // 64, channels**-0.5
-
-    def meta(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q, k, v = (meta(batch, tokens, heads, 64) for tokens in (queries, keys, keys))
-    matrix = meta(heads, queries, keys) if bias else None
+    keys = math.prod(key_grid) + step.stage.class_tokens
+    q, k, v = (step.tensor(step.batch, tokens, heads, 64) for tokens in (step.tokens, keys, keys))
+    matrix = step.tensor(heads, step.tokens, keys) if bias else None
     position = None
     if by_position:
         offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
-        position = PositionBias(meta(heads, *offsets), grid, key_grid, stride=2)
-    with machine.recorded_launches(chip) as launches:
-        out, stats = forward.attention_forward(q, k, v, matrix, scale, need_stats=training, position=position)
-        if stats is not None:
-            backward.attention_backward(
-                q, k, v, matrix, out, stats, out, scale,
-                need_bias=bias, position=position, need_table=by_position,
-            )  # fmt: skip
-    return launches
+        position = PositionBias(step.tensor(heads, *offsets), grid, key_grid, stride=2)
+    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=matrix, position=position)
 
 
-def conv_embedding_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launches of a stage's embedding: of images with channels first, and of channels-last maps.
+TRITON_OPERATORS["attention_with_bias"] = functools.partial(attention_launches, bias=True)
+TRITON_OPERATORS["attention_by_position"] = functools.partial(attention_launches, by_position=True)
 
-    There are none for training, since the kernels compute no gradients.
+
+@_operator
+def layer_norm_mlp_launches(step: _Step) -> None:
+    """Runs a CvT block's MLP (4 hidden features per channel, QuickGELU)."""
+    _, first, first_bias, _ = step.linear(1, 4)
+    _, second, second_bias, _ = step.linear(4, 1)
+    norm = step.tensor(step.channels), step.tensor(step.channels)
+    layers = first, first_bias, second, second_bias
+    step.call("layer_norm_mlp", step.x(), *norm, *layers, approximate="quick")
+
+
+@_operator
+def linear_gelu_launches(step: _Step) -> None:
+    """Runs a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
+    x, weight, bias, _ = step.linear(1, 4)
+    step.call("linear_gelu", x, weight, bias, approximate="quick", backward=False)  # has no Triton kernel
+
+
+@_operator
+def linear_add_launches(step: _Step) -> None:
+    """Runs a CvT block's layers that end its residual branches, attention's and the MLP's."""
+    for width in (1, 4):
+        step.call("linear_add", *step.linear(width, 1))
+
+
+@_operator
+def linear_add_layer_norm_launches(step: _Step) -> None:
+    """Runs the layers of ``linear_add_launches`` with the LayerNorm that follows each of them."""
+    for width in (1, 4):
+        x, weight, bias, residual = step.linear(width, 1)
+        step.call("linear_add_layer_norm", x, weight, bias, residual, bias, bias)
+
+
+@_operator
+def quantize_rows_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds a stage's tokens to 8-bit ``numbers``, which has no gradient."""
+    if not step.training:
+        step.call("quantize_rows", step.x(), dtype=numbers)
+
+
+@_operator
+def layer_norm_quantize_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
+    vector = step.tensor(step.channels)
+    if not step.training:
+        step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector, dtype=numbers)
+
+
+@_operator
+def gelu_quantize_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
+    hidden, *_ = step.linear(4, 1)
+    if not step.training:
+        step.call("gelu_quantize", hidden, approximate="quick", dtype=numbers)
+
+
+@_operator
+def linear_int8_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Runs a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
+
+    These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
     """
-    from cvt_kernels.ops.conv_embedding import triton
-
-    if training:
-        return []
-    size, in_channels, kernel_size, stride, padding = stage.embedding
-
-    def meta(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    image = meta(batch, in_channels, *size)
-    if in_channels > 3:
-        image = image.to(memory_format=torch.channels_last)
-    weight = meta(stage.channels, in_channels, kernel_size, kernel_size)
-    vector = meta(stage.channels)
-    with machine.recorded_launches(chip) as launches:
-        call = backends.operators["conv_embedding"].bind(
-            image, weight, vector, vector, vector, stride=stride, padding=padding,
-            class_token=vector if stage.class_tokens else None,
+    for inputs, outputs, adds in () if step.training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
+        x, weight, bias, residual = step.linear(inputs, outputs)
+        step.call(
+            "linear_int8", x.to(numbers), weight.to(numbers), bias.float(), bias,
+            x_scales=step.tensor(len(x), 1, dtype=torch.float32), residual=residual if adds else None,
+            dtype=step.dtype,
         )  # fmt: skip
-        triton.conv_embedding(call)
-    return launches
 
 
-def layer_norm_mlp_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launch of a CvT block's MLP (4 hidden features per channel, QuickGELU).
-
-    There is none in training, and none for stages whose weights do not fit the chip.
-    """
-    from cvt_kernels.ops.mlp.triton import forward
-
-    (height, width), channels, class_tokens, _ = stage
-
-    def meta(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x = meta(batch, height * width + class_tokens, channels)
-    vector, hidden = meta(channels), 4 * channels
-    layers = meta(hidden, channels), meta(hidden), meta(channels, hidden), vector
-    bind = backends.operators["layer_norm_mlp"].bind
-    call = bind(x, vector, vector, *layers, approximate="quick")
-    if training or forward.why_unsupported(call) is not None:
-        return []
-    with machine.recorded_launches(chip) as launches:
-        forward.layer_norm_mlp(call)
-    return launches
+def linear_float8_launches(*args: Any, **options: Any) -> list[machine.Launch]:
+    """Returns the launches of these four with float8_e4m3fn; none on chips without such products."""
+    operators = (
+        quantize_rows_launches,
+        layer_norm_quantize_launches,
+        gelu_quantize_launches,
+        linear_int8_launches,
+    )
+    return [each for run in operators for each in run(*args, numbers=torch.float8_e4m3fn, **options)]
 
 
-def linear_gelu_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launch of a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
-    from cvt_kernels.ops.linear.triton import forward
-
-    x, weight, bias, _ = _linear_layer(stage, batch, dtype, widths=(1, 4))
-    with machine.recorded_launches(chip) as launches:
-        forward.linear_gelu_forward(x, weight, bias, "quick", need_pre=training)
-    return launches
+TRITON_OPERATORS["linear_float8"] = linear_float8_launches
 
 
-def linear_add_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launches of a CvT block's layers that end its residual branches, attention's and the MLP's.
-
-    There are none for training: the kernels have no gradients.
-    """
-    from cvt_kernels.ops.linear.triton import forward
-
-    with machine.recorded_launches(chip) as launches:
-        for width in () if training else (1, 4):
-            x, weight, bias, residual = _linear_layer(stage, batch, dtype, widths=(width, 1))
-            forward.linear_add_forward(x, weight, bias, residual, torch.empty_like(residual))
-    return launches
-
-
-def linear_add_layer_norm_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launches of ``linear_add_launches`` with the LayerNorm that follows each of them."""
-    from cvt_kernels.ops.linear.triton import forward
-
-    with machine.recorded_launches(chip) as launches:
-        for width in () if training else (1, 4):
-            x, weight, bias, residual = _linear_layer(stage, batch, dtype, widths=(width, 1))
-            h, y = torch.empty_like(residual), torch.empty_like(residual)
-            forward.linear_add_layer_norm_forward(x, weight, bias, residual, bias, bias, None, 1e-5, h, y)
-    return launches
-
-
-def _linear_layer(
-    stage: Stage, batch: int, dtype: torch.dtype, *, widths: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns x, weight, bias and residual of a linear layer on a stage's tokens.
-
-    Its inputs and outputs are ``widths`` times the stage's channels.
-    """
-    (height, width), channels, class_tokens, _ = stage
-    rows = batch * (height * width + class_tokens)
-    inputs, outputs = (channels * width for width in widths)
-    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
-    x, weight, bias, residual = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    return x, weight, bias, residual
-
-
-def quantize_rows_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
-    numbers: torch.dtype = torch.int8,
-) -> list[machine.Launch]:  # fmt: skip
-    """Returns the launch that rounds a stage's tokens to 8-bit ``numbers``; there is none in training."""
-    from cvt_kernels.ops.linear_int8.triton import rows
-
-    x, *_ = _linear_layer(stage, batch, dtype, widths=(1, 1))
-    with machine.recorded_launches(chip) as launches:
-        if not training:
-            rows.quantize_rows_forward(x, None, numbers)
-    return launches
-
-
-def layer_norm_quantize_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
-    numbers: torch.dtype = torch.int8,
-) -> list[machine.Launch]:  # fmt: skip
-    """Returns the launch that rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
-    from cvt_kernels.ops.linear_int8.triton import rows
-
-    x, _, vector, _ = _linear_layer(stage, batch, dtype, widths=(1, 1))
-    with machine.recorded_launches(chip) as launches:
-        if not training:
-            rows.layer_norm_quantize_forward(x, vector, vector, 1e-5, vector, None, numbers)
-    return launches
-
-
-def gelu_quantize_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
-    numbers: torch.dtype = torch.int8,
-) -> list[machine.Launch]:  # fmt: skip
-    """Returns the launch that rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
-    from cvt_kernels.ops.linear_int8.triton import rows
-
-    x, *_ = _linear_layer(stage, batch, dtype, widths=(4, 1))
-    with machine.recorded_launches(chip) as launches:
-        if not training:
-            rows.gelu_quantize_forward(x, None, "quick", None, numbers)
-    return launches
-
-
-def linear_int8_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True,
-    numbers: torch.dtype = torch.int8,
-) -> list[machine.Launch]:  # fmt: skip
-    """Returns the launches of a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
-
-    These are that of Q, that after attention and the two of the MLP, the second and the last with a residual.
-    """
-    from cvt_kernels.ops.linear_int8.triton import forward
-
-    with machine.recorded_launches(chip) as launches:
-        for inputs, outputs, adds in () if training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
-            x, weight, bias, residual = _linear_layer(stage, batch, dtype, widths=(inputs, outputs))
-            scales = x.new_empty(x.shape[0], 1, dtype=torch.float32)
-            forward.linear_int8_forward(
-                x.to(numbers), scales, weight.to(numbers), bias.float(), bias, None,
-                residual if adds else None, dtype,
-            )  # fmt: skip
-    return launches
-
-
-def linear_float8_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launches of the four operators with float8_e4m3fn, none for chips without such products."""
-    if chip.capability < 89:
-        return []
-    settings: dict[str, Any] = {"batch": batch, "training": training, "numbers": torch.float8_e4m3fn}
-    return [
-        *quantize_rows_launches(stage, dtype, chip, **settings),
-        *layer_norm_quantize_launches(stage, dtype, chip, **settings),
-        *gelu_quantize_launches(stage, dtype, chip, **settings),
-        *linear_int8_launches(stage, dtype, chip, **settings),
-    ]
-
-
-def gather_rows_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launch that gathers 7 of 10 tokens of a stage, and for training that of its gradient."""
-    from cvt_kernels.ops.rows.triton import forward
-
-    x, rows, values = _rows_of_tokens(stage, batch, dtype)
-    with machine.recorded_launches(chip) as launches:
-        forward.gather_rows_forward(x, rows)
-        if training:
-            forward.scatter_rows_forward(None, rows, values, None, x.shape[1])
-    return launches
-
-
-def gather_add_layer_norm_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launch that gathers 7 of 10 tokens, adds and normalizes, and those of its gradients."""
-    from cvt_kernels.ops.rows.triton import backward, forward
-
-    x, rows, values = _rows_of_tokens(stage, batch, dtype)
-    vector = x.new_empty(x.shape[2])
-    with machine.recorded_launches(chip) as launches:
-        h, y = forward.gather_add_layer_norm_forward(x, rows, values, vector, vector, 1e-5, dtype)
-        if training:
-            dh, *_ = backward.layer_norm_backward(y, h, h, vector, vector, 1e-5)
-            forward.scatter_rows_forward(None, rows, dh, None, x.shape[1])
-    return launches
-
-
-def scatter_rows_launches(
-    stage: Stage, dtype: torch.dtype, chip: machine.Chip, *, batch: int = 256, training: bool = True
-) -> list[machine.Launch]:
-    """Returns the launches that put 7 of 10 tokens back with a branch, one in place; or with gradients."""
-    from cvt_kernels.ops.rows.triton import forward
-
-    x, rows, values = _rows_of_tokens(stage, batch, dtype)
-    with machine.recorded_launches(chip) as launches:
-        forward.scatter_rows_forward(x, rows, values, values, x.shape[1])
-        if training:
-            forward.scatter_rows_forward(x, rows, None, None, x.shape[1])
-            forward.gather_rows_forward(x, rows)
-        else:
-            forward.scatter_rows_inplace_forward(x, rows, values, values)
-    return launches
-
-
-def _rows_of_tokens(stage: Stage, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(step: _Step) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a stage's tokens, the index of 7 of 10, and values for these."""
-    (height, width), channels, class_tokens, _ = stage
-    tokens = height * width + class_tokens
-    x = torch.empty(batch, tokens, channels, dtype=dtype, device="meta")
-    rows = torch.empty(batch, -(-7 * tokens // 10), dtype=torch.int64, device="meta")
-    return x, rows, x.new_empty(*rows.shape, channels)
+    kept = -(-7 * step.tokens // 10)
+    values = step.tensor(step.batch, kept, step.channels)
+    return step.x(), step.tensor(step.batch, kept, dtype=torch.int64), values
 
 
-#: Operators with Triton kernels, by name. CvT's attention has no bias.
-TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {
-    "conv_projection": conv_projection_launches,
-    "conv_projection_hybrid": functools.partial(conv_projection_launches, hybrid=True),
-    "conv_embedding": conv_embedding_launches,
-    "conv_linear": conv_linear_launches,
-    "depthwise_conv_gelu": depthwise_conv_gelu_launches,
-    "attention": attention_launches,
-    "attention_with_bias": functools.partial(attention_launches, bias=True),
-    "attention_by_position": functools.partial(attention_launches, by_position=True),
-    "layer_norm_mlp": layer_norm_mlp_launches,
-    "linear_gelu": linear_gelu_launches,
-    "linear_add": linear_add_launches,
-    "linear_add_layer_norm": linear_add_layer_norm_launches,
-    "quantize_rows": quantize_rows_launches,
-    "layer_norm_quantize": layer_norm_quantize_launches,
-    "gelu_quantize": gelu_quantize_launches,
-    "linear_int8": linear_int8_launches,
-    "linear_float8": linear_float8_launches,
-    "gather_rows": gather_rows_launches,
-    "gather_add_layer_norm": gather_add_layer_norm_launches,
-    "scatter_rows": scatter_rows_launches,
-}
+@_operator
+def gather_rows_launches(step: _Step) -> None:
+    """Gathers 7 of 10 tokens of a stage."""
+    x, rows, _ = _rows(step)
+    step.call("gather_rows", x, rows)
+
+
+@_operator
+def gather_add_layer_norm_launches(step: _Step) -> None:
+    """Gathers 7 of 10 tokens, adds and normalizes."""
+    vector = step.tensor(step.channels)
+    step.call("gather_add_layer_norm", *_rows(step), vector, vector)
+
+
+@_operator
+def scatter_rows_launches(step: _Step) -> None:
+    """Puts 7 of 10 tokens back with a branch, in inference once more in place."""
+    x, rows, values = _rows(step)
+    for inplace in (False,) if step.training else (False, True):
+        step.call("scatter_rows", x, rows, values, values, inplace=inplace)

@@ -13,13 +13,9 @@ from .gpus import RESERVED_SHARED, max_block_shared, occupancy
 
 
 class Usage(NamedTuple):
-    """The registers and memory of one function, as the assembler notes them.
+    """The registers and bytes of one function, as the assembler notes them.
 
-    Attributes:
-        registers: Registers of a thread.
-        stack: Bytes of a thread's stack.
-        shared: Bytes of static shared memory of a block.
-        local: Bytes of a thread's local memory.
+    ``shared`` is the static shared memory of a block, the others are of a thread.
     """
 
     registers: int
@@ -71,15 +67,7 @@ class Resources(NamedTuple):
     def of(
         cls, usage: Usage, arch: int, threads: int, *, dynamic_shared: int = 0, tensor_memory: int = 0
     ) -> Resources:
-        """Returns the resources of a function, with what the launch adds to it.
-
-        Args:
-            usage: Its registers and memory, without what the launch adds.
-            arch: Compute capability, 90 for sm_90.
-            threads: Threads of a block.
-            dynamic_shared: Bytes of dynamic shared memory of a block.
-            tensor_memory: Columns of tensor memory of a block.
-        """
+        """Returns the resources of a function, with what the launch adds to it; ``arch`` is 90 for sm_90."""
         # From Hopper on the assembler counts what the system takes.
         static_shared = max(usage.shared - (RESERVED_SHARED if arch >= 90 else 0), 0)
         shared = static_shared + dynamic_shared

@@ -20,13 +20,7 @@ from .worker import Failure, NotEnoughMemory, Worker
 
 
 class Result(NamedTuple):
-    """The result of one question.
-
-    Attributes:
-        question: The question as the files of verdicts have it.
-        verdict: The answer; None if there is none.
-        why_not_proven: Why there is no answer; None if there is one.
-    """
+    """The result of one question: its verdict, or why it is not proven."""
 
     question: str
     verdict: Verdict | None
@@ -49,15 +43,9 @@ _MOST_COMPILERS = 8
 
 
 def compile_ahead(questions: Iterable[Question], device: torch.device, until: float = math.inf) -> None:
-    """Compiles the Triton kernels for questions in several processes at a time.
+    """Compiles the Triton kernels for questions in several processes, until a time of ``time.monotonic()``.
 
-    So compilation does not count as the time that a kernel takes. What cannot be compiled shows when it is
-    proven.
-
-    Args:
-        questions: The questions.
-        device: The GPU.
-        until: Nothing new is begun after this time of ``time.monotonic()``.
+    So compilation does not count as the time of a kernel. What does not compile shows when it is proven.
     """
     todo = [each for each in questions if "triton" in backends.implementations[each.operator]]
     processes = min(_MOST_COMPILERS, len(os.sched_getaffinity(0)), len(todo))
@@ -77,15 +65,9 @@ def compile_ahead(questions: Iterable[Question], device: torch.device, until: fl
 def prove_all(
     questions: Iterable[Question], worker: Worker, store: Store, until: float = math.inf
 ) -> Iterator[Result]:
-    """Proves questions, and yields each result once its verdict is remembered.
+    """Proves questions, and yields each result once its verdict is in the store.
 
-    A question with a single backend, which needs no verdict, has no result.
-
-    Args:
-        questions: The questions.
-        worker: Proves them.
-        store: Remembers the verdicts.
-        until: Nothing new is begun after this time of ``time.monotonic()``.
+    A question with a single backend has no result. Nothing begins after ``until``, of ``time.monotonic()``.
     """
     for question in questions:
         if time.monotonic() >= until:
@@ -101,11 +83,7 @@ def prove_all(
 
 
 def prove(question: Question, worker: Worker) -> Result | None:
-    """Checks and times the candidates for a question, as ``cvt_kernels.proofs.prove`` does.
-
-    Returns:
-        The result; None if there is a single candidate.
-    """
+    """Checks and times the candidates for a question; returns None if there is only one."""
     try:
         candidates = worker.candidates(question)
         if len(candidates.names) == 1:

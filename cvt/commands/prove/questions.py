@@ -26,16 +26,9 @@ COMPOSED: tuple[backends.Backend, ...] = ("composed", "native", "reference")
 
 
 class Workload(NamedTuple):
-    """The steps of a model whose calls are proven.
+    """The steps of a model whose calls are proven: a forward, and if wanted a training step.
 
-    Attributes:
-        model: A name of ``PRESETS``.
-        image_size: Pixels of a side.
-        batch_sizes: Images of a step.
-        dtypes: Names of ``DTYPES``.
-        train: Whether a training step belongs to it, besides the forward of inference.
-        quantized: Whether the forward of the quantized model does too.
-        token_keep: How many tokens stay, as of ``CvTConfig``; 1 for all.
+    ``quantized`` adds the forward of the quantized model; ``token_keep`` is as of ``CvTConfig``.
     """
 
     model: str
@@ -83,7 +76,6 @@ class Question(NamedTuple):
 
     Attributes:
         text: The question as the files of verdicts have it.
-        operator: Name of the operator.
         arguments: The arguments by name, with a :class:`TensorLike` for every tensor.
         autocast: The dtype of autocast around the call; None without it.
     """
@@ -102,11 +94,8 @@ class Question(NamedTuple):
 def collect(workload: Workload, device: torch.device) -> list[Question]:
     """Runs the steps of a workload on tensors without memory, and lists every question once.
 
-    What matters most comes first: inference before training, dtypes as the workload names them, and the
-    parts of a composition before it, since it is timed with the backends that serve them.
-
-    Raises:
-        ValueError: The images are too small for the model.
+    Inference comes before training, dtypes are in the order of the workload, and the parts of a composition
+    come before it, since it is timed with the backends that serve them.
     """
     collector = _Collector()
     questions: dict[str, Question] = {}

@@ -29,8 +29,7 @@ class _Kind(NamedTuple):
 def table(results: Sequence[Result]) -> list[str]:
     """Returns the lines of a table: a block for each operator, direction and dtype, a line for each question.
 
-    A backend's column has the microseconds of a call, or in one word why it cannot serve. The error is the
-    largest of our kernels'.
+    A backend's column has microseconds, or its flaw in a word; the error is the largest of our kernels'.
     """
     blocks: dict[_Kind, list[Result]] = {}
     for result in results:
@@ -51,10 +50,7 @@ def _rows(results: Sequence[Result]) -> list[str]:
 
 
 def _kind_and_case(question: str) -> tuple[_Kind, str]:
-    """Returns the two parts of a question.
-
-    The case is without the geometry of convolutions, which is the same throughout a model.
-    """
+    """Returns the two parts of a question, without the geometry of convolutions."""
     operator, direction, dtype, case = question.split(", ", 3)
     kind = _Kind(operator, direction, dtype.replace(" under autocast to ", " → "))
     return kind, case.split(", kernel/")[0]

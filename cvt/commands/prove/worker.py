@@ -29,10 +29,7 @@ Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """The process could not do what it was asked; if it may have been harmed, it is another one from now on.
-
-    The message is a flaw, as :class:`~cvt_kernels.verdicts.Trial` has it.
-    """
+    """A failure of the process, as the flaw of a :class:`~cvt_kernels.verdicts.Trial` says it."""
 
 
 class NotEnoughMemory(Failure):
@@ -47,14 +44,10 @@ class Candidates(NamedTuple):
 
 
 class Worker:
-    """A process that proves kernels on a device, started when it is first asked.
+    """A process that proves kernels on a device, from the first command to the end of the context manager.
 
-    As a context manager it ends the process on exit.
-
-    Args:
-        device: The device.
-        seconds: How long the process may take for each candidate, and to prepare a question.
-        setup: Is called in each process before anything else.
+    It may take ``seconds`` for each candidate, and to prepare a question; otherwise, or if it dies, the
+    method raises Failure, and another process starts. ``setup`` is called in each process first.
     """
 
     def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
@@ -70,31 +63,19 @@ class Worker:
         self.end()
 
     def candidates(self, question: Question) -> Candidates:
-        """Returns the candidates for a question, and lets the reference compute the standard for them.
-
-        Raises:
-            Failure: It fails, hangs or kills the process.
-        """
+        """Returns the candidates for a question, and lets the reference compute the standard for them."""
         self._prepared = None
         candidates = self._run("prepare", question, self._seconds)
         self._prepared = question.text
         return candidates
 
     def compile(self, question: Question) -> None:
-        """Compiles the Triton kernels for a question into Triton's cache, without a launch.
-
-        Raises:
-            Failure: It fails, hangs or kills the process.
-        """
+        """Compiles the Triton kernels for a question into Triton's cache, without a launch."""
         self._prepared = None
         self._run("compile", question, _COMPILE_SECONDS)
 
     def check(self, question: Question, name: str) -> Trial:
-        """Checks a candidate, and ends the process if that may have harmed it.
-
-        Raises:
-            NotEnoughMemory: There is not enough.
-        """
+        """Checks a candidate, and ends the process if that may have harmed it; a failure is its flaw."""
         try:
             trial = self._prepare_and_run(question, "check", name)
         except NotEnoughMemory:
@@ -106,11 +87,7 @@ class Worker:
         return trial
 
     def time(self, question: Question, trials: dict[str, Trial]) -> dict[str, Trial]:
-        """Times candidates in turns, a single one beside itself; returns their trials with the seconds.
-
-        Raises:
-            Failure: One of them fails, hangs or kills the process.
-        """
+        """Times candidates in turns, a single one beside itself; returns their trials with the seconds."""
         return self._prepare_and_run(question, "time", trials, patience=len(trials))
 
     def end(self) -> None:
@@ -130,10 +107,7 @@ class Worker:
         return self._run(command, argument, self._seconds * patience)
 
     def _run(self, command: str, argument: Any, seconds: float) -> Any:
-        """Runs a command in the process, and returns its result.
-
-        The process ends if it gives no answer, or one after which it is not to be trusted.
-        """
+        """Runs a command in the process, and ends it if it gives no answer or is not sound any more."""
         pipe = self._connection or self._start()
         try:
             answer = self._send_and_receive(pipe, (command, argument), seconds)
@@ -159,11 +133,7 @@ class Worker:
         raise Failure(f"hangs: takes longer than {seconds:g} s")
 
     def _start(self) -> Connection:
-        """Starts a process, which must soon say that it is there.
-
-        Raises:
-            OSError: It does not.
-        """
+        """Starts a process; raises OSError if it does not soon say that it is there."""
         ours, theirs = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")  # neither PyTorch's threads nor CUDA survive a fork
         process = spawn.Process(
@@ -185,13 +155,7 @@ class Worker:
 
 
 class _Answer(NamedTuple):
-    """The answer of the process to a command: a value, or why there is none.
-
-    Attributes:
-        value: The value.
-        failure: Why there is none; None if there is one.
-        is_sound: Whether the process can go on after a failure.
-    """
+    """The answer of the process to a command: a value or a failure, and whether the process can go on."""
 
     value: Any
     failure: Failure | None = None

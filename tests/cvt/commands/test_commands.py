@@ -35,18 +35,14 @@ def test_doctor_command_and_a_reader_that_leaves_early(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n{operator} " in out for operator in backends.operators)
-    script = Path(sys.executable).parent / "cvt"
-    wrong = run_python(
-        "import sys; from cvt.commands import main; sys.exit(main(['doctor']))", CVT_KERNELS_BACKEND="x"
-    )
-    assert wrong.returncode == 2
-    assert wrong.stdout == ""
-    assert wrong.stderr.startswith(
-        "cvt doctor: error: CVT_KERNELS_BACKEND: got 'x', expected auto alone or some of"
-    )
-    assert wrong.stderr.count("\n") == 1
+    for name, value in (("CVT_KERNELS_BACKEND", "x"), ("CVT_KERNELS_CPU", "foo")):
+        code = "import sys; from cvt.commands import main; sys.exit(main(['doctor']))"
+        wrong = run_python(code, **{name: value})
+        assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+        assert wrong.stderr.startswith(f"cvt doctor: error: {name}: got '{value}', expected ")
     read, write = os.pipe()
     os.close(read)
-    closed = subprocess.run([script, "doctor"], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    command = [Path(sys.executable).parent / "cvt", "doctor"]
+    closed = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (closed.returncode, closed.stderr) == (0, "")

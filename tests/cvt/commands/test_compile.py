@@ -2,24 +2,17 @@
 
 import json
 import re
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 import triton
-from triton._C.libtriton import native_specialize_impl
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt import commands as cli
 from cvt import config
 from cvt.commands.compile import gpus, jobs, launches
 from cvt.commands.compile.report import SCHEMA, VERSION
 from cvt.commands.compile.resources import Resources, Usage
-from cvt.commands.compile.triton_kernels import TritonKernel, specialize
 from cvt.model import ConvEmbed, tokens_to_map
-from cvt_kernels.machine import Launch
 from tests.processes import run_python
 
 
@@ -60,11 +53,10 @@ def test_kernels_of_a_model(tmp_path):
             "sm_90", row["kernel"], "bf16", "inference", f"stage {number}", str(resources["registers"]), "0",
             str(shared), f"{resources['occupancy']:.0%}",
         ]  # fmt: skip
-        (case,) = row["cases"]
-        assert case == {
-            "operator": "conv_embedding", "dtype": "bfloat16", "model": "cvt_13", "image_size": 224,
-            "batch_size": 64, "stage": number, "mode": "inference",
-        }  # fmt: skip
+        assert row["cases"] == [
+            {"operator": "conv_embedding", "dtype": "bfloat16", "model": "cvt_13", "image_size": 224,
+             "batch_size": 64, "stage": number, "mode": "inference"}
+        ]  # fmt: skip
 
 
 #: Gives the kernel that merges statistics too few registers.
@@ -79,16 +71,11 @@ launches.TRITON_OPERATORS["conv_projection"] = lambda *stage, **options: [
 
 
 def test_a_spill_fails_the_command(tmp_path):
-    lines, report = compile_ahead(
-        tmp_path, "--operator", "conv_projection", "--dtype", "float32", "--stage", "3", "--jobs", "1",
-        prelude=STARVED,
-        code=1,
-    )  # fmt: skip
-    flawed = {row["kernel"]: row["flaws"] for row in report["kernels"] if row["flaws"]}
-    assert set(flawed) == {"merge_stats"}
-    (flaw,) = flawed["merge_stats"]
+    arguments = ("--operator", "conv_projection", "--dtype", "float32", "--stage", "3", "--jobs", "1")
+    lines, report = compile_ahead(tmp_path, *arguments, prelude=STARVED, code=1)
+    ((kernel, (flaw,)),) = [(row["kernel"], row["flaws"]) for row in report["kernels"] if row["flaws"]]
     assert re.fullmatch(r"spills: [1-9]\d* bytes", flaw)
-    assert f"sm_90 merge_stats, float32 cvt_13 224²×256 3: {flaw}" in lines
+    assert f"sm_90 {kernel}, float32 cvt_13 224²×256 3: {flaw}" in lines
 
 
 def test_flaws():
@@ -103,33 +90,31 @@ def test_flaws():
     assert flaws(255, 0, 0, 0, threads=512) == ["a block of 512 threads × 255 registers does not fit"]
 
 
+_NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "messages"),
     [
-        (["--arch", "sm_91"], "--arch: got 'sm_91', expected one of sm_80, sm_86, sm_89, sm_90, sm_100, "
-         "sm_120"),
-        (["--dtype", "int8"], "--dtype: got 'int8', expected one of bfloat16, float16, float32"),
-        (["--stage", "5"], "--stage: got 5, expected one of 1, 2, 3, 4"),
-        (["--model", "cvt_99"], "--model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24, "
-         "segformer_b0, segformer_b5, pvt_v2_b2"),
-        (["--operator", "conv"], "--operator: got 'conv', expected one of conv_projection, "
-         "conv_projection_hybrid, conv_embedding, conv_linear, depthwise_conv_gelu, "
-         "attention, attention_with_bias, attention_by_position, "
-         "layer_norm_mlp, linear_gelu, linear_add, linear_add_layer_norm, quantize_rows, "
-         "layer_norm_quantize, gelu_quantize, linear_int8, linear_float8, gather_rows, "
-         "gather_add_layer_norm, scatter_rows"),
-        (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written: "
-         "/nowhere is no directory that takes files"),
-        (["--json", "/"], "--json: / is a directory, expected a file"),
+        ("--arch sm_91", ["--arch: got 'sm_91', expected one of sm_80, ", *gpus.LIMITS]),
+        ("--dtype int8", ["--dtype: got 'int8', expected one of ", *config.DTYPES]),
+        ("--stage 5", ["--stage: got 5, expected one of 1, 2, 3, 4"]),
+        ("--model cvt_99", ["--model: got 'cvt_99', expected one of ", *config.PRESETS, *launches.PYRAMIDS]),
+        ("--operator conv", ["--operator: got 'conv', expected one of ", *launches.TRITON_OPERATORS]),
+        ("--json /nowhere/report.json", ["--json: /nowhere/report.json cannot be written"]),
+        ("--json /", ["--json: / is a directory, expected a file"]),
+        ("--model cvt_13 --operator depthwise_conv_gelu", [_NOTHING]),
+        ("--model segformer_b0 --operator attention", [_NOTHING]),
+        ("--model cvt_21 --operator attention --stage 4", [_NOTHING]),
     ],
-)  # fmt: skip
-def test_bad_arguments(arguments, message, capsys, monkeypatch):
+)
+def test_bad_arguments(arguments, messages, capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert cli.main(["compile", *arguments]) == 2
-    assert capsys.readouterr() == ("", f"cvt compile: error: {message}\n")
-
-
-def test_the_interpreter_compiles_nothing(monkeypatch, capsys):
+    assert cli.main(["compile", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"cvt compile: error: {messages[0]}")
+    assert all(str(each) in err for each in messages)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert cli.main(["compile"]) == 2
     assert "the interpreter compiles nothing" in capsys.readouterr().err
@@ -145,74 +130,11 @@ def test_what_does_not_compile_is_named():
     assert "RuntimeError: _attention_bwd_kernel does not compile for sm_90: " in result.stderr
 
 
-class Grid(NamedTuple):
-    height: int
-    width: int
-
-
-def parameter(name, *, is_constexpr=False, do_not_specialize=False, do_not_specialize_on_alignment=False):
-    return SimpleNamespace(
-        name=name,
-        is_constexpr=is_constexpr,
-        do_not_specialize=do_not_specialize,
-        do_not_specialize_on_alignment=do_not_specialize_on_alignment,
-    )
-
-
-def kernel_with(*parameters):
-    return SimpleNamespace(params=parameters, __module__="module", __name__="name")
-
-
-def test_arguments_are_specialized():
-    arguments = {"x": torch.empty(8, device="meta"), "grid": Grid(32, 1), "n": 2**40 + 1, "eps": 1e-5, "K": 3}
-    kernel = kernel_with(*(parameter(name, is_constexpr=name == "K") for name in arguments))
-    specialized = specialize(Launch(kernel, (1,), arguments, {"num_warps": 4}), 90)
-    divisible = [["tt.divisibility", 16]]
-    signature = {"x": "*fp32", "grid": Grid("i32", "constexpr"), "n": "i64", "eps": "fp32", "K": "constexpr"}
-    assert isinstance(specialized.signature["grid"], Grid)
-    assert specialized == TritonKernel(
-        90, "module", "name", signature, {(1, 1): 1, (4,): 3}, {(0,): divisible, (1, 0): divisible},
-        {"num_warps": 4},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("specialized", [True, False])
-@pytest.mark.parametrize(
-    "value",
-    [0, 1, 7, 16, -16, 2**31 - 1, 2**31, -(2**31) - 1, 1.0, True, None, (1, 16, 5), Grid(1, (16, 3)),
-     torch.zeros(8), torch.zeros(9)[1:], torch.zeros(12)[4:],
-     TensorDescriptor.from_tensor(torch.zeros(40, 64, dtype=torch.float16), [16, 32])],
-    ids=lambda value: f"tensor of {len(value)}" if isinstance(value, torch.Tensor) else str(value)[:20],
-)  # fmt: skip
-def test_arguments_are_specialized_as_triton_does(value, specialized, aligned):
-    """Compares with what Triton's launcher asks for each argument."""
-    one = parameter("n", do_not_specialize=not specialized, do_not_specialize_on_alignment=not aligned)
-    ours = specialize(Launch(kernel_with(one), (1,), {"n": value}, {}), 90)
-    kind, key = native_specialize_impl(CUDABackend, value, False, specialized, aligned)
-    constants, attributes = {}, {}
-
-    def visit(kind, key, path):
-        if isinstance(kind, tuple):
-            for i, parts in enumerate(zip(kind, key, strict=True)):
-                visit(*parts, (*path, i))
-        elif kind == "constexpr":
-            constants[path] = key
-        elif key:
-            attributes[path] = CUDABackend.parse_attr(key)
-
-    visit(kind, key, (0,))
-    assert (ours.signature["n"], ours.constants, ours.attributes) == (kind, constants, attributes)
-
-
-#: Compares the attributes of every kernel with those that Triton's launcher makes of the same arguments, and
-#: for one operator the key in Triton's cache; prints the kernels.
+#: Compiles the kernels of an operator, and checks that Triton's launcher finds them in its cache.
 LAUNCHED = """
 import os, torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
 from triton.runtime import driver
-from triton.runtime.jit import create_function_from_signature
 from cvt.commands.compile import launches, triton_kernels
 from cvt_kernels.machine import Chip
 
@@ -223,24 +145,14 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
-backend = make_backend(GPUTarget("cuda", 90, 32))
-for operator, launches_of in launches.TRITON_OPERATORS.items():
-    model = "segformer_b0" if operator == "depthwise_conv_gelu" else "cvt_13"
-    stage = launches.stages_of(model, launches.image_size_of(model))[0]
-    for training in (False, True):
-        for launch in launches_of(stage, torch.bfloat16, Chip(90, 132), batch=1, training=training):
-            kernel, function = triton_kernels.specialize(launch, 90), launch.kernel
-            binder = create_function_from_signature(function.signature, function.params, backend)
-            bound, specialization, _ = binder(**launch.arguments)
-            *_, expected = function._pack_args(backend, {}, bound, specialization, {})
-            assert str(kernel.launch_attributes(function.params)) == str(expected), kernel.name
-            if operator == "conv_embedding":
-                compiled = kernel.compile()
-                kept = os.listdir(os.environ["TRITON_CACHE_DIR"])
-                found = function.warmup(**launch.arguments, grid=launch.grid, **launch.options)
-                assert found.hash == compiled.hash
-                assert sorted(os.listdir(os.environ["TRITON_CACHE_DIR"])) == sorted(kept)
-            print(kernel.name)
+stage = launches.stages("cvt_13")[0]
+for launch in launches.conv_embedding_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
+    compiled = triton_kernels.specialize(launch, 90).compile()
+    kept = sorted(os.listdir(os.environ["TRITON_CACHE_DIR"]))
+    found = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
+    assert found.hash == compiled.hash
+    assert sorted(os.listdir(os.environ["TRITON_CACHE_DIR"])) == kept
+    print(launch.kernel.__name__)
 """
 
 
@@ -248,53 +160,21 @@ for operator, launches_of in launches.TRITON_OPERATORS.items():
 def test_a_launch_finds_what_was_compiled(tmp_path):
     result = run_python(LAUNCHED, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert result.returncode == 0, result.stderr[-2000:]
-    assert len(result.stdout.split()) > 40
+    assert result.stdout
 
 
 @pytest.mark.parametrize("model", config.PRESETS)
-@pytest.mark.parametrize("size", [224, 225, 384, 511])
+@pytest.mark.parametrize("size", [None, 225, 511])
 def test_stages_are_the_models(model, size):
-    maps, expected = torch.empty(1, 3, size, size, device="meta"), []
+    own = {"cvt_13": 224, "cvt_21": 224, "cvt_w24": 384}[model]
+    maps, expected = torch.empty(1, 3, *[size or own] * 2, device="meta"), []
     for stage in config.PRESETS[model].stages:
         convolution = stage.patch_size, stage.patch_stride, stage.patch_padding
         embedding = (tuple(maps.shape[2:]), maps.shape[1], *convolution)
         tokens, grid = ConvEmbed(stage).to("meta")(maps)
         maps = tokens_to_map(tokens, grid)
         expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding))
-    assert launches.stages(model, size) == expected
-
-
-def test_stages_of_a_models_own_image_size():
-    grids = {model: [stage.grid for stage in launches.stages(model)] for model in config.PRESETS}
-    small = [(56, 56), (28, 28), (14, 14)]
-    assert grids == {"cvt_13": small, "cvt_21": small, "cvt_w24": [(96, 96), (48, 48), (24, 24)]}
-
-
-# Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
-# memory, threads, the number of blocks, and what does not fit at all.
-@pytest.mark.parametrize(
-    ("arch", "threads", "registers", "shared", "blocks"),
-    [
-        (80, 128, 255, 2048, 2),
-        (80, 640, 84, 111690, 1),
-        (80, 416, 250, 0, 0),
-        (86, 32, 32, 0, 16),
-        (89, 32, 32, 0, 24),
-        (90, 128, 168, 0, 3),
-        (90, 128, 32, 76 * 1024, 2),
-        (90, 32, 32, 227 * 1024, 1),
-        (90, 32, 32, 227 * 1024 + 1, 0),
-        (100, 1024, 64, 0, 1),
-        (120, 512, 40, 0, 3),
-    ],
-)
-def test_occupancy(arch, threads, registers, shared, blocks):
-    warps = gpus.LIMITS[arch].warps
-    assert gpus.occupancy(arch, threads, registers, shared) == blocks * threads / 32 / warps
-
-
-def test_occupancy_by_tensor_memory():
-    assert gpus.occupancy(100, 128, 32, 0, tensor_memory=128) == 4 * 4 / 64
+    assert launches.stages(model, size) == launches.stages_of(model, size or own) == expected
 
 
 def test_stages_of_pyramids():
@@ -304,30 +184,42 @@ def test_stages_of_pyramids():
     assert [(stage.grid[0], stage.channels) for stage in segformer] == [
         (128, 128), (64, 256), (32, 640), (16, 1024)
     ]  # fmt: skip
-    assert launches.stages_of("cvt_13", launches.image_size_of("cvt_13")) == launches.stages("cvt_13")
+
+
+# Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
+# memory, threads, the number of blocks, tensor memory, and what does not fit at all.
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "memory", "blocks"),
+    [
+        (80, 128, 255, (2048,), 2),
+        (80, 640, 84, (111690,), 1),
+        (80, 416, 250, (0,), 0),
+        (86, 32, 32, (0,), 16),
+        (89, 32, 32, (0,), 24),
+        (90, 128, 168, (0,), 3),
+        (90, 128, 32, (76 * 1024,), 2),
+        (90, 32, 32, (227 * 1024,), 1),
+        (90, 32, 32, (227 * 1024 + 1,), 0),
+        (100, 1024, 64, (0,), 1),
+        (100, 128, 32, (0, 128), 4),
+        (120, 512, 40, (0,), 3),
+    ],
+)
+def test_occupancy(arch, threads, registers, memory, blocks):
+    warps = gpus.LIMITS[arch].warps
+    assert gpus.occupancy(arch, threads, registers, *memory) == blocks * threads / 32 / warps
 
 
 def test_every_model_has_its_own_operators():
     found = {
         (operator, model, stage)
         for operator in ("conv_linear", "depthwise_conv_gelu")
-        for model, size in (("cvt_13", 224), ("pvt_v2_b2", 224))
-        for stage in (1, 4)
+        for model, size in (("cvt_13", 224), ("pvt_v2_b2", 224), ("cvt_w24", 384))
+        for stage in (1, 3, 4)
         if jobs.launches_of(jobs.LaunchCase(operator, "bfloat16", model, size, 8, stage, "inference"), 90)
     }
     assert found == {
-        ("conv_linear", "cvt_13", 1),
-        ("depthwise_conv_gelu", "pvt_v2_b2", 1),
-        ("depthwise_conv_gelu", "pvt_v2_b2", 4),
+        *(("conv_linear", "cvt_13", stage) for stage in (1, 3)),
+        ("conv_linear", "cvt_w24", 1),  # whose third stage is too wide
+        *(("depthwise_conv_gelu", "pvt_v2_b2", stage) for stage in (1, 3, 4)),
     }
-
-
-@pytest.mark.parametrize(
-    "arguments", [("--model", "cvt_13", "--operator", "depthwise_conv_gelu"), ("--model", "segformer_b0",
-     "--operator", "attention"), ("--model", "cvt_21", "--operator", "attention", "--stage", "4")], ids=str
-)  # fmt: skip
-def test_nothing_to_compile(arguments, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert cli.main(["compile", *arguments]) == 2
-    message = "--model, --operator, --stage: none of these models has such an operator or stage"
-    assert capsys.readouterr() == ("", f"cvt compile: error: {message}\n")

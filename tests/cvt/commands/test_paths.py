@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from cvt.checkpoints import PACKAGED
-from cvt.commands import _COMMANDS, main, paths
+from cvt.commands import main, paths
 from cvt.datasets import save_digits
 from tests.checks import bad
 from tests.cvt.commands.test_absurd_arguments import _parsers
@@ -58,48 +58,39 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-_MODEL = ["--checkpoint", "digits.safetensors"]
-_DATA = ["--calibrate", "data"]
-_QUANTIZE = ["quantize", *_MODEL, *_DATA]
-_PRUNE = ["prune", *_MODEL, "--mlp=0.5"]
-_EVALUATE = ["evaluate", *_MODEL, "--data=data"]
+_MODEL = "--checkpoint digits.safetensors"
+_QUANTIZE = f"quantize {_MODEL} --calibrate data"
+_PRUNE = f"prune {_MODEL} --mlp=0.5"
+_EVALUATE = f"evaluate {_MODEL} --data=data"
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        [*_QUANTIZE, "--output=new.safetensors", "--json=digits.safetensors"],
-        [*_QUANTIZE, "--output=new.safetensors", "--json=data/train/3/0.png"],
-        [*_QUANTIZE, "--output=hard.safetensors"],
-        [*_PRUNE, "--output=new.safetensors", "--json=./link.safetensors"],
-        [*_PRUNE, *_DATA, "--output=new.safetensors", "--json=elsewhere/9/0.png"],
-        ["prune", "--checkpoint=trained", "--mlp=0.5", "--output=new.safetensors", "--json=trained/best.pth"],
-        [*_PRUNE, "--output=."],
-        [*_EVALUATE, "--json=digits.safetensors"],
-        [*_EVALUATE, "--json=data/val/9/0.png"],
-        [*_EVALUATE, "--labels=labels", "--json=labels"],
-        ["export", *_MODEL, "--format=pt2", "--output=digits.safetensors"],
-        [
-            "export",
-            "--checkpoint=trained",
-            "--format=pt2",
-            "--output=trained/other.pt2",
-            "--json=trained/best.pth",
-        ],
-        ["export", *_MODEL, "--format=pt2", "--output=new.pt2", "--json=new.pt2"],
-        ["explain", "heads.png", *_MODEL, "--plot", "--output=."],
-        ["train", "--data=digits", "--checkpoint=trained/best.pth", "--output=trained", "--device=cpu"],
-        ["train", "--data=data", "--teacher=digits.safetensors", "--json=link.safetensors", "--output=new"],
-        ["bench", "--checkpoint=trained", "--save-weights=trained"],
-        ["bench", "--images", "heads.png", "--json=heads.png"],
-        ["bench", "--against=labels", "--json=labels"],
+        f"{_QUANTIZE} --output=new.safetensors --json=digits.safetensors",
+        f"{_QUANTIZE} --output=new.safetensors --json=data/train/3/0.png",
+        f"{_QUANTIZE} --output=hard.safetensors",
+        f"{_PRUNE} --output=new.safetensors --json=./link.safetensors",
+        f"{_PRUNE} --calibrate data --output=new.safetensors --json=elsewhere/9/0.png",
+        "prune --checkpoint=trained --mlp=0.5 --output=new.safetensors --json=trained/best.pth",
+        f"{_PRUNE} --output=.",
+        f"{_EVALUATE} --json=digits.safetensors",
+        f"{_EVALUATE} --json=data/val/9/0.png",
+        f"{_EVALUATE} --labels=labels --json=labels",
+        f"export {_MODEL} --format=pt2 --output=digits.safetensors",
+        "export --checkpoint=trained --format=pt2 --output=trained/other.pt2 --json=trained/best.pth",
+        f"export {_MODEL} --format=pt2 --output=new.pt2 --json=new.pt2",
+        f"explain heads.png {_MODEL} --plot --output=.",
+        "train --data=digits --checkpoint=trained/best.pth --output=trained --device=cpu",
+        "train --data=data --teacher=digits.safetensors --json=link.safetensors --output=new",
+        "bench --checkpoint=trained --save-weights=trained",
+        "bench --images heads.png --json=heads.png",
+        "bench --against=labels --json=labels",
     ],
-    ids=" ".join,
 )
 def test_no_output_is_an_input(arguments, capsys, files):
     before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
-    line = bad(capsys, main, *arguments)
-    assert ", expected " in line
+    assert ", expected " in bad(capsys, main, *arguments.split())
     assert {path: path.read_bytes() for path in files.rglob("*") if path.is_file()} == before
 
 
@@ -113,20 +104,18 @@ def test_what_is_no_input_may_be_written(files):
             Path(place).write_text("{}")
 
 
-@pytest.mark.parametrize("command", ["quantize", "prune"])
+@pytest.mark.parametrize("command", [_QUANTIZE, f"{_PRUNE} --calibrate data"])
 @pytest.mark.parametrize("option", ["--checkpoint", "--output", "--json", "--calibrate"])
 def test_a_link_that_leads_to_itself(command, option, capsys, files):
     os.symlink("loop.safetensors", "loop.safetensors")
-    options = {"--checkpoint": "digits.safetensors", "--calibrate": "data", "--output": "new.safetensors"}
-    options |= {option: "loop.safetensors"}
-    more = ["--mlp=0.5"] if command == "prune" else []
-    bad(capsys, main, command, *(each for pair in options.items() for each in pair), *more)
+    output = [] if option == "--output" else ["--output=new.safetensors"]
+    bad(capsys, main, *command.split(), option, "loop.safetensors", *output)
     assert not Path("new.safetensors").exists()
 
 
 @pytest.mark.parametrize("output", ["new.safetensors", "new"])
 def test_a_report_that_cannot_be_written_leaves_no_output(output, capsys, files):
-    line = bad(capsys, main, *_PRUNE, "--batch-size=1", f"--output={output}", "--json=/dev/full")
+    line = bad(capsys, main, *_PRUNE.split(), "--batch-size=1", f"--output={output}", "--json=/dev/full")
     assert "No space left on device" in line
     assert not Path(output).exists()
 
@@ -134,28 +123,27 @@ def test_a_report_that_cannot_be_written_leaves_no_output(output, capsys, files)
 @pytest.mark.parametrize("source", ["/proc", "/sys", "link to proc"])
 def test_folders_of_the_system_hold_no_images(source, capsys, files):
     os.symlink("/proc", "link to proc")
-    line = bad(capsys, main, "quantize", *_MODEL, "--calibrate", source, "--output=new.safetensors")
-    assert "belongs to the system" in line
+    arguments = [*_MODEL.split(), "--calibrate", source, "--output=new.safetensors"]
+    assert "belongs to the system" in bad(capsys, main, "quantize", *arguments)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["doctor"],
-        ["export", *_MODEL, "--format=pt2", "--output=new.pt2"],
-        [*_PRUNE, "--batch-size=1", "--output=new.safetensors"],
-        ["train", "--data=digits", "--output=run", "--epochs=1", "--warmup-epochs=0", "--device=cpu"],
+        "doctor",
+        f"export {_MODEL} --format=pt2 --output=new.pt2",
+        f"{_PRUNE} --batch-size=1 --output=new.safetensors",
+        "train --data=digits --output=run --epochs=1 --warmup-epochs=0 --device=cpu",
     ],
-    ids=lambda arguments: arguments[0],
 )
 @pytest.mark.slow
 def test_a_report_on_standard_output(arguments, capsys, files):
-    assert main([*arguments, "--json", "-"]) == 0
+    assert main([*arguments.split(), "--json", "-"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)
     assert captured.err
-    if arguments[0] != "train":
-        assert main([*arguments, "--json", "report.json"]) == 0
+    if not arguments.startswith("train"):
+        assert main([*arguments.split(), "--json", "report.json"]) == 0
         assert json.loads(Path("report.json").read_text()).keys() == json.loads(captured.out).keys()
 
 
@@ -171,5 +159,4 @@ def test_without_a_command_all_are_listed(capsys):
     lines = capsys.readouterr().err.splitlines()
     for command in _parsers():
         assert any(line.split()[:1] == [command] and len(line.split()) > 3 for line in lines)
-    assert len(_COMMANDS) == len(_parsers())
     assert lines[-1] == "cvt: error: a command is missing"

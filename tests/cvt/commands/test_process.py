@@ -201,7 +201,7 @@ def test_too_little_memory_is_an_error_that_names_the_sizes(capsys, monkeypatch,
 
     monkeypatch.setattr(evaluate, "evaluate", allocate)
     error = bad(capsys, main, *EVALUATE, "--batch-size", "7")
-    assert error.startswith("cvt evaluate: error: there is not enough memory for --batch-size 7: ")
+    assert "there is not enough memory for --batch-size 7: " in error
     assert message in error
 
 
@@ -224,9 +224,8 @@ def test_other_errors_of_torch_are_not_of_memory(monkeypatch):
 
 
 def test_printable():
-    assert (
-        printable("é→\x1b[0m\x07\x7f\x9b\t\u202e\u2066\nx") == r"é→\x1b[0m\x07\x7f\x9b\t\u202e\u2066" + "\nx"
-    )
+    shown = r"é→\x1b[0m\x07\x7f\x9b\t\u202e\u2066" + "\nx"
+    assert printable("é→\x1b[0m\x07\x7f\x9b\t\u202e\u2066\nx") == shown
 
 
 @pytest.fixture
@@ -256,20 +255,23 @@ def test_names_of_files_and_classes_command_no_terminal(capsys, photo, hostile, 
         assert out.count(r"\x1b[31mred\x07\u202e\n") == {"classify": 5, "evaluate": 20}.get(arguments[0], 0)
 
 
-@pytest.mark.parametrize("command", ["classify", "explain", "quantize", "prune", "export", "bench", "train"])
-def test_errors_command_no_terminal(capsys, command, tmp_path):
-    options = {
-        "classify": ["x.png"],
-        "explain": ["x.png", "--output", str(tmp_path)],
-        "quantize": ["--calibrate", "digits", "--output", str(tmp_path / "x.safetensors")],
-        "prune": ["--mlp", "0.5", "--output", str(tmp_path / "x.safetensors")],
-        "export": ["--format", "pt2", "--output", str(tmp_path / "x")],
-        "train": ["--data", "digits", "--output", str(tmp_path)],
-    }
-    error = bad(capsys, main, command, *options.get(command, []), "--checkpoint", "\x1b[31m.pth")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "classify x.png",
+        "explain x.png --output new",
+        "quantize --calibrate digits --output x.safetensors",
+        "prune --mlp 0.5 --output x.safetensors",
+        "export --format pt2 --output x",
+        "train --data digits --output new",
+        "bench",
+    ],
+)
+def test_errors_command_no_terminal(capsys, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = bad(capsys, main, *arguments.split(), "--checkpoint", "\x1b[31m.pth")
     assert r"\x1b[31m.pth does not exist" in error
-    assert r"unrecognized arguments: \x1b" in bad(capsys, main, "doctor", "\x1b")
-    assert r"unrecognized arguments: a\nb" in bad(capsys, main, "doctor", "a\nb")
+    assert r"unrecognized arguments: a\n\x1b" in bad(capsys, main, "doctor", "a\n\x1b")
 
 
 def test_tables_of_modules_with_hostile_names_command_no_terminal():
@@ -289,13 +291,6 @@ def test_doctor_with_a_hostile_name(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert r"\x1b[31m.json: ignored" in out
     assert "\x1b" not in out
-
-
-def test_doctor_refuses_an_unknown_instruction_set():
-    code = "import sys; from cvt.commands import main; sys.exit(main(['doctor']))"
-    result = run_python(code, CVT_KERNELS_CPU="foo")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("cvt doctor: error: CVT_KERNELS_CPU: got 'foo', expected plain")
 
 
 def test_titles_of_pictures_have_escapes():

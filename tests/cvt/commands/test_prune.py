@@ -14,7 +14,6 @@ from cvt import create_model, read_checkpoint
 from cvt.checkpoints import PACKAGED
 from cvt.commands import main
 from cvt.commands import prune as command
-from cvt.datasets import save_digits
 from cvt.evaluation import cost
 from tests.checks import Terminal, bad, python_blocks, run_blocks
 from tests.cvt.models import equal, quantized, small
@@ -71,29 +70,16 @@ def test_the_other_commands_take_the_file(capsys, tmp_path):
     path = str(tmp_path / "p.safetensors")
     files = ["--output", path, "--json", str(tmp_path / "p.json")]
     assert main(["prune", *DIGITS, "--mlp", "0.25", "--heads", "0.5", *files]) == 0
-    capsys.readouterr()
-    seven = str(save_digits(tmp_path / "digits")[7])
-    assert main(["classify", seven, "--checkpoint", path, "--top", "1"]) == 0
-    assert capsys.readouterr().out.split()[-1] == "7"
-    assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
     after = json.loads((tmp_path / "p.json").read_text())["after"]
     assert after["heads"] == [1, 1]
-    assert ["top-1", f"{after['top1']:.2%}"] in [
-        line.split() for line in capsys.readouterr().out.splitlines()
-    ]
+    capsys.readouterr()
+    assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
+    assert f"{after['top1']:.2%}" in capsys.readouterr().out
     options = ["--calibrate", "digits", "--images", "4", "--output", str(tmp_path / "q.safetensors")]
     assert main(["quantize", "--checkpoint", path, *options]) == 0
-    assert "18 of 18 layers quantized" in capsys.readouterr().out
-    line = bad(
-        capsys, main, "prune", "--checkpoint", tmp_path / "q.safetensors", "--mlp", "0.5", "--output", "o"
-    )
-    assert line.endswith("expected floating point: prune first, then quantize")
     options = ["--epochs", "1", "--lr", "1e-3", "--output", str(tmp_path / "run")]
     assert main(["train", "--checkpoint", path, "--data", "digits", *options]) == 0
     assert create_model(checkpoint=tmp_path / "run").config.head_dim == (32, 32)
-    again = ["--mlp", "0.5", "--output", str(tmp_path / "again")]
-    assert main(["prune", "--checkpoint", path, *again, "--batch-size", "1"]) == 0
-    assert create_model(checkpoint=tmp_path / "again").config.mlp_ratio == (0.75, 0.75)
 
 
 def test_a_directory_without_data(capsys, tmp_path):
@@ -101,11 +87,8 @@ def test_a_directory_without_data(capsys, tmp_path):
     torch.save(model.state_dict(), tmp_path / "model.pth")
     model.save_pretrained(tmp_path / "model")
     options = ["--mlp", "0.25", "--image-size", "32", "--batch-size", "1", "--output"]
-    for checkpoint, output in (
-        ("model", "directory"),
-        ("model", "file.safetensors"),
-        ("file.safetensors", "2"),
-    ):
+    file = "file.safetensors"
+    for checkpoint, output in (("model", "directory"), ("model", file), (file, "2")):
         output = str(tmp_path / output)
         assert main(["prune", "--checkpoint", str(tmp_path / checkpoint), *options, output]) == 0
         out = capsys.readouterr().out
@@ -140,33 +123,27 @@ def test_bad_input(capsys, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     good = {"--checkpoint": tmp_path / "model", "--mlp": "0.5", "--output": tmp_path / "p.safetensors"}
 
-    def fails(*more, **changes):
+    def fails(**changes):
         options = good | {f"--{name}": value for name, value in changes.items()}
-        line = bad(capsys, main, "prune", *(each for pair in options.items() for each in pair), *more)
+        line = bad(capsys, main, "prune", *(each for pair in options.items() for each in pair))
         assert sorted(tmp_path.rglob("*")) == before
         return line
 
     assert "error: --mlp: got 1.0, expected at least 0 and below 1" in fails(mlp=1)
-    assert "error: --heads: got 1.0, expected at least 0 and below 1" in fails(heads=1)
-    assert "mlp: 0.99 removes all 32 hidden units of stage 0" in fails(mlp=0.99)
     assert "error: --mlp, --heads: got 0 for both" in fails(mlp=0)
-    assert "heads: 0.1 removes none of the 1, 2, 3 heads of the stages" in fails(heads=0.1)
-    assert "argument --mlp: invalid float value: 'half'" in fails(mlp="half")
     assert "--saliency: taylor needs images with labels" in fails(saliency="taylor")
-    assert "none does not exist" in fails(calibrate=tmp_path / "none")
     assert "--calibrate digits: has 10 classes, the model 2" in fails(calibrate="digits")
-    assert "quantized is quantized (stage0." in fails(checkpoint=tmp_path / "quantized")
+    line = fails(checkpoint=tmp_path / "quantized")
+    assert "quantized is quantized (stage0." in line
+    assert line.endswith("expected floating point: prune first, then quantize")
     for name in ("p.pth", "p.onnx", "p.pt2", "P.SAFETENSORS"):
         line = fails(output=tmp_path / name)
         assert f"{name}', expected a name that ends with .safetensors, or a directory" in line
-    assert "argument --output: got '', expected a path" in fails(output="")
     assert "has best.pth, expected a directory" in fails(output=tmp_path / "run")
     assert "file is a file, expected a directory" in fails(output=tmp_path / "file")
-    assert "no part of --checkpoint" in fails(output=tmp_path / "model")
     assert "no part of --checkpoint" in fails(output=tmp_path / "model" / "model.safetensors")
     line = fails(checkpoint=tmp_path / "model" / "model.safetensors", output=tmp_path / "model")
     assert "which has --checkpoint, expected another place" in line
-    assert "as --output, expected another file" in fails("--json", good["--output"])
     assert "cannot be written" in fails(output=tmp_path / "none" / "p.safetensors")
 
 
@@ -178,18 +155,12 @@ def packaged(monkeypatch, tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("options", ["prune --mlp 0.5", "quantize --calibrate digits"])
-def test_a_packaged_file_is_not_replaced(capsys, packaged, options):
-    before = packaged.read_bytes()
-    line = bad(capsys, main, *options.split(), "--checkpoint", "digits", "--output", packaged)
-    assert "expected a file that is no part of --checkpoint" in line
-    assert packaged.read_bytes() == before
-
-
-def test_a_directory_is_compared_with_where_the_weights_are(capsys, packaged, tmp_path, monkeypatch):
+def test_a_packaged_file_is_not_replaced(capsys, packaged, tmp_path, monkeypatch):
     arguments = ["prune", "--checkpoint", "digits", "--mlp", "0.5", "--batch-size", "1", "--output"]
-    line = bad(capsys, main, *arguments, packaged.parent)
-    assert "which has --checkpoint, expected another place" in line
+    before = packaged.read_bytes()
+    assert "expected a file that is no part of --checkpoint" in bad(capsys, main, *arguments, packaged)
+    assert "which has --checkpoint, expected another place" in bad(capsys, main, *arguments, packaged.parent)
+    assert packaged.read_bytes() == before
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert main([*arguments, "."]) == 0

@@ -8,12 +8,12 @@ import torch
 from cvt import CvTSegmenter, create_model, read_checkpoint
 from cvt.commands import main
 from cvt.training.recipe import MODELS, SEGMENT_OPTIONS
+from tests.checks import bad
 
 
 def run(capsys, *arguments):
     code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return code, *capsys.readouterr()
 
 
 @pytest.fixture
@@ -50,10 +50,8 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
     assert content["iou"][1] == pytest.approx(log["iou/sea"], rel=1e-6)
     confusion = torch.tensor(content["confusion"])
     assert content["pixel_accuracy"] == pytest.approx((confusion.diag().sum() / confusion.sum()).item())
-    assert {"loss", "multiply_adds", "parameters", "images_per_second", "images"} <= content.keys()
     lines = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:10])
     assert lines["mIoU"] == f"{content['miou']:.2%}"
-    assert lines["pixel accuracy"] == f"{content['pixel_accuracy']:.2%}"
     assert any(line.startswith("sea ") and f"{content['iou'][1]:.2%}" in line for line in out.splitlines())
 
     photo = label_maps / "val" / "images" / "0.png"
@@ -62,13 +60,9 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
         ("explain", photo, "--output", tmp_path / "explained"),
         ("quantize", "--calibrate", label_maps, "--output", tmp_path / "q.safetensors"),
     ):
-        code, out, err = run(capsys, *command, *source)
-        assert (code, out) == (2, "")
-        assert err.startswith(f"cvt {command[0]}: error: ")
-        assert "is a model of head='segment', which is for pixels; expected a classifier" in err
-    code, out, err = run(capsys, "bench", *source)
-    assert (code, out) == (2, "")
-    assert err.endswith("best.pth: Hugging Face's CvT has no head='segment'\n")
+        line = bad(capsys, main, *command, *source)
+        assert "is a model of head='segment', which is for pixels; expected a classifier" in line
+    assert bad(capsys, main, "bench", *source).endswith("best.pth: Hugging Face's CvT has no head='segment'")
     output = tmp_path / "model.pt2"
     code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
     assert code == 0
@@ -91,18 +85,13 @@ def test_data_for_another_model(label_maps, tmp_path, capsys):
     segmenter = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=8, num_classes=2)
     segmenter.save_pretrained(tmp_path / "segmenter")
     has_maps = f"--data: {label_maps} has label maps, which are for models of train --task segment; expected"
-    for command, message in (
+    no_maps = "--data: got digits, which have no label maps; expected a folder with val/images and val/labels"
+    for arguments, message in (
         (("evaluate", "--checkpoint", tmp_path / "classifier", "--data", label_maps), has_maps),
-        (("train", "--data", label_maps, "--output", tmp_path / "run"), has_maps),
-        (
-            ("evaluate", "--checkpoint", tmp_path / "segmenter", "--data", "digits"),
-            "--data: got digits, which have no label maps; expected a folder with val/images and val/labels",
-        ),
+        (("train", "--output", tmp_path / "run", "--data", label_maps), has_maps),
+        (("evaluate", "--checkpoint", tmp_path / "segmenter", "--data", "digits"), no_maps),
     ):
-        code, out, err = run(capsys, *command, "--device", "cpu")
-        assert (code, out) == (2, "")
-        assert message in err
-        assert err.count("\n") == 1
+        assert message in bad(capsys, main, *arguments, "--device", "cpu")
 
 
 @pytest.mark.filterwarnings("default")
@@ -137,20 +126,8 @@ def test_the_help_has_the_defaults_of_the_task(capsys):
     assert "layer scales, class tokens and position_bias (default: 0.05)" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--task", "segment", "--mixup", 0.8), "--mixup: got 0.8, expected 0 for head='segment'"),
-        (
-            ("--task", "segment", "--data", "digits"),
-            "--data: got digits, which have no label maps; expected a",
-        ),
-    ],
-    ids=["mixup", "digits"],
-)
-def test_errors_of_training(train, tmp_path, arguments, message):
-    code, out, err = train(*arguments)
+def test_mixup_is_for_classifiers(train, tmp_path):
+    code, out, err = train("--task", "segment", "--mixup", 0.8)
     assert (code, out) == (2, "")
-    assert err.startswith("cvt train: error: ")
-    assert message in err
+    assert "cvt train: error: --mixup: got 0.8, expected 0 for head='segment'" in err
     assert not (tmp_path / "run").exists()

@@ -26,8 +26,7 @@ from tests.checks import Terminal, bad, python_blocks, run_blocks
 
 def run(capsys, *arguments):
     code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return code, *capsys.readouterr()
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,6 @@ def test_digits_are_learned(digits):
     log = list(csv.DictReader((digits / "log.csv").read_text().splitlines()))
     assert [row["epoch"] for row in log] == ["1", "2", "3", "4"]
     assert float(log[-1]["top1"]) >= 0.9
-    assert all(float(row["seconds"]) > 0 for row in log)
     assert read_image(digits / "curves.png").size == (900, 400)
     (events,) = digits.glob("events.out.tfevents.*")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,9 +93,8 @@ def test_it_classifies_image_files(capsys, digits, tmp_path):
     content = torch.load(digits / "best.pth", weights_only=True)
     content["card"]["labels"].pop()
     torch.save(content, tmp_path / "odd.pth")
-    code, out, err = run(capsys, "classify", files[0], "--checkpoint", tmp_path / "odd.pth")
-    assert (code, out) == (2, "")
-    assert "odd.pth: is not of this version of cvt train: got 9 labels for 10 classes" in err
+    line = bad(capsys, main, "classify", files[0], "--checkpoint", tmp_path / "odd.pth")
+    assert "odd.pth: is not of this version of cvt train: got 9 labels for 10 classes" in line
 
 
 def test_a_bar_shows_the_loss_on_a_terminal(capsys, tmp_path, monkeypatch):
@@ -109,14 +106,12 @@ def test_a_bar_shows_the_loss_on_a_terminal(capsys, tmp_path, monkeypatch):
     assert len(set(re.findall(r"loss=(\d\.\d+)", drawn))) == 2  # of 20 steps, and of the last 3
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu"])
-def test_activation_of_every_model(activation):
-    chosen = {"activation": activation, "drop_path_rate": None, "layer_scale": None, "checkpoint": None}
-    chosen["task"] = "classify"
-    for name, config in MODELS.items():
-        with torch.device("meta"):
-            model = train._model_to_train(argparse.Namespace(model=name, **chosen), 7, "cvt_13")
-        assert model.config == dataclasses.replace(config, num_classes=7, activation=activation)
+@pytest.mark.parametrize("name", MODELS)
+def test_activation_of_every_model(name):
+    chosen = {"activation": "gelu_tanh", "drop_path_rate": None, "layer_scale": None, "checkpoint": None}
+    with torch.device("meta"):
+        model = train._model_to_train(argparse.Namespace(model=name, task="classify", **chosen), 7, "cvt_13")
+    assert model.config == dataclasses.replace(MODELS[name], num_classes=7, activation="gelu_tanh")
 
 
 def test_activation_on_the_command_line(capsys, tmp_path):
@@ -124,21 +119,6 @@ def test_activation_on_the_command_line(capsys, tmp_path):
     arguments += ("--epochs", 1, "--warmup-epochs", 0, "--checkpoint", "digits", "--activation", "gelu")
     assert run(capsys, *arguments)[0] == 0
     assert read_checkpoint(tmp_path).card.config.activation == "gelu"
-    assert "invalid choice: 'relu'" in bad(capsys, main, *arguments, "--activation", "relu")
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--image-size", 16385, "a positive integer of at most 16384"),
-        ("--batch-size", 2**20 + 1, "a positive integer of at most 1048576"),
-        ("--seed", -5, "an integer from 0 to 9223372036854775807"),
-        ("--rand-augment", 30, "an integer from 0 to 29"),
-    ],
-)
-def test_numbers_beyond_any_training(capsys, tmp_path, option, value, expected):
-    error = bad(capsys, main, "train", "--data", "digits", "--output", tmp_path, f"{option}={value}")
-    assert f"argument {option}: got '{value}', expected {expected}" in error
 
 
 @pytest.mark.parametrize(
@@ -196,26 +176,14 @@ def photographs(tmp_path_factory):
 def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photographs, tmp_path):
     """Fine-tuned from digits with a new head, with augmentation, workers, EMA, and a file of no image."""
     (photographs / "train" / "china" / "note.jpg").write_text("hello")
-    arguments = ["train", "--data", photographs, "--output", tmp_path / "run", "--device", "cpu"]
-    arguments += [
-        "--checkpoint",
-        digits,
-        "--image-size",
-        32,
-        "--epochs",
-        6,
-        "--warmup-epochs",
-        1,
-        "--lr",
-        5e-3,
-    ]
-    arguments += ["--batch-size", 16, "--layer-decay", 0.8, "--ema-decay", 0.8, "--min-scale", 0.3]
-    arguments += ["--drop-path-rate", 0.05, "--workers", 1]
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert "china/note.jpg: is not a readable image: expected one of JPEG" in err.splitlines()[-1]
-    arguments[4] = tmp_path / "skipped"
-    code, out, err = run(capsys, *arguments, "--corrupt", "skip")
+    settings = (
+        "--device=cpu --image-size=32 --epochs=6 --warmup-epochs=1 --lr=5e-3 --batch-size=16 --workers=1 "
+        "--layer-decay=0.8 --ema-decay=0.8 --min-scale=0.3 --drop-path-rate=0.05"
+    )
+    arguments = ["train", "--data", photographs, "--checkpoint", digits, *settings.split()]
+    line = bad(capsys, main, *arguments, "--output", tmp_path / "run")
+    assert "china/note.jpg: is not a readable image: expected one of JPEG" in line
+    code, out, err = run(capsys, *arguments, "--output", tmp_path / "skipped", "--corrupt", "skip")
     assert code == 0
     head, *skipped = err.splitlines()
     assert head.startswith("cvt train: --checkpoint: ")
@@ -230,9 +198,8 @@ def test_from_a_folder_of_photographs_to_a_classified_one(capsys, digits, photog
 def test_distilled_on_the_command_line_and_resumed(capsys, digits, tmp_path):
     arguments = ("train", "--data", "digits", "--output", tmp_path / "run", "--device", "cpu")
     arguments += ("--teacher", digits, "--epochs", 1, "--warmup-epochs", 0.2, "--no-sync-bn")
-    code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert "teacher: expected one with distillation soft or hard only, not none" in err
+    line = bad(capsys, main, *arguments)
+    assert "teacher: expected one with distillation soft or hard only, not none" in line
     arguments += ("--distillation", "soft")
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (0, "")  # no bar where nobody sees it
@@ -243,15 +210,10 @@ def test_distilled_on_the_command_line_and_resumed(capsys, digits, tmp_path):
     )
     assert re.fullmatch(expected, line)
     assert last.startswith(f"{tmp_path / 'run'}: top-1 ")
-    code, nothing, err = run(capsys, *arguments)
-    assert (code, nothing) == (2, "")
-    assert "exists; go on with --resume" in err
+    assert "exists; go on with --resume" in bad(capsys, main, *arguments)
     assert run(capsys, *arguments, "--resume")[:2] == (0, f"{last}\n")  # nothing is left to do
-    code, out, err = run(capsys, *arguments, "--resume", "--lr", 1.0)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].endswith("last.pth was trained with lr 0.005, now 1.0")
+    line = bad(capsys, main, *arguments, "--resume", "--lr", 1.0)
+    assert line.endswith("last.pth was trained with lr 0.005, now 1.0")
     (tmp_path / "run" / LAST).write_bytes(b"hello")
-    assert "last.pth: is not a file of torch.save, or damaged" in run(capsys, *arguments, "--resume")[2]
-    code, _, err = run(capsys, "train", "--data", tmp_path / "none", "--output", tmp_path / "run")
-    assert code == 2
-    assert "none/train does not exist, expected train/ and val/ with a folder per class" in err
+    line = bad(capsys, main, *arguments, "--resume")
+    assert "last.pth: is not a file of torch.save, or damaged" in line

@@ -136,7 +136,7 @@ from cvt.commands.compile import launches, triton_kernels
 from cvt_kernels.machine import Chip
 
 stage = launches.Stage((4, 4), 64, 0, None)
-launch = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, hybrid=True)[1]
+launch = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, hybrid=True)[0]
 assert launch.arguments["regions"] == 1
 triton_kernels.specialize(launch, 90).examine()
 print(launch.kernel.__name__)

@@ -83,18 +83,11 @@ def test_a_frozen_model_is_left_out_with_the_reason(accelerated):
     assert keys_of(results) == ["hf", "accelerate"]
     assert accelerated == [("PvtV2ForImageClassification", freeze) for freeze in (False, True)]
     notes = {key: about["note"] for key, about in results["contenders"].items()}
-    assert notes == {
-        "hf": None,
-        "eager": "cvt has no such model",
-        "accelerate": None,
-        "accelerate-frozen": "model: has nothing to freeze",
-        "cvt-compile": "cvt has no such model",
-    }
-    assert results["config"]["image_size"] == 64
+    none = "cvt has no such model"
+    reasons = {"eager": none, "accelerate-frozen": "model: has nothing to freeze", "cvt-compile": none}
+    assert notes == {"hf": None, "accelerate": None} | reasons
     assert results["config"]["depths"] == TINY["depths"]
-    text = result_files.text(results)
-    assert "not measured: model: has nothing to freeze" in text
-    assert "top-5 agreement" in text
+    assert "not measured: model: has nothing to freeze" in result_files.text(results)
 
 
 def test_results_of_another_model_are_refused_before_anything_is_measured(monkeypatch):
@@ -111,21 +104,6 @@ def test_what_cannot_be_accelerated_is_no_note(monkeypatch):
     monkeypatch.setattr(contenders, "accelerate", accelerate)
     with pytest.raises(ValueError, match="has no block of CvT"):
         measured("pvt_tiny")
-
-
-def test_torch_compile_is_measured_with_freezing(monkeypatch, accelerated):
-    class Compiled(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, images):
-            return self.model(images)
-
-    monkeypatch.setattr(torch, "compile", lambda model, mode, dynamic: Compiled(model))
-    results = measured("pvt_small", peers=("compile",))
-    assert keys_of(results) == ["hf", "compile", "accelerate"]
-    assert results["contenders"]["compile"]["about"].endswith("with freezing")
 
 
 @pytest.mark.parametrize("name", ["segformer_b1", "glpn"])
@@ -216,13 +194,7 @@ def test_nothing_is_drawn_in_training():
         assert torch.equal(first, second)
 
 
-def test_operations_are_those_of_products_and_convolutions():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 1))
-    assert models.operations("x", model, 10) == 2 * 100 * (3 * 9 * 8 + 8 * 8)
-    assert next(model.parameters()).device.type == "cpu"
-
-
-def test_weights_come_back(tmp_path, capsys, monkeypatch):
+def test_weights_come_back(tmp_path, monkeypatch):
     subject = models.build_subject("segformer_b0", None, 64)
     assert subject.weights == "random weights (seed 0)"
     subject.save(tmp_path)
@@ -237,14 +209,18 @@ def test_weights_come_back(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(hub, "fetch", lambda model: {"owner/name": tmp_path}[model.name])
     assert models.build_subject("segformer_b0", "owner/name", 64).weights == "owner/name"
-    capsys.readouterr()
-    base = ["bench", "--model"]
-    unnamed = bad(capsys, cli.main, "bench", "--checkpoint", str(tmp_path))
-    assert f"{tmp_path}: is of segformer; give --model, one of segformer_b0, segformer_b1, " in unnamed
-    other = bad(capsys, cli.main, *base, "pvt_tiny", "--checkpoint", str(tmp_path))
-    assert f"checkpoint: {tmp_path} is of segformer, expected a model of pvt" in other
+
+
+def test_weights_of_other_models(tmp_path, capsys):
+    models.build_subject("segformer_b0", None, 64).save(tmp_path)
+
+    def fails(*model):
+        return bad(capsys, cli.main, "bench", "--checkpoint", tmp_path, *model)
+
+    assert f"{tmp_path}: is of segformer; give --model, one of segformer_b0, segformer_b1, " in fails()
+    assert f"{tmp_path} is of segformer, expected a model of pvt" in fails("--model", "pvt_tiny")
     models.PYRAMIDS["segformer_b1"].sizes["hidden_sizes"] = [16, 16, 24, 32]
-    other = bad(capsys, cli.main, *base, "segformer_b1", "--checkpoint", str(tmp_path))
+    other = fails("--model", "segformer_b1")
     assert "has hidden_sizes [8, 16, 24, 32], expected [16, 16, 24, 32] as segformer_b1 has" in other
 
 
@@ -259,7 +235,7 @@ def test_bad_input(capsys, tmp_path, monkeypatch):
         return bad(capsys, cli.main, "bench", *arguments)
 
     unknown = fails("--model", "segformer_b9")
-    assert "model: got 'segformer_b9', expected one of cvt_13, cvt_21, cvt_w24, segformer_b0" in unknown
+    assert "model: got 'segformer_b9', expected one of cvt_13, " in unknown
     assert "glpn" in unknown
     assert "image_size: got 16, which segformer_b0 does not take:" in fails(
         "--model", "segformer_b0", "--image-size", 16

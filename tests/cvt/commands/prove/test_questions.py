@@ -91,11 +91,8 @@ def test_each_question_is_asked_once_for_all_sizes_of_its_class():
     workload = Workload("cvt_13", 64, [2, 3], ["float32"], train=False)
     texts = [question.text for question in collect(workload, CPU)]
     assert len(texts) == len(set(texts))
-    alone = [
-        question.text
-        for batch in ([2], [3])
-        for question in collect(workload._replace(batch_sizes=batch), CPU)
-    ]
+    parts = [collect(workload._replace(batch_sizes=[batch]), CPU) for batch in (2, 3)]
+    alone = [question.text for part in parts for question in part]
     assert set(alone) == set(texts)
     assert len(texts) < len(alone)
 

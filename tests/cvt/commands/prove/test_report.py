@@ -33,25 +33,13 @@ def row(result):
     return dict(zip(heading, line, strict=True))
 
 
-def test_columns():
-    shown = row(result("native", triton=trial(30.4, host=8), native=trial(12, host=20), reference=trial(50)))
-    assert shown == {
-        "case": "quick, 4+ elements, 3 channels",
-        "triton": "30",
-        "native": "20",
-        "reference": "50",
-        "error / allowed": "0.5",
-        "chosen": "native",
-    }
-
-
 def test_a_block_for_each_operator_direction_and_dtype():
     attention = "attention, forward, float32, 4+ images × heads of 64 channels, 512+ queries, 128+ keys"
     faster = Verdict("native", "native", {"native": trial(1000), "sdpa": trial(2000)})
     case, geometry = "4+ images of 512+ pixels, 192 channels", ", kernel/stride/padding/dilation 3x3/1/1/1"
     results = [
         Result(attention, faster),
-        result("native", native=trial(12), reference=trial(50)),
+        result("native", triton=trial(30.4, host=8), native=trial(12, host=20), reference=trial(50)),
         Result(attention.replace("4+", "1+"), faster),
         Result(f"conv_projection, forward, float32, {case}{geometry}", None, "there is not enough memory"),
     ]
@@ -62,8 +50,8 @@ def test_a_block_for_each_operator_direction_and_dtype():
         "1+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  native",
         "",
         "gelu, forward+backward, float32 → bfloat16 (times in µs)",
-        "case                            native  reference  error / allowed  chosen",
-        "quick, 4+ elements, 3 channels      12         50              0.5  native",
+        "case                            triton  native  reference  error / allowed  chosen",
+        "quick, 4+ elements, 3 channels      30      20         50              0.5  native",
         "",
         "conv_projection, forward, float32 (times in µs)",
         "case                                    error / allowed  chosen",
@@ -75,9 +63,6 @@ def test_a_block_for_each_operator_direction_and_dtype():
     ("flaw", "word"),
     [
         ("wrong: output is off by 1.0e-02", "wrong"),
-        ("fails: RuntimeError: no", "fails"),
-        ("hangs: takes longer than 60 s", "hangs"),
-        ("dies: signal 11", "dies"),
         ("fails here: OSError: no", "fails here"),
     ],
 )
@@ -88,16 +73,13 @@ def test_a_flaw_is_a_word_in_the_table_and_a_line_below(flaw, word, store):
     assert not flawed.is_good
     lines = report.summary([flawed], store)
     assert lines[0] == f"triton, {QUESTION}: {flaw}"
-    assert (lines[1] == "What fails here is not remembered: every process tries it again.") == (
-        word == "fails here"
-    )
+    assert lines[1].startswith("What fails here is not remembered") == (word == "fails here")
     assert any(line.startswith("No kernel with a flaw is used. Please report") for line in lines[1:3])
 
 
 def test_another_choice_in_graphs():
-    assert row(result("native", "triton", triton=trial(1), native=trial(1)))["chosen"] == (
-        "native, triton in graphs"
-    )
+    shown = row(result("native", "triton", triton=trial(1), native=trial(1)))
+    assert shown["chosen"] == "native, triton in graphs"
 
 
 def test_what_is_not_proven(store):
