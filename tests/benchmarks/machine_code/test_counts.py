@@ -1,8 +1,11 @@
 """Machine code as it is read, its loops, what is counted and predicted from them, and budgets."""
 
+import importlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
 
 from benchmarks.machine_code import (
@@ -16,10 +19,11 @@ from benchmarks.machine_code import (
     work,
 )
 from benchmarks.machine_code.examined import Compiled
-from cvt.commands.compile import resources
+from cvt.commands.compile import launches, resources
 from cvt.commands.compile.jobs import LaunchCase
 from cvt.commands.compile.resources import Resources, Usage
 from cvt.commands.compile.triton_kernels import TritonKernel
+from cvt_kernels.machine import Chip
 from cvt_kernels.ops.triton_launch import Budget
 
 
@@ -421,27 +425,23 @@ def test_products_of_8_bits_are_predicted_at_twice_the_speed():
     assert one.share_of_floor == two.share_of_floor
 
 
-def test_budgets_name_kernels():
+def test_every_budget_is_that_of_a_kernel_that_is_launched(monkeypatch):
     """A budget for a kernel that does not exist would guard nothing."""
-    from cvt_kernels.ops.attention.triton import common as attention
-    from cvt_kernels.ops.conv_embedding.triton import common as embedding
-    from cvt_kernels.ops.conv_linear.triton import common as conv_linear
-    from cvt_kernels.ops.conv_projection.triton import common as projection
-    from cvt_kernels.ops.linear.triton import common as linear
-    from cvt_kernels.ops.mlp.triton import common as mlp
-
-    assert set(mlp.BUDGETS[90]) <= set(mlp.CONFIGS[90, 2, "small"])
-    assert budgets.budget_of("layer_norm_mlp", "layer_norm_mlp_fwd_resident", 90) is not None
-    assert set(embedding.BUDGETS[90]) <= {kernel for kernel, generation, _ in embedding.CONFIGS}
-    assert set(projection.BUDGETS[90]) <= set(projection.CONFIGS[90])
-    assert set(attention.BUDGETS[90]) <= set(attention.CONFIGS[90, 2, 64])
-    budget = budgets.budget_of("conv_linear", "conv_linear_fwd", 90)
-    assert budget is conv_linear.BUDGETS[90]["fwd"]
-    budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)
-    assert budget is projection.BUDGETS[90]["walk_fwd"]
+    monkeypatch.setattr(budgets, "_OLDER", {})
+    stages = launches.stages("cvt_13")
+    others = {"depthwise_conv_gelu": launches.stages_of("segformer_b0", 512)}
+    used = {
+        id(budgets.budget_of(operator, launch.kernel.__name__.strip("_").removesuffix("_kernel"), 90))
+        for operator, listed in launches.TRITON_OPERATORS.items()
+        for stage, training in itertools.product(others.get(operator, stages), (False, True))
+        for launch in listed(stage, torch.bfloat16, Chip(90, 132), training=training)
+    }
+    for family in set(budgets._FAMILIES.values()):
+        for kernel, budget in importlib.import_module(family).BUDGETS[90].items():
+            assert id(budget) in used, (family, kernel)
     assert budgets.budget_of("attention_with_bias", "attention_fwd", 90) is None
-    for operator in linear.BUDGETS[90]:
-        assert budgets.budget_of(operator, operator, 90) is linear.BUDGETS[90][operator]
+    assert budgets.is_budgeted("segformer_b0", 512, 256, "bfloat16")
+    assert not budgets.is_budgeted("segformer_b0", 224, 256, "bfloat16")
 
 
 @pytest.mark.parametrize(("version", "registers"), [("3.6.0", 250), ("3.7.1", 176), ("4.0", 176)])
