@@ -26,7 +26,6 @@ from cvt import create_model
 from cvt.datasets import Batches, open_dataset
 from cvt.evaluation import evaluate
 from cvt.factory import randomize
-from cvt.files import replacing, write_json
 from cvt.images import load_images, sample_photos
 from cvt.quantized import compact
 from cvt_kernels import measure
@@ -58,8 +57,7 @@ def main() -> None:
             "speed": [*speeds(options.tiny), *([] if suites.CUDA else speeds_of_older(options.tiny))],
             "accuracy": accuracies(options.tiny),
         }
-    with replacing(options.path) as file:
-        write_json(file, report, indent=1)
+    suites.write_report(options.path, report)
 
 
 # Speed ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from cvt import PRESETS, create_model, prune_weights
 from cvt.datasets import Batches, RandomCrop, open_dataset
 from cvt.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
 from cvt.factory import randomize
-from cvt.files import replacing, write_json
 from cvt.label_maps import open_label_maps, save_digit_scenes
 from cvt.model import CvT
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
@@ -64,8 +63,7 @@ def main() -> int:
         except Exception as error:
             traceback.print_exc()
             report["failures"][name] = f"{type(error).__name__}: {error}"
-        with replacing(options.path) as file:
-            write_json(file, report, indent=1)
+        suites.write_report(options.path, report)
     return int(bool(report["failures"]))
 
 
