@@ -119,6 +119,17 @@ def implementation(operator: str, name: str):
     return call
 
 
+def serving(model: torch.nn.Module, images: torch.Tensor):
+    """Returns a call of a model, whose kernels have been proven."""
+
+    def call() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(images)
+
+    call()
+    return call
+
+
 def backends_serving(call) -> dict[str, list[str]]:
     """Runs ``call`` twice, of which the first proves what it needs; returns operator → backends."""
     served: dict[str, set[str]] = {}
