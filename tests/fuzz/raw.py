@@ -9,9 +9,6 @@ import math
 import mmap
 import random
 import re
-import resource
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt_kernels import backends, machine, proofs
 
-from .worker import Answer
+from .worker import Answer, limited_memory
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -260,7 +257,7 @@ def judge(case: Case) -> Answer:
     guards = proofs.guarded_memory if is_plain and not large else contextlib.nullcontext
     arguments = _before_guard_pages(arguments, written)
     try:
-        with _little_memory(), guards() as memory:
+        with limited_memory(_MEMORY), guards() as memory:
             results = overload(*arguments)
     except Exception as error:
         if not is_plain:  # of the fake, which takes what its operator does
@@ -312,20 +309,6 @@ def _expected(overload: Any, arguments: list[Any]) -> list[Tensor] | None:
     except Exception:  # a fake may fail in any way where the operator refuses the arguments
         return None
     return [t for t in pytree.tree_leaves(results) if t is not None]
-
-
-@contextlib.contextmanager
-def _little_memory() -> Iterator[None]:
-    if sys.platform != "linux":
-        yield
-        return
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _before_guard_pages(arguments: list[Any], written: list[bool]) -> list[Any]:
