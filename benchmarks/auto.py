@@ -259,14 +259,9 @@ def measured(call: Call, seconds: float) -> Measurement:
     medians = dict(zip(others, map(statistics.median, theirs), strict=True))
     best = min(medians, key=medians.__getitem__)
     share = ratio(times, theirs[list(others).index(best)])
-    return Measurement(
-        chosen=" and ".join(chosen),
-        seconds={"auto": statistics.median(times), **medians},
-        best_of_pytorch=best,
-        ratio=share.median,
-        quartiles=(share.low, share.high),
-        rounds=rounds,
-    )
+    seconds_of = {"auto": statistics.median(times), **medians}
+    quartiles = (share.low, share.high)
+    return Measurement(" and ".join(chosen), seconds_of, best, share.median, quartiles, rounds)
 
 
 #: What is no form of PyTorch's: kernels of this project, and other operators one after the other.
@@ -339,16 +334,10 @@ def empty_report(calls: int) -> dict[str, Any]:
 def measure_all(
     cases: Sequence[Case], report: dict[str, Any], deadline: float, write_report: Callable[[], None]
 ) -> list[Case]:
-    """Measures cases until the deadline, and writes the report after each.
+    """Measures cases until the deadline (of ``time.monotonic``), and writes the report after each.
 
-    Args:
-        cases: The cases.
-        report: Takes a row for each case that is measured, and a failure for each that raises.
-        deadline: Time of ``time.monotonic`` after which no measurement begins.
-        write_report: Writes the report.
-
-    Returns:
-        The cases that have rows, in the order of these.
+    The report gets a row for each case that is measured, and a failure for each that raises. Returns the
+    cases that have rows, in their order.
     """
     done = []
     for case in cases:
@@ -356,7 +345,8 @@ def measure_all(
             break
         try:
             call = case.make(case.setting)
-            row = described(call, case.name, case.setting) | measured(call, seconds_per_call())._asdict()
+            row = {"operator": call.operator, "case": case.name, **_facts(case.setting)}
+            row |= measured(call, seconds_per_call())._asdict()
         except Exception as error:  # which must not cost the others their rows
             report["failures"].append(named(case) | {"error": f"{type(error).__name__}: {error}"})
         else:
@@ -382,14 +372,7 @@ def print_failures(report: dict[str, Any]) -> None:
 def remeasure_slow(
     cases: Sequence[Case], rows: list[dict[str, Any]], deadline: float, write_report: Callable[[], None]
 ) -> None:
-    """Measures again, for longer, the calls that look slow; their rows keep the first ratio too.
-
-    Args:
-        cases: The cases that have rows.
-        rows: Their rows.
-        deadline: As of :func:`measure_all`.
-        write_report: As of :func:`measure_all`.
-    """
+    """Measures again, for longer, the calls that look slow; their rows keep the first ratio too."""
     for row, case in zip(rows, cases, strict=True):
         if is_slow(row) and time.monotonic() < deadline:
             first = row["ratio"]
@@ -401,15 +384,6 @@ def remeasure_slow(
 def seconds_per_call() -> float:
     """Returns the seconds that the measurement of a call may take."""
     return 0.1 if suites.CUDA else SECONDS
-
-
-def described(call: Call, name: str, setting: Setting) -> dict[str, Any]:
-    """Returns what a row says of its call."""
-    return {
-        "operator": call.operator,
-        "case": name,
-        **_facts(setting),
-    }
 
 
 def _facts(setting: Setting) -> dict[str, Any]:
@@ -427,19 +401,10 @@ def print_worst(report: dict[str, Any]) -> None:
     for row in rows[:WORST]:
         seconds, best = row["seconds"], row["best_of_pytorch"]
         low, high = row["quartiles"]
-        table.append(
-            [
-                f"{row['operator']}, {row['case']}",
-                row["dtype"],
-                str(row["batch"]),
-                row["direction"],
-                row["chosen"],
-                f"{1e6 * seconds['auto']:.0f}",
-                f"{1e6 * seconds[best]:.0f} ({best})",
-                f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})",
-                "slow" if is_slow(row) else "",
-            ]
-        )
+        facts = [f"{row['operator']}, {row['case']}", row["dtype"], str(row["batch"]), row["direction"]]
+        times = [f"{1e6 * seconds['auto']:.0f}", f"{1e6 * seconds[best]:.0f} ({best})"]
+        ratios = [f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})", "slow" if is_slow(row) else ""]
+        table.append([*facts, row["chosen"], *times, *ratios])
     print("\n".join(aligned(table, right=(2, 5, 6, 7))))
     slow = sum(map(is_slow, rows))
     print(

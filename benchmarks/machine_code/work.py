@@ -68,9 +68,10 @@ def _programs(launch: machine.Launch) -> int:
 
 
 def _work(
-    launch: machine.Launch, outputs: int, size: int, trips: tuple[float, ...] = (), **others: float
-) -> Work:
-    return Work(_programs(launch), outputs, size, trips, **others)
+    launch: machine.Launch, outputs: int, size: int, trips: tuple[float, ...] = (), *, flops: int = 0,
+    scores: float = 0, conditional: float = 1.0, speed: float = 1.0,
+) -> Work:  # fmt: skip
+    return Work(_programs(launch), outputs, size, trips, flops, scores, conditional, speed)
 
 
 def _pointers(launch: machine.Launch, *names: str) -> list[Any]:

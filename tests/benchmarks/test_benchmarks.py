@@ -10,6 +10,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -533,7 +534,7 @@ def test_a_call_that_raises_costs_no_other_its_row(tmp_path, monkeypatch, capsys
     path = tmp_path / "auto.json"
     assert run_auto(monkeypatch, path, "--tiny") == 1
     report = json.loads(path.read_text())
-    assert [row["operator"] for row in report["rows"]] == ["attention", "linear"] * 2
+    assert len(report["rows"]) == 4
     assert [row["error"] for row in report["failures"]] == ["RuntimeError: no good\nat all"] * 2
     assert "failed: raising stage3, bfloat16, 2, forward: RuntimeError: no good\n" in capsys.readouterr().out
 
@@ -568,18 +569,14 @@ def test_a_call_that_looks_slow_is_measured_again(tmp_path, monkeypatch, capsys)
     assert "0 of 4 calls measured" in capsys.readouterr().out
 
 
-def test_dispatch_is_not_taken_for_a_wrong_choice():
-    def row(ours, theirs):
-        return {
-            "seconds": {"auto": ours, "reference": theirs},
-            "best_of_pytorch": "reference",
-            "ratio": theirs / ours,
-        }
-
-    assert auto.is_slow(row(1.2e-3, 1e-3))
-    assert not auto.is_slow(row(1.05e-3, 1e-3))
-    assert not auto.is_slow(row(30e-6, 20e-6))
-    assert auto.is_slow(row(50e-6, 20e-6))
+@pytest.mark.parametrize(
+    ("ours", "theirs", "slow"),
+    [(1.2e-3, 1e-3, True), (1.05e-3, 1e-3, False), (30e-6, 20e-6, False), (50e-6, 20e-6, True)],
+)
+def test_dispatch_is_not_taken_for_a_wrong_choice(ours, theirs, slow):
+    seconds = {"auto": ours, "reference": theirs}
+    row = {"seconds": seconds, "best_of_pytorch": "reference", "ratio": theirs / ours}
+    assert auto.is_slow(row) is slow
 
 
 # Tuning ---------------------------------------------------------------------------------------------------
@@ -603,12 +600,11 @@ def test_candidates_and_their_combination():
 
 
 def test_the_kernel_of_a_job_is_told_by_its_name():
-    def _attention_bwd_kernel():
-        pass
-
-    launch = machine.Launch(_attention_bwd_kernel, (1,), {}, {})
-    assert tune.is_of(tune.Job("attention", "stage1", "bwd"), launch)
-    assert not tune.is_of(tune.Job("attention", "stage1", "bwd_dq"), launch)
+    launch = machine.Launch(SimpleNamespace(__name__="_attention_bwd_kernel"), (1,), {}, {})
+    found = [
+        name for name in tune.KERNELS["attention"] if tune.is_of(tune.Job("attention", "", name), launch)
+    ]
+    assert found == ["bwd"]
 
 
 # Variants -------------------------------------------------------------------------------------------------
