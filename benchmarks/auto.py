@@ -21,7 +21,6 @@ import torch
 
 import cvt_kernels as ck
 from cvt.commands.bench.results import ratio
-from cvt.files import replacing, write_json
 from cvt_kernels import backends, measure
 from cvt_kernels.tables import aligned
 
@@ -136,13 +135,11 @@ def makers() -> Iterator[tuple[str, functools.partial[Call]]]:
         for layer in test_linear.LAYERS:
             yield f"{stage}, {layer}", functools.partial(linear, stage, layer)
             yield f"{stage}, {layer}", functools.partial(linear_int8, stage, layer)
-        for make in FUSED:
-            name = f"{stage}, SegFormer" if make is segformer_block else stage
-            yield name, functools.partial(make, stage)
+        for make in test_fused.CASES:
+            name = f"{stage}, SegFormer" if make is test_fused.segformer_block else stage
+            yield name, functools.partial(fused, stage, make.__name__)
         for operator in OF_8_BITS:
-            yield stage, functools.partial(rows_of_8_bits, operator, stage)
-        for operator in test_fused.ON_ROWS:
-            yield stage, functools.partial(on_rows, operator, stage)
+            yield stage, functools.partial(rows_of_8_bits, stage, operator)
 
 
 def cases() -> list[Case]:
@@ -213,160 +210,35 @@ def linear_int8(stage: str, layer: str, setting: Setting) -> Call:
     return Call("linear_int8", bind, [x, values, scales.flatten(), bias], None)
 
 
-def rows_of_8_bits(operator: str, stage: str, setting: Setting) -> Call:
+def rows_of_8_bits(stage: str, operator: str, setting: Setting) -> Call:
     """Returns a call that rounds the tokens of a stage, or for GELU the hidden channels of its MLPs."""
-    from . import test_linear as suite
+    from . import test_fused, test_linear
 
-    x = suite.make("fc2" if operator == "gelu_quantize" else "fc1", stage, setting.dtype, setting.images)[0]
-    settings: dict[str, Any] = {"scale": None, "dtype": torch.int8}
-    leaves = [x]
-    if operator == "layer_norm_quantize":
-        leaves += _norm(x)
-        settings |= {"eps": 1e-5, "shift": None}
-    elif operator == "gelu_quantize":
-        leaves += _norm(x)[:1]
-        settings["approximate"] = "quick"
-    return Call(operator, functools.partial(functools.partial, **settings), leaves, None)
-
-
-def linear_gelu(stage: str, setting: Setting) -> Call:
-    """Returns the first linear layer of an MLP with its GELU."""
-    from . import test_linear as suite
-
-    *leaves, dout = suite.make("fc1", stage, setting.dtype, setting.images)
-    bind = functools.partial(functools.partial, approximate="quick")
-    return Call("linear_gelu", bind, leaves, [dout] if setting.backward else None)
+    layer = "fc2" if operator == "gelu_quantize" else "fc1"
+    x, *_ = test_linear.make(layer, stage, setting.dtype, setting.images)
+    weight, bias = test_fused.vectors_of(x)
+    leaves, settings = {
+        "quantize_rows": ([x], {}),
+        "layer_norm_quantize": ([x, weight, bias], {"eps": 1e-5, "shift": None}),
+        "gelu_quantize": ([x, bias], {"approximate": "quick"}),
+    }[operator]
+    bind = functools.partial(functools.partial, **settings, scale=None, dtype=torch.int8)
+    return Call(operator, bind, leaves, None)
 
 
-def linear_add(stage: str, setting: Setting) -> Call:
-    """Returns the second linear layer of an MLP with the residual."""
-    from . import test_linear as suite
-
-    *leaves, residual = suite.make("fc2", stage, setting.dtype, setting.images)
-    douts = [residual] if setting.backward else None
-    bind = functools.partial(functools.partial, inplace=False)
-    return Call("linear_add", bind, [*leaves, residual], douts)
-
-
-def linear_add_layer_norm(stage: str, setting: Setting) -> Call:
-    """Returns the linear layer after attention with the residual and the LayerNorm behind it."""
-    from . import test_linear as suite
-
-    *leaves, residual = suite.make("projection", stage, setting.dtype, setting.images)
-    leaves += [residual, *_norm(residual)]
-    bind = functools.partial(functools.partial, eps=1e-5, shift=None, inplace=False)
-    return Call("linear_add_layer_norm", bind, leaves, [residual, residual] if setting.backward else None)
-
-
-def layer_norm_mlp(stage: str, setting: Setting) -> Call:
-    """Returns an MLP with its LayerNorm and its residual."""
-    from . import test_linear as suite
-
-    x, *fc1, _ = suite.make("fc1", stage, setting.dtype, setting.images)
-    _, *fc2, dout = suite.make("fc2", stage, setting.dtype, setting.images)
-    bind = functools.partial(functools.partial, eps=1e-5, approximate="quick", shift=None)
-    leaves = [x, *_norm(x), *fc1, *fc2]
-    return Call("layer_norm_mlp", bind, leaves, [dout] if setting.backward else None)
-
-
-def conv_linear(stage: str, setting: Setting) -> Call:
-    """Returns the projection of a stage with its linear layers, in evaluation."""
-    from . import test_conv_projection, test_linear
-
-    x, grid, branches = test_conv_projection.setting(stage, setting.dtype, setting.images)
-    _, weight, bias, _ = test_linear.make("projection", stage, setting.dtype, setting.images)
-    douts = test_conv_projection.gradients(x, grid, branches) if setting.backward else None
-
-    def bind(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-            return function(x, grid, branches, [(weight, bias)] * len(branches))
-
-        return call
-
-    return Call("conv_linear", bind, [x, weight, bias], douts)
-
-
-def depthwise_conv_gelu(stage: str, setting: Setting) -> Call:
-    """Returns the convolution between the layers of a Mix-FFN, with its GELU."""
+def fused(stage: str, case: str, setting: Setting) -> Call:
+    """Returns the call of an operator that reaches over several layers, in evaluation."""
     from . import test_fused
 
-    leaves, call = test_fused.depthwise_conv_gelu(stage, setting.dtype, setting.images)
-    dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
+    make = getattr(test_fused, case)
+    operator = test_fused.operator_of(make)
+    leaves, call = make(stage, setting.dtype, setting.images)
+    outputs = suites.results(functools.partial(call, getattr(ck.reference, operator)), leaves)
+    douts = [suites.randn(*out.shape, dtype=out.dtype, seed=6 + i) for i, out in enumerate(outputs)]
     bind = functools.partial(functools.partial, call)
-    return Call("depthwise_conv_gelu", bind, leaves, [dout] if setting.backward else None)
+    return Call(operator, bind, leaves, douts if setting.backward else None)
 
 
-def transformer_block(stage: str, setting: Setting) -> Call:
-    """Returns a block of CvT, in evaluation."""
-    return _whole_block("transformer_block", stage, setting)
-
-
-def segformer_block(stage: str, setting: Setting) -> Call:
-    """Returns a block of SegFormer of a stage's sizes, in evaluation."""
-    return _whole_block("segformer_block", stage, setting)
-
-
-def _whole_block(case: str, stage: str, setting: Setting) -> Call:
-    from . import test_fused
-
-    leaves, call = getattr(test_fused, case)(stage, setting.dtype, setting.images)
-    dout = suites.randn(*leaves[0].shape, dtype=setting.dtype, seed=6)
-    bind = functools.partial(functools.partial, call)
-    return Call("transformer_block", bind, leaves, [dout] if setting.backward else None)
-
-
-def on_rows(operator: str, stage: str, setting: Setting) -> Call:
-    """Returns a call on 7 of 10 tokens of a stage."""
-    from . import test_fused
-
-    leaves, call = getattr(test_fused, operator)(stage, setting.dtype, setting.images)
-    douts = suites.results(functools.partial(call, getattr(ck.reference, operator)), leaves)
-    bind = functools.partial(functools.partial, call)
-    return Call(operator, bind, leaves, [dout.clone() for dout in douts] if setting.backward else None)
-
-
-def conv_embedding(stage: str, setting: Setting) -> Call:
-    """Returns the token embedding that begins a stage."""
-    grid, channels, class_tokens = suites.stages()[stage]
-    first = stage == next(iter(suites.stages()))
-    kernel_size, stride, padding, inputs = (7, 4, 2, 3) if first else (3, 2, 1, channels // 2)
-    sizes = enumerate(
-        (
-            (setting.images, inputs, stride * grid[0], stride * grid[1]),
-            (channels, inputs, kernel_size, kernel_size),
-            *[(channels,)] * 4,
-        )
-    )
-    image, weight, *vectors, class_token = (
-        suites.randn(*size, dtype=setting.dtype, seed=i) for i, size in sizes
-    )
-    weight = weight / weight[0].numel() ** 0.5
-    settings = {"stride": stride, "padding": padding, "eps": 1e-5}
-    settings["class_token"] = class_token if class_tokens else None
-    bind = functools.partial(functools.partial, **settings)
-    dout = suites.randn(
-        setting.images, grid[0] * grid[1] + class_tokens, channels, dtype=setting.dtype, seed=6
-    )
-    return Call("conv_embedding", bind, [image, weight, *vectors], [dout] if setting.backward else None)
-
-
-def _norm(x: torch.Tensor) -> list[torch.Tensor]:
-    """Returns weight and bias of a LayerNorm for tokens."""
-    return [suites.randn(x.shape[-1], dtype=x.dtype, seed=i) for i in (4, 5)]
-
-
-#: Makers of the calls of operators on several layers.
-FUSED = (
-    linear_gelu,
-    linear_add,
-    linear_add_layer_norm,
-    layer_norm_mlp,
-    conv_linear,
-    conv_embedding,
-    depthwise_conv_gelu,
-    transformer_block,
-    segformer_block,
-)
 #: The operators that make 8-bit numbers of activations.
 OF_8_BITS = ("quantize_rows", "layer_norm_quantize", "gelu_quantize")
 
@@ -387,14 +259,9 @@ def measured(call: Call, seconds: float) -> Measurement:
     medians = dict(zip(others, map(statistics.median, theirs), strict=True))
     best = min(medians, key=medians.__getitem__)
     share = ratio(times, theirs[list(others).index(best)])
-    return Measurement(
-        chosen=" and ".join(chosen),
-        seconds={"auto": statistics.median(times), **medians},
-        best_of_pytorch=best,
-        ratio=share.median,
-        quartiles=(share.low, share.high),
-        rounds=rounds,
-    )
+    seconds_of = {"auto": statistics.median(times), **medians}
+    quartiles = (share.low, share.high)
+    return Measurement(" and ".join(chosen), seconds_of, best, share.median, quartiles, rounds)
 
 
 #: What is no form of PyTorch's: kernels of this project, and other operators one after the other.
@@ -437,7 +304,7 @@ def main() -> int:
     suites.TINY = options.tiny
     rows = cases()
     report = empty_report(len(rows))
-    write_report = functools.partial(write, report, options.path)
+    write_report = functools.partial(suites.write_report, options.path, report)
     done = measure_all(rows, report, deadline, write_report)
     remeasure_slow(done, report["rows"], deadline, write_report)
     print_worst(report)
@@ -467,16 +334,10 @@ def empty_report(calls: int) -> dict[str, Any]:
 def measure_all(
     cases: Sequence[Case], report: dict[str, Any], deadline: float, write_report: Callable[[], None]
 ) -> list[Case]:
-    """Measures cases until the deadline, and writes the report after each.
+    """Measures cases until the deadline (of ``time.monotonic``), and writes the report after each.
 
-    Args:
-        cases: The cases.
-        report: Takes a row for each case that is measured, and a failure for each that raises.
-        deadline: Time of ``time.monotonic`` after which no measurement begins.
-        write_report: Writes the report.
-
-    Returns:
-        The cases that have rows, in the order of these.
+    The report gets a row for each case that is measured, and a failure for each that raises. Returns the
+    cases that have rows, in their order.
     """
     done = []
     for case in cases:
@@ -484,7 +345,8 @@ def measure_all(
             break
         try:
             call = case.make(case.setting)
-            row = described(call, case.name, case.setting) | measured(call, seconds_per_call())._asdict()
+            row = {"operator": call.operator, "case": case.name, **_facts(case.setting)}
+            row |= measured(call, seconds_per_call())._asdict()
         except Exception as error:  # which must not cost the others their rows
             report["failures"].append(named(case) | {"error": f"{type(error).__name__}: {error}"})
         else:
@@ -510,14 +372,7 @@ def print_failures(report: dict[str, Any]) -> None:
 def remeasure_slow(
     cases: Sequence[Case], rows: list[dict[str, Any]], deadline: float, write_report: Callable[[], None]
 ) -> None:
-    """Measures again, for longer, the calls that look slow; their rows keep the first ratio too.
-
-    Args:
-        cases: The cases that have rows.
-        rows: Their rows.
-        deadline: As of :func:`measure_all`.
-        write_report: As of :func:`measure_all`.
-    """
+    """Measures again, for longer, the calls that look slow; their rows keep the first ratio too."""
     for row, case in zip(rows, cases, strict=True):
         if is_slow(row) and time.monotonic() < deadline:
             first = row["ratio"]
@@ -531,27 +386,12 @@ def seconds_per_call() -> float:
     return 0.1 if suites.CUDA else SECONDS
 
 
-def described(call: Call, name: str, setting: Setting) -> dict[str, Any]:
-    """Returns what a row says of its call."""
-    return {
-        "operator": call.operator,
-        "case": name,
-        **_facts(setting),
-    }
-
-
 def _facts(setting: Setting) -> dict[str, Any]:
     return {
         "direction": "forward+backward" if setting.backward else "forward",
         "dtype": suites.short(setting.dtype),
         "batch": setting.images,
     }
-
-
-def write(report: dict[str, Any], path: Any) -> None:
-    """Writes the report."""
-    with replacing(path) as file:
-        write_json(file, report, indent=1)
 
 
 def print_worst(report: dict[str, Any]) -> None:
@@ -561,19 +401,10 @@ def print_worst(report: dict[str, Any]) -> None:
     for row in rows[:WORST]:
         seconds, best = row["seconds"], row["best_of_pytorch"]
         low, high = row["quartiles"]
-        table.append(
-            [
-                f"{row['operator']}, {row['case']}",
-                row["dtype"],
-                str(row["batch"]),
-                row["direction"],
-                row["chosen"],
-                f"{1e6 * seconds['auto']:.0f}",
-                f"{1e6 * seconds[best]:.0f} ({best})",
-                f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})",
-                "slow" if is_slow(row) else "",
-            ]
-        )
+        facts = [f"{row['operator']}, {row['case']}", row["dtype"], str(row["batch"]), row["direction"]]
+        times = [f"{1e6 * seconds['auto']:.0f}", f"{1e6 * seconds[best]:.0f} ({best})"]
+        ratios = [f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})", "slow" if is_slow(row) else ""]
+        table.append([*facts, row["chosen"], *times, *ratios])
     print("\n".join(aligned(table, right=(2, 5, 6, 7))))
     slow = sum(map(is_slow, rows))
     print(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import cvt_kernels as ck
-from cvt.files import replacing, write_json
 from cvt_kernels import backends, measure
 
 from . import auto, suites
@@ -28,8 +27,7 @@ def main() -> int:
     suites.TINY = True
     calls = [called(case, backend) for case in auto.cases() for backend in backends.OURS]
     report = {"schema": SCHEMA, "version": VERSION, "device": suites.device_name(), "calls": calls}
-    with replacing(options.path) as file:
-        write_json(file, report, indent=1)
+    suites.write_report(options.path, report)
     raised = [call for call in calls if call["status"] not in ("ran", "not served")]
     print("\n".join(f"{call['case']}, {call['backend']}: {call['status']}" for call in raised))
     print(f"{sum(call['status'] == 'ran' for call in calls)} calls ran, {len(raised)} raised")

@@ -5,8 +5,6 @@
 
 import torch
 
-from cvt.files import replacing, write_json
-
 from . import suites
 
 
@@ -20,8 +18,7 @@ def main() -> None:
     for name, rate in suites.CEILINGS.items():
         unit = "bytes" if name == "copy" else "operations"
         print(f"{name}: {rate / 1e9:,.0f} · 10⁹ {unit} per second")
-    with replacing(options.path) as file:
-        write_json(file, suites.CEILINGS, indent=1)
+    suites.write_report(options.path, suites.CEILINGS)
 
 
 if __name__ == "__main__":

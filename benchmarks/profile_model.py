@@ -11,7 +11,6 @@ from cvt import CvTConfig, create_model
 from cvt.commands.bench.breakdown import by_kernel
 from cvt.commands.bench.contenders import training_step
 from cvt.factory import randomize
-from cvt.files import replacing, write_json
 from cvt_kernels import measure
 
 from . import suites
@@ -53,8 +52,7 @@ def main() -> None:
         "cvt_kernels": ck.__version__,
         "steps": steps,
     }
-    with replacing(options.path) as file:
-        write_json(file, report, indent=1)
+    suites.write_report(options.path, report)
     for name, step in steps.items():
         kernels, wall = step["microseconds"] / 1e3, step["wall_seconds"] * 1e3
         print(f"{name}: {kernels:.2f} ms of kernels, {wall:.2f} ms by the clock")

@@ -26,7 +26,6 @@ from cvt import create_model
 from cvt.datasets import Batches, open_dataset
 from cvt.evaluation import evaluate
 from cvt.factory import randomize
-from cvt.files import replacing, write_json
 from cvt.images import load_images, sample_photos
 from cvt.quantized import compact
 from cvt_kernels import measure
@@ -58,8 +57,7 @@ def main() -> None:
             "speed": [*speeds(options.tiny), *([] if suites.CUDA else speeds_of_older(options.tiny))],
             "accuracy": accuracies(options.tiny),
         }
-    with replacing(options.path) as file:
-        write_json(file, report, indent=1)
+    suites.write_report(options.path, report)
 
 
 # Speed ----------------------------------------------------------------------------------------------------
@@ -75,7 +73,7 @@ def speeds(tiny: bool) -> list[dict[str, Any]]:
     rows = []
     for batch in batches:
         images = suites.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
-        calls = {name: serving(model, images.to(dtype)) for name, (model, dtype) in models.items()}
+        calls = {name: suites.serving(model, images.to(dtype)) for name, (model, dtype) in models.items()}
         timed = measure.seconds_in_turns(list(calls.values()), rounds, suites.DEVICE)
         for name, seconds in zip(calls, timed, strict=True):
             rows.append({"set": instruction_set, "batch": batch, "model": name, "seconds": seconds})
@@ -99,17 +97,6 @@ def contenders(*, bfloat16: bool) -> dict[str, tuple[nn.Module, torch.dtype]]:
         name: (ck.accelerate(model.to(suites.DEVICE), freeze=True), dtype)
         for name, (model, dtype) in made.items()
     }
-
-
-def serving(model: nn.Module, images: Tensor) -> Any:
-    """Returns a call of a model, whose kernels have been proven."""
-
-    def call() -> Tensor:
-        with torch.inference_mode():
-            return model(images)
-
-    call()
-    return call
 
 
 def speeds_of_older(tiny: bool) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -40,31 +41,17 @@ PACK = ROOT / "build" / "gpu-pack"
 SCHEMA, VERSION = "benchmarks summary", 1
 #: The parts, in the order in which they run.
 NAMES = (
-    "build",
-    "memcheck",
-    "prove_bfloat16",
-    "prove",
-    "gpu_tests",
-    "triton_tests",
-    "ceilings",
-    "auto",
-    "conv_projection",
-    "attention",
-    "layer_norm_gelu",
-    "linear",
-    "fused",
-    "host",
-    "bench",
-    "bench_bfloat16",
-    "bench_training",
-    "profile",
-    "model",
-    "bench_segformer_b0",
-    "bench_pvt_v2_b2",
-    "bench_pvt_v2_b2_training",
-    "quantization",
-    "variants",
-    "tune",
+    *("build", "memcheck", "prove_bfloat16", "prove", "gpu_tests", "triton_tests", "ceilings", "auto"),
+    *("conv_projection", "attention", "layer_norm_gelu", "linear", "fused", "host"),
+    *("bench", "bench_bfloat16", "bench_training", "profile", "model"),
+    *(
+        "bench_segformer_b0",
+        "bench_pvt_v2_b2",
+        "bench_pvt_v2_b2_training",
+        "quantization",
+        "variants",
+        "tune",
+    ),
 )
 #: The commands of a session on a GPU, and their parts, the most valuable ones first. Each command
 #: builds, since it may run on another machine than the last one.
@@ -119,28 +106,33 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     parts after them. On a CPU each part may take all the time that there is.
     """
     cvt_benches, pyramid_benches = benches(device, results, tiny=tiny)
+    on_gpu = device == "cuda"
+    suite = functools.partial(_suite, results=results, tiny=tiny)
+    script = functools.partial(_script, results=results, tiny=tiny)
+    planned = "--seconds={seconds}"
     parts = [
         build(device),
         memcheck(results),
         *proofs(device, results, tiny=tiny),
         *kernel_tests(),
-        script("ceilings", "ceilings", 15, results, tiny=tiny),
-        auto(results, tiny=tiny),
-        suite("conv_projection", 35, results, tiny=tiny),
-        suite("attention", 35, results, tiny=tiny),
-        suite("layer_norm_gelu", 25, results, tiny=tiny),
-        suite("linear", 25, results, tiny=tiny),
-        suite("fused", 35, results, tiny=tiny),
-        suite("host", 20, results, tiny=tiny),
+        script("ceilings", "ceilings", 15),
+        script("auto", "auto", 80, planned, needs=("pytest",)),
+        suite("conv_projection", 35),
+        suite("attention", 35),
+        suite("layer_norm_gelu", 25),
+        suite("linear", 25),
+        suite("fused", 35),
+        suite("host", 20),
         *cvt_benches,
-        script("profile", "profile_model", 40, results, tiny=tiny),
-        suite("model", 120, results, tiny=tiny),
+        script("profile", "profile_model", 40),
+        suite("model", 120),
         *pyramid_benches,
-        script("quantization", "quantization", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
-        script("variants", "variants", 60, results, tiny=tiny)._replace(needs=("sklearn",)),
-        tuning(device, results, tiny=tiny),
+        script("quantization", "quantization", 60, needs=("sklearn",)),
+        script("variants", "variants", 60, needs=("sklearn",)),
+        script("tune", "tune", 270, planned, needs=("pytest",))._replace(
+            environment={} if on_gpu else {"TRITON_INTERPRET": "1"}
+        ),
     ]
-    on_gpu = device == "cuda"
     return {part.name: part if on_gpu else part._replace(seconds=60 * minutes) for part in parts}
 
 
@@ -181,12 +173,6 @@ def proofs(device: str, results: Path, *, tiny: bool) -> list[Part]:
     return [prove("prove_bfloat16", 380, ["bfloat16"]), prove("prove", 300, dtypes, "--train")]
 
 
-def auto(results: Path, *, tiny: bool) -> Part:
-    """Returns the part that times ``auto`` beside PyTorch's own forms."""
-    part = script("auto", "auto", 80, results, tiny=tiny)
-    return part._replace(command=[*part.command, "--seconds={seconds}"], needs=("pytest",))
-
-
 def kernel_tests() -> list[Part]:
     """Returns the parts that test: what needs a GPU, and the Triton kernels."""
     workers = [] if importlib.util.find_spec("xdist") is None else ["-n", str(min(8, cpus()))]
@@ -206,18 +192,27 @@ def kernel_tests() -> list[Part]:
     return [tests("gpu_tests", 110, "gpu", marked), tests("triton_tests", 140, "not gpu", kernels)]
 
 
-def script(name: str, module: str, seconds: float, results: Path, *, tiny: bool) -> Part:
+def _script(
+    name: str,
+    module: str,
+    seconds: float,
+    *options: str,
+    results: Path,
+    tiny: bool,
+    needs: tuple[str, ...] = (),
+) -> Part:
     """Returns the part that runs a module of ``benchmarks/``, which writes a file of results."""
-    command = [*MODULE, f"benchmarks.{module}", str(results / f"{name}.json")]
-    return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds=seconds)
+    command = [*MODULE, f"benchmarks.{module}", str(results / f"{name}.json"), *options]
+    return Part(name, [*command, *(["--tiny"] if tiny else [])], seconds, needs)
 
 
-def suite(name: str, seconds: float, results: Path, *, tiny: bool) -> Part:
+def _suite(name: str, seconds: float, *, results: Path, tiny: bool) -> Part:
     """Returns the part that runs ``benchmarks/test_<name>.py``."""
     output = f"--benchmark-json={results / name}.json"
     options = [output, "--benchmark-columns=median", "--seconds={seconds}", *(["--tiny"] if tiny else [])]
-    command = [*PYTEST, f"benchmarks/test_{name}.py", *options]
-    return Part(name, command, seconds=seconds, needs=("pytest", "pytest_benchmark"))
+    return Part(
+        name, [*PYTEST, f"benchmarks/test_{name}.py", *options], seconds, ("pytest", "pytest_benchmark")
+    )
 
 
 def benches(device: str, results: Path, *, tiny: bool) -> tuple[list[Part], list[Part]]:
@@ -248,16 +243,6 @@ def benches(device: str, results: Path, *, tiny: bool) -> tuple[list[Part], list
         bench("bench_pvt_v2_b2_training", *pyramid, *trained, "--train"),
     ]
     return of_cvt, of_pyramids
-
-
-def tuning(device: str, results: Path, *, tiny: bool) -> Part:
-    """Returns the part that tunes, which on a CPU takes all the time that there is."""
-    part = script("tune", "tune", 270, results, tiny=tiny)
-    return part._replace(
-        command=[*part.command, "--seconds={seconds}"],
-        needs=("pytest",),
-        environment={} if device == "cuda" else {"TRITON_INTERPRET": "1"},
-    )
 
 
 def cpus() -> int:

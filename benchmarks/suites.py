@@ -17,6 +17,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt.commands.bench import breakdown
+from cvt.files import replacing, write_json
 from cvt_kernels import accuracy, backends, checks, machine, measure
 
 CUDA = torch.cuda.is_available()
@@ -70,6 +71,12 @@ def device_name() -> str:
 # Scripts --------------------------------------------------------------------------------------------------
 
 
+def write_report(path: Path, report: Any) -> None:
+    """Writes a JSON file in one piece."""
+    with replacing(path) as file:
+        write_json(file, report, indent=1)
+
+
 def script_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Returns the parser of a script that measures: where its JSON goes, and whether it is a smoke test."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
@@ -109,6 +116,17 @@ def implementation(operator: str, name: str):
         with ck.use_backend(name):
             return getattr(ck, operator)(*args, **kwargs)
 
+    return call
+
+
+def serving(model: torch.nn.Module, images: torch.Tensor):
+    """Returns a call of a model, whose kernels have been proven."""
+
+    def call() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(images)
+
+    call()
     return call
 
 
@@ -161,6 +179,44 @@ def check(outputs, same, exact, dtype: torch.dtype) -> None:
 
 
 # Measuring ------------------------------------------------------------------------------------------------
+
+
+def compare(
+    benchmark,
+    facts: dict[str, Any],
+    call,
+    reference,
+    leaves,
+    douts=None,
+    *,
+    exact=None,
+    images: int | None = None,
+    moved: int,
+    operations: int | None = None,
+) -> None:
+    """Compares the results of a contender with the reference's, then measures it.
+
+    Args:
+        benchmark: The fixture.
+        facts: ``suite``, ``case`` and ``contender``.
+        call: The contender, a function of the leaves.
+        reference: The reference, likewise.
+        leaves: Tensors, activations first.
+        douts: Gradients of the outputs; None for a forward alone.
+        exact: What it gives in float64; None where all leaves are turned into float64 for that.
+        images: How many images are compared, where all tensors have images; None for all.
+        moved: Bytes that must be read or written.
+        operations: Floating-point operations, a product and a sum being two.
+    """
+    dtype = leaves[0].dtype
+    outputs = [out[:images] for out in served(call, leaves, douts)]
+    few, few_douts = [t[:images] for t in leaves], douts and [t[:images] for t in douts]
+    if exact is None:
+        wide = [t.double() for t in few], few_douts and [t.double() for t in few_douts]
+        exact = results(reference, *wide)
+    check(outputs, results(reference, few, few_douts), exact, dtype)
+    facts |= {"dtype": short(dtype), "batch": leaves[0].shape[0]}
+    record(benchmark, lambda: results(call, leaves, douts), facts, moved=moved, operations=operations)
 
 
 _clock = measure.DeviceClock()

@@ -12,7 +12,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,14 +52,7 @@ SUITES = {
     "host": "Host time of a call",
 }
 #: The contenders that are kernels or models of this project.
-OURS = (
-    "native",
-    "triton",
-    "composed",
-    "int8 native",
-    "int8 triton",
-    *bench_contenders.OURS,
-)
+OURS = ("native", "triton", "composed", "int8 native", "int8 triton", *bench_contenders.OURS)
 INTRODUCTION = """\
 # Results
 
@@ -243,6 +236,14 @@ def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
     return "accelerate" if name == "accelerate-frozen" and name not in rows else name
 
 
+def _row_of_readme(batch: dict[str, Any], contenders: Iterable[str], measured: str) -> list[str]:
+    """Returns the cells of a batch: Hugging Face's speed, how much faster others are, and their memory."""
+    rows = {row["contender"]: row for row in batch["rows"]}
+    rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
+    speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in contenders]
+    return [str(batch["batch_size"]), rate, *speeds, share_of_memory(rows, _measured_as(measured, rows))]
+
+
 def readme_table(run: Run) -> str:
     """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's."""
     contenders = {"compile": "`torch.compile`", **_ACCELERATED, "cvt": "`cvt`"}
@@ -250,13 +251,11 @@ def readme_table(run: Run) -> str:
     for results in run.benches:
         config = results["config"]
         kind = f"{config['dtype']}, {'training step' if config['train'] else 'inference'}"
-        for batch in results["batches"]:
-            if batch["batch_size"] not in _README_BATCHES:
-                continue
-            rows = {row["contender"]: row for row in batch["rows"]}
-            rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
-            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in contenders]
-            table_rows.append([kind, str(batch["batch_size"]), rate, *speeds, share_of_memory(rows, "cvt")])
+        table_rows += [
+            [kind, *_row_of_readme(batch, contenders, "cvt")]
+            for batch in results["batches"]
+            if batch["batch_size"] in _README_BATCHES
+        ]
     return "\n".join(markdown(table_rows))
 
 
@@ -315,8 +314,7 @@ def pyramids_by_device(results: Path) -> dict[str, list[bench_results.Results]]:
     """
     found: dict[str, list[bench_results.Results]] = {}
     for name in PYRAMID_BENCHES:
-        newest = {path.parent.parent.name: path for path in sorted(results.glob(f"*/*/{name}.json"))}
-        for device, path in newest.items():
+        for device, path in newest_by_device(results, name).items():
             if (summary := path.with_name("summary.json")).exists():
                 read_summary(summary)
             found.setdefault(device, []).append(bench_results.read(path))
@@ -336,23 +334,23 @@ def pyramids_of(benches: list[bench_results.Results]) -> str:
 def pyramids_table(benches: list[bench_results.Results]) -> str:
     """Returns the README's table of inference on a device, with a row for each model and batch size."""
     contenders = {"compile": "`torch.compile`", **_ACCELERATED}
-    heads = ["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory, accelerated"]
-    table_rows = [heads]
+    table_rows = [["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory, accelerated"]]
     for results in benches:
         config = results["config"]
-        if config["train"]:
-            continue
         model = f"{config['model']}, {config['image_size']}×{config['image_size']}, {config['dtype']}"
-        for batch in results["batches"]:
-            rows = {row["contender"]: row for row in batch["rows"]}
-            rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
-            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in contenders]
-            memory = share_of_memory(rows, _measured_as("accelerate-frozen", rows))
-            table_rows.append([model, str(batch["batch_size"]), rate, *speeds, memory])
+        table_rows += [
+            [model, *_row_of_readme(batch, contenders, "accelerate-frozen")]
+            for batch in (() if config["train"] else results["batches"])
+        ]
     return "\n".join(markdown(table_rows))
 
 
 # Variants -------------------------------------------------------------------------------------------------
+
+
+def newest_by_device(results: Path, name: str) -> dict[str, Path]:
+    """Returns the newest file of a name of every device."""
+    return {path.parent.parent.name: path for path in sorted(results.glob(f"*/*/{name}.json"))}
 
 
 def variants_by_device(results: Path) -> list[str]:
@@ -361,8 +359,8 @@ def variants_by_device(results: Path) -> list[str]:
     Raises:
         ValueError: A file is not what benchmarks/variants.py writes.
     """
-    newest = {path.parent.parent.name: path for path in sorted(results.glob("*/*/variants.json"))}
-    return [variants_of(read(path, VARIANTS_SCHEMA, VARIANTS_VERSION), path) for path in newest.values()]
+    newest = newest_by_device(results, "variants").values()
+    return [variants_of(read(path, VARIANTS_SCHEMA, VARIANTS_VERSION), path) for path in newest]
 
 
 def variants_of(content: dict[str, Any], path: Path) -> str:
@@ -394,9 +392,8 @@ def fill_quantize(text: str, results: Path) -> str:
     Raises:
         ValueError: The marks are not there, or a file is not what benchmarks/quantization.py writes.
     """
-    newest = {path.parent.parent.name: path for path in sorted(results.glob("*/*/quantization.json"))}
     parts = []
-    for path in newest.values():
+    for path in newest_by_device(results, "quantization").values():
         content = read(path, QUANTIZATION_SCHEMA, QUANTIZATION_VERSION)
         threads, date = content["threads"], path.parent.name
         parts += [f"{content['device']}, {threads} threads, torch {content['torch']}, {date}:"]

@@ -34,29 +34,16 @@ def test_attention(benchmark, stage, direction, dtype, name):
     *leaves, dout = make(stage, dtype, suites.batch())
     batch, queries, heads, _ = leaves[0].shape
     keys = leaves[1].shape[1]
-    douts = [dout] if direction == "forward+backward" else None
     call, reference = (
         contender(suites.implementation("attention", which), leaves[0]) for which in (name, "reference")
     )
-    outputs = suites.served(call, leaves, douts)
-
-    few = [t[:2] for t in leaves], douts and [dout[:2]]
-    exact = [t[:2].double() for t in leaves], douts and [dout[:2].double()]
-    suites.check(
-        [t[:2] for t in outputs], suites.results(reference, *few), suites.results(reference, *exact), dtype
-    )
-
-    products, tensors = (2, 2) if douts is None else (7, 6)  # of Nq × Nkv × D; of Nq + Nkv tokens
-    suites.record(
+    case = f"{stage}, {queries}×{keys}×{heads}, {direction}"
+    # Products of Nq × Nkv × D; tensors of Nq + Nkv tokens.
+    products, tensors, douts = (2, 2, None) if direction == "forward" else (7, 6, [dout])
+    suites.compare(
         benchmark,
-        lambda: suites.results(call, leaves, douts),
-        {
-            "suite": "attention",
-            "case": f"{stage}, {queries}×{keys}×{heads}, {direction}",
-            "contender": name,
-            "dtype": suites.short(dtype),
-            "batch": batch,
-        },
+        {"suite": "attention", "case": case, "contender": name},
+        call, reference, leaves, douts, images=2,
         moved=tensors * batch * (queries + keys) * heads * 64 * leaves[0].element_size(),
         operations=2 * products * batch * queries * keys * heads * 64,
-    )
+    )  # fmt: skip

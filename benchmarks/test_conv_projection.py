@@ -80,29 +80,20 @@ def test_conv_projection(benchmark, stage, mode, dtype, name):
     x, grid, branches = setting(stage, dtype, suites.batch())
     training = mode == "training"
     leaves = leaves_of(x, branches)
-    call = contender(suites.implementation("conv_projection", name), grid, branches, training)
+    call, reference = (
+        contender(suites.implementation("conv_projection", which), grid, branches, training)
+        for which in (name, "reference")
+    )
     douts = gradients(x, grid, branches) if training else None
-    outputs = suites.served(call, leaves, douts)
-
-    reference = suites.implementation("conv_projection", "reference")
-    same = suites.results(contender(reference, grid, branches, training), leaves, douts)
     wide = doubled(branches)
     exact = suites.results(
-        contender(reference, grid, wide, training),
+        contender(suites.implementation("conv_projection", "reference"), grid, wide, training),
         leaves_of(x.double(), wide),
         douts and [t.double() for t in douts],
     )
-    suites.check(outputs, same, exact, dtype)
-
-    suites.record(
+    case = f"{stage}, {grid[0]}×{grid[1]}×{x.shape[2]}, {mode}"
+    suites.compare(
         benchmark,
-        lambda: suites.results(call, leaves, douts),
-        {
-            "suite": "conv_projection",
-            "case": f"{stage}, {grid[0]}×{grid[1]}×{x.shape[2]}, {mode}",
-            "contender": name,
-            "dtype": suites.short(dtype),
-            "batch": x.shape[0],
-        },
-        moved=int(UNITS[mode] * x.nbytes),
-    )
+        {"suite": "conv_projection", "case": case, "contender": name},
+        call, reference, leaves, douts, exact=exact, moved=int(UNITS[mode] * x.nbytes),
+    )  # fmt: skip

@@ -27,43 +27,60 @@ def linear_layer(stage, dtype, images, inputs, outputs):
     return x, weight / fan_in**0.5, bias, residual
 
 
+def vectors_of(x):
+    """Returns weight and bias of a LayerNorm for tokens."""
+    return [suites.randn(x.shape[-1], dtype=x.dtype, seed=i) for i in (4, 5)]
+
+
+def with_settings(**settings):
+    """Returns a call of an operator with its leaves and settings."""
+    return lambda function, *leaves: function(*leaves, **settings)
+
+
 def linear_gelu(stage, dtype, images):
-    x, weight, bias, _ = linear_layer(stage, dtype, images, 1, 4)
-    return (x, weight, bias), lambda function, *tensors: function(*tensors, approximate="quick")
+    *leaves, _ = linear_layer(stage, dtype, images, 1, 4)
+    return leaves, with_settings(approximate="quick")
 
 
 def linear_add(stage, dtype, images):
-    return linear_layer(stage, dtype, images, 4, 1), lambda function, *tensors: function(*tensors)
+    return linear_layer(stage, dtype, images, 4, 1), with_settings(inplace=False)
 
 
 def linear_add_layer_norm(stage, dtype, images):
     tensors = linear_layer(stage, dtype, images, 1, 1)
-    vectors = (suites.randn(len(tensors[2]), dtype=dtype, seed=i) for i in (4, 5))
-    return (*tensors, *vectors), lambda function, *tensors: function(*tensors)
+    return (*tensors, *vectors_of(tensors[3])), with_settings(eps=1e-5, shift=None, inplace=False)
 
 
 def layer_norm_mlp(stage, dtype, images):
     x, *fc1, _ = linear_layer(stage, dtype, images, 1, 4)
     _, *fc2, _ = linear_layer(stage, dtype, images, 4, 1)
-    vectors = (suites.randn(x.shape[2], dtype=dtype, seed=i) for i in (4, 5))
-    call = functools.partial(_call_by_keyword, approximate="quick")
-    return (x, *vectors, *fc1, *fc2), call
+    return (x, *vectors_of(x), *fc1, *fc2), with_settings(eps=1e-5, approximate="quick", shift=None)
+
+
+def convs_of(taps, bias, variance):
+    """Returns the three convolutions of a block, whose statistics have no gradients."""
+    mean = bias.detach()
+    return tuple(
+        ck.ConvBatchNorm(taps, bias, bias, mean, variance.to(bias), stride=stride, padding=1)
+        for stride in (1, 2, 2)
+    )
+
+
+def convolved(stage, dtype, images):
+    """Returns x, weight, bias, taps of the convolutions, and a variance."""
+    x, weight, bias, _ = linear_layer(stage, dtype, images, 1, 1)
+    taps = suites.randn(x.shape[2], 1, 3, 3, dtype=dtype, seed=4)
+    return x, weight, bias, taps, suites.randn(x.shape[2], dtype=dtype, seed=5).abs() + 0.5
 
 
 def conv_linear(stage, dtype, images):
-    grid, channels, _ = suites.stages()[stage]
-    x, weight, bias, _ = linear_layer(stage, dtype, images, 1, 1)
-    taps = suites.randn(channels, 1, 3, 3, dtype=dtype, seed=4)
-    variance = suites.randn(channels, dtype=dtype, seed=5).abs() + 0.5
+    grid, *_ = suites.stages()[stage]
+    *leaves, variance = convolved(stage, dtype, images)
 
-    def call(function, x, weight, bias, taps, variance):
-        convs = [
-            ck.ConvBatchNorm(taps, bias, bias, bias, variance, stride=stride, padding=1)
-            for stride in (1, 2, 2)
-        ]
-        return function(x, grid, convs, [(weight, bias)] * 3)
+    def call(function, x, weight, bias, taps):
+        return function(x, grid, convs_of(taps, bias, variance), [(weight, bias)] * 3)
 
-    return (x, weight, bias, taps, variance), call
+    return leaves, call
 
 
 def depthwise_conv_gelu(stage, dtype, images):
@@ -78,37 +95,29 @@ def depthwise_conv_gelu(stage, dtype, images):
 
 
 @functools.lru_cache(maxsize=1)  # kernels may keep packed copies for a block that they have seen
-def block_of(x_channels, variance, taps, weight, bias, fc1_weight, fc1_bias, fc2_weight):
+def block_of(approximate, scale, reduce, weight, bias, fc1_weight, fc1_bias, fc2_weight, mix=None):
     """Returns the parameters of a block, in which some layers have the same ones."""
-    mean = bias.detach()  # like the variance: statistics have no gradients
-    norm = ck.Norm(bias, bias, 1e-5)
-    linear = ck.Linear(weight, bias)
+    norm, linear = ck.Norm(bias, bias, 1e-5), ck.Linear(weight, bias)
     return ck.TransformerBlock(
-        norm1=norm,
-        reduce=tuple(
-            ck.ConvBatchNorm(taps, bias, bias, mean, variance, stride=stride, padding=1)
-            for stride in (1, 2, 2)
-        ),
-        linears=(linear,) * 3,
-        num_heads=x_channels // 64,
-        scale=x_channels**-0.5,
-        proj=linear,
-        norm2=norm,
-        fc1=ck.Linear(fc1_weight, fc1_bias),
-        approximate="quick",
-        fc2=ck.Linear(fc2_weight, bias),
-    )
+        norm1=norm, reduce=reduce, linears=(linear,) * 3, num_heads=len(bias) // 64, scale=scale, proj=linear,
+        norm2=norm, fc1=ck.Linear(fc1_weight, fc1_bias), approximate=approximate,
+        fc2=ck.Linear(fc2_weight, bias), mix=mix,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def cvt_block(variance, taps, weight, bias, *mlp):
+    return block_of("quick", len(bias) ** -0.5, convs_of(taps, bias, variance), weight, bias, *mlp)
 
 
 def transformer_block(stage, dtype, images):
-    grid, _, _ = suites.stages()[stage]
-    (x, weight, bias, taps, variance), _ = conv_linear(stage, dtype, images)
+    grid, *_ = suites.stages()[stage]
+    x, weight, bias, taps, variance = convolved(stage, dtype, images)
     _, *fc1, _ = linear_layer(stage, dtype, images, 1, 4)
     _, fc2_weight, *_ = linear_layer(stage, dtype, images, 4, 1)
 
     def call(function, x, *parameters):
-        block = block_of(x.shape[2], variance.to(x.dtype), *parameters)
-        return function(x, grid, block, inplace=False)
+        return function(x, grid, cvt_block(variance, *parameters), inplace=False)
 
     return (x, taps, weight, bias, *fc1, fc2_weight), call
 
@@ -120,22 +129,10 @@ def ratio_of(stage):
 
 
 @functools.lru_cache(maxsize=1)
-def pyramid_of(x_channels, weight, bias, reducing, taps, fc1_weight, fc1_bias, fc2_weight):
-    """Returns the parameters of a block of SegFormer, in which some layers have the same ones."""
-    norm, linear = ck.Norm(bias, bias, 1e-6), ck.Linear(weight, bias)
-    return ck.TransformerBlock(
-        norm1=norm,
-        linears=(linear,) * 3,
-        reduce=ck.Reduction(reducing, bias, norm),
-        num_heads=x_channels // 64,
-        scale=None,
-        proj=linear,
-        norm2=norm,
-        fc1=ck.Linear(fc1_weight, fc1_bias),
-        approximate="none",
-        fc2=ck.Linear(fc2_weight, bias),
-        mix=ck.DepthwiseConv(taps, fc1_bias),
-    )
+def pyramid_block(reducing, taps, weight, bias, fc1_weight, fc1_bias, fc2_weight):
+    reduction = ck.Reduction(reducing, bias, ck.Norm(bias, bias, 1e-5))
+    mix = ck.DepthwiseConv(taps, fc1_bias)
+    return block_of("none", None, reduction, weight, bias, fc1_weight, fc1_bias, fc2_weight, mix)
 
 
 def segformer_block(stage, dtype, images):
@@ -149,21 +146,26 @@ def segformer_block(stage, dtype, images):
     taps = suites.randn(4 * channels, 1, 3, 3, dtype=dtype, seed=5) / 3
 
     def call(function, x, *parameters):
-        return function(x, (height, width), pyramid_of(channels, *parameters), inplace=False)
+        return function(x, (height, width), pyramid_block(*parameters), inplace=False)
 
-    return (x, weight, bias, reducing, taps, *fc1, fc2_weight), call
+    return (x, reducing, taps, weight, bias, *fc1, fc2_weight), call
 
 
 def conv_embedding(stage, dtype, images):
-    (height, width), channels, _ = suites.stages()[stage]
+    (height, width), channels, class_tokens = suites.stages()[stage]
     inputs, kernel_size, stride, padding = EMBEDDINGS[list(suites.stages()).index(stage) + 1]
     image = suites.randn(images, inputs, height * stride, width * stride, dtype=dtype, seed=0)
     if inputs > 3:
         image = image.to(memory_format=torch.channels_last)
     fan_in = inputs * kernel_size**2
     weight = suites.randn(channels, inputs, kernel_size, kernel_size, dtype=dtype, seed=1) / fan_in**0.5
-    vectors = (suites.randn(channels, dtype=dtype, seed=i) for i in (2, 3, 4))
-    return (image, weight, *vectors), functools.partial(_call_by_keyword, stride=stride, padding=padding)
+    *vectors, token = (suites.randn(channels, dtype=dtype, seed=i) for i in (2, 3, 4, 5))
+
+    def call(function, *leaves):
+        settings = {"class_token": token.to(leaves[0].dtype) if class_tokens else None, "eps": 1e-5}
+        return function(*leaves, stride=stride, padding=padding, **settings)
+
+    return (image, weight, *vectors), call
 
 
 def tokens_and_rows(stage, dtype, images):
@@ -187,9 +189,8 @@ def gather_rows(stage, dtype, images):
 
 def gather_add_layer_norm(stage, dtype, images):
     x, rows, branch = tokens_and_rows(stage, dtype, images)
-    vectors = (suites.randn(x.shape[2], dtype=dtype, seed=i) for i in (4, 5))
     settings = {"eps": 1e-5, "dtype": None}
-    return (x, branch, *vectors), lambda function, x, *others: function(x, rows, *others, **settings)
+    return (x, branch, *vectors_of(x)), lambda function, x, *others: function(x, rows, *others, **settings)
 
 
 def scatter_rows(stage, dtype, images):
@@ -204,10 +205,6 @@ def unread_bytes(operator, x):
         return 0
     kept = kept_of(x.shape[1])
     return x[:, : kept if operator == "scatter_rows" else x.shape[1] - kept].nbytes
-
-
-def _call_by_keyword(function, *tensors, **settings):
-    return function(*tensors, **settings)
 
 
 CASES = [
@@ -272,19 +269,11 @@ def test_fused(benchmark, stage, dtype, make, name):
     case, operator = make.__name__, operator_of(make)
     leaves, call = make(stage, dtype, suites.batch())
     ours, reference = (functools.partial(call, contender(operator, which)) for which in (name, "reference"))
-    outputs = suites.served(ours, leaves)
-    exact = suites.results(reference, [t.double() for t in leaves])
-    suites.check(outputs, suites.results(reference, leaves), exact, dtype)
-    suites.record(
+    outputs = suites.results(reference, leaves)
+    suites.compare(
         benchmark,
-        lambda: suites.results(ours, leaves),
-        {
-            "suite": "fused",
-            "case": f"{case}, {stage}, forward",
-            "contender": name,
-            "dtype": suites.short(dtype),
-            "batch": suites.batch(),
-        },
+        {"suite": "fused", "case": f"{case}, {stage}, forward", "contender": name},
+        ours, reference, leaves,
         moved=sum(t.nbytes for t in (*leaves, *outputs)) - unread_bytes(operator, leaves[0]),
         operations=operations_of(case, stage),
-    )
+    )  # fmt: skip

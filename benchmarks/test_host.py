@@ -14,6 +14,7 @@ LayerNorm has no Triton kernel; without a GPU it is the CPU's, of few tokens.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import time
@@ -100,10 +101,7 @@ def test_model(benchmark, kernels_serve, name, dtype):
         benchmark.pedantic(call, rounds=300, warmup_rounds=20)
     operators = sum(event.cpu_parent is None for event in events)
     record(benchmark, f"forward of {name}", dtype, "process, with little arithmetic")
-    benchmark.extra_info |= {
-        "operators": operators,
-        "multiply_adds": cost(SMALL, PIXELS).multiply_adds,
-    }
+    benchmark.extra_info |= {"operators": operators, "multiply_adds": cost(SMALL, PIXELS).multiply_adds}
 
 
 # Calls of a GPU's kernels ---------------------------------------------------------------------------------
@@ -257,12 +255,8 @@ def test_launch(benchmark, launches, way):
     kernel, grid, arguments, options = taken[0]
     x = arguments["x_ptr"]
     if way == "by name":
-        clock(
-            benchmark,
-            "launch by name",
-            lambda: machine.launch(kernel, grid, x, options, **arguments),
-            launches,
-        )
+        by_name = functools.partial(machine.launch, kernel, grid, x, options, **arguments)
+        clock(benchmark, "launch by name", by_name, launches)
         return
     from cvt_kernels.ops.planned_launches import planned
 

@@ -67,21 +67,10 @@ def test_layer_norm_gelu(benchmark, stage, direction, dtype, name, operator, app
     )
     leaves = make(operator, stage, dtype, suites.batch())
     backward = direction == "forward+backward"
-    x = leaves[0]
-    douts = gradients(operator, x) if backward else None
-    outputs = suites.served(call, leaves, douts)
-    exact = [t.double() for t in leaves], douts and [t.double() for t in douts]
-    suites.check(outputs, suites.results(reference, leaves, douts), suites.results(reference, *exact), dtype)
-
-    suites.record(
+    case = f"{operator}{f' ({approximate})' if approximate else ''}, {stage}, {direction}"
+    suites.compare(
         benchmark,
-        lambda: suites.results(call, leaves, douts),
-        {
-            "suite": "layer_norm_gelu",
-            "case": f"{operator}{f' ({approximate})' if approximate else ''}, {stage}, {direction}",
-            "contender": name,
-            "dtype": suites.short(dtype),
-            "batch": x.shape[0],
-        },
-        moved=tensors_moved(operator, backward) * x.nbytes,
-    )
+        {"suite": "layer_norm_gelu", "case": case, "contender": name},
+        call, reference, leaves, gradients(operator, leaves[0]) if backward else None,
+        moved=tensors_moved(operator, backward) * leaves[0].nbytes,
+    )  # fmt: skip

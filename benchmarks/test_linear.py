@@ -5,7 +5,7 @@ Those of 8-bit integers (``int8``) stand beside them, with everything that makes
 
 import pytest
 
-from cvt_kernels import reference
+from cvt_kernels.reference import quantize_rows
 
 from . import suites
 
@@ -24,6 +24,10 @@ def make(layer, stage, dtype, images):
     return x, weight / fan_in**0.5, bias, dout
 
 
+def case_of(layer, weight, stage, direction):
+    return f"{layer} {weight.shape[1]}→{weight.shape[0]}, {stage}, {direction}"
+
+
 @pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -32,27 +36,15 @@ def make(layer, stage, dtype, images):
 def test_linear(benchmark, stage, layer, direction, dtype, name):
     *leaves, dout = make(layer, stage, dtype, suites.batch())
     x, weight, _ = leaves
-    douts = [dout] if direction == "forward+backward" else None
     call, reference = (suites.implementation("linear", which) for which in (name, "reference"))
-    outputs = suites.served(call, leaves, douts)
-    exact = [t.double() for t in leaves], douts and [dout.double()]
-    suites.check(outputs, suites.results(reference, leaves, douts), suites.results(reference, *exact), dtype)
-
-    passes = 1 if douts is None else 3
-    once = x.nbytes + weight.nbytes + dout.nbytes
-    suites.record(
+    passes = 1 if direction == "forward" else 3
+    suites.compare(
         benchmark,
-        lambda: suites.results(call, leaves, douts),
-        {
-            "suite": "linear",
-            "case": f"{layer} {weight.shape[1]}→{weight.shape[0]}, {stage}, {direction}",
-            "contender": name,
-            "dtype": suites.short(dtype),
-            "batch": x.shape[0],
-        },
-        moved=passes * once,
+        {"suite": "linear", "case": case_of(layer, weight, stage, direction), "contender": name},
+        call, reference, leaves, None if direction == "forward" else [dout],
+        moved=passes * (x.nbytes + weight.nbytes + dout.nbytes),
         operations=passes * 2 * x[..., 0].numel() * weight.numel(),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", suites.dtypes(), ids=suites.short)
@@ -61,23 +53,14 @@ def test_linear(benchmark, stage, layer, direction, dtype, name):
 @pytest.mark.parametrize("name", suites.contenders("linear_int8"))
 def test_linear_int8(benchmark, stage, layer, dtype, name):
     x, weight, bias, out = make(layer, stage, dtype, suites.batch())
-    values, scales = reference.quantize_rows(weight)
+    values, scales = quantize_rows(weight)
     leaves = x, values, scales.flatten(), bias
-    call, same = (suites.implementation("linear_int8", which) for which in (name, "reference"))
+    call, reference = (suites.implementation("linear_int8", which) for which in (name, "reference"))
     exact = x.double(), values, scales.flatten().double(), bias.double()
-    outputs = suites.served(call, leaves)
-    suites.check(outputs, suites.results(same, leaves), suites.results(same, exact), dtype)
-
-    suites.record(
+    suites.compare(
         benchmark,
-        lambda: suites.results(call, leaves),
-        {
-            "suite": "linear",
-            "case": f"{layer} {weight.shape[1]}→{weight.shape[0]}, {stage}, forward",
-            "contender": f"int8 {name}",
-            "dtype": suites.short(dtype),
-            "batch": x.shape[0],
-        },
+        {"suite": "linear", "case": case_of(layer, weight, stage, "forward"), "contender": f"int8 {name}"},
+        call, reference, leaves, exact=suites.results(reference, exact),
         moved=x.nbytes + values.nbytes + out.nbytes,
         operations=2 * x[..., 0].numel() * weight.numel(),
-    )
+    )  # fmt: skip

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt.files import replacing, write_json
 from cvt_kernels import machine, measure
 
 from . import suites
@@ -232,8 +231,7 @@ def main() -> None:
                 break
             entry = tune(job, config, futures.get(job, {}), deadline)
             report["kernels"].append(entry)
-            with replacing(options.path) as file:
-                write_json(file, report, indent=1)
+            suites.write_report(options.path, report)
             print(line(entry), flush=True)
 
 

@@ -28,7 +28,6 @@ from cvt import PRESETS, create_model, prune_weights
 from cvt.datasets import Batches, RandomCrop, open_dataset
 from cvt.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
 from cvt.factory import randomize
-from cvt.files import replacing, write_json
 from cvt.label_maps import open_label_maps, save_digit_scenes
 from cvt.model import CvT
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
@@ -64,26 +63,48 @@ def main() -> int:
         except Exception as error:
             traceback.print_exc()
             report["failures"][name] = f"{type(error).__name__}: {error}"
-        with replacing(options.path) as file:
-            write_json(file, report, indent=1)
+        suites.write_report(options.path, report)
     return int(bool(report["failures"]))
 
 
-def speeds(calls: Mapping[str, Callable[[], Any]], batch: int, tiny: bool) -> dict[str, float]:
+def speeds(calls: Mapping[Any, Callable[[], Any]], batch: int, tiny: bool) -> dict[Any, float]:
     """Returns the images per second of calls that are timed in turns, by the median of their runs."""
     timed = measure.seconds_in_turns(list(calls.values()), 2 if tiny else 10, suites.DEVICE)
     return {name: batch / statistics.median(seconds) for name, seconds in zip(calls, timed, strict=True)}
 
 
-def serving(model: nn.Module, images: Tensor) -> Callable[[], Tensor]:
-    """Returns a call of a model, whose kernels have been proven."""
+def plain_and_frozen(models: Mapping[Any, nn.Module], images: Tensor, tiny: bool) -> dict[Any, Row]:
+    """Returns the columns of speed of each model, as it is and frozen for serving, beside the first one's."""
+    calls = {}
+    for name, model in models.items():
+        frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
+        calls["plain", name] = suites.serving(model.to(suites.DEVICE), images)
+        calls["frozen", name] = suites.serving(frozen, images)
+    rate = speeds(calls, len(images), tiny)
+    first = next(iter(models))
+    return {
+        name: {
+            column: value
+            for kind in ("plain", "frozen")
+            for column, value in (
+                (f"{kind}, images/s", rate[kind, name]),
+                (f"{kind}, × as fast", rate[kind, name] / rate[kind, first]),
+            )
+        }
+        for name in models
+    }
 
-    def call() -> Tensor:
-        with torch.inference_mode():
-            return model(images)
 
-    call()
-    return call
+def batches(tiny: bool) -> tuple[int, ...]:
+    """Returns the batch sizes that are worth measuring."""
+    return (2,) if tiny else (256,) if suites.CUDA else (1, 8)
+
+
+def random_model(model: Any = "cvt_13", **settings: Any) -> CvT:
+    """Returns a model with random weights, in evaluation."""
+    made = create_model(model, **settings).eval()
+    randomize(made)
+    return made
 
 
 def random_images(batch: int, tiny: bool) -> Tensor:
@@ -101,45 +122,31 @@ FINE_TUNED = 0.7  # the fraction that models of digits are trained for
 
 def token_pruning(tiny: bool) -> list[Row]:
     """Returns the cost and speed of CvT-13 for each fraction, and the accuracy of the model of digits."""
-    plain = create_model("cvt_13").eval()
-    randomize(plain)
+    plain = random_model()
     rows = []
-    for batch in (2,) if tiny else (256,) if suites.CUDA else (1, 8):
+    for batch in batches(tiny):
         rows += speeds_by_keep(plain, random_images(batch, tiny), tiny)
     return [*rows, *digits_by_keep(tiny)]
 
 
 def speeds_by_keep(plain: nn.Module, images: Tensor, tiny: bool) -> list[Row]:
     """Returns a row for each fraction, of the model as it is and frozen for serving."""
-    batch, size = images.shape[0], images.shape[2]
-    calls, figures = {}, {}
+    models, figures = {}, {}
     for keep in KEEPS:
-        model = create_model("cvt_13", token_keep=keep).eval()
+        models[keep] = model = create_model("cvt_13", token_keep=keep).eval()
         model.load_state_dict(plain.state_dict())
         model.to(suites.DEVICE)
         with TokenCounter(model) as tokens, torch.inference_mode():
             model(images)
-        figures[keep] = cost(model.config, size, tokens.means()).multiply_adds / 1e9
-        for kind, made in (
-            ("plain", model),
-            ("frozen", ck.accelerate(copy.deepcopy(model), freeze=True)),
-        ):
-            calls[f"{kind} {keep}"] = serving(made, images)
-    rate = speeds(calls, batch, tiny)
+        figures[keep] = cost(model.config, images.shape[2], tokens.means()).multiply_adds / 1e9
+    columns = plain_and_frozen(models, images, tiny)
     return [
         {
-            "batch": batch,
+            "batch": len(images),
             "keep": str(keep),
             "multiply-adds, G": figures[keep],
             "of the plain model's": figures[keep] / figures[1.0],
-            **{
-                column: value
-                for kind in ("plain", "frozen")
-                for column, value in (
-                    (f"{kind}, images/s", rate[f"{kind} {keep}"]),
-                    (f"{kind}, × as fast", rate[f"{kind} {keep}"] / rate[f"{kind} 1.0"]),
-                )
-            },
+            **columns[keep],
         }
         for keep in KEEPS
     ]
@@ -199,25 +206,18 @@ def accuracy(model: CvT) -> float:
 
 # Position bias --------------------------------------------------------------------------------------------
 
-_STAGES = (
-    (56, 0, 1),
-    (28, 0, 3),
-    (14, 1, 6),
-)  # side of the grid, class tokens and heads of CvT-13 at 224×224
+#: The side of the grid, class tokens and heads of CvT-13's stages at 224×224.
+_STAGES = ((56, 0, 1), (28, 0, 3), (14, 1, 6))
 
 
 def position_bias(tiny: bool) -> list[Row]:
     """Returns the speed of CvT-13 with and without the bias, and of its attention alone."""
     rows = []
-    for batch in (2,) if tiny else (256,) if suites.CUDA else (1, 8):
+    for batch in batches(tiny):
         images = random_images(batch, tiny)
-        models = [create_model("cvt_13", position_bias=has_bias).eval() for has_bias in (False, True)]
-        for model in models:
-            randomize(model)
-        rate = speeds(
-            {name: serving(model.to(suites.DEVICE), images)
-             for name, model in zip(("plain", "with bias"), models, strict=True)}, batch, tiny,
-        )  # fmt: skip
+        models = {"plain": random_model(), "with bias": random_model(position_bias=True)}
+        calls = {name: suites.serving(m.to(suites.DEVICE), images) for name, m in models.items()}
+        rate = speeds(calls, batch, tiny)
         rows.append(
             {"batch": batch, **{f"{name}, images/s": value for name, value in rate.items()},
              "with bias, × as fast": rate["with bias"] / rate["plain"]}
@@ -264,7 +264,7 @@ REMOVED = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.0), (0.25, 0.34))
 def weight_pruning(tiny: bool) -> list[Row]:
     """Returns the cost and speed of CvT-13 for fractions that are removed, and the accuracy of digits."""
     rows = []
-    for batch in (2,) if tiny else (256,) if suites.CUDA else (1, 8):
+    for batch in batches(tiny):
         rows += speeds_by_removed(random_images(batch, tiny), tiny)
     for mlp, heads, epochs, lr in ((0.25, 0.0, 5, 1e-4), (0.25, 0.5, 10, 5e-4)):
         rows.append(pruned_digits(mlp, heads, 1 if tiny else epochs, lr))
@@ -273,31 +273,22 @@ def weight_pruning(tiny: bool) -> list[Row]:
 
 def speeds_by_removed(images: Tensor, tiny: bool) -> list[Row]:
     """Returns a row for each pair of fractions, of the model as it is and frozen for serving."""
-    batch, size = images.shape[0], images.shape[2]
-    calls, costs = {}, {}
+    models, costs = {}, {}
     for removed in REMOVED:
         config = PRESETS["cvt_13"]
         if any(removed):
             config = pruned_config(config, mlp=removed[0], heads=removed[1])
-        model = create_model(config).eval()
-        randomize(model)
-        costs[removed] = cost(config, size)
-        frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
-        calls[f"plain {removed}"] = serving(model.to(suites.DEVICE), images)
-        calls[f"frozen {removed}"] = serving(frozen, images)
-    rate = speeds(calls, batch, tiny)
-    whole = REMOVED[0]
+        models[removed] = random_model(config)
+        costs[removed] = cost(config, images.shape[2])
+    columns = plain_and_frozen(models, images, tiny)
     return [
         {
-            "batch": batch,
+            "batch": len(images),
             "hidden units removed": f"{removed[0]:.0%}",
             "heads removed": f"{removed[1]:.0%}",
             "parameters, M": costs[removed].parameters / 1e6,
             "multiply-adds, G": costs[removed].multiply_adds / 1e9,
-            "plain, images/s": rate[f"plain {removed}"],
-            "plain, × as fast": rate[f"plain {removed}"] / rate[f"plain {whole}"],
-            "frozen, images/s": rate[f"frozen {removed}"],
-            "frozen, × as fast": rate[f"frozen {removed}"] / rate[f"frozen {whole}"],
+            **columns[removed],
         }
         for removed in REMOVED
     ]
@@ -328,24 +319,19 @@ def pruned_digits(mlp: float, heads: float, epochs: int, lr: float) -> Row:
 
 def hybrid(tiny: bool) -> list[Row]:
     """Returns the cost and speed of CvT-13 with plain and with hybrid mixing."""
-    images = random_images(2 if tiny else 256 if suites.CUDA else 8, tiny)
-    models = {mixing: create_model("cvt_13", mixing=mixing).eval() for mixing in ("plain", "hybrid")}
-    for model in models.values():
-        randomize(model)
-    figures = {
-        name: cost(model.config, images.shape[2]).multiply_adds / 1e9 for name, model in models.items()
-    }
-    calls = {name: serving(model.to(suites.DEVICE), images) for name, model in models.items()}
-    rate = speeds(calls, images.shape[0], tiny)
+    images = random_images(batches(tiny)[-1], tiny)
+    models = {mixing: random_model(mixing=mixing) for mixing in ("plain", "hybrid")}
+    calls = {name: suites.serving(model.to(suites.DEVICE), images) for name, model in models.items()}
+    rate = speeds(calls, len(images), tiny)
     return [
         {
-            "batch": images.shape[0],
+            "batch": len(images),
             "mixing": name,
-            "multiply-adds, G": figures[name],
+            "multiply-adds, G": cost(model.config, images.shape[2]).multiply_adds / 1e9,
             "images/s": rate[name],
             "× as fast": rate[name] / rate["plain"],
         }
-        for name in models
+        for name, model in models.items()
     ]
 
 
@@ -362,21 +348,16 @@ def segmentation(tiny: bool) -> list[Row]:
 
 def cost_of_the_head(tiny: bool) -> list[Row]:
     """Returns a row for CvT-13 without a head, with one for pixels, and that frozen for serving."""
-    settings: dict[str, Any] = {"head": "segment", "num_classes": 150}
-    backbone, model = (
-        create_model("cvt_13", features_only=True).eval(),
-        create_model("cvt_13", **settings).eval(),
-    )
-    randomize(model)
+    model = random_model(head="segment", num_classes=150)
     batch = 2 if tiny else 4
     images = random_images(batch, tiny).to(suites.DEVICE)
-    frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
     models = {
-        "stages alone": backbone.to(suites.DEVICE),
-        "segmenter": model.to(suites.DEVICE),
-        "frozen": frozen,
+        "stages alone": create_model("cvt_13", features_only=True).eval(),
+        "segmenter": model,
+        "frozen": ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True),
     }
-    rate = speeds({name: serving(each, images) for name, each in models.items()}, batch, tiny)
+    calls = {name: suites.serving(each.to(suites.DEVICE), images) for name, each in models.items()}
+    rate = speeds(calls, batch, tiny)
     whole, size = cost(model.config, images.shape[2]).multiply_adds, images.shape[2]
     without = cost(create_model("cvt_13", num_classes=0).config, size).multiply_adds
     return [

@@ -21,14 +21,9 @@ BUILD = ROOT / "build/matrix"
 
 #: Versions of Python and torch.
 COMBINATIONS = (
-    ("3.11", "2.11"),
-    ("3.11", "2.12"),
-    ("3.11", "2.14"),
-    ("3.11", "2.15"),
-    ("3.10", "2.13"),
-    ("3.12", "2.13"),
-    ("3.13", "2.13"),
-)
+    ("3.11", "2.11"), ("3.11", "2.12"), ("3.11", "2.14"), ("3.11", "2.15"), ("3.10", "2.13"),
+    ("3.12", "2.13"), ("3.13", "2.13"),
+)  # fmt: skip
 
 #: What depends most on the version: tracing, compiling and exporting, PyTorch's internals, the extension.
 TESTS = (
@@ -46,20 +41,9 @@ TESTS = (
 
 # What these tests and the build need besides torch, which says itself which setuptools it can be used with.
 PACKAGES = (
-    "filelock",
-    "hypothesis",
-    "ninja",
-    "numpy",
-    "onnx",
-    "onnxruntime",
-    "onnxscript",
-    "pillow",
-    "pytest",
-    "safetensors",
-    "setuptools>=77",
-    "tqdm",
-    "transformers",
-)
+    "filelock", "hypothesis", "ninja", "numpy", "onnx", "onnxruntime", "onnxscript", "pillow", "pytest",
+    "safetensors", "setuptools>=77", "tqdm", "transformers",
+)  # fmt: skip
 
 
 class Result(NamedTuple):

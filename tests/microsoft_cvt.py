@@ -70,20 +70,9 @@ class Attention(nn.Module):
     """Convolutional projections (or average pooling, or none) and multi-head attention."""
 
     def __init__(
-        self,
-        dim,
-        num_heads,
-        qkv_bias=True,
-        attn_drop=0.0,
-        proj_drop=0.0,
-        method="dw_bn",
-        kernel_size=3,
-        stride_kv=2,
-        stride_q=1,
-        padding_kv=1,
-        padding_q=1,
-        with_cls_token=True,
-    ):
+        self, dim, num_heads, qkv_bias=True, attn_drop=0.0, proj_drop=0.0, method="dw_bn", kernel_size=3,
+        stride_kv=2, stride_q=1, padding_kv=1, padding_q=1, with_cls_token=True,
+    ):  # fmt: skip
         super().__init__()
         self.dim = dim
         self.num_heads = num_heads
@@ -173,19 +162,9 @@ class VisionTransformer(nn.Module):
     """One stage, from a map to a map and the class token."""
 
     def __init__(
-        self,
-        patch_size,
-        patch_stride,
-        patch_padding,
-        in_chans,
-        embed_dim,
-        depth,
-        drop_rate,
-        drop_path_rate,
-        norm_layer,
-        with_cls_token,
-        **block,
-    ):
+        self, patch_size, patch_stride, patch_padding, in_chans, embed_dim, depth, drop_rate, drop_path_rate,
+        norm_layer, with_cls_token, **block,
+    ):  # fmt: skip
         super().__init__()
         self.patch_embed = ConvEmbed(patch_size, in_chans, embed_dim, patch_stride, patch_padding, norm_layer)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim)) if with_cls_token else None
@@ -213,38 +192,20 @@ class ConvolutionalVisionTransformer(nn.Module):
     """The stages ``stage0``, ``stage1``, … and a head on the class token; the defaults are CvT-13."""
 
     def __init__(
-        self,
-        num_classes=1000,
-        embed_dims=(64, 192, 384),
-        num_heads=(1, 3, 6),
-        depths=(1, 2, 10),
-        drop_rate=0.0,
-        attn_drop_rate=0.0,
-        drop_path_rate=(0.0, 0.0, 0.1),
-        act_layer=QuickGELU,
-        norm_layer=LayerNorm,
-        method="dw_bn",
-    ):
+        self, num_classes=1000, embed_dims=(64, 192, 384), num_heads=(1, 3, 6), depths=(1, 2, 10),
+        drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=(0.0, 0.0, 0.1), act_layer=QuickGELU,
+        norm_layer=LayerNorm, method="dw_bn",
+    ):  # fmt: skip
         super().__init__()
         self.num_stages = len(embed_dims)
         for i, dim in enumerate(embed_dims):
             stage = VisionTransformer(
-                patch_size=(7, 3, 3)[i],
-                patch_stride=(4, 2, 2)[i],
-                patch_padding=(2, 1, 1)[i],
-                in_chans=embed_dims[i - 1] if i else 3,
-                embed_dim=dim,
-                depth=depths[i],
-                num_heads=num_heads[i],
-                mlp_ratio=4.0,
-                drop_rate=drop_rate,
-                attn_drop=attn_drop_rate,
-                drop_path_rate=drop_path_rate[i],
-                act_layer=act_layer,
-                norm_layer=norm_layer,
-                with_cls_token=i == self.num_stages - 1,
-                method=method,
-            )
+                patch_size=(7, 3, 3)[i], patch_stride=(4, 2, 2)[i], patch_padding=(2, 1, 1)[i],
+                in_chans=embed_dims[i - 1] if i else 3, embed_dim=dim, depth=depths[i],
+                num_heads=num_heads[i], mlp_ratio=4.0, drop_rate=drop_rate, attn_drop=attn_drop_rate,
+                drop_path_rate=drop_path_rate[i], act_layer=act_layer, norm_layer=norm_layer,
+                with_cls_token=i == self.num_stages - 1, method=method,
+            )  # fmt: skip
             setattr(self, f"stage{i}", stage)
         self.norm = norm_layer(embed_dims[-1])
         self.head = nn.Linear(embed_dims[-1], num_classes)

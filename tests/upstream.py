@@ -19,23 +19,11 @@ KERNELS_FIRST = ("native", "sdpa", "reference")
 
 #: A model of ours for what takes long per operator, as exporting does.
 ONE_STAGE = CvTConfig(
-    embed_dims=(8,),
-    depths=1,
-    num_heads=2,
-    patch_sizes=7,
-    patch_strides=4,
-    patch_paddings=2,
-    mlp_ratio=2.0,
-    qkv_bias=True,
-    kernel_size=3,
-    stride_q=1,
-    stride_kv=2,
-    cls_token=True,
-    drop_rate=0.0,
-    attn_drop_rate=0.0,
-    drop_path_rate=0.0,
-    num_classes=5,
-)
+    embed_dims=(8,), depths=1, num_heads=2, patch_sizes=7, patch_strides=4, patch_paddings=2, mlp_ratio=2.0,
+    qkv_bias=True, kernel_size=3, stride_q=1, stride_kv=2, cls_token=True, drop_rate=0.0, attn_drop_rate=0.0,
+    drop_path_rate=0.0, num_classes=5,
+)  # fmt: skip
+_SMALL = {"embed_dims": (16, 32, 48), "num_heads": (1, 2, 3), "depths": (1, 1, 2), "num_classes": 10}
 
 
 def huggingface(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", model_class=None, **config):
@@ -43,12 +31,8 @@ def huggingface(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", mo
     import transformers
 
     if size == "small":
-        config = {
-            "embed_dim": [16, 32, 48],
-            "num_heads": [1, 2, 3],
-            "depth": [1, 2, 3],
-            "num_labels": 10,
-        } | config
+        small = {"embed_dim": [16, 32, 48], "num_heads": [1, 2, 3], "depth": [1, 2, 3], "num_labels": 10}
+        config = small | config
     config |= {"drop_rate": 3 * [drop], "attention_drop_rate": 3 * [attention_drop]}
     config |= {"drop_path_rate": 3 * [drop_path]}
     model_class = model_class or transformers.CvtForImageClassification
@@ -59,12 +43,7 @@ def huggingface(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", mo
 
 def microsoft(*, drop=0.0, drop_path=0.0, attention_drop=0.0, size="small", **config):
     if size == "small":
-        config = {
-            "embed_dims": (16, 32, 48),
-            "num_heads": (1, 2, 3),
-            "depths": (1, 1, 2),
-            "num_classes": 10,
-        } | config
+        config = _SMALL | config
     config |= {"drop_rate": drop, "attn_drop_rate": attention_drop, "drop_path_rate": 3 * (drop_path,)}
     model = microsoft_cvt.ConvolutionalVisionTransformer(**config)
     randomize(model)
@@ -83,42 +62,24 @@ def microsoft_numbers():
 
 
 def ours(*, drop=0.0, drop_path=0.0):
-    config = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
-    model = create_model(config, drop_rate=drop, drop_path_rate=drop_path)
+    model = create_model(CvTConfig(**_SMALL), drop_rate=drop, drop_path_rate=drop_path)
     randomize(model)
     return model
 
 
 def _pyramid(
-    kind,
-    config_kind,
-    *,
-    drop=0.0,
-    drop_path=0.0,
-    attention_drop=0.0,
-    model_class=None,
-    image_size=70,
+    kind, config_kind, *, drop=0.0, drop_path=0.0, attention_drop=0.0, model_class=None, image_size=70,
     **config,
-):
+):  # fmt: skip
     """Returns a small model of transformers with two stages of one and two layers."""
     import transformers
 
     config = {
-        "num_encoder_blocks": 2,
-        "depths": [1, 2],
-        "hidden_sizes": [16, 32],
-        "num_attention_heads": [1, 2],
-        "patch_sizes": [7, 3],
-        "strides": [4, 2],
-        "mlp_ratios": [2, 2],
-        "sr_ratios": [2, 1],
-        "num_labels": 5,
-        "image_size": 70,
-        "hidden_dropout_prob": drop,
-        "classifier_dropout_prob": drop,
-        "attention_probs_dropout_prob": attention_drop,
-        "drop_path_rate": drop_path,
-    } | config
+        "num_encoder_blocks": 2, "depths": [1, 2], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2],
+        "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "sr_ratios": [2, 1], "num_labels": 5,
+        "image_size": 70, "hidden_dropout_prob": drop, "classifier_dropout_prob": drop,
+        "attention_probs_dropout_prob": attention_drop, "drop_path_rate": drop_path,
+    } | config  # fmt: skip
     model = (model_class or getattr(transformers, kind))(getattr(transformers, config_kind)(**config))
     randomize(model)
     return model.eval()

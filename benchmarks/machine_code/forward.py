@@ -23,10 +23,10 @@ from torch.utils.flop_counter import flop_registry
 from cvt.commands.compile.gpus import LIMITS
 from cvt.config import default_image_size
 from cvt.factory import create_model
-from cvt.files import replacing
 from cvt_kernels import accelerate, backends, machine
 from cvt_kernels.tables import markdown
 
+from .page import put_into
 from .rates import RATES
 from .work import work_of
 
@@ -163,20 +163,10 @@ class _Recorder(TorchDispatchMode):
 #: Operators whose native kernels run on a GPU.
 _WITH_CUDA_KERNELS = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
 #: PyTorch's operators that are not views and launch nothing all the same.
-_WITHOUT_LAUNCH = frozenset(
-    (
-        "_reshape_alias",
-        "_unsafe_view",
-        "detach",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "lift_fresh",
-        "new_empty",
-        "new_empty_strided",
-        "promote_types",
-    )
-)
+_WITHOUT_LAUNCH = (
+    "_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh",
+    "new_empty", "new_empty_strided", "promote_types",
+)  # fmt: skip
 
 
 def _bytes(values: Any) -> int:
@@ -218,14 +208,7 @@ def main(arguments: Sequence[str | Path]) -> None:
         ValueError: The page lacks the marks.
     """
     (path,) = map(Path, arguments)
-    begin, end = "<!-- forward -->\n", "<!-- end -->"
-    before, found_begin, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found_begin and found_end):
-        raise ValueError(f"{path}: has no {begin.strip()} and {end}")
-    text = before + begin + "\n".join(table(forward_launches())) + "\n" + end + after
-    with replacing(path) as file:
-        file.write_text(text, encoding="utf-8")
+    put_into(path, {"forward": "\n".join(table(forward_launches()))})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,24 @@ def main(arguments: Sequence[str | Path]) -> None:
         ValueError: The page lacks the marks of a table, or the report is of another version.
     """
     report, page = map(Path, arguments)
+    made = tables(json.loads(report.read_text(encoding="utf-8")))
+    put_into(page, {f"compile: {name}": table for name, table in made.items()})
+
+
+def put_into(page: Path, parts: Mapping[str, str]) -> None:
+    """Puts parts into a page, each between ``<!-- NAME -->`` and ``<!-- end -->``.
+
+    Raises:
+        ValueError: The page lacks the marks of a part.
+    """
     text = page.read_text(encoding="utf-8")
-    for name, table in tables(json.loads(report.read_text(encoding="utf-8"))).items():
-        begin, end = f"<!-- compile: {name} -->\n", "<!-- end -->"
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found_begin, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found_begin and found_end):
             raise ValueError(f"{page}: has no {begin.strip()} and {end}")
-        text = before + begin + table + "\n" + end + after
+        text = before + begin + part + "\n" + end + after
     with replacing(page) as file:
         file.write_text(text, encoding="utf-8")
 

@@ -18,6 +18,7 @@ add one where a kernel is new or has other loops. It says:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -57,15 +58,25 @@ class Work(NamedTuple):
 
 def work_of(launch: machine.Launch) -> Work | None:
     """Returns the work of a launch; None for a kernel that nothing here describes."""
-    describe = _WORK.get(launch.kernel.__name__)
+    name = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
+    describe = _WORK.get(name.replace("_walk_", "_"))  # a walk moves what the kernels over regions move
     return None if describe is None else describe(launch)
 
 
 def _programs(launch: machine.Launch) -> int:
-    programs = 1
-    for size in launch.grid:
-        programs *= size
-    return programs
+    return math.prod(launch.grid)
+
+
+def _work(
+    launch: machine.Launch, outputs: int, size: int, trips: tuple[float, ...] = (), *, flops: int = 0,
+    scores: float = 0, conditional: float = 1.0, speed: float = 1.0,
+) -> Work:  # fmt: skip
+    return Work(_programs(launch), outputs, size, trips, flops, scores, conditional, speed)
+
+
+def _pointers(launch: machine.Launch, *names: str) -> list[Any]:
+    """Returns the tensors of the parameters ``<name>_ptr``."""
+    return [launch.arguments[f"{name}_ptr"] for name in names]
 
 
 def _bytes(*tensors: Tensor | Iterable[Tensor]) -> int:
@@ -142,12 +153,8 @@ def _convolution_outputs(arguments: dict[str, Any]) -> int:
 def _projection_forward(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     outs = _each_once(arguments["y_ptrs"])
-    return Work(
-        programs=_programs(launch),
-        outputs=_elements(outs),
-        bytes=_bytes(arguments["x_ptr"], outs),
-        trips=_projection_trips(arguments, rows_of_lane=True),
-    )
+    trips = _projection_trips(arguments, rows_of_lane=True)
+    return _work(launch, _elements(outs), _bytes(arguments["x_ptr"], outs), trips)
 
 
 def _walk_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
@@ -158,35 +165,19 @@ def _walk_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
     )
 
 
-def _projection_statistics(launch: machine.Launch) -> Work:
+def _projection_sums(launch: machine.Launch) -> Work:
+    """Describes sums over outputs, for the statistics of the batch and for the backward."""
     arguments = launch.arguments
-    return Work(
-        programs=_programs(launch),
-        outputs=_convolution_outputs(arguments),
-        bytes=_inputs_bytes(arguments) + _bytes(arguments["partial_ptr"], arguments["counts_ptr"]),
-        trips=_projection_trips(arguments, rows_of_lane=True),
-    )
-
-
-def _projection_backward_sums(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    return Work(
-        programs=_programs(launch),
-        outputs=_convolution_outputs(arguments),
-        bytes=_inputs_bytes(arguments) + _bytes(arguments["partial_ptr"]),
-        trips=_projection_trips(arguments, rows_of_lane=True),
-    )
+    sums = [arguments[name] for name in ("partial_ptr", "counts_ptr") if name in arguments]
+    trips = _projection_trips(arguments, rows_of_lane=True)
+    return _work(launch, _convolution_outputs(arguments), _inputs_bytes(arguments) + _bytes(sums), trips)
 
 
 def _projection_backward_convolution(launch: machine.Launch) -> Work:
     arguments = launch.arguments
     dconvs = arguments["dconv_ptrs"]
-    return Work(
-        programs=_programs(launch),
-        outputs=_elements(dconvs),
-        bytes=_inputs_bytes(arguments) + _bytes(dconvs, arguments["partial_ptr"]),
-        trips=_projection_trips(arguments, rows_of_lane=False),
-    )
+    size = _inputs_bytes(arguments) + _bytes(dconvs, arguments["partial_ptr"])
+    return _work(launch, _elements(dconvs), size, _projection_trips(arguments, rows_of_lane=False))
 
 
 def _projection_backward_input(launch: machine.Launch) -> Work:
@@ -194,12 +185,8 @@ def _projection_backward_input(launch: machine.Launch) -> Work:
     dx, dys = arguments["dx_ptr"], _each_once(arguments["dy_ptrs"])
     size = _bytes(dx, arguments["dconv_ptrs"])
     size += _bytes(dys) - _spatial_bytes(arguments, dys)  # class tokens, whose gradients are copied
-    return Work(
-        programs=_programs(launch),
-        outputs=dx.numel(),
-        bytes=size,
-        trips=_walk_trips(arguments) if "WALK" in arguments else _block_trips(arguments),
-    )
+    trips = _walk_trips(arguments) if "WALK" in arguments else _block_trips(arguments)
+    return _work(launch, dx.numel(), size, trips)
 
 
 def _block_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
@@ -212,26 +199,11 @@ def _block_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
     )
 
 
-def _merge_statistics(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    results = arguments["mean_ptr"], arguments["var_ptr"]
-    trips = -(-arguments["regions"] // arguments["TILE"].pixels)
-    return Work(
-        programs=_programs(launch),
-        outputs=_elements(results),
-        bytes=_bytes(arguments["partial_ptr"], arguments["counts_ptr"], results),
-        trips=(trips,),
-    )
-
-
-def _sum_regions(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    return Work(
-        programs=_programs(launch),
-        outputs=arguments["sum_ptr"].numel(),
-        bytes=_bytes(arguments["partial_ptr"], arguments["sum_ptr"]),
-        trips=(-(-arguments["regions"] // arguments["TILE"].pixels),),
-    )
+def _over_regions(launch: machine.Launch, read: tuple[str, ...], results: tuple[str, ...]) -> Work:
+    """Describes a kernel that adds up what the regions have left."""
+    written = _pointers(launch, *results)
+    trips = (-(-launch.arguments["regions"] // launch.arguments["TILE"].pixels),)
+    return _work(launch, _elements(written), _bytes(_pointers(launch, *read), written), trips)
 
 
 # Depthwise convolution and GELU ---------------------------------------------------------------------------
@@ -241,12 +213,7 @@ def _conv_gelu(launch: machine.Launch, results: tuple[str, ...]) -> Work:
     """Describes a walk that reads the first tensors and writes ``results``, the first of which counts."""
     arguments = launch.arguments
     moved = [arguments[name] for name in ("x_ptr", "dy_ptr", *results) if name in arguments]
-    return Work(
-        programs=_programs(launch),
-        outputs=arguments[results[0]].numel(),
-        bytes=_bytes(moved),
-        trips=_walk_trips(arguments),
-    )
+    return _work(launch, arguments[results[0]].numel(), _bytes(moved), _walk_trips(arguments))
 
 
 # The projection with its linear layers --------------------------------------------------------------------
@@ -270,13 +237,8 @@ def _conv_linear(launch: machine.Launch) -> Work:
         strips = batch * group.strip_rows * group.strip_columns
         trips += (-(-strips // arguments["WALK"].pairs) / programs, *chunks)
     is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
-    return Work(
-        programs=programs,
-        outputs=_elements(outs),
-        bytes=_bytes(x, outs, arguments["linear_ptrs"]),
-        trips=trips,
-        flops=0 if is_exact else 2 * x.shape[2] * _elements(outs),
-    )
+    flops = 0 if is_exact else 2 * x.shape[2] * _elements(outs)
+    return _work(launch, _elements(outs), _bytes(x, outs, arguments["linear_ptrs"]), trips, flops=flops)
 
 
 # Attention ------------------------------------------------------------------------------------------------
@@ -298,30 +260,12 @@ def _attention_forward(launch: machine.Launch) -> Work:
     return _attention_work(launch, ("q", "k", "v", "out", "stats"), 2, (tiles,), tiles * block_q * keys)
 
 
-def _attention_forward_loop(launch: machine.Launch) -> Work:
-    return _attention_over_keys(launch, ("q", "k", "v", "out", "stats"), products=2)
-
-
-def _attention_backward_queries(launch: machine.Launch) -> Work:
-    return _attention_over_keys(launch, ("q", "k", "v", "out", "dout", "stats", "delta", "dq"), products=3)
-
-
 def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
     """Describes a loop over whole tiles of keys; a masked last one is apart, or in the loop."""
     arguments = launch.arguments
     block_kv, keys = arguments["BLOCK_KV"], arguments["keys"]
     tiles = -(-keys // block_kv) if arguments["TAIL"] == block_kv else keys // block_kv
     return _attention_work(launch, tensors, products, (tiles,), tiles * arguments["BLOCK_Q"] * block_kv)
-
-
-def _attention_backward_keys(launch: machine.Launch) -> Work:
-    return _attention_over_queries(launch, ("q", "k", "v", "dout", "stats", "delta", "dk", "dv"), products=4)
-
-
-def _attention_backward(launch: machine.Launch) -> Work:
-    return _attention_over_queries(
-        launch, ("q", "k", "v", "dout", "stats", "delta", "dq", "dk", "dv"), products=5
-    )
 
 
 def _attention_over_queries(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
@@ -370,14 +314,8 @@ def _attention_work(
     outputs = [moved[name] for name in ("out", "dq", "dk", "dv", "dbias", "dtiles") if name in moved]
     if "dout" in moved and "out" in moved:  # bwd_dq reads it
         outputs.remove(moved["out"])
-    return Work(
-        programs=_programs(launch),
-        outputs=_elements(outputs),
-        bytes=_bytes(*moved.values()),
-        trips=trips,
-        flops=_product_flops(launch.arguments, products),
-        scores=scores,
-    )
+    flops = _product_flops(launch.arguments, products)
+    return _work(launch, _elements(outputs), _bytes(*moved.values()), trips, flops=flops, scores=scores)
 
 
 # The MLP --------------------------------------------------------------------------------------------------
@@ -390,13 +328,9 @@ def _layer_norm_mlp(launch: machine.Launch) -> Work:
     tiles = -(-arguments["rows"] // arguments["BLOCK_ROWS"]) / _programs(launch)
     chunks = -(-arguments["SPEC"].hidden // arguments["BLOCK_HIDDEN"])
     multiplies = x.dtype != torch.float32 or arguments["SPEC"].precision != "ieee"
-    return Work(
-        programs=_programs(launch),
-        outputs=x.numel(),
-        bytes=_bytes(x, arguments["out_ptr"], weights),
-        trips=(tiles,) if "resident" in launch.kernel.__name__ else (tiles, chunks),
-        flops=2 * arguments["rows"] * _elements(weights) if multiplies else 0,
-    )
+    trips = (tiles,) if "resident" in launch.kernel.__name__ else (tiles, chunks)
+    flops = 2 * arguments["rows"] * _elements(weights) if multiplies else 0
+    return _work(launch, x.numel(), _bytes(x, arguments["out_ptr"], weights), trips, flops=flops)
 
 
 # Linear layers --------------------------------------------------------------------------------------------
@@ -420,14 +354,11 @@ def _linear(launch: machine.Launch, results: tuple[str, ...]) -> Work:
     if spec.is_persistent:
         trips, conditional = (steps * arguments["tiles"] / arguments["programs"],), 1 / steps
     has_tensor_cores = read[0].element_size() <= 2 or spec.precision == "tf32"
-    return Work(
-        programs=_programs(launch),
-        outputs=written[0].numel(),
-        bytes=_bytes(read, written),
-        trips=trips,
-        flops=2 * written[0].numel() * spec.inputs if has_tensor_cores else 0,
-        conditional=conditional,
-        speed=2.0 if read[0].element_size() == 1 else 1.0,
+    outputs = written[0].numel()
+    flops = 2 * outputs * spec.inputs if has_tensor_cores else 0
+    speed = 2.0 if read[0].element_size() == 1 else 1.0
+    return _work(
+        launch, outputs, _bytes(read, written), trips, flops=flops, conditional=conditional, speed=speed
     )
 
 
@@ -435,62 +366,51 @@ def _matrix(argument: Tensor | TensorDescriptor) -> Tensor:
     return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 
-# Numbers of 8 bits ----------------------------------------------------------------------------------------
+# Numbers of 8 bits, and rows of tokens --------------------------------------------------------------------
 
 
-def _rounding(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    moved = [arguments[name] for name in ("x_ptr", "values_ptr", "scales_ptr")]
-    return Work(programs=_programs(launch), outputs=moved[1].numel(), bytes=_bytes(moved), trips=())
-
-
-# Rows of tokens -------------------------------------------------------------------------------------------
+def _once(launch: machine.Launch, read: tuple[str, ...], results: tuple[str, ...]) -> Work:
+    """Describes a kernel without loops that reads and writes each element of its tensors once."""
+    written = _pointers(launch, *results)
+    return _work(launch, _elements(written), _bytes(_pointers(launch, *read), written))
 
 
 def _gathered_rows(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    rows, out = arguments["rows_ptr"], arguments["out_ptr"]
-    size = _bytes(rows, out, out)
-    return Work(programs=_programs(launch), outputs=out.numel(), bytes=size, trips=())
+    rows, out = _pointers(launch, "rows", "out")
+    return _work(launch, out.numel(), _bytes(rows, out, out))
 
 
 def _gathered_and_normalized_rows(launch: machine.Launch) -> Work:
-    rows, *moved = (launch.arguments[f"{name}_ptr"] for name in ("rows", "branch", "h", "y"))
-    size = _bytes(rows, moved) + moved[0].numel() * launch.arguments["x_ptr"].element_size()
-    return Work(programs=_programs(launch), outputs=sum(t.numel() for t in moved[1:]), bytes=size, trips=())
+    x, rows, *moved = _pointers(launch, "x", "rows", "branch", "h", "y")
+    size = _bytes(rows, moved) + moved[0].numel() * x.element_size()
+    return _work(launch, _elements(moved[1:]), size)
 
 
 def _inverted_index(launch: machine.Launch) -> Work:
     """Describes the kernel whose loops go over the tokens and over the index of an image."""
-    rows, places = launch.arguments["rows_ptr"], launch.arguments["places_ptr"]
+    rows, places = _pointers(launch, "rows", "places")
     trips = tuple(-(-tensor.shape[1] // launch.arguments["CHUNK"]) for tensor in (places, rows))
-    size = _bytes(rows, places)
-    return Work(programs=_programs(launch), outputs=places.numel(), bytes=size, trips=trips)
+    return _work(launch, places.numel(), _bytes(rows, places), trips)
 
 
 def _scattered_rows(launch: machine.Launch) -> Work:
-    arguments = launch.arguments
-    x, places, values, branch, out = (
-        arguments[f"{name}_ptr"] for name in ("x", "places", "values", "branch", "out")
-    )
+    x, places, values, branch, out = _pointers(launch, "x", "places", "values", "branch", "out")
     size = _bytes(places, out, *(tensor for tensor in (values, branch) if tensor is not None))
     if x is not None:  # but for the tokens of the index
-        size += (x.shape[1] - arguments["count"]) * _bytes(x) // x.shape[1]
-    return Work(programs=_programs(launch), outputs=out.numel(), bytes=size, trips=())
+        size += (x.shape[1] - launch.arguments["count"]) * _bytes(x) // x.shape[1]
+    return _work(launch, out.numel(), size)
 
 
 def _scattered_rows_in_place(launch: machine.Launch) -> Work:
-    rows, *values = (launch.arguments[f"{name}_ptr"] for name in ("rows", "values", "branch"))
-    size = _bytes(rows, values) + _bytes(values[0])
-    return Work(programs=_programs(launch), outputs=values[0].numel(), bytes=size, trips=())
+    rows, *values = _pointers(launch, "rows", "values", "branch")
+    return _work(launch, values[0].numel(), _bytes(rows, values, values[0]))
 
 
 def _normalized_rows_backward(launch: machine.Launch) -> Work:
     """Describes the kernel whose loop goes over a program's tiles."""
-    moved = [launch.arguments[f"{name}_ptr"] for name in ("dy", "dh", "h", "out", "sums")]
-    programs = _programs(launch)
-    trips = (launch.arguments["tiles"] / programs,)
-    return Work(programs=programs, outputs=moved[3].numel(), bytes=_bytes(moved), trips=trips)
+    moved = _pointers(launch, "dy", "dh", "h", "out", "sums")
+    trips = (launch.arguments["tiles"] / _programs(launch),)
+    return _work(launch, moved[3].numel(), _bytes(moved), trips)
 
 
 # The embedding --------------------------------------------------------------------------------------------
@@ -499,19 +419,10 @@ def _normalized_rows_backward(launch: machine.Launch) -> Work:
 def _embedding_in_one(launch: machine.Launch) -> Work:
     """Describes the kernel that convolves too; its loop goes over a program's tiles of an image."""
     arguments = launch.arguments
-    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
-    return Work(
-        programs=_programs(launch),
-        outputs=out.numel(),
-        bytes=_bytes(image, weight, out),
-        trips=(_mean_trips(arguments["tiles"], arguments["splits"], 1),),
-        flops=2 * weight.numel() * image.shape[0] * arguments["tokens"],
-    )
-
-
-def _embedding_normalization(launch: machine.Launch) -> Work:
-    x, out = launch.arguments["x_ptr"], launch.arguments["out_ptr"]
-    return Work(programs=_programs(launch), outputs=out.numel(), bytes=_bytes(x, out), trips=())
+    image, weight, out = _pointers(launch, "image", "w", "out")
+    trips = (_mean_trips(arguments["tiles"], arguments["splits"], 1),)
+    flops = 2 * weight.numel() * image.shape[0] * arguments["tokens"]
+    return _work(launch, out.numel(), _bytes(image, weight, out), trips, flops=flops)
 
 
 # LayerNorm and GELU ---------------------------------------------------------------------------------------
@@ -545,44 +456,51 @@ def cuda_work(kernel: str, case: CudaCase | None, dtype: str) -> Work | None:
     )
 
 
+_ROUNDING = functools.partial(_once, read=("x", "scales"), results=("values",))
+_STATISTICS = functools.partial(_over_regions, read=("partial", "counts"), results=("mean", "var"))
+_OF_QUERIES = ("q", "k", "v", "dout", "stats", "delta")
+#: The description of each kernel, by its name without ``_kernel``.
 _WORK: dict[str, Callable[[machine.Launch], Work]] = {
-    "_conv_projection_fwd_kernel": _projection_forward,
-    "_conv_projection_walk_fwd_kernel": _projection_forward,
-    "_conv_projection_walk_stats_kernel": _projection_statistics,
-    "_conv_projection_stats_kernel": _projection_statistics,
-    "_conv_projection_walk_bwd_sums_kernel": _projection_backward_sums,
-    "_conv_projection_walk_bwd_conv_kernel": _projection_backward_convolution,
-    "_conv_projection_walk_bwd_input_kernel": _projection_backward_input,
-    "_conv_projection_bwd_sums_kernel": _projection_backward_sums,
-    "_conv_projection_bwd_conv_kernel": _projection_backward_convolution,
-    "_conv_projection_bwd_input_kernel": _projection_backward_input,
-    "_merge_stats_kernel": _merge_statistics,
-    "_sum_regions_kernel": _sum_regions,
-    "_conv_embedding_embed_kernel": _embedding_in_one,
-    "_conv_embedding_normalize_kernel": _embedding_normalization,
-    "_conv_linear_fwd_kernel": _conv_linear,
-    "_depthwise_conv_gelu_fwd_kernel": functools.partial(_conv_gelu, results=("y_ptr",)),
-    "_depthwise_conv_gelu_bwd_conv_kernel": functools.partial(_conv_gelu, results=("da_ptr", "partial_ptr")),
-    "_attention_fwd_kernel": _attention_forward,
-    "_attention_fwd_loop_kernel": _attention_forward_loop,
-    "_attention_bwd_kernel": _attention_backward,
-    "_attention_bwd_dq_kernel": _attention_backward_queries,
-    "_attention_bwd_dkdv_kernel": _attention_backward_keys,
-    "_attention_bwd_bias_kernel": _attention_backward_bias,
-    "_attention_bwd_table_kernel": _attention_backward_table,
-    "_layer_norm_mlp_fwd_kernel": _layer_norm_mlp,
-    "_layer_norm_mlp_fwd_resident_kernel": _layer_norm_mlp,
-    "_linear_gelu_kernel": functools.partial(_linear, results=("out", "pre")),
-    "_linear_add_kernel": functools.partial(_linear, results=("out",)),
-    "_linear_int8_kernel": functools.partial(_linear, results=("out",)),
-    "_quantize_rows_kernel": _rounding,
-    "_layer_norm_quantize_kernel": _rounding,
-    "_gelu_quantize_kernel": _rounding,
-    "_gather_rows_kernel": _gathered_rows,
-    "_gather_add_layer_norm_kernel": _gathered_and_normalized_rows,
-    "_gather_add_layer_norm_backward_kernel": _normalized_rows_backward,
-    "_scatter_rows_kernel": _scattered_rows,
-    "_scatter_rows_places_kernel": _inverted_index,
-    "_scatter_rows_inplace_kernel": _scattered_rows_in_place,
-    "_linear_add_layer_norm_kernel": functools.partial(_linear, results=("h", "y")),
+    "conv_projection_fwd": _projection_forward,
+    "conv_projection_stats": _projection_sums,
+    "conv_projection_bwd_sums": _projection_sums,
+    "conv_projection_bwd_conv": _projection_backward_convolution,
+    "conv_projection_bwd_input": _projection_backward_input,
+    "merge_stats": _STATISTICS,
+    "sum_regions": functools.partial(_over_regions, read=("partial",), results=("sum",)),
+    "conv_embedding_embed": _embedding_in_one,
+    "conv_embedding_normalize": functools.partial(_once, read=("x",), results=("out",)),
+    "conv_linear_fwd": _conv_linear,
+    "depthwise_conv_gelu_fwd": functools.partial(_conv_gelu, results=("y_ptr",)),
+    "depthwise_conv_gelu_bwd_conv": functools.partial(_conv_gelu, results=("da_ptr", "partial_ptr")),
+    "attention_fwd": _attention_forward,
+    "attention_fwd_loop": functools.partial(
+        _attention_over_keys, tensors=("q", "k", "v", "out", "stats"), products=2
+    ),
+    "attention_bwd": functools.partial(
+        _attention_over_queries, tensors=(*_OF_QUERIES, "dq", "dk", "dv"), products=5
+    ),
+    "attention_bwd_dq": functools.partial(
+        _attention_over_keys, tensors=(*_OF_QUERIES, "out", "dq"), products=3
+    ),
+    "attention_bwd_dkdv": functools.partial(
+        _attention_over_queries, tensors=(*_OF_QUERIES, "dk", "dv"), products=4
+    ),
+    "attention_bwd_bias": _attention_backward_bias,
+    "attention_bwd_table": _attention_backward_table,
+    "layer_norm_mlp_fwd": _layer_norm_mlp,
+    "layer_norm_mlp_fwd_resident": _layer_norm_mlp,
+    "linear_gelu": functools.partial(_linear, results=("out", "pre")),
+    "linear_add": functools.partial(_linear, results=("out",)),
+    "linear_add_layer_norm": functools.partial(_linear, results=("h", "y")),
+    "linear_int8": functools.partial(_linear, results=("out",)),
+    "quantize_rows": _ROUNDING,
+    "layer_norm_quantize": _ROUNDING,
+    "gelu_quantize": _ROUNDING,
+    "gather_rows": _gathered_rows,
+    "gather_add_layer_norm": _gathered_and_normalized_rows,
+    "gather_add_layer_norm_backward": _normalized_rows_backward,
+    "scatter_rows": _scattered_rows,
+    "scatter_rows_places": _inverted_index,
+    "scatter_rows_inplace": _scattered_rows_in_place,
 }

@@ -10,14 +10,15 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import cvt_kernels as ck
-from benchmarks import archive, auto, run, suites, tune
+from benchmarks import archive, auto, run, suites, tune, variants
 from benchmarks import tabulate_results as tabulate
-from cvt.commands.bench import results as bench_results
+from cvt.commands.bench import models
 from cvt_kernels import backends, machine
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +122,8 @@ def alive(pid):
 def test_a_part_that_cannot_start():
     skipped = outcome(python("", needs=("torch", "no_such_module")))
     assert (skipped["status"], skipped["lines"]) == ("skipped", ["not installed: no_such_module"])
+    missing = run.Part("memcheck", ["no-such-program", "--help"], 30.0)
+    assert outcome(missing)["lines"] == ["not installed: no-such-program"]
     assert outcome(python(""), run.GRACE)["lines"] == ["no time is left"]
 
 
@@ -144,9 +147,20 @@ def test_no_part_costs_another_its_results(tmp_path, capsys):
     assert [part["status"] for part in summary["parts"].values()] == ["timed out", "skipped"]
 
 
-def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch):
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """Returns a function that plans the parts for a device."""
     monkeypatch.setattr(run, "capability", lambda: "9.0")
-    parts = run.plan("cuda", tmp_path, tiny=False, minutes=9.0)
+    return functools.partial(run.plan, results=tmp_path, tiny=False, minutes=9.0)
+
+
+def parts_of_make_bench():
+    (parts,) = re.findall(r"--parts (.*)", (ROOT / "Makefile").read_text().replace("\\\n", " "))
+    return set(parts.split())
+
+
+def test_every_part_has_its_script_and_few_files_come_out(plan):
+    parts = plan("cuda")
     assert tuple(parts) == run.NAMES
     assert parts["build"].environment == {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
     words = [word for part in parts.values() for word in part.command]
@@ -160,9 +174,8 @@ def test_every_part_has_its_script_and_few_files_come_out(tmp_path, monkeypatch)
     assert all(part.seconds <= 540 for part in parts.values())
 
 
-def test_stages_keep_to_their_time_and_prove_before_anything_else_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "capability", lambda: "9.0")
-    parts = run.plan("cuda", tmp_path, tiny=False, minutes=9.0)
+def test_stages_keep_to_their_time_and_prove_before_anything_else_runs(plan):
+    parts = plan("cuda")
     assert list(run.STAGES) == [1, 2, 3, 4]
     chosen = [name for names in run.STAGES.values() for name in names if name != "build"]
     assert sorted(["build", *chosen]) == sorted(run.NAMES)  # each part in one stage
@@ -177,46 +190,40 @@ def test_stages_keep_to_their_time_and_prove_before_anything_else_runs(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("device", "first", "both", "batches"),
-    [("cuda", "bfloat16", "bfloat16 float32", "1 256"), ("cpu", "bfloat16", "float32 bfloat16", "1 8")],
+    ("device", "dtypes", "batches"),
+    [("cuda", "bfloat16 float32", "1 256"), ("cpu", "float32 bfloat16", "1 8")],
 )
-def test_what_is_proven(device, first, both, batches, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "capability", lambda: "9.0")
-    parts = run.plan(device, tmp_path, tiny=False, minutes=9.0)
-    for name, dtypes in (("prove_bfloat16", first), ("prove", f"{both}")):
-        command = " ".join(parts[name].command)
-        assert f"-m cvt prove --device {device} --json {tmp_path}/{name}.json" in command
-        assert f"--model cvt_13 --dtype {dtypes} --batch-size {batches}" in command
-        assert (" --train " in command) == (name == "prove")
-        assert command.endswith(" --time-limit={seconds}")
-    # make bench proves first too; parts run in the order of NAMES.
-    (bench,) = re.findall(r"--parts (.*)", (ROOT / "Makefile").read_text().replace("\\\n", " "))
-    assert {"prove", "auto"} < set(bench.split()) < set(run.NAMES)
+def test_what_is_proven_and_benched(device, dtypes, batches, tmp_path, plan):
+    words = {name: " ".join(part.command) for name, part in plan(device).items()}
+    for name, proven in (("prove_bfloat16", "bfloat16"), ("prove", dtypes)):
+        assert f"-m cvt prove --device {device} --json {tmp_path}/{name}.json" in words[name]
+        assert f"--model cvt_13 --dtype {proven} --batch-size {batches}" in words[name]
+        assert (" --train " in words[name]) == (name == "prove")
+        assert words[name].endswith(" --time-limit={seconds}")
+    for name in tabulate.PYRAMID_BENCHES:
+        assert f" --json {tmp_path}/{name}.json " in words[name]
+        assert re.search(r"--model (\w+)", words[name])[1] in models.PYRAMIDS
+        assert words[name].endswith("--train") == name.endswith("training")
+    assert {"prove", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
+    tiny = plan(device, tiny=True)["bench_pvt_v2_b2"].command
+    assert " ".join(tiny).endswith("--batch-size 2 --peers hf --image-size 64 --rounds 4")
 
 
-def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch, capsys):
+def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "capability", lambda: "9.0")
+    assert run.build("cpu").otherwise is None
     built = run.build("cuda")
     assert built.environment["CVT_KERNELS_CUDA"] == "1"
-    assert (built.otherwise.name, built.otherwise.environment) == (
-        "build_without_cuda",
-        {"CVT_KERNELS_CUDA": "0"},
-    )
-    assert run.build("cpu").otherwise is None
+    assert built.otherwise.environment == {"CVT_KERNELS_CUDA": "0"}
+    plain = python("print('plain')", "build_without_cuda")
     parts = [
-        python(
-            "raise SystemExit('nvcc: no')", "build", otherwise=python("print('plain')", "build_without_cuda")
-        ),
+        python("raise SystemExit('nvcc: no')", "build", otherwise=plain),
         python("print('tested')", "tests", otherwise=python("", "never")),
     ]
     summary = {"parts": {}}
     assert not run.run(parts, summary, tmp_path / "summary.json", seconds=60.0, device="cpu")
-    assert {name: part["status"] for name, part in summary["parts"].items()} == {
-        "build": "failed",
-        "build_without_cuda": "passed",
-        "tests": "passed",
-    }
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(summary["parts"])
+    statuses = {name: part["status"] for name, part in summary["parts"].items()}
+    assert statuses == {"build": "failed", "build_without_cuda": "passed", "tests": "passed"}
 
 
 def test_tests_for_a_gpu_are_found_by_their_marks():
@@ -238,11 +245,6 @@ def test_the_commit_is_known_without_git(monkeypatch, tmp_path):
     monkeypatch.setenv("CVT_KERNELS_COMMIT", "of the environment")
     assert run.commit({"commit": "of the pack"}) == "of the environment"
     assert run.driver() is None  # nor nvidia-smi
-
-
-def test_a_part_whose_program_is_missing_is_skipped():
-    part = run.Part("memcheck", ["no-such-program", "--help"], 30.0)
-    assert outcome(part)["lines"] == ["not installed: no-such-program"]
 
 
 # Archives -------------------------------------------------------------------------------------------------
@@ -383,23 +385,12 @@ def test_suites_keep_to_their_time(tmp_path):
     suite.write_text(SUITE)
     # As a child of one of several workers pytest-benchmark would measure nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    options = [
-        "-p",
-        "benchmarks.conftest",
-        "-W",
-        "default",
-        "-rs",
-        "--seconds=1000",
-        f"--benchmark-json={target}",
-        f"--basetemp={tmp_path / 'temporary'}",
-    ]
+    options = "-p no:cacheprovider -p benchmarks.conftest -W default -rs --seconds=1000"
+    files = [str(suite), f"--benchmark-json={target}", f"--basetemp={tmp_path / 'temporary'}"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), *options],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-m", "pytest", *options.split(), *files],
+        cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed, 2 skipped" in done.stdout
     assert "SKIPPED [2]" in done.stdout
@@ -515,7 +506,7 @@ def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, provin
 def test_all_calls_of_the_model_are_there():
     cases = [(make(auto.settings()[0]).operator, name) for name, make in auto.makers()]
     assert {operator for operator, _ in cases} == set(backends.operators)
-    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 2 * 3 + len(auto.FUSED) + 3 + 3)
+    assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 2 * 3 + 12 + 3)
     with_backward = {case.make(case.setting).operator for case in auto.cases() if case.setting.backward}
     assert set(backends.operators) - with_backward == {"linear_int8", *auto.OF_8_BITS}
     kinds = {(s.dtype, s.images, s.backward) for s in auto.settings()}
@@ -543,7 +534,7 @@ def test_a_call_that_raises_costs_no_other_its_row(tmp_path, monkeypatch, capsys
     path = tmp_path / "auto.json"
     assert run_auto(monkeypatch, path, "--tiny") == 1
     report = json.loads(path.read_text())
-    assert [row["operator"] for row in report["rows"]] == ["attention", "linear"] * 2
+    assert len(report["rows"]) == 4
     assert [row["error"] for row in report["failures"]] == ["RuntimeError: no good\nat all"] * 2
     assert "failed: raising stage3, bfloat16, 2, forward: RuntimeError: no good\n" in capsys.readouterr().out
 
@@ -578,18 +569,14 @@ def test_a_call_that_looks_slow_is_measured_again(tmp_path, monkeypatch, capsys)
     assert "0 of 4 calls measured" in capsys.readouterr().out
 
 
-def test_dispatch_is_not_taken_for_a_wrong_choice():
-    def row(ours, theirs):
-        return {
-            "seconds": {"auto": ours, "reference": theirs},
-            "best_of_pytorch": "reference",
-            "ratio": theirs / ours,
-        }
-
-    assert auto.is_slow(row(1.2e-3, 1e-3))
-    assert not auto.is_slow(row(1.05e-3, 1e-3))
-    assert not auto.is_slow(row(30e-6, 20e-6))
-    assert auto.is_slow(row(50e-6, 20e-6))
+@pytest.mark.parametrize(
+    ("ours", "theirs", "slow"),
+    [(1.2e-3, 1e-3, True), (1.05e-3, 1e-3, False), (30e-6, 20e-6, False), (50e-6, 20e-6, True)],
+)
+def test_dispatch_is_not_taken_for_a_wrong_choice(ours, theirs, slow):
+    seconds = {"auto": ours, "reference": theirs}
+    row = {"seconds": seconds, "best_of_pytorch": "reference", "ratio": theirs / ours}
+    assert auto.is_slow(row) is slow
 
 
 # Tuning ---------------------------------------------------------------------------------------------------
@@ -613,262 +600,26 @@ def test_candidates_and_their_combination():
 
 
 def test_the_kernel_of_a_job_is_told_by_its_name():
-    def _attention_bwd_kernel():
-        pass
-
-    launch = machine.Launch(_attention_bwd_kernel, (1,), {}, {})
-    assert tune.is_of(tune.Job("attention", "stage1", "bwd"), launch)
-    assert not tune.is_of(tune.Job("attention", "stage1", "bwd_dq"), launch)
-
-
-# Tables ---------------------------------------------------------------------------------------------------
-
-
-def row(contender, seconds, **facts):
-    facts = {"suite": "attention", "case": "stage1", "dtype": "bfloat16", "batch": 256} | facts
-    return {"extra_info": facts | {"contender": contender, "seconds": seconds, "share_of_ceiling": 0.5}}
-
-
-def write_results(root, *, date="2026-01-02-0304", **changes):
-    folder = root / "some-gpu" / date
-    folder.mkdir(parents=True)
-    summary = {
-        "schema": tabulate.SCHEMA,
-        "version": tabulate.VERSION,
-        "device": "Some GPU",
-        "device_type": "cuda",
-        "date": date,
-        "torch": "2.11.0",
-        "triton": "3.6.0",
-        "cuda": "13.0",
-        "threads": None,
-        "commit": 40 * "a",
-        "tiny": False,
-        "parts": {"build": {"status": "passed"}, "gpu_tests": {"status": "failed"}},
-    }
-    (folder / "summary.json").write_text(json.dumps(summary | changes))
-    model = {"suite": "model", "case": "cvt_13", "images_per_second": 1234.0, "peak_memory_bytes": 2**30}
-    suites = {
-        "attention": [row("sdpa", 3e-4), row("triton", 2e-4), {"extra_info": {}}],
-        "model": [
-            row("hf", 1e-3, **model),
-            row("compile", 2e-3, **model | {"batch": 1}),
-        ],
-    }
-    for name, benchmarks in suites.items():
-        ceilings = {"copy": 4e12, "matmul_bfloat16": 7e14}
-        (folder / f"{name}.json").write_text(json.dumps({"ceilings": ceilings, "benchmarks": benchmarks}))
-    return folder
-
-
-def test_the_page_of_results_is_what_the_json_says():
-    runs = tabulate.load(tabulate.RESULTS)
-    pyramids = tabulate.pyramids_by_device(tabulate.RESULTS)
-    others = [*map(tabulate.pyramids_of, pyramids.values()), *tabulate.variants_by_device(tabulate.RESULTS)]
-    page = tabulate.page(runs, others)
-    assert tabulate.PAGE.read_text(encoding="utf-8") == page
-    readme = tabulate.README.read_text(encoding="utf-8")
-    assert tabulate.fill_readme(readme, runs, pyramids) == readme
-    quantize = tabulate.QUANTIZE.read_text(encoding="utf-8")
-    assert tabulate.fill_quantize(quantize, tabulate.RESULTS) == quantize
-
-
-def test_tables_of_8_bit_layers(tmp_path):
-    page = f"before\n{tabulate.BEGIN}old\n{tabulate.END}after\n"
-    assert tabulate.fill_quantize(page, tmp_path) == page
-    folder = tmp_path / "some-cpu" / "2026-01-02-0304"
-    folder.mkdir(parents=True)
-    content = {
-        "schema": tabulate.QUANTIZATION_SCHEMA,
-        "version": tabulate.QUANTIZATION_VERSION,
-        "device": "Some CPU",
-        "torch": "2.13.0",
-        "threads": 2,
-        "speed": [
-            {"set": None, "batch": 8, "model": "float32", "seconds": [0.2, 0.4, 0.3]},
-            {"set": None, "batch": 8, "model": "int8 dynamic", "seconds": [0.1, 0.15, 0.2]},
-            {"set": "avx2", "batch": 8, "model": "float32", "seconds": [0.5]},
-        ],
-        "accuracy": [
-            {"model": "a", "scheme": "static", "sqnr": 33.14, "bytes": [4000, 1000]},
-            {"model": "b", "scheme": "dynamic", "sqnr": 48.0, "top1": [0.9, 0.875], "top5": [1.0, 1.0]},
-        ],
-    }
-    (folder / "quantization.json").write_text(json.dumps(content))
-    assert tabulate.fill_quantize(page, tmp_path).splitlines()[2:-2] == [
-        "",
-        "Some CPU, 2 threads, torch 2.13.0, 2026-01-02-0304:",
-        "",
-        "| instructions | batch | float32, images/s | int8 dynamic |",
-        "|---|---|---|---|",
-        "| newest | 8 | 26.7 | 2.00 × |",
-        "| `avx2` | 8 | 16 | – |",
-        "",
-        "| model | scheme | logits, dB | top-1 before and after | top-5 before and after | file |",
-        "|---|---|---|---|---|---|",
-        "| a | static | 33.1 | – | – | 0.250 of float32 |",
-        "| b | dynamic | 48.0 | 90.00%, 87.50% | 100.00%, 100.00% | – |",
-        "",
+    launch = machine.Launch(SimpleNamespace(__name__="_attention_bwd_kernel"), (1,), {}, {})
+    found = [
+        name for name in tune.KERNELS["attention"] if tune.is_of(tune.Job("attention", "", name), launch)
     ]
-    with pytest.raises(ValueError, match=r"docs/quantize.md: has no <!-- measured"):
-        tabulate.fill_quantize("", tmp_path)
+    assert found == ["bwd"]
 
 
-def test_tables(tmp_path):
-    write_results(tmp_path, date="2025-12-31-0000", device="Older run")
-    write_results(tmp_path)
-    text = tabulate.page(tabulate.load(tmp_path))
-    assert "Older run" not in text
-    assert "There are no GPU results" not in text
-    assert "**There are no CPU results yet.**" in text
-    for line in (
-        "## Some GPU",
-        "2026-01-02-0304, torch 2.11.0, triton 3.6.0, CUDA 13.0, commit aaaaaaaaa.",
-        "Ceilings: copy 4,000 GB/s, bfloat16 products 700 TFLOP/s.",
-        "Parts that did not pass: gpu_tests: failed.",
-        "| case | dtype | batch | sdpa | triton | gain |",
-        "| stage1 | bfloat16 | 256 | 300 (50%) | 200 (50%) | 1.50× |",
-        "| cvt_13 | bfloat16 | 256 | 1,234 (1,024 MiB) | – | – |",
-        "| cvt_13 | bfloat16 | 1 | – | 1,234 (1,024 MiB) | – |",
-    ):
-        assert line in text.splitlines()
-    assert "### Linear layers" not in text
+# Variants -------------------------------------------------------------------------------------------------
 
 
-def test_host_time_is_told_per_operator():
-    facts = {"suite": "host", "seconds": 1.5e-3}
-    assert tabulate.cell(facts) == "1,500"
-    assert tabulate.cell(facts | {"operators": 30}) == "1,500 (30 operators, 50 each)"
+def test_a_section_that_raises_costs_no_other_its_rows(tmp_path, monkeypatch):
+    def raising(tiny):
+        raise RuntimeError("no good")
 
-
-def test_table_of_auto(tmp_path):
-    folder = write_results(tmp_path)
-    row = {"operator": "linear", "dtype": "float32", "direction": "forward", "batch": 8}
-    rows = [
-        row | {"case": "stage1", "chosen": "reference", "ratio": 0.98},
-        row | {"case": "stage1, fc2", "chosen": "convolution", "ratio": 1.5},
-        row | {"case": "stage2, fc1", "chosen": "convolution", "ratio": 1.1},
-        row | {"case": "stage1", "chosen": "native", "ratio": 2.0, "operator": "attention"},
-    ]
-    report = {"schema": tabulate.AUTO_SCHEMA, "version": tabulate.AUTO_VERSION, "calls": 5, "rows": rows}
-    (folder / "auto.json").write_text(json.dumps(report))
-    lines = tabulate.page(tabulate.load(tmp_path)).splitlines()
-    at = lines.index("### `auto` beside PyTorch's own")
-    assert lines[at + 2].startswith("4 of 5 calls")
-    assert lines[at + 4 : at + 8] == [
-        "| operator | dtype | calls | `auto` took | median | worst |",
-        "|---|---|---|---|---|---|",
-        "| `attention` | float32 | 1 | native 1 | 2.00 | 2.00 (stage1, forward, batch 8) |",
-        "| `linear` | float32 | 3 | convolution 2, reference 1 | 1.10 | 0.98 (stage1, forward, batch 8) |",
-    ]
-    (folder / "auto.json").write_text(json.dumps(report | {"version": 0}))
-    with pytest.raises(ValueError, match="got version 0, expected 1"):
-        tabulate.load(tmp_path)
-
-
-def bench_file(path, **peaks):
-    """Writes a file of ``cvt bench``: hf, and cvt, which is twice as fast."""
-    rows = [
-        {
-            "contender": key,
-            "seconds": seconds,
-            "peak_bytes": peaks.get(key),
-            "parity": {"error": 0.0, "largest": 1.0, "top5": 5, "of": 5, "gradient_error": None},
-        }
-        for key, seconds in {"hf": [2.0, 4.0, 6.0, 8.0], "cvt": [1.0, 2.0, 3.0, 4.0]}.items()
-    ]
-    config = {
-        "model": "cvt_13",
-        "weights": "random weights",
-        "image_size": 224,
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": 2,
-        "train": False,
-        "rounds": 4,
-    }
-    results = {
-        "schema": bench_results.SCHEMA,
-        "version": bench_results.VERSION,
-        "date": "2026-01-02T03:04:05+00:00",
-        "config": config,
-        "machine": {"cpu": "Some CPU", "gpus": []},
-        "versions": {"torch": "2.13.0"},
-        "contenders": {key: {"about": key, "ours": key == "cvt", "note": None} for key in ("hf", "cvt")},
-        "batches": [{"batch_size": 8, "rows": rows}],
-    }
-    bench_results.write(results, path)
-
-
-def test_tables_of_cvt_bench(tmp_path, capsys):
-    folder = write_results(tmp_path, device_type="cpu", cuda=None, threads=2)
-    bench_file(folder / "bench.json", hf=1000, cvt=410)
-    bench_file(folder / "bench_bfloat16.json")
-    lines = tabulate.page(tabulate.load(tmp_path)).splitlines()
-    assert "### Beside Hugging Face's model" in lines
-    heading = "cvt_13, random weights, 224×224, float32 on cpu, 2 threads, forward, 4 rounds:"
-    assert lines.count(heading) == 2
-    for line in (
-        "| batch | contender | images/s | × hf | memory, of hf's |",
-        "| 8 | `hf` | 1.6 | 1 | 1.00 |",
-        "| 8 | `cvt` | 3.2 | 2.00 (2.00–2.00) | 0.41 |",
-        "| 8 | `cvt` | 3.2 | 2.00 (2.00–2.00) | – |",
-    ):
-        assert line in lines
-    readme, page = tmp_path / "README.md", tmp_path / "page.md"
-    arguments = ["--results", str(tmp_path), "--page", str(page), "--readme", str(readme)]
-    readme.write_text(f"before\n{tabulate.BEGIN}old\n{tabulate.END}after\n")
-    assert tabulate.main(arguments) == 0
-    assert readme.read_text().splitlines() == [
-        "before",
-        tabulate.BEGIN.strip(),
-        "|  | batch | Hugging Face's, images/s | `torch.compile` | accelerated | with `freeze=False` "
-        "| `cvt` | memory of `cvt` |",
-        "|---|---|---|---|---|---|---|---|",
-        "| float32, inference | 8 | 1.6 | – | – | – | 2.00 × | 0.41 |",
-        "| float32, inference | 8 | 1.6 | – | – | – | 2.00 × | – |",
-        tabulate.END.strip(),
-        "after",
-    ]
-    bench = json.loads((folder / "bench.json").read_text())
-    rows, product = bench["batches"][0]["rows"], {"n": 8, "operations": 1024, "seconds": [1.0, 2.0, 3.0, 4.0]}
-    bench["batches"][0] |= {"operations": 512, "product": product}
-    rows += [{**rows[1], "contender": name} for name in ("compile", "accelerate-frozen")]
-    bench["contenders"] |= dict.fromkeys(("compile", "accelerate-frozen"), bench["contenders"]["cvt"])
-    (folder / "bench.json").write_text(json.dumps(bench))
-    (run,) = tabulate.load(tmp_path)
-    lines = tabulate.page([run]).splitlines()
-    assert "| batch | contender | images/s | × hf | × compile | % of product | memory, of hf's |" in lines
-    assert "| 8 | `hf` | 1.6 | 1 | 0.50 (0.50–0.50) | 25 | 1.00 |" in lines
-    assert "| 8 | `compile` | 3.2 | 2.00 (2.00–2.00) | 1 | 50 | 0.41 |" in lines
-    assert any(line.startswith("% of product: of the rate of a matrix product of 8×8×8") for line in lines)
-    assert " with `freeze=False` |" in tabulate.readme_table(run)
-    alone = {"hf": {"seconds": [1.0], "peak_bytes": 1000}}  # another failed
-    assert tabulate.share_of_memory(alone, "cvt") == tabulate.times_as_fast(alone, "cvt") == "–"
-    readme.write_text("no marks\n")
-    assert tabulate.main(arguments) == 2
-    assert "README.md: has no <!-- measured" in capsys.readouterr().err
-
-
-def test_a_damaged_file_of_cvt_bench(tmp_path, capsys):
-    folder = write_results(tmp_path)
-    (folder / "bench.json").write_text("{}")
-    assert tabulate.main(["--results", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 2
-    assert "bench.json has schema None" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [({"version": 2}, "got version 2, expected 1"), ({"tiny": True}, "rehearsal"), (None, "is not JSON")],
-)
-def test_results_that_cannot_be_used(tmp_path, capsys, changes, complaint):
-    folder = write_results(tmp_path, **changes or {})
-    if changes is None:
-        (folder / "attention.json").write_text("[")
-    page = tmp_path / "results.md"
-    assert tabulate.main(["--results", str(tmp_path), "--page", str(page)]) == 2
-    error = capsys.readouterr().err
-    assert complaint in error
-    assert str(folder) in error
-    assert error.count("\n") == 1
-    assert not page.exists()
+    rows = [{"batch": 2, "images/s": 1.5, "a": None}]
+    path = tmp_path / "variants.json"
+    monkeypatch.setattr(variants, "SECTIONS", {"first": raising, "second": lambda tiny: rows})
+    monkeypatch.setattr(sys, "argv", ["benchmarks.variants", str(path), "--tiny"])
+    assert variants.main() == 1
+    report = tabulate.read(path, variants.SCHEMA, variants.VERSION)
+    assert (variants.SCHEMA, variants.VERSION) == (tabulate.VARIANTS_SCHEMA, tabulate.VARIANTS_VERSION)
+    assert report["sections"] == {"second": rows}
+    assert report["failures"] == {"first": "RuntimeError: no good"}

@@ -20,6 +20,7 @@ CALLS = {
     "convolve(4, 5, padding=2**62)": "geometry: got a padding of 4611686018427387904",
     "convolve(4, 5, dilation=2**62)": "geometry: got a dilation of 4611686018427387904",
     "ops.depthwise_conv_gelu(zeros(1, 0, 8), 2**32, 2**32, zeros(8, 1, 3, 3), None, 'none')": "height and",
+    "ops.gelu_quantize(wide(3, 2**61), None, 'tanh', None)": "x: got 3 · 2305843009213693952",
     "transform(2**32, 2**32)": "height and width: got 4294967296 · 4294967296",
     "transform(1, 1, scores=True)": "scores: got",
     "reduce(2**32, 2**32)": "height and width: got 4294967296 · 4294967296",

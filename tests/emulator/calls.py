@@ -28,16 +28,10 @@ def _call(function: Callable[..., Any], *args: Any, precision: str = "ieee", **k
     return Call(tests.Case(lambda: function(*args, **kwargs), ""), precision=precision)
 
 
-def _project_only(grid: tuple[int, int], channels: int, dtype: Any) -> Any:
-    x = tests.randn(2, 1 + grid[0] * grid[1], channels, dtype=dtype)
+def _project_only(grid: tuple[int, int], channels: int, dtype: Any, batch: int = 2, tokens: int = 1) -> Any:
+    x = tests.randn(batch, tokens + grid[0] * grid[1], channels, dtype=dtype)
     convs = [tests.random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in (1, 2, 2)]
     return tests.ck.conv_projection(x, grid, convs, training=False)
-
-
-def _project_serving(size: int, channels: int) -> Any:
-    x = tests.randn(1, size * size, channels, dtype=BFLOAT16)
-    convs = [tests.random_conv(channels, dtype=BFLOAT16, stride=s, padding=1) for s in (1, 2, 2)]
-    return tests.ck.conv_projection(x, (size, size), convs, training=False)
 
 
 def _attend_serving(queries: int, keys: int, heads: int) -> Any:
@@ -50,14 +44,12 @@ def _of_cvt_13() -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for stage, (size, heads) in enumerate(((56, 1), (28, 3), (14, 6)), 1):
         tokens, keys, channels = size**2, (size // 2) ** 2, 64 * heads
-        settings = {"dtype": BFLOAT16}
+        hidden, grid, settings = 4 * channels, (size, size), {"dtype": BFLOAT16}
         calls |= {
             f"stage {stage}: attention": _call(_attend_serving, tokens, keys, heads),
-            f"stage {stage}: projection": _call(_project_serving, size, channels),
-            f"stage {stage}: linear_gelu": _call(
-                tests.linear_gelu, tokens, channels, 4 * channels, **settings
-            ),
-            f"stage {stage}: linear_add": _call(tests.linear_add, tokens, 4 * channels, channels, **settings),
+            f"stage {stage}: projection": _call(_project_only, grid, channels, BFLOAT16, 1, 0),
+            f"stage {stage}: linear_gelu": _call(tests.linear_gelu, tokens, channels, hidden, **settings),
+            f"stage {stage}: linear_add": _call(tests.linear_add, tokens, hidden, channels, **settings),
         }
     mlp = {"stage 1: layer_norm_mlp": _call(tests.mlp, 3136, 64, 256, BFLOAT16)}
     embedding = {"stage 1: embedding": _call(tests.embed, (3, 64), 7, 4, (224, 224), dtype=BFLOAT16)}

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import math
 import struct
-import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -47,17 +46,13 @@ class Ran(NamedTuple):
 
     Attributes:
         kernel: The name of the kernel.
-        grid: Its programs.
         program: The kernel, decoded.
         result: What the run did.
-        seconds: How long it took, without compiling.
     """
 
     kernel: str
-    grid: tuple[int, ...]
     program: Program
     result: Result
-    seconds: float
 
 
 class Runner:
@@ -97,15 +92,12 @@ class Runner:
             for parameter in launch.kernel.params
             for part in _bytes(launch.arguments[parameter.name], kernel.signature[parameter.name], boxes)
         ]
-        arguments += [bytes(8)] * (
-            len(program.parameters) - len(arguments)
-        )  # scratch memory, of which there is none
-        start = time.perf_counter()
-        result = program.run(
-            launch.grid, arguments, _regions(launch), compiled.metadata.shared, **self._order
-        )
+        scratch = len(program.parameters) - len(arguments)  # memory that no kernel asks for
+        arguments += [bytes(8)] * scratch
+        shared = compiled.metadata.shared
+        result = program.run(launch.grid, arguments, _regions(launch), shared, **self._order)
         name = kernel.name.removeprefix("_").removesuffix("_kernel")
-        self.ran.append(Ran(name, launch.grid, program, result, time.perf_counter() - start))
+        self.ran.append(Ran(name, program, result))
 
 
 def _bytes(value: Any, kind: Any, boxes: Iterator[dict[str, Any]]) -> Iterator[bytes]:

@@ -21,60 +21,22 @@ _BRANCH, _RETURN, _BARRIER = -1, -2, -3  # as ``enum Control`` of run.cpp
 
 _UNSIGNED = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 _BITS = {
-    **_UNSIGNED,
-    "f16": "u16",
-    "bf16": "u16",
-    "f32": "u32",
-    "f16x2": "u32",
-    "bf16x2": "u32",
-    "f64": "u64",
-}
+    **_UNSIGNED, "f16": "u16", "bf16": "u16", "f32": "u32", "f16x2": "u32", "bf16x2": "u32", "f64": "u64",
+}  # fmt: skip
 _SPECIAL = {
     f"%{name}.{axis}": 3 * i + j
     for i, name in enumerate(("tid", "ctaid", "ntid", "nctaid"))
     for j, axis in enumerate("xyz")
 } | {"%laneid": 12, "%warpid": 13}
 _DROPPED = {"approx", "full", "rn"}
-_INTEGER = [
-    "add",
-    "sub",
-    "mul",
-    "mad",
-    "div",
-    "rem",
-    "min",
-    "max",
-    "and",
-    "or",
-    "xor",
-    "not",
-    "neg",
-    "abs",
-    "shl",
-    "shr",
-    "bfe",
-    "popc",
-    "clz",
-]
-_FLOAT = [
-    "add",
-    "sub",
-    "mul",
-    "fma",
-    "div",
-    "min",
-    "max",
-    "neg",
-    "abs",
-    "rcp",
-    "sqrt",
-    "rsqrt",
-    "ex2",
-    "lg2",
-    "sin",
-    "cos",
-    "tanh",
-]
+_INTEGER = (
+    "add", "sub", "mul", "mad", "div", "rem", "min", "max", "and", "or", "xor", "not", "neg", "abs", "shl",
+    "shr", "bfe", "popc", "clz",
+)  # fmt: skip
+_FLOAT = (
+    "add", "sub", "mul", "fma", "div", "min", "max", "neg", "abs", "rcp", "sqrt", "rsqrt", "ex2", "lg2",
+    "sin", "cos", "tanh",
+)  # fmt: skip
 _COMPARISON = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
@@ -336,19 +298,11 @@ class Kernel:
             case ["mov", _]:
                 return self._move(bits, x)
             case ["and" | "or" | "xor" | "not", "pred"]:
-                return (
-                    ".".join(op),
-                    [self._register(x[0]), *(2 * [self._value(t, "pred") for t in x[1:]])[:2]],
-                    0,
-                    0,
-                )
+                operands = 2 * [self._value(t, "pred") for t in x[1:]]
+                return ".".join(op), [self._register(x[0]), *operands[:2]], 0, 0
             case ["selp", _]:
-                return (
-                    f"selp.{bits}",
-                    [*(self._value(t, bits) for t in x[:3]), self._value(x[3], "pred")],
-                    0,
-                    0,
-                )
+                operands = [*(self._value(t, bits) for t in x[:3]), self._value(x[3], "pred")]
+                return f"selp.{bits}", operands, 0, 0
             case ["setp", comparison, *_]:
                 comparison = _COMPARISON.get(comparison, comparison)
                 if len(x) != 3 or "|" in x[0] or not set(op[2:-1]) <= {"ftz"}:
@@ -366,20 +320,12 @@ class Kernel:
                 return "lop3.u32", [self._value(t) for t in x[:4]], int(x[4], 0), 0
             case ["shfl", "sync", mode, "b32"]:
                 data, _, inside = x[0].partition("|")
-                return (
-                    f"shfl.{mode}",
-                    [self._register(data), self._register(inside or "_"), *map(self._value, x[1:])],
-                    0,
-                    0,
-                )
+                results = [self._register(data), self._register(inside or "_")]
+                return f"shfl.{mode}", [*results, *map(self._value, x[1:])], 0, 0
             case ["vote", "sync", mode, _]:
                 source = self._value(x[1].lstrip("!"), "pred")
-                return (
-                    f"vote.{mode}",
-                    [self._register(x[0]), source, self._value(x[2])],
-                    0,
-                    int(x[1][0] == "!"),
-                )
+                operands = [self._register(x[0]), source, self._value(x[2])]
+                return f"vote.{mode}", operands, 0, int(x[1][0] == "!")
             case ["redux", "sync", mode, _]:
                 return f"redux.{mode}.{bits}", [self._value(t) for t in x], 0, 0
             case ["ldmatrix" | "stmatrix", "sync", "aligned", "m8n8", count, *_]:
@@ -404,12 +350,8 @@ class Kernel:
                 where = len(self._pool)
                 self._pool += self._vector(x[0]) + (self._vector(x[1]) if in_registers else [])
                 descriptor = 0 if in_registers else self._value(x[1], "u64")
-                return (
-                    f"wgmma.{numbers}",
-                    [descriptor, self._value(x[2], "u64"), self._value(x[3], "pred")],
-                    columns | flags,
-                    where,
-                )
+                operands = [descriptor, self._value(x[2], "u64"), self._value(x[3], "pred")]
+                return f"wgmma.{numbers}", operands, columns | flags, where
             case ["wgmma", "fence", *_]:
                 return None
             case ["wgmma", "commit_group", *_]:
@@ -434,20 +376,11 @@ class Kernel:
         if vector.startswith("{"):
             names = vector.strip("{} ").split(",")
             part = f"u{int(bits[1:]) // len(names)}"
-            registers = self._vector(vector, part)
+            registers, whole = self._vector(vector, part), self._value(other, bits)
+            names_of_both = f"{bits.replace('s', 'u')}.{part}"
             if vector == x[0]:
-                return (
-                    f"unpack.{bits.replace('s', 'u')}.{part}",
-                    [*registers, self._value(other, bits)],
-                    len(names),
-                    0,
-                )
-            return (
-                f"pack.{bits.replace('s', 'u')}.{part}",
-                [self._value(other, bits), *registers],
-                len(names),
-                0,
-            )
+                return f"unpack.{names_of_both}", [*registers, whole], len(names), 0
+            return f"pack.{names_of_both}", [whole, *registers], len(names), 0
         name = "mov.word" if bits in ("u32", "s32") else f"mov.{bits}"
         return name, [self._value(t, bits) for t in x], 0, 0
 

@@ -44,18 +44,31 @@ COPY = """
 """
 
 
-def _reverse(ptx):
-    """Runs COPY, which reverses 64 numbers and stores 60; returns what it stored and the faults."""
-    x, y = np.arange(64, dtype=np.int32), np.zeros(60, np.int32)
-    regions = [Region(each.ctypes.data, np.ones(each.nbytes, np.uint8)) for each in (x, y)]
-    arguments = [struct.pack("q", each.ctypes.data) for each in (x, y)]
-    return y, Program(ptx).run((1,), arguments, regions, 256).faults
+def _pointer(address):
+    return struct.pack("q", address)
+
+
+def _copy(ptx, shift=0, shared=256, seed=0):
+    """Runs COPY on memory `shift` bytes behind a multiple of 64; returns the numbers, kernel and result."""
+    x, y = torch.arange(80, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
+    addresses = [each.data_ptr() + shift for each in (x, y)]
+    regions = [
+        Region(address, np.ones(4 * size, np.uint8))
+        for address, size in zip(addresses, (64, 60), strict=True)
+    ]
+    program = Program(ptx)
+    result = program.run((1,), list(map(_pointer, addresses)), regions, shared, seed=seed)
+    return y.tolist()[shift // 4 :][:60], program, result
+
+
+def _kinds(result):
+    return {fault.kind for fault in result.faults}
 
 
 def test_a_kernel_without_faults_runs():
-    y, faults = _reverse(COPY)
-    assert y.tolist() == list(range(63, 3, -1))
-    assert faults == []
+    numbers, _, result = _copy(COPY)
+    assert numbers == list(range(63, 3, -1))
+    assert result.faults == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +82,7 @@ def test_a_kernel_without_faults_runs():
     ids=["race", "bounds", "uninitialized", "divergent"],
 )
 def test_a_fault_is_found(old, new, kind):
-    assert kind in {fault.kind for fault in _reverse(COPY.replace(old, new))[1]}
+    assert kind in _kinds(_copy(COPY.replace(old, new))[2])
 
 
 #: The first warp asks for 16 rows of 32 numbers, and all wait; each thread stores the first of a row.
@@ -110,20 +123,18 @@ again:
 
 
 def _first_of_rows(ptx):
-    """Runs BOX on 12 rows of 64 numbers, fewer than the box has; returns what it stored and the faults."""
-    x, y = torch.arange(1, 1 + 12 * 64, dtype=torch.int32).view(12, 64), np.full(16, -1, np.int32)
-    regions = [
-        Region(x.data_ptr(), np.ones(4 * x.numel(), np.uint8)),
-        Region(y.ctypes.data, np.ones(64, np.uint8)),
-    ]
-    arguments = [tensor_map(x, [16, 32], swizzle=0), struct.pack("q", y.ctypes.data)]
-    return y, Program(ptx).run((1,), arguments, regions, 2056).faults
+    """Runs BOX on 12 rows of 64 numbers, fewer than the box has; returns what it stored and the result."""
+    x, y = torch.arange(1, 1 + 12 * 64, dtype=torch.int32).view(12, 64), torch.full((16,), -1).int()
+    regions = [Region(each.data_ptr(), np.ones(each.nbytes, np.uint8)) for each in (x, y)]
+    arguments = [tensor_map(x, [16, 32], swizzle=0), _pointer(y.data_ptr())]
+    result = Program(ptx).run((1,), arguments, regions, 2056)
+    return y.tolist(), result
 
 
 def test_a_bulk_copy_fills_its_box():
-    y, faults = _first_of_rows(BOX)
-    assert faults == []
-    assert y.tolist() == [*range(1, 1 + 12 * 64, 64), 0, 0, 0, 0]
+    numbers, result = _first_of_rows(BOX)
+    assert result.faults == []
+    assert numbers == [*range(1, 1 + 12 * 64, 64), 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -142,39 +153,31 @@ def test_a_bulk_copy_fills_its_box():
     ids=["wait", "no wait", "no copy", "too many bytes", "unaligned"],
 )
 def test_a_fault_of_a_bulk_copy_is_found(old, new, kind):
-    kinds = " ".join(fault.kind for fault in _first_of_rows(BOX.replace(old, new))[1])
+    kinds = " ".join(_kinds(_first_of_rows(BOX.replace(old, new))[1]))
     assert kind in kinds if kind else not kinds
 
 
-def _run_on_new(ptx, shift=0, shared=256, seed=0):
-    """Runs COPY from one tensor to another, both of them `shift` bytes behind a multiple of 64 bytes."""
-    x, y = torch.arange(80, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
-    regions = [Region(each.data_ptr(), np.ones(320, np.uint8)) for each in (x, y)]
-    arguments = [struct.pack("q", each.data_ptr() + shift) for each in (x, y)]
-    program = Program(ptx)
-    result = program.run((1,), arguments, regions, shared, seed=seed)
-    return y, program.traffic_of(result, "global"), program.traffic_of(result, "shared")
+def _traffic(ptx, **settings):
+    _, program, result = _copy(ptx, **settings)
+    return [program.traffic_of(result, space) for space in ("global", "shared")]
 
 
 def test_accesses_are_counted():
     """Two warps load 128 bytes each, store and load them in shared memory, and store 128 and 112 bytes."""
-    _, of_global, of_shared = _run_on_new(COPY)
-    assert of_global == (4, 16, 16)
-    assert of_shared == (4, 4, 4)
-    assert _run_on_new(COPY, shift=4)[1] == (4, 19, 16)  # five sectors, where it is not the 112 bytes
+    assert _traffic(COPY) == [(4, 16, 16), (4, 4, 4)]
+    assert _traffic(COPY, shift=4)[0] == (4, 19, 16)  # five sectors, where it is not the 112 bytes
 
 
 @pytest.mark.parametrize("stride", [1, 2, 32])
 def test_bank_conflicts_are_counted(stride):
     ptx = COPY.replace("shl.b32 %r3, %r1, 2;", f"mul.lo.u32 %r3, %r1, {4 * stride};")
     ptx = ptx.replace("xor.b32 %r4, %r3, 252;", "mov.b32 %r4, %r3;")
-    assert _run_on_new(ptx, shared=64 * 4 * stride)[2] == (4, 4 * stride, 4)
+    assert _traffic(ptx, shared=64 * 4 * stride)[1] == (4, 4 * stride, 4)
 
 
 def test_orders_of_warps_show_a_race():
-    raced = COPY.replace("bar.sync 0;", "")
-    assert len({tuple(_run_on_new(raced, seed=seed)[0].tolist()) for seed in range(9)}) > 1
-    assert len({tuple(_run_on_new(COPY, seed=seed)[0].tolist()) for seed in range(9)}) == 1
+    for ptx, count in ((COPY.replace("bar.sync 0;", ""), 2), (COPY, 1)):
+        assert min(2, len({tuple(_copy(ptx, seed=seed)[0]) for seed in range(9)})) == count
 
 
 def test_unknown_ptx_raises_with_its_line():
@@ -183,26 +186,27 @@ def test_unknown_ptx_raises_with_its_line():
 
 
 def _emulate(*options):
-    """Returns the process of ``python -m tests.emulator``, and the calls that it speaks of."""
+    """Returns the process of ``python -m tests.emulator``."""
     command = [sys.executable, "-m", "tests.emulator", *options]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    return child, set(re.findall(r"^(\S.*?): (?:ok|FAILED|unsupported): ", child.stdout, re.MULTILINE))
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
 
 
-def _assert_good(options, names):
-    child, told = _emulate(*options)
-    assert told == set(names), child.stderr[-2000:]
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (SMOKE, SMOKE),
+        pytest.param(["--arch", "90", *SMOKE_90], SMOKE_90, marks=pytest.mark.slow),
+        pytest.param([], CALLS, marks=pytest.mark.slow),
+        pytest.param(["--arch", "90"], CALLS, marks=pytest.mark.slow),
+    ],
+    ids=["smoke", "smoke of sm_90", "all", "all of sm_90"],
+)
+def test_calls_are_right(options, names):
+    child = _emulate(*options)
+    told = re.findall(r"^(\S.*?): (?:ok|FAILED|unsupported): ", child.stdout, re.MULTILINE)
+    assert set(told) == set(names), child.stderr[-2000:]
     assert child.returncode == 0, child.stdout
-
-
-def test_smoke_part_of_the_calls_is_right():
-    _assert_good(SMOKE, SMOKE)
-
-
-@pytest.mark.slow
-def test_bulk_copies_and_products_of_four_warps_are_right():
-    _assert_good(["--arch", "90", *SMOKE_90], SMOKE_90)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -218,14 +222,8 @@ def test_every_counted_call_has_a_budget_that_can_be_exceeded(arch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["80", "90"])
-def test_all_calls_are_right(arch):
-    _assert_good([] if arch == "80" else ["--arch", arch], CALLS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["80", "90"])
 def test_planted_faults_are_noticed(arch):
-    child, _ = _emulate("--arch", arch, "--plant", "5")
+    child = _emulate("--arch", arch, "--plant", "5")
     assert child.returncode == 0, child.stdout + child.stderr[-2000:]
     noticed = int(re.search(r"^(\d+) of \d+ that change anything", child.stdout, re.MULTILINE)[1])
     assert noticed > 100

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from cvt_kernels import tables
 
-from .worker import Answer, Ask
+from .worker import Ask
 
 _SHRUNK = 2  # how many failures of a kind are shrunk
 
@@ -51,49 +52,38 @@ Simplify = Callable[[str], Iterable[str]]
 
 
 def search(
-    subject: str,
-    lines: Iterator[str],
-    ask: Ask,
-    simplify: Simplify,
-    *,
-    cases: int | None,
+    subject: str, lines: Iterator[str], ask: Ask, simplify: Simplify, *, cases: int | None,
     seconds: float | None,
-) -> Figures:
-    """Tries cases until there were so many, or so long.
+) -> Figures:  # fmt: skip
+    """Tries cases until there were so many, or so long; None is for no end.
 
     Args:
         subject: The name for the figures.
         lines: The cases.
         ask: Tries one.
         simplify: Names simpler ones, for shrinking.
-        cases: How many; None for no end.
-        seconds: How long; None for no end.
+        cases: How many.
+        seconds: How long.
     """
-    figures, kinds = Figures(subject), dict[str, int]()
+    figures, kinds = Figures(subject), Counter[str]()
     for line in lines:
-        if (cases is not None and figures.cases >= cases) or (
-            seconds is not None and figures.seconds >= seconds
-        ):
+        if cases is not None and figures.cases >= cases:
+            break
+        if seconds is not None and figures.seconds >= seconds:
             break
         started = time.perf_counter()
         answer = ask(line)
         figures.seconds += time.perf_counter() - started
-        _count(figures, line, answer, kinds, ask, simplify)
+        figures.cases += 1
+        figures.refused += not answer.served
+        figures.worst_ratio = max(figures.worst_ratio, answer.ratio)
+        figures.failed += bool(answer.flaws)
+        for flaw in answer.flaws:
+            kind = kind_of(flaw)
+            kinds[kind] += 1
+            if kinds[kind] <= _SHRUNK:
+                figures.failures.append(Failure(line, flaw, shrunk(line, flaw, ask, simplify)))
     return figures
-
-
-def _count(
-    figures: Figures, line: str, answer: Answer, kinds: dict[str, int], ask: Ask, simplify: Simplify
-) -> None:
-    figures.cases += 1
-    figures.refused += not answer.served
-    figures.worst_ratio = max(figures.worst_ratio, answer.ratio)
-    figures.failed += bool(answer.flaws)
-    for flaw in answer.flaws:
-        kind = kind_of(flaw)
-        kinds[kind] = kinds.get(kind, 0) + 1
-        if kinds[kind] <= _SHRUNK:
-            figures.failures.append(Failure(line, flaw, shrunk(line, flaw, ask, simplify)))
 
 
 def kind_of(flaw: str) -> str:
@@ -103,13 +93,10 @@ def kind_of(flaw: str) -> str:
 
 def shrunk(line: str, flaw: str, ask: Ask, simplify: Simplify) -> str:
     """Returns the simplest case found that has a flaw of the same kind."""
-    kind, shrinks = kind_of(flaw), True
-    while shrinks:
-        shrinks = False
-        for simpler in simplify(line):
-            if any(kind_of(each) == kind for each in ask(simpler).flaws):
-                line, shrinks = simpler, True
-                break
+    kind = kind_of(flaw)
+    for simpler in simplify(line):
+        if any(kind_of(each) == kind for each in ask(simpler).flaws):
+            return shrunk(simpler, flaw, ask, simplify)
     return line
 
 

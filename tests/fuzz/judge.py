@@ -24,6 +24,8 @@ from .cases import Case
 from .operators import Made, make
 from .worker import Answer
 
+#: A result, and what it would be exactly.
+_Pair = tuple[Tensor, Tensor]
 #: What serves the parts of operators that are made of others.
 _PARTS = ("native", "reference")
 _SLACK_OF_PYTORCHS = 8.0  # more than that of ours, since their faults are not ours to mend
@@ -131,8 +133,7 @@ def _standard(plain: Any, oracle: Any, made: Made, same: Results, douts: list[Te
             return changed
 
         call = made.call.map(change)
-        exact = run(proofs._in_float64, call)
-        return proofs.run(plain, call, douts), exact
+        return proofs.run(plain, call, douts), run(proofs._in_float64, call)
 
     return _Standards(same, run(proofs._in_float64), nudged, beside)
 
@@ -161,8 +162,7 @@ def _judge_backend(
     case: Case, made: Made, name: str, douts: list[Tensor], standards: list[_Standards]
 ) -> tuple[str | None, float]:
     """Returns what is wrong with a backend, and its largest error as a part of what is allowed."""
-    public = functools.partial(call_public, case.subject)
-    threads = case.settings["threads"]
+    public, threads = functools.partial(call_public, case.subject), case.settings["threads"]
     try:
         with backends.use_backend(name, *_PARTS):
             torch.set_num_threads(1)
@@ -300,9 +300,7 @@ def _ignored(case: Case, made: Made, standard: _Standards, floor: float) -> Tens
     return None
 
 
-def _other_standards(
-    standard: _Standards, coarsely: bool, kind: str, i: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _other_standards(standard: _Standards, coarsely: bool, kind: str, i: int) -> Iterator[_Pair]:
     """Yields pairs whose difference is allowed as well, since PyTorch's error may be small by luck.
 
     They are the exact results of arguments that are off by roundings and of the arguments themselves; and
@@ -311,25 +309,16 @@ def _other_standards(
     exact = getattr(standard.exact, kind)[i]
     for seed in range(_NUDGES):
         yield getattr(standard.nudged(coarsely, seed), kind)[i], exact
-        near, near_exact = (getattr(run, kind)[i] for run in standard.beside(seed))
-        yield near, near_exact
+        same, right = standard.beside(seed)
+        yield getattr(same, kind)[i], getattr(right, kind)[i]
 
 
 def _judge_tensor(
-    rule: _Rule,
-    mine: Tensor,
-    same: Tensor,
-    exact: Tensor,
-    others: Callable[[], Iterator[tuple[Tensor, Tensor]]],
+    rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, others: Callable[[], Iterator[_Pair]]
 ) -> tuple[str | None, float]:
     """Returns what is wrong with one result, and its error as a part of what is allowed.
 
-    Args:
-        rule: What the rule depends on.
-        mine: The result.
-        same: PyTorch's in the same dtype.
-        exact: The one in float64.
-        others: Computes pairs of results whose difference is allowed as well.
+    ``others`` computes pairs of results whose difference is allowed as well.
     """
     if not mine.is_floating_point() and mine.dtype != torch.int8:
         return (None, 0.0) if torch.equal(mine, same) else ("is another number than PyTorch's", 0.0)
@@ -339,9 +328,8 @@ def _judge_tensor(
     error = _error(rule, mine, same, exact, finite)
     for near, near_exact in () if error.passed else others():
         near = near if near.dtype == mine.dtype else accuracy.rounded(near, mine.dtype)
-        allowed = _error(
-            rule, near, near, near_exact, finite & near.isfinite() & near_exact.isfinite()
-        ).allowed
+        both = finite & near.isfinite() & near_exact.isfinite()
+        allowed = _error(rule, near, near, near_exact, both).allowed
         error = error._replace(allowed=max(error.allowed, allowed))
         if error.passed:
             break

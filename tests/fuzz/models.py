@@ -54,10 +54,12 @@ def _scale_output(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 # Changes of a model ---------------------------------------------------------------------------------------
-# Each is made of the model and of its twin, with equal random numbers, and returns the model from then on.
+# Each is made of the model and of its twin, with equal random numbers; one that returns a model replaces it.
+
+_Change = Callable[[nn.Module, random.Random], nn.Module | None]
 
 
-def _part(model: nn.Module, source: random.Random, *kinds: type, needs: str = "weight") -> nn.Module:
+def _part(model: nn.Module, source: random.Random, *kinds: type, needs: str = "weight") -> Any:
     """Returns a part with a plain parameter of its own."""
     parts = [
         m for m in model.modules() if type(m) in (kinds or _PARTS) and m._parameters.get(needs) is not None
@@ -65,31 +67,35 @@ def _part(model: nn.Module, source: random.Random, *kinds: type, needs: str = "w
     return source.choice(parts)
 
 
+def _places(model: nn.Module, part: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns the parents and names of the parts of one kind with a weight of one shape."""
+    return [(parent, name) for parent in model.modules() for name, m in parent._modules.items()
+            if type(m) is type(part) and m._parameters.get("weight") is not None
+            and m.weight.shape == part.weight.shape]  # fmt: skip
+
+
 def _parameter(model: nn.Module, source: random.Random) -> nn.Parameter:
     return source.choice(list(model.parameters()))
 
 
-def _factors(tensor: Tensor, source: random.Random) -> Tensor:
-    """Returns numbers between 0.7 and 1.3 of the shape of a tensor."""
-    generator = torch.Generator().manual_seed(source.randrange(2**31))
-    return (0.7 + 0.6 * torch.rand(tensor.shape, generator=generator)).to(tensor.dtype)
-
-
 def _changed(tensor: Tensor, source: random.Random) -> Tensor:
-    return tensor.detach() * _factors(tensor, source)
+    """Returns a tensor whose numbers are multiplied by ones between 0.7 and 1.3."""
+    generator = torch.Generator().manual_seed(source.randrange(2**31))
+    factors = 0.7 + 0.6 * torch.rand(tensor.shape, generator=generator)
+    return tensor.detach() * factors.to(tensor.dtype)
 
 
+@torch.no_grad()
 def _in_place(model: nn.Module, source: random.Random) -> None:
     parameter = _parameter(model, source)
-    with torch.no_grad():
-        parameter.mul_(_factors(parameter, source))
+    parameter.copy_(_changed(parameter, source))
 
 
 def _buffer_in_place(model: nn.Module, source: random.Random) -> None:
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     if buffers:
         buffer = source.choice(buffers)
-        buffer.mul_(_factors(buffer, source))
+        buffer.copy_(_changed(buffer, source))
 
 
 def _load(model: nn.Module, source: random.Random) -> None:
@@ -114,11 +120,11 @@ def _replace_buffer(model: nn.Module, source: random.Random) -> None:
 def _replace_module(model: nn.Module, source: random.Random) -> None:
     part = copy.deepcopy(_part(model, source))
     with torch.no_grad():
-        part.weight.mul_(_factors(part.weight, source))
-    places = [(parent, name) for parent in model.modules() for name, m in parent._modules.items()
-              if type(m) is type(part) and m._parameters.get("weight") is not None
-              and m.weight.shape == part.weight.shape and (m.bias is None) == (part.bias is None)
-              and getattr(m, "stride", 0) == getattr(part, "stride", 0)]  # fmt: skip
+        part.weight.copy_(_changed(part.weight, source))
+
+    facts = [part.bias is None, getattr(part, "stride", 0)]
+    places = [(parent, name) for parent, name in _places(model, part) for m in [parent._modules[name]]
+              if [m.bias is None, getattr(m, "stride", 0)] == facts]  # fmt: skip
     if places:
         parent, name = source.choice(places)
         parent._modules[name] = part
@@ -165,6 +171,7 @@ def _step(model: nn.Module, source: random.Random) -> None:
 
 
 def _optimizers() -> list[tuple[Any, dict[str, bool]]]:
+    """Returns every optimizer of PyTorch in each of its modes."""
     base = torch.optim.Optimizer
     kinds = {k for k in vars(torch.optim).values() if inspect.isclass(k) and issubclass(k, base)} - {base}
     modes = []
@@ -190,11 +197,7 @@ def _convert(model: nn.Module, source: random.Random) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def _copied(model: nn.Module, source: random.Random) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def _pickled(model: nn.Module, source: random.Random) -> nn.Module:
+def _pickle(model: nn.Module, source: random.Random) -> nn.Module:
     if source.random() < 0.5:
         return pickle.loads(pickle.dumps(model))
     file = io.BytesIO()
@@ -233,9 +236,8 @@ def _parametrize(model: nn.Module, source: random.Random) -> None:
 
 def _tie(model: nn.Module, source: random.Random) -> None:
     part = _part(model, source)
-    others = [m for m in model.modules() if type(m) is type(part) and m._parameters.get("weight") is not None
-              and m.weight.shape == part.weight.shape]  # fmt: skip
-    source.choice(others).weight = part.weight
+    parent, name = source.choice(_places(model, part))
+    parent._modules[name].weight = part.weight
 
 
 def _shadow(model: nn.Module, source: random.Random) -> None:
@@ -256,50 +258,20 @@ def _train_a_part(model: nn.Module, source: random.Random) -> None:
     _part(model, source).train()
 
 
-def _evaluate(model: nn.Module, source: random.Random) -> None:
-    model.eval()
+def _named(*changes: _Change) -> dict[str, _Change]:
+    return {change.__name__.removeprefix("_"): change for change in changes}
 
 
-def _release(model: nn.Module, source: random.Random) -> None:
-    ck.release_memory()
-
-
-def _threads(model: nn.Module, source: random.Random) -> None:
-    torch.set_num_threads(source.choice((1, 2)))
-
-
-def _nothing(model: nn.Module, source: random.Random) -> None:
-    pass
-
-
-_CHANGES: dict[str, Callable[[nn.Module, random.Random], nn.Module | None]] = {
-    "nothing": _nothing,
-    "step": _step,
-    "in_place": _in_place,
-    "buffer_in_place": _buffer_in_place,
-    "load": _load,
-    "replace_parameter": _replace_parameter,
-    "replace_buffer": _replace_buffer,
-    "replace_module": _replace_module,
-    "assign_data": _assign_data,
-    "write_unnoticed": _write_unnoticed,
-    "swap": _swap,
-    "convert": _convert,
-    "copy": _copied,
-    "pickle": _pickled,
-    "hook": _hook,
-    "unhook": _unhook,
-    "requires_grad": _requires_grad,
-    "mask": _mask,
-    "parametrize": _parametrize,
-    "tie": _tie,
-    "shadow": _shadow,
-    "unshadow": _unshadow,
-    "set": _set,
-    "train_a_part": _train_a_part,
-    "evaluate": _evaluate,
-    "release": _release,
-    "threads": _threads,
+_CHANGES: dict[str, _Change] = {
+    "nothing": lambda model, source: None,
+    **_named(_step, _in_place, _buffer_in_place, _load, _replace_parameter, _replace_buffer, _replace_module),
+    **_named(_assign_data, _write_unnoticed, _swap, _convert),
+    "copy": lambda model, source: copy.deepcopy(model),
+    **_named(_pickle, _hook, _unhook, _requires_grad, _mask, _parametrize, _tie, _shadow, _unshadow, _set),
+    **_named(_train_a_part),
+    "evaluate": lambda model, source: model.eval(),
+    "release": lambda model, source: ck.release_memory(),
+    "threads": lambda model, source: torch.set_num_threads(source.choice((1, 2))),
 }
 
 #: What is done besides: with the accelerated model alone, or with both in a way of its own.

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 import math
 import mmap
 import random
-import resource
-import sys
-from collections.abc import Callable, Iterator
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import machine, ops, proofs
+from cvt_kernels import backends, machine, proofs
 
-from .worker import Answer
+from .worker import Answer, limited_memory
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -47,245 +45,44 @@ _HUGE = (2**20 + 1, 2**31, 2**32, 2**40, 2**52, 2**60, 2**61, 2**62)
 
 # Right calls ----------------------------------------------------------------------------------------------
 
-
-class _Draw:
-    """Draws sizes and tensors of a call."""
-
-    def __init__(self, seed: int):
-        self.source = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        _load()
-        self.ops = torch.ops.cvt_kernels
-        self.dtype = self.source.choice(_FLOATS[:3])
-        self.any_dtype = self.source.choice(_FLOATS)
-        self.batch = self.source.choice((1, 1, 2, 3, 0))
-        self.height, self.width = self.source.choice((1, 2, 4, 5)), self.source.choice((1, 2, 4, 7))
-        self.channels = self.source.choice((1, 2, 3, 8, 16, 17, 33))
-        self.class_tokens = self.source.choice((0, 1))
-        self.activation = self.source.choice(("none", "tanh", "quick"))
-
-    @property
-    def tokens(self) -> int:
-        return self.height * self.width
-
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
-
-    def vector(self, size: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.tensor(self.channels if size is None else size, dtype=dtype).abs_()
-
-    def maybe(self, value: Any) -> Any:
-        return value if self.source.random() < 0.6 else None
-
-    def rows(self, tokens: int, count: int) -> Tensor:
-        made = torch.full((self.batch, count), -1)
-        for row in made:
-            chosen = sorted(self.source.sample(range(tokens), min(tokens, count)))
-            row[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
-        return made
-
-    def accumulator(self) -> torch.dtype:
-        return torch.float64 if self.any_dtype == torch.float64 else torch.float32
-
-    def linears(self, sizes: list[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        packed = [self.ops.pack_linear(self.tensor(*size)) for size in sizes]
-        return packed, [self.vector(outputs) for outputs, _ in sizes]
+#: The operators of the extension, as csrc/module.cpp lists them.
+OPERATORS = tuple(
+    re.findall(r'"(\w+)\(Tensor', Path(__file__).parents[2].joinpath("csrc/module.cpp").read_text("utf-8"))
+)
+_CASES = 60  # of each public operator, whose calls of the extension are the right ones
 
 
-def _layer_norm(draw: _Draw) -> list[Any]:
-    c, dtype = draw.channels, draw.any_dtype
-    x = draw.tensor(draw.batch, 5, c, dtype=dtype)
-    return [x, draw.maybe(draw.vector(dtype=dtype)), draw.maybe(draw.vector()), 1e-5, draw.activation, dtype]
+class _Recorder(TorchDispatchMode):
+    """Notes the arguments of every call of the extension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, list[list[Any]]] = {name: [] for name in OPERATORS}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.partition("::")[2]
+        if function.namespace == "cvt_kernels" and name in self.calls:
+            self.calls[name].append(pytree.tree_map_only(Tensor, Tensor.detach, list(args)))
+        return function(*args, **(kwargs or {}))
 
 
-def _add_layer_norm(draw: _Draw) -> list[Any]:
-    x, weight, bias, eps, _, dtype = _layer_norm(draw)
-    return [x, x.clone(), weight, bias, eps, dtype]
+@functools.cache
+def _right_calls() -> dict[str, list[list[Any]]]:
+    """Returns what the public operators pass to each of the extension's operators in cases of their own."""
+    from .cases import parsed
+    from .judge import call_public
+    from .operators import make
 
-
-def _layer_norm_backward(draw: _Draw) -> list[Any]:
-    x, weight, bias, _, activation, _ = _layer_norm(draw)
-    mean = draw.tensor(*x.shape[:-1], dtype=draw.accumulator())
-    dh = draw.maybe(x.clone())
-    return [x.clone(), dh, x, mean, mean.abs() + 1, weight, bias, activation, False]
-
-
-def _gelu(draw: _Draw) -> list[Any]:
-    x, weight, _, _, activation, _ = _layer_norm(draw)
-    return [x, weight, activation]
-
-
-def _gather(draw: _Draw) -> tuple[Tensor, Tensor, Tensor]:
-    x = draw.tensor(draw.batch, 6, draw.channels, dtype=draw.any_dtype)
-    rows = draw.rows(6, 4)
-    return x, rows, draw.tensor(draw.batch, 4, draw.channels, dtype=draw.any_dtype)
-
-
-def _gather_add_layer_norm(draw: _Draw) -> list[Any]:
-    weight, bias = (draw.maybe(draw.vector(dtype=draw.accumulator())) for _ in range(2))
-    return [*_gather(draw), weight, bias, 1e-5, draw.source.random() < 0.5]
-
-
-def _scatter_rows(draw: _Draw) -> list[Any]:
-    x, rows, values = _gather(draw)
-    x, other = draw.maybe(x), draw.maybe(values.clone())
-    return [x, rows, values, other, 6]
-
-
-def _scatter_rows_inplace(draw: _Draw) -> list[Any]:
-    x, rows, values = _gather(draw)
-    return [x, rows, values, draw.maybe(values.clone())]
-
-
-def _attention(draw: _Draw) -> list[Any]:
-    heads, head_dim, keys = draw.source.choice((1, 2)), draw.channels, draw.source.choice((1, 4, 35))
-    q = draw.tensor(draw.batch, 6, heads, head_dim, dtype=draw.any_dtype)
-    k, v = (draw.tensor(draw.batch, keys, heads, head_dim, dtype=draw.any_dtype) for _ in range(2))
-    return [q, k, v, 0.3]
-
-
-def _attention_by_position(draw: _Draw) -> list[Any]:
-    heads, stride, keys = 2, draw.source.choice((1, 2)), (2, 2)
-    q = draw.tensor(draw.batch, draw.tokens + draw.class_tokens, heads, 8, dtype=draw.any_dtype)
-    k, v = (draw.tensor(draw.batch, 4 + draw.class_tokens, heads, 8, dtype=q.dtype) for _ in range(2))
-    table = draw.tensor(heads, draw.height + stride, draw.width + stride, dtype=draw.accumulator())
-    rows = draw.maybe(draw.rows(q.shape[1], q.shape[1]))
-    return [q, k, v, 0.3, table, rows, *keys, stride]
-
-
-def _conv_projection(draw: _Draw, norm: int, dtype: torch.dtype) -> list[Any]:
-    count = draw.source.choice((1, 2, 3))
-    x = draw.tensor(max(1, draw.batch), draw.tokens + draw.class_tokens, draw.channels, dtype=draw.any_dtype)
-    kernels = [draw.source.choice((1, 3)) for _ in range(count)]
-    weights = [draw.tensor(draw.channels, 1, k, k, dtype=x.dtype) for k in kernels]
-    norms = [draw.vector(dtype=dtype) for _ in range(norm * count)]
-    geometry = [n for k in kernels for n in (draw.source.choice((1, 2)), k // 2, 1)]
-    return [x, draw.height, draw.width, weights, norms, geometry, [1e-5] * count]
-
-
-def _conv_projection_gradients(draw: _Draw) -> list[Any]:
-    x, height, width, weights, norms, geometry, eps = _conv_projection(draw, 3, draw.accumulator())
-    statistics = [t for i in range(0, len(norms), 3) for t in (norms[i], *norms[i : i + 3])]
-    arguments = [x, height, width, weights, statistics, geometry, eps]
-    douts = draw.ops.conv_projection_inference(*arguments)
-    constant = [draw.source.choice((0, 1))] * len(weights)
-    return [douts, x, height, width, weights, norms, geometry, eps, constant]
-
-
-def _depthwise(draw: _Draw) -> list[Any]:
-    x = draw.tensor(draw.batch, draw.tokens, draw.channels, dtype=draw.any_dtype)
-    weight, bias = draw.tensor(draw.channels, 1, 3, 3, dtype=x.dtype), draw.maybe(draw.vector(dtype=x.dtype))
-    return [x, draw.height, draw.width, weight, bias, draw.activation]
-
-
-def _layer_norm_quantize(draw: _Draw) -> list[Any]:
-    x = draw.tensor(draw.batch, 5, draw.channels)
-    vectors = [draw.maybe(draw.vector()) for _ in range(3)]
-    return [x, vectors[0], vectors[1], 1e-5, vectors[2], draw.maybe(torch.tensor(0.1))]
-
-
-def _weight_of_8_bits(draw: _Draw, outputs: int, inputs: int) -> Tensor:
-    return torch.randint(-127, 128, (outputs, inputs), generator=draw.generator, dtype=torch.int8)
-
-
-def _linear_int8(draw: _Draw) -> list[Any]:
-    outputs, x = draw.source.choice((1, 8, 33, 40)), draw.tensor(draw.batch, 5, draw.channels)
-    packed = draw.ops.pack_linear_int8(_weight_of_8_bits(draw, outputs, draw.channels))
-    residual = draw.maybe(draw.tensor(draw.batch, 5, outputs))
-    bias, scale = draw.maybe(draw.vector(outputs)), draw.maybe(torch.tensor(0.1))
-    given = draw.ops.quantize_rows(x, scale) if draw.source.random() < 0.5 else (x, None)
-    return [*given, packed, draw.vector(outputs), bias, scale, residual, "identity", draw.dtype]
-
-
-def _pack_convolution(draw: _Draw) -> list[Any]:
-    kernel = draw.source.choice((1, 3, 5))
-    return [draw.tensor(draw.channels, 1, kernel, kernel), *(draw.vector() for _ in range(4)), 1e-5]
-
-
-def _transformer_block(draw: _Draw) -> list[Any]:
-    c, heads, hidden = draw.channels, draw.source.choice((1, 2)), draw.source.choice((1, 8, 40))
-    projected, tokens = heads * draw.source.choice((1, 8)), draw.tokens + draw.class_tokens
-    strides = (1, *[draw.source.choice((1, 2))] * 2)
-    norms = [draw.vector() for _ in range(4)]
-    conv = draw.ops.pack_convolution(draw.tensor(c, 1, 3, 3), *norms, 1e-5)
-    sizes = [*[(projected, c)] * 3, (c, projected), (hidden, c), (c, hidden)]
-    packed, biases = draw.linears(sizes)
-    count = draw.source.choice((1, tokens, tokens + 1))
-    rows = draw.maybe(draw.rows(tokens, count))
-    scores, query = None, ""
-    if rows is None and draw.source.random() < 0.5:
-        keys = draw.class_tokens + math.prod(-(-n // strides[1]) for n in (draw.height, draw.width))
-        scores, query = torch.empty(draw.batch, keys), "cls" if draw.class_tokens else "avg"
-    return [
-        draw.tensor(draw.batch, tokens, c), draw.height, draw.width, [conv] * 3 + packed, norms + biases,
-        [n for stride in strides for n in (3, stride, 1, 1)], [projected, hidden, heads],
-        [torch.empty(0)] * 6, [0.0] * 6, 1e-5, 1e-5, 0.3, draw.activation, rows, scores, query,
-    ]  # fmt: skip
-
-
-def _pyramid_block(draw: _Draw) -> list[Any]:
-    c, heads, hidden = draw.channels, draw.source.choice((1, 2)), draw.source.choice((1, 8, 40))
-    projected, ratio = heads * draw.source.choice((1, 8)), draw.source.choice((0, 0, 1))
-    packed, biases = draw.linears([*[(projected, c)] * 3, (c, projected), (hidden, c), (c, hidden)])
-    vectors = [draw.vector() for _ in range(4)] + biases + [draw.vector() for _ in range(3 * ratio)]
-    conv = draw.ops.pack_depthwise(draw.tensor(hidden, 1, 3, 3), None)
-    reduction = [draw.ops.pack_linear(draw.tensor(c, c)) for _ in range(ratio)]
-    return [
-        draw.tensor(draw.batch, draw.tokens, c), draw.height, draw.width, packed, reduction, draw.maybe(conv),
-        vectors, [projected, hidden, heads], [1e-5] * (2 + ratio), 0.3, draw.activation,
-    ]  # fmt: skip
-
-
-def _conv_embedding(draw: _Draw) -> list[Any]:
-    c, kernel, inputs = draw.channels, draw.source.choice((1, 3, 7)), draw.source.choice((1, 3))
-    image = draw.tensor(draw.batch, inputs, 9, 8)
-    packed = draw.ops.pack_linear(draw.tensor(c, inputs * kernel * kernel))
-    vectors = [draw.vector() for _ in range(3)]
-    token = draw.maybe(draw.vector())
-    return [
-        image, packed, *vectors, token, kernel, draw.source.choice((1, 2, 4)), kernel // 2,
-        draw.source.random() < 0.5, 1e-5,
-    ]  # fmt: skip
-
-
-#: Makes the arguments of a right call of each operator.
-_RIGHT: dict[str, Callable[[_Draw], list[Any]]] = {
-    "layer_norm": _layer_norm,
-    "layer_norm_inference": lambda draw: [*_layer_norm(draw), draw.maybe(draw.vector())],
-    "add_layer_norm": _add_layer_norm,
-    "add_layer_norm_inference": _add_layer_norm,
-    "layer_norm_backward": _layer_norm_backward,
-    "gelu": _gelu,
-    "gelu_backward": lambda draw: [*_gelu(draw)[:1], *_gelu(draw)],
-    "gather_rows": lambda draw: [*_gather(draw)[:2]],
-    "gather_add_layer_norm": _gather_add_layer_norm,
-    "scatter_rows": _scatter_rows,
-    "scatter_rows_": _scatter_rows_inplace,
-    "attention_inference": _attention,
-    "attention_by_position": _attention_by_position,
-    "conv_projection_inference": lambda draw: _conv_projection(draw, 4, torch.float32),
-    "conv_projection_moments": lambda draw: [
-        value for i, value in enumerate(_conv_projection(draw, 0, torch.float32)) if i not in (4, 6)
-    ],
-    "conv_projection_gradients": _conv_projection_gradients,
-    "depthwise_conv_gelu": _depthwise,
-    "depthwise_conv_gelu_backward": lambda draw: [(right := _depthwise(draw))[0].clone(), *right],
-    "pack_linear": lambda draw: [draw.tensor(draw.channels, 9)],
-    "quantize_rows": lambda draw: [draw.tensor(draw.batch, draw.channels), draw.maybe(torch.tensor(0.1))],
-    "layer_norm_quantize": _layer_norm_quantize,
-    "gelu_quantize": lambda draw: [
-        draw.tensor(draw.batch, draw.channels), draw.maybe(draw.vector()), draw.activation, None
-    ],
-    "pack_linear_int8": lambda draw: [_weight_of_8_bits(draw, draw.channels, 9)],
-    "linear_int8_packed": _linear_int8,
-    "pack_convolution": _pack_convolution,
-    "transformer_block_": _transformer_block,
-    "pack_depthwise": lambda draw: [
-        draw.tensor(draw.channels, 1, 3, 3), draw.maybe(draw.vector(dtype=draw.dtype))
-    ],
-    "pyramid_block_packed": _pyramid_block,
-    "conv_embedding_inference": _conv_embedding,
-}  # fmt: skip
+    recorder = _Recorder()
+    for operator in backends.operators:
+        for seed in range(_CASES):
+            call = make(parsed(f"{operator}:{seed}")).call.map(proofs._copied)
+            refused = contextlib.suppress(ValueError, TypeError, RuntimeError)
+            with backends.use_backend("native", "reference"), refused, recorder:
+                outputs = pytree.tree_leaves(call_public(operator, call.record))
+                wanted = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+                torch.autograd.backward(wanted, [torch.ones_like(out) for out in wanted])
+    return recorder.calls
 
 
 # Mutations ------------------------------------------------------------------------------------------------
@@ -420,7 +217,7 @@ _MUTATIONS = (
 )  # fmt: skip
 #: The settings of a case: an operator, and up to three mutations of the arguments of a right call.
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "operator": tuple(_RIGHT),
+    "operator": OPERATORS,
     "first": _MUTATIONS,
     "second": _MUTATIONS,
     "third": _MUTATIONS,
@@ -429,8 +226,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 def arguments_of(case: Case) -> list[Any]:
     """Returns the arguments of a case."""
-    arguments = _RIGHT[case.settings["operator"]](_Draw(case.seed))
     source = random.Random(case.seed)
+    arguments = source.choice(_right_calls()[case.settings["operator"]])
     for name in ("first", "second", "third"):
         if case.settings[name] != "none":
             # What is too large for memory is left as it is, and so is what PyTorch does not make.
@@ -450,7 +247,6 @@ def judge(case: Case) -> Answer:
     """
     if machine.why_native_unavailable("cpu") is not None:
         return Answer([], 0)
-    _load()
     name = case.settings["operator"]
     overload = getattr(torch.ops.cvt_kernels, name).default
     written = [argument.is_write for argument in overload._schema.arguments]
@@ -461,7 +257,7 @@ def judge(case: Case) -> Answer:
     guards = proofs.guarded_memory if is_plain and not large else contextlib.nullcontext
     arguments = _before_guard_pages(arguments, written)
     try:
-        with _little_memory(), guards() as memory:
+        with limited_memory(_MEMORY), guards() as memory:
             results = overload(*arguments)
     except Exception as error:
         if not is_plain:  # of the fake, which takes what its operator does
@@ -475,13 +271,6 @@ def judge(case: Case) -> Answer:
     if expected is not None and list(map(_form, made)) != list(map(_form, expected)):
         return Answer([f"returns {list(map(_form, made))}, expected {list(map(_form, expected))}"])
     return Answer([])
-
-
-@functools.cache
-def _load() -> None:
-    """Imports the modules that register the operators and their fakes."""
-    for family in (path.parent.name for path in Path(ops.__path__[0]).glob("*/native.py")):
-        importlib.import_module(f"{ops.__name__}.{family}.native")
 
 
 def _flaws_of_refusal(name: str, text: str, large: bool) -> list[str]:
@@ -520,20 +309,6 @@ def _expected(overload: Any, arguments: list[Any]) -> list[Tensor] | None:
     except Exception:  # a fake may fail in any way where the operator refuses the arguments
         return None
     return [t for t in pytree.tree_leaves(results) if t is not None]
-
-
-@contextlib.contextmanager
-def _little_memory() -> Iterator[None]:
-    if sys.platform != "linux":
-        yield
-        return
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _before_guard_pages(arguments: list[Any], written: list[bool]) -> list[Any]:

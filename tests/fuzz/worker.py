@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -32,6 +33,19 @@ class Answer(NamedTuple):
 
 #: Tries the case that a line names.
 Ask = Callable[[str], Answer]
+
+
+@contextlib.contextmanager
+def limited_memory(size: int) -> Iterator[None]:
+    """Lets the block take so many bytes beside what the process has, where that can be limited."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 class Worker:

@@ -8,10 +8,8 @@ import functools
 import hashlib
 import io
 import os
-import resource
 import shutil
 import signal
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ from cvt_kernels import backends, verdicts
 from tests.checks import remember_verdict
 from tests.cvt.models import SMALL
 
-from .worker import Answer
+from .worker import Answer, limited_memory
 
 _SECONDS, _CPU_SECONDS = 100, 20  # after which a command is interrupted, as by the user
 _INTERRUPTED = 130  # the exit code of such a command
@@ -169,29 +167,20 @@ def _bounded(place: Path) -> Iterator[None]:
         raise KeyboardInterrupt
 
     threads = torch.get_num_threads()
-    environment = {
-        "XDG_CACHE_HOME": str(place / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(place / "hub"),
-    }
+    environment = {"XDG_CACHE_HOME": f"{place}/cache", "HF_HUB_OFFLINE": "1", "HF_HOME": f"{place}/hub"}
     previous = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
     handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGALRM, signal.SIGPROF)}
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
-    if sys.platform == "linux":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, limits[1]))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), limited_memory(_MEMORY):
             yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
         torch.set_num_threads(threads)
         verdicts.forget()
         backends.forget()

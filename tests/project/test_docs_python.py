@@ -1,4 +1,4 @@
-"""The Python of the pages about the model and the operators runs as it stands."""
+"""The Python of the pages of docs/ runs as it stands, and they name all that there is."""
 
 import json
 import re
@@ -12,6 +12,9 @@ from cvt import create_model, read_checkpoint
 from cvt.factory import randomize
 from cvt.hub import MICROSOFT
 from cvt_kernels import backends, dispatch
+from cvt_kernels.acceleration.blocks import block_of
+from cvt_kernels.acceleration.freezing import STAGES
+from cvt_kernels.acceleration.matching import TABLE
 from tests.checks import python_blocks, run_blocks
 from tests.processes import run_python
 
@@ -19,9 +22,49 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def run_page(name):
+def text_of(page):
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def run_page(page):
     """Runs the Python of a page, and returns the names that it leaves."""
-    return run_blocks(python_blocks((DOCS / name).read_text(encoding="utf-8")))
+    return run_blocks(python_blocks(text_of(page)))
+
+
+@pytest.mark.slow
+def test_accelerate_page(capsys):
+    names = run_page("accelerate.md")
+    printed = capsys.readouterr().out
+    assert "12 of 12 blocks fused" in printed
+    assert "36 of 36 layers quantized" in printed
+    assert (names["quantized"] - names["before"]).norm() < 0.1 * names["before"].norm()
+    assert "as accurate as it was" in printed
+    assert printed.rstrip().splitlines()[-1].startswith("tensor(")
+    assert not any("cvt_kernels" in str(node.target) for node in names["program"].graph.nodes)
+    assert torch.isfinite(names["loss"])
+
+
+def test_graphs_page():
+    names = run_page("graphs.md")
+    assert names["logits"].shape == (2, 2)
+    assert f'`"{names["why_not"]}"`' in text_of("graphs.md")
+    with torch.device("meta"):
+        model = create_model("cvt_13")
+    assert f"{len([*model.parameters(), *model.buffers()])} parameters and buffers" in text_of("graphs.md")
+
+
+def test_the_pages_list_every_class():
+    upstream, listed = "", set()
+    for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", text_of("accelerate.md"), flags=re.MULTILINE):
+        upstream = cells[0].replace("`", "").strip() or upstream
+        listed |= {(upstream, name) for name in re.findall("`(.*?)`", cells[1])}
+    pyramids = text_of("pyramids.md").partition("### Classes")[2]
+    for classes in re.findall(r"^\| (`.*?) \|", pyramids, flags=re.MULTILINE):
+        listed |= {("Hugging Face", name) for name in re.findall("`(.*?)`", classes)}
+    blocks = {(entry.upstream, entry.name) for entry in TABLE.values()}
+    served = map(block_of, STAGES.values())
+    frozen = {(entry.upstream, entry.name) for entry in served} - blocks
+    assert listed == blocks | {(f"{upstream}, in evaluation", name) for upstream, name in frozen}
 
 
 @pytest.mark.slow
@@ -42,7 +85,7 @@ def test_model_page(tmp_path, monkeypatch, recwarn, hub):
 
 
 def test_the_model_page_lists_the_published_weights():
-    page = (DOCS / "model.md").read_text(encoding="utf-8")
+    page = text_of("model.md")
     rows = "".join(re.findall(r"^\| `cvt_.*$", page, flags=re.MULTILINE))
     assert re.findall(r"`(microsoft/[^`]*)`", rows) == list(MICROSOFT)
 
@@ -57,7 +100,7 @@ def test_quantize_page(tmp_path, monkeypatch, capsys):
 
 def test_serve_page(tmp_path, monkeypatch):
     """A worker computes with two threads, although the process that was forked has computed."""
-    app, settings = python_blocks((DOCS / "serve.md").read_text(encoding="utf-8"))
+    app, settings = python_blocks(text_of("serve.md"))
     (tmp_path / "app.py").write_text(app)
     (tmp_path / "settings.py").write_text(settings)
     monkeypatch.syspath_prepend(tmp_path)
@@ -109,14 +152,14 @@ def test_operators_page(capsys):
 
 
 def test_the_operators_page_names_every_backend():
-    page = (DOCS / "operators.md").read_text(encoding="utf-8")
+    page = text_of("operators.md")
     rows = "".join(re.findall(r"^\|([^|]*)\|", page, flags=re.MULTILINE))
     named = set(re.findall(r"`([a-z0-9_]+)`", rows)) - set(backends.operators)
     assert named == set(backends.BACKENDS)
 
 
 def test_the_page_of_verdicts_shows_a_kind_of_call_as_files_write_it():
-    page = (DOCS / "verdicts.md").read_text(encoding="utf-8")
+    page = text_of("verdicts.md")
     x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
     assert f"\n{dispatch.question('linear', x, weight, None)}\n" in page
 
@@ -124,18 +167,15 @@ def test_the_page_of_verdicts_shows_a_kind_of_call_as_files_write_it():
 def test_the_installation_page_names_every_environment_variable():
     sources = [ROOT / "setup.py", *(ROOT / "cvt_kernels").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     read = {name for path in sources for name in re.findall(r'"(CVT_KERNELS_[A-Z]+)"', path.read_text())}
-    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    page = text_of("install.md")
     assert read == set(re.findall("`(CVT_KERNELS_[A-Z]+)`", page))
 
 
-OPTIONS = sorted(set(re.findall(r'`(\w+)="(\w+)"`', (DOCS / "model.md").read_text(encoding="utf-8"))))
+OPTIONS = sorted(set(re.findall(r'`(\w+)="(\w+)"`', text_of("model.md"))))
 
 
 @pytest.mark.parametrize(("field", "value"), OPTIONS)
 def test_every_option_that_the_model_page_names_builds_a_model(field, value):
+    assert {"activation", "drop_path_schedule", "pool", "scale"} <= {field for field, _ in OPTIONS}
     model = create_model("cvt_13", depths=1, num_classes=10, **{field: value})
     assert getattr(model.config, field) == value
-
-
-def test_the_model_page_names_the_options_in_which_cvts_differ():
-    assert {"activation", "drop_path_schedule", "pool", "scale"} <= {field for field, _ in OPTIONS}

@@ -27,10 +27,13 @@ def test_its_public_functions_are_the_presets(hubconf):
 
 
 @pytest.mark.parametrize("name", sorted(cvt.PRESETS))
-def test_every_preset_can_be_loaded(name):
+def test_every_preset_can_be_loaded(name, monkeypatch):
     model = torch.hub.load(str(ROOT), name, source="local", num_classes=10, **TINY)
     assert isinstance(model, cvt.CvT)
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 10)
+    monkeypatch.setattr(cvt, "create_model", lambda *arguments, **options: (arguments, options))
+    loaded = torch.hub.load(str(ROOT), name, source="local", pretrained=True, activation="gelu")
+    assert loaded == ((name,), {"pretrained": True, "activation": "gelu"})
 
 
 def test_the_page(monkeypatch):
@@ -39,13 +42,6 @@ def test_the_page(monkeypatch):
     names = run_blocks(python_blocks(page)[1:])
     assert names["model"].num_classes == 10
     assert names["backbone"].feature_info.channels() == [64, 192, 384]
-
-
-@pytest.mark.parametrize("name", sorted(cvt.PRESETS))
-def test_published_weights_are_asked_for(monkeypatch, name):
-    monkeypatch.setattr(cvt, "create_model", lambda *arguments, **options: (arguments, options))
-    loaded = torch.hub.load(str(ROOT), name, source="local", pretrained=True, activation="gelu")
-    assert loaded == ((name,), {"pretrained": True, "activation": "gelu"})
 
 
 def test_dependencies_are_those_of_the_project(hubconf):

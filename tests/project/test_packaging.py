@@ -65,17 +65,12 @@ def test_the_wheel_has_every_file_of_the_packages(wheel, tracked):
     assert {name for name in names if ".dist-info/" not in name} == packaged
 
 
-def test_the_package_describes_itself(wheel):
+def test_the_metadata(wheel):
+    """Triton and upstreams are optional."""
     _, metadata = wheel
     assert metadata["Version"] == ck.__version__ == cvt.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Author"] == "The cvt-kernels authors"
-    assert "CvT" in metadata["Keywords"].split(",")
     assert "Typing :: Typed" in metadata.get_all("Classifier")
-
-
-def test_triton_and_upstreams_are_optional(wheel):
-    _, metadata = wheel
     needed = metadata.get_all("Requires-Dist")
     always = {re.match(r"[\w-]+", line)[0] for line in needed if "extra ==" not in line}
     assert {"torch", "numpy", "safetensors"} <= always

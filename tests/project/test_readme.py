@@ -50,9 +50,5 @@ def test_make_targets(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def test_no_placeholder_is_left():
-    assert not re.findall(r"@[A-Z_]+@", README)
-
-
 def test_it_stays_short():
     assert len(README.splitlines()) <= 120

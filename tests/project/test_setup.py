@@ -27,32 +27,35 @@ def run_setup(**environment):
     )  # fmt: skip
 
 
+NO_COMPILER = {"CXX": "no-such-compiler"}
+NO_TOOLKIT = {"CUDA_HOME": "no-such-folder", "CUDA_PATH": "", "PATH": "no-such-folder"}
+
+
 def test_without_a_compiler_the_python_part_is_installed_alone():
-    result = run_setup(CXX="no-such-compiler")
+    result = run_setup(**NO_COMPILER)
     assert result.returncode == 0
-    assert (
-        "without the extension cvt_kernels._C: there is no C++ compiler 'no-such-compiler'" in result.stderr
-    )
+    assert "without the extension" in result.stderr
+    assert "there is no C++ compiler 'no-such-compiler'" in result.stderr
 
 
-def test_a_build_that_is_impossible_fails_with_one_sentence(tmp_path):
-    no_toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_PATH": "", "PATH": str(tmp_path)}
-    for environment, message in (
-        ({"CVT_KERNELS_CUDA": "yes"}, "CVT_KERNELS_CUDA: got 'yes', expected auto, 0 or 1"),
-        ({"CVT_KERNELS_CUDA": "1", **no_toolkit}, "CVT_KERNELS_CUDA=1: no nvcc was found"),
-        (
-            {"CVT_KERNELS_CUDA": "1", "CXX": "no-such-compiler"},
-            "CVT_KERNELS_CUDA=1: the extension cannot be built: there is no C++ compiler 'no-such-compiler'",
-        ),
-    ):
-        result = run_setup(**environment)
-        assert result.returncode == 1
-        assert message in result.stderr
-        assert len(result.stderr.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"CVT_KERNELS_CUDA": "yes"}, "got 'yes', expected auto, 0 or 1"),
+        ({"CVT_KERNELS_CUDA": "1", **NO_TOOLKIT}, "no nvcc was found"),
+        ({"CVT_KERNELS_CUDA": "1", **NO_COMPILER}, "there is no C++ compiler 'no-such-compiler'"),
+    ],
+)
+def test_a_build_that_is_impossible_fails_with_one_sentence(environment, message):
+    result = run_setup(**environment)
+    assert result.returncode == 1
+    assert "CVT_KERNELS_CUDA" in result.stderr
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
-def test_without_a_toolkit_the_cpu_kernels_are_built(tmp_path):
-    result = run_setup(CUDA_HOME=str(tmp_path), CUDA_PATH="", PATH=str(tmp_path))
+def test_without_a_toolkit_the_cpu_kernels_are_built():
+    result = run_setup(**NO_TOOLKIT)
     assert result.returncode == 0
     assert "building without CUDA kernels: no nvcc was found" in result.stderr
     assert run_setup(CVT_KERNELS_CUDA="0").stderr == ""

@@ -1,8 +1,11 @@
 """Machine code as it is read, its loops, what is counted and predicted from them, and budgets."""
 
+import importlib
+import itertools
 from types import SimpleNamespace
 
 import pytest
+import torch
 import triton
 
 from benchmarks.machine_code import (
@@ -16,10 +19,11 @@ from benchmarks.machine_code import (
     work,
 )
 from benchmarks.machine_code.examined import Compiled
-from cvt.commands.compile import resources
+from cvt.commands.compile import launches, resources
 from cvt.commands.compile.jobs import LaunchCase
 from cvt.commands.compile.resources import Resources, Usage
 from cvt.commands.compile.triton_kernels import TritonKernel
+from cvt_kernels.machine import Chip
 from cvt_kernels.ops.triton_launch import Budget
 
 
@@ -162,51 +166,37 @@ def test_loops_and_trips():
     }  # fmt: skip
 
 
-def test_trips_may_be_a_mean_or_zero():
-    blocks, _ = parsed(*NESTED)
-    assert loops.executed(blocks, (1.5, 2, 0)).total == 2 + 1.5 * (3 + 2 * 4) + 3 + 2
+_SKIPS = (
+    "S2R R0, SR_CTAID.X", ".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_next)", "FMUL R1, R1, R2",
+    "STG.E [R2.64], R1", ".L_next:", "IADD3 R3, R3, 0x1, RZ", "@P1 BRA `(.L_loop)", "EXIT",
+)  # fmt: skip
 
 
-def test_code_that_a_loop_may_skip_runs_in_part_of_the_trips():
-    """One in 4 of 12 trips runs the end of a tile, as where a loop goes over the steps of all tiles."""
-    blocks, _ = parsed(
-        "S2R R0, SR_CTAID.X", ".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_next)", "FMUL R1, R1, R2",
-        "STG.E [R2.64], R1", ".L_next:", "IADD3 R3, R3, 0x1, RZ", "@P1 BRA `(.L_loop)", "EXIT",
-    )  # fmt: skip
-    assert loops.executed(blocks, (12,)).total == 1 + 12 * 6 + 1
-    assert loops.executed(blocks, (12,), conditional=1 / 4).total == 1 + 12 * 4 + 3 * 2 + 1
-
-
-def test_code_moved_behind_the_end_is_no_loop():
-    """The branch back from there does not lead to itself again."""
-    blocks, _ = parsed(
-        "@P0 BRA `(.L_rare)", ".L_back:", "FADD R1, R1, R2", "EXIT", ".L_rare:", "FMUL R1, R1, R2",
-        "BRA `(.L_back)",
-    )  # fmt: skip
-    assert loops.loops_of(blocks) == []
-    assert loops.executed(blocks, ()).total == 5
-
-
-def test_loops_may_begin_with_the_same_instruction():
-    """An inner loop of 3 trips in an outer one of 10, which has nothing of its own before it."""
-    blocks, _ = parsed(
-        ".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_loop)", "FMUL R1, R1, R2", "@P1 BRA `(.L_loop)", "EXIT"
-    )
-    assert loops.executed(blocks, (10, 3)).total == 10 * (3 * 2 + 2) + 1
-
-
-def test_calls():
-    """On sm_80, a call of a label of the function is how it leaves a loop; other calls return."""
-    blocks, _ = parsed(
-        ".L_loop:", "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_rcp_rn_f32_slowpath)", "FADD R1, R1, R2",
-        "@P0 CALL.REL.NOINC `(.L_end)", "BRA `(.L_loop)", ".L_end:", "EXIT",
-    )  # fmt: skip
-    assert loops.executed(blocks, (5,)).total == 5 * 4 + 1
-
-
-def test_code_without_instructions_has_no_blocks():
-    assert parsed() == ([], [])
-    assert loops.executed([], ()).total == 0
+@pytest.mark.parametrize(
+    ("lines", "trips", "conditional", "total"),
+    [
+        # Trips may be a mean, or zero.
+        (NESTED, (1.5, 2, 0), 1, 2 + 1.5 * (3 + 2 * 4) + 3 + 2),
+        # One in 4 of 12 trips runs the end of a tile, as where a loop goes over the steps of all tiles.
+        (_SKIPS, (12,), 1, 1 + 12 * 6 + 1),
+        (_SKIPS, (12,), 1 / 4, 1 + 12 * 4 + 3 * 2 + 1),
+        # Code that was moved behind the end: the branch back from there does not lead to itself again.
+        (("@P0 BRA `(.L_rare)", ".L_back:", "FADD R1, R1, R2", "EXIT", ".L_rare:", "FMUL R1, R1, R2",
+          "BRA `(.L_back)"), (), 1, 5),
+        # An inner loop of 3 trips in an outer one of 10, which begins with the same instruction.
+        ((".L_loop:", "FADD R1, R1, R2", "@P0 BRA `(.L_loop)", "FMUL R1, R1, R2", "@P1 BRA `(.L_loop)",
+          "EXIT"), (10, 3), 1, 10 * (3 * 2 + 2) + 1),
+        # On sm_80, a call of a label of the function is how it leaves a loop; other calls return.
+        ((".L_loop:", "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_rcp_rn_f32_slowpath)", "FADD R1, R1, R2",
+          "@P0 CALL.REL.NOINC `(.L_end)", "BRA `(.L_loop)", ".L_end:", "EXIT"), (5,), 1, 5 * 4 + 1),
+        ((), (), 1, 0),
+    ],
+    ids=["mean", "skipped code", "conditional", "moved code", "same beginning", "calls", "nothing"],
+)  # fmt: skip
+def test_instructions_that_are_executed(lines, trips, conditional, total):
+    blocks, _ = parsed(*lines)
+    assert loops.why_not_counted(blocks, trips) is None
+    assert loops.executed(blocks, trips, conditional).total == total
 
 
 @pytest.mark.parametrize(
@@ -421,27 +411,23 @@ def test_products_of_8_bits_are_predicted_at_twice_the_speed():
     assert one.share_of_floor == two.share_of_floor
 
 
-def test_budgets_name_kernels():
+def test_every_budget_is_that_of_a_kernel_that_is_launched(monkeypatch):
     """A budget for a kernel that does not exist would guard nothing."""
-    from cvt_kernels.ops.attention.triton import common as attention
-    from cvt_kernels.ops.conv_embedding.triton import common as embedding
-    from cvt_kernels.ops.conv_linear.triton import common as conv_linear
-    from cvt_kernels.ops.conv_projection.triton import common as projection
-    from cvt_kernels.ops.linear.triton import common as linear
-    from cvt_kernels.ops.mlp.triton import common as mlp
-
-    assert set(mlp.BUDGETS[90]) <= set(mlp.CONFIGS[90, 2, "small"])
-    assert budgets.budget_of("layer_norm_mlp", "layer_norm_mlp_fwd_resident", 90) is not None
-    assert set(embedding.BUDGETS[90]) <= {kernel for kernel, generation, _ in embedding.CONFIGS}
-    assert set(projection.BUDGETS[90]) <= set(projection.CONFIGS[90])
-    assert set(attention.BUDGETS[90]) <= set(attention.CONFIGS[90, 2, 64])
-    budget = budgets.budget_of("conv_linear", "conv_linear_fwd", 90)
-    assert budget is conv_linear.BUDGETS[90]["fwd"]
-    budget = budgets.budget_of("conv_projection", "conv_projection_walk_fwd", 90)
-    assert budget is projection.BUDGETS[90]["walk_fwd"]
+    monkeypatch.setattr(budgets, "_OLDER", {})
+    stages = launches.stages("cvt_13")
+    others = {"depthwise_conv_gelu": launches.stages_of("segformer_b0", 512)}
+    used = {
+        id(budgets.budget_of(operator, launch.kernel.__name__.strip("_").removesuffix("_kernel"), 90))
+        for operator, listed in launches.TRITON_OPERATORS.items()
+        for stage, training in itertools.product(others.get(operator, stages), (False, True))
+        for launch in listed(stage, torch.bfloat16, Chip(90, 132), training=training)
+    }
+    for family in set(budgets._FAMILIES.values()):
+        for kernel, budget in importlib.import_module(family).BUDGETS[90].items():
+            assert id(budget) in used, (family, kernel)
     assert budgets.budget_of("attention_with_bias", "attention_fwd", 90) is None
-    for operator in linear.BUDGETS[90]:
-        assert budgets.budget_of(operator, operator, 90) is linear.BUDGETS[90][operator]
+    assert budgets.is_budgeted("segformer_b0", 512, 256, "bfloat16")
+    assert not budgets.is_budgeted("segformer_b0", 224, 256, "bfloat16")
 
 
 @pytest.mark.parametrize(("version", "registers"), [("3.6.0", 250), ("3.7.1", 176), ("4.0", 176)])
