@@ -1,5 +1,6 @@
 """Trainings that are killed at any file, or that meet in one directory."""
 
+import itertools
 import os
 import signal
 import sys
@@ -15,7 +16,6 @@ from cvt.training.trainer import LAST
 from tests.cvt.training.test_trainer import assert_same_bits, rows, trainer
 
 SHORT = {"epochs": 2, "batch_size": 12}
-WRITTEN = ["best.pth", LAST, "log.csv"]
 
 
 class Killed(BaseException):
@@ -34,11 +34,10 @@ def unkilled(tmp_path_factory):
 
 def kill(output, count):
     """Runs a training that dies when its nth file is to be replaced, with what it was writing left behind."""
-    left, move = [count], files._move
+    moves, move = itertools.count(1), files._move
 
     def dying(source, target):
-        left[0] -= 1
-        if left[0] == 0:
+        if next(moves) == count:
             raise Killed
         move(source, target)
 
@@ -47,13 +46,6 @@ def kill(output, count):
         patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
         with pytest.raises(Killed):
             trainer(output, **SHORT).fit()
-
-
-def figures(output):
-    return [
-        {name: value for name, value in row.items() if name not in ("seconds", "images_per_second")}
-        for row in rows(output / "log.csv")
-    ]
 
 
 @pytest.mark.slow
@@ -66,11 +58,12 @@ def test_a_run_that_is_killed_at_any_file_comes_to_the_same_log_and_weights(unki
         resume = (output / LAST).exists()
         assert resume == (moment > 2)
         trainer(output, resume=resume, **SHORT).fit()
-        assert figures(output) == figures(expected)
+        for row, other in zip(rows(output / "log.csv"), rows(expected / "log.csv"), strict=True):
+            assert_same_bits(row, other)
         for name in ("best.pth", LAST):
             assert_same_bits(*(torch.load(path / name, weights_only=True) for path in (output, expected)))
         names = {path.name for path in output.iterdir() if not path.name.startswith("events.")}
-        assert names == {*WRITTEN, "curves.png", LOCK}
+        assert names == {"best.pth", LAST, "log.csv", "curves.png", LOCK}
 
 
 def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
@@ -127,37 +120,34 @@ def test_a_run_that_came_between_is_noticed(tmp_path):
         late.fit()
 
 
-def test_a_system_without_locks_is_named(tmp_path, monkeypatch):
-    """Windows has no such module."""
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with (
-        pytest.warns(UserWarning, match=r"\.lock: cannot be locked against other runs: this system has no"),
-        locked(tmp_path),
-    ):
-        assert (tmp_path / LOCK).exists()
+def without_module(patch):
+    """As on Windows."""
+    patch.setitem(sys.modules, "fcntl", None)
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    import fcntl
+def without_locks(patch):
+    """As on some file systems."""
 
-    def none(*arguments):
+    def lockf(*arguments):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", none)
-    with (
-        pytest.warns(UserWarning, match=r"\.lock: cannot be locked against other runs: No locks"),
-        locked(tmp_path),
-    ):
-        pass
+    patch.setattr("fcntl.lockf", lockf)
+
+
+@pytest.mark.parametrize(
+    ("remove", "reason"), [(without_module, "this system has no POSIX locks"), (without_locks, "No locks")]
+)
+def test_a_system_without_locks_is_named(tmp_path, monkeypatch, remove, reason):
+    remove(monkeypatch)
+    message = rf"\.lock: cannot be locked against other runs: {reason}"
+    with pytest.warns(UserWarning, match=message), locked(tmp_path):
+        assert (tmp_path / LOCK).exists()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious.txt")])
 def test_what_is_no_lock_stays_as_it_is(tmp_path, make):
     (tmp_path / "precious.txt").write_text("precious")
     make(tmp_path / LOCK)
-    with (
-        pytest.raises(ValueError, match=r"output: .*/\.lock is (a link, expected a|no) regular file$"),
-        locked(tmp_path),
-    ):
-        pass
+    with pytest.raises(ValueError, match=r"output: .*/\.lock is (a link, expected a|no) regular file$"):
+        locked(tmp_path).__enter__()
     assert (tmp_path / "precious.txt").read_text() == "precious"
