@@ -59,23 +59,19 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+def _layer_scale(config: StageConfig) -> nn.Module:
+    return nn.Identity() if config.layer_scale is None else LayerScale(config.embed_dim, config.layer_scale)
+
+
 class ConvEmbed(nn.Module):
     """The convolutional token embedding (section 3.1), from images (B, C, H, W) to normalized tokens."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
-        self.proj = nn.Conv2d(
-            config.in_chans,
-            config.embed_dim,
-            config.patch_size,
-            stride=config.patch_stride,
-            padding=config.patch_padding,
-        )
-        if config.embed_norm == "batch_layer_norm":
-            self.bn: nn.Module = nn.BatchNorm2d(config.embed_dim)
-        else:
-            self.bn = nn.Identity()
-        self.norm = nn.LayerNorm(config.embed_dim)
+        dim, size, stride = config.embed_dim, config.patch_size, config.patch_stride
+        self.proj = nn.Conv2d(config.in_chans, dim, size, stride, config.patch_padding)
+        self.bn = nn.BatchNorm2d(dim) if config.embed_norm == "batch_layer_norm" else nn.Identity()
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         if not is_transformed():  # torch.func.vmap knows no such memory
@@ -143,11 +139,8 @@ class Attention(nn.Module):
         projected = [self._project(branch, x, grid) for branch in branches]
         if rows is not None:
             projected[0] = gather_rows(projected[0], rows)
-        layers = (self.proj_q, self.proj_k, self.proj_v)
-        q, k, v = (
-            layer(tokens).unflatten(2, (self.num_heads, -1))
-            for layer, tokens in zip(layers, projected, strict=True)
-        )
+        linears = zip((self.proj_q, self.proj_k, self.proj_v), projected, strict=True)
+        q, k, v = (linear(tokens).unflatten(2, (self.num_heads, -1)) for linear, tokens in linears)
         position = self.position_for(grid, rows)
         y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale, position=position)
         out = self.proj_drop(self.proj(y))
@@ -196,17 +189,11 @@ class Block(nn.Module):
         self.token_keep = token_keep
         self.norm1 = nn.LayerNorm(config.embed_dim)
         self.attn = Attention(config)
-        self.ls1 = self._layer_scale(config)
+        self.ls1 = _layer_scale(config)
         self.norm2 = nn.LayerNorm(config.embed_dim)
         self.mlp = Mlp(config)
-        self.ls2 = self._layer_scale(config)
+        self.ls2 = _layer_scale(config)
         self.drop_path = DropPath(drop_path_rate)
-
-    @staticmethod
-    def _layer_scale(config: StageConfig) -> nn.Module:
-        if config.layer_scale is None:
-            return nn.Identity()
-        return LayerScale(config.embed_dim, config.layer_scale)
 
     def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
         """Computes the block on all tokens, or on those of ``rows`` (B, K); the others stay as they are.
@@ -315,11 +302,10 @@ class Stages(nn.Module):
 
         Raises:
             TypeError: A value that is neither a number nor ``"entropy"``.
-            ValueError: A value out of range; the model is left as it was.
+            ValueError: A value out of range.
         """
         bounds = self.config.token_keep_bounds if bounds is None else bounds
-        keep = tuple(token_keep) if isinstance(token_keep, list) else token_keep
-        config = dataclasses.replace(self.config, token_keep=cast(Any, keep), token_keep_bounds=bounds)
+        config = dataclasses.replace(self.config, token_keep=cast(Any, token_keep), token_keep_bounds=bounds)
         self.config = config
         for stage, built in zip(config.stages, self._built_stages(), strict=False):
             built.token_keep_bounds = config.token_keep_bounds
@@ -388,11 +374,11 @@ class CvT(Stages, PretrainedModel):
         Input (B, in_chans, H, W), any H and W of at least 32 with the strides of the paper; output
         (B, num_classes), or (B, num_features) without a head.
 
-    A block does the work of its modules by fused operators, without calling them. Where somebody would
-    notice, since attention, the MLP, a LayerNorm, convolution, BatchNorm or ``attn.attn_drop`` has hooks,
-    parametrizations or a forward of its own, or is of another class, the block calls all its modules one by
-    one. Linear layers, ``drop_path`` and other dropout are called where they have hooks or are of another
-    class, and the rest stays fused. ``cvt_kernels.coverage`` says which blocks call their modules, and why.
+    A block computes its modules by fused operators, without calling them. If attention, the MLP, a LayerNorm,
+    convolution, BatchNorm or ``attn.attn_drop`` has hooks, parametrizations or another forward or class, the
+    block calls all its modules one by one. Linear layers, ``drop_path`` and other dropout are called where
+    they have hooks or another class, and the rest stays fused. ``cvt_kernels.coverage`` says which blocks
+    call their modules, and why.
     """
 
     def __init__(self, config: CvTConfig):
@@ -427,7 +413,7 @@ class CvT(Stages, PretrainedModel):
 
         Raises:
             TypeError: ``num_classes`` is not an integer.
-            ValueError: A value out of range; the model is left as it was.
+            ValueError: A value out of range.
         """
         pool = self.config.pool if pool is None else pool
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool)
@@ -486,8 +472,7 @@ class CvTFeatures(Stages):
         check_kind("config", config, CvTConfig)
         stages = len(config.embed_dims)
         chosen = tuple(range(stages)) if out_indices is None else out_indices
-        integers = isinstance(chosen, tuple | list) and all(type(i) is int for i in chosen)
-        if not integers:
+        if not isinstance(chosen, tuple | list) or any(type(i) is not int for i in chosen):
             raise TypeError(f"out_indices: got {chosen!r}, expected a tuple of integers")
         if not chosen or any(not -stages <= i < stages for i in chosen):
             raise ValueError(f"out_indices: got {tuple(chosen)}, expected indices of {stages} stages")
@@ -511,8 +496,8 @@ def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
 
 def _table_size(grid: Grid, stride: int) -> Grid:
     """Returns the height and width of a table of offsets from the keys to the tokens of a grid."""
-    height, width = (n + stride * ((n - 1) // stride) for n in grid)
-    return height, width
+    height, width = grid
+    return height + stride * ((height - 1) // stride), width + stride * ((width - 1) // stride)
 
 
 def _check_like(images: Tensor, weight: Tensor) -> None:
