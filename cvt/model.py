@@ -25,7 +25,7 @@ from cvt_kernels.ops.token_selection import score_tokens, select_tokens
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import resize_table
 
-from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
+from .config import CvTConfig, Head, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
@@ -272,21 +272,28 @@ class FeatureInfo(list[dict[str, Any]]):
 
 
 class Stages(nn.Module):
-    """The stages ``stage0``, ``stage1``, … that every model here consists of, besides its head."""
+    """The stages ``stage0``, ``stage1``, … of every model here: the first ``count``, or all.
 
-    def __init__(self, config: CvTConfig, count: int):
+    Raises:
+        TypeError: No configuration.
+        ValueError: The configuration is for another ``head``.
+    """
+
+    def __init__(self, config: CvTConfig, *, head: Head | None = None, count: int | None = None):
+        check_kind("config", config, CvTConfig)
+        if head is not None and config.head != head:
+            raise ValueError(f"config: has head={config.head!r}, expected {head!r}")
         super().__init__()
         self.config = config
-        self._stage_names = [f"stage{i}" for i in range(count)]
-        for name, stage in zip(self._stage_names, config.stages, strict=False):
+        self.feature_info = FeatureInfo()
+        self._stage_names: list[str] = []
+        reduction = 1
+        for i, stage in enumerate(config.stages[:count]):
+            name = f"stage{i}"
             self.add_module(name, Stage(stage))
-
-    def _feature_info(self) -> FeatureInfo:
-        info, reduction = FeatureInfo(), 1
-        for name, stage in zip(self._stage_names, self.config.stages, strict=False):
+            self._stage_names.append(name)
             reduction *= stage.patch_stride
-            info.append({"num_chs": stage.embed_dim, "reduction": reduction, "module": name})
-        return info
+            self.feature_info.append({"num_chs": stage.embed_dim, "reduction": reduction, "module": name})
 
     def _built_stages(self) -> list[Stage]:
         return [cast(Stage, self.get_submodule(name)) for name in self._stage_names]
@@ -382,12 +389,8 @@ class CvT(Stages, PretrainedModel):
     """
 
     def __init__(self, config: CvTConfig):
-        check_kind("config", config, CvTConfig)
-        if config.head != "classify":
-            raise ValueError(f"config: has head={config.head!r}, expected 'classify' for a classifier")
-        super().__init__(config, count=len(config.embed_dims))
+        super().__init__(config, head="classify")
         self.num_features = config.embed_dims[-1]
-        self.feature_info = self._feature_info()
         self.norm = nn.LayerNorm(self.num_features)
         self.head = self._build_head(config.num_classes)
         self.apply(init_weights)
@@ -478,8 +481,7 @@ class CvTFeatures(Stages):
             raise ValueError(f"out_indices: got {tuple(chosen)}, expected indices of {stages} stages")
         self.out_indices = tuple(i % stages for i in chosen)
         super().__init__(config, count=max(self.out_indices) + 1)
-        info = self._feature_info()
-        self.feature_info = FeatureInfo(info[i] for i in self.out_indices)
+        self.feature_info = FeatureInfo(self.feature_info[i] for i in self.out_indices)
         self.apply(init_weights)
 
     def forward(self, images: Tensor) -> list[Tensor]:

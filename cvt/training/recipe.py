@@ -191,9 +191,7 @@ def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: f
     cross-entropy with the teacher's choice (Touvron et al. 2021).
     """
     if teacher.shape != logits.shape:
-        raise ValueError(
-            f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)} as the model"
-        )
+        raise ValueError(f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)}")
     if kind == "hard":
         return F.cross_entropy(logits, teacher.argmax(dim=-1))
     log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher))

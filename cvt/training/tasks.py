@@ -82,9 +82,8 @@ TASKS: dict[Head, Task] = {
 }
 
 
-def why_unfit(head: Head, config: TrainConfig) -> str | None:
-    """Says which option of a training makes no sense for a head, or returns None."""
+def check_options(head: Head, config: TrainConfig) -> None:
+    """Raises for an option of a training that makes no sense for a head."""
     for name, expected in TASKS[head].unfit.items():
         if getattr(config, name) != expected:
-            return f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}"
-    return None
+            raise ValueError(f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}")
