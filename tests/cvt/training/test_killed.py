@@ -4,7 +4,6 @@ import itertools
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from cvt import files
 from cvt.training.locks import LOCK, locked
 from cvt.training.trainer import LAST
 from tests.cvt.training.test_trainer import assert_same_bits, rows, trainer
+from tests.processes import Child
 
 SHORT = {"epochs": 2, "batch_size": 12}
 
@@ -81,32 +81,30 @@ def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
     assert [event.step for event in scalars("val_loss")] == [2, 4]
 
 
+OTHER_RUN = """
+import os, pathlib, signal
+from cvt.training.locks import locked
+
+with locked(pathlib.Path(os.environ["DIRECTORY"])):
+    reader = os.fork()
+    signal.alarm(60)  # if the test should die
+    if reader:
+        print(os.getpid(), reader, flush=True)
+    else:
+        os.close(1)
+    signal.pause()
+"""
+
+
 def test_two_runs_do_not_share_a_directory(tmp_path):
     """The lock of a process ends with it; whoever reads images for it may live longer."""
-    ours = trainer(tmp_path, **SHORT)
-    ready, started = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
-        child = os.fork()
-        if child == 0:
-            try:
-                with locked(tmp_path):
-                    reader = os.fork()
-                    signal.alarm(60)  # if this test should die
-                    if reader:
-                        os.write(started, str(reader).encode())
-                    signal.pause()
-            finally:
-                os._exit(1)  # where locking fails, this is no second run of the tests
-    os.close(started)
-    reader = int(os.read(ready, 20))
+    ours, other = trainer(tmp_path, **SHORT), Child(OTHER_RUN, DIRECTORY=str(tmp_path))
+    process, reader = map(int, other.stdout.readline().split())
     try:
-        with pytest.raises(
-            ValueError, match=rf"output: {tmp_path} is where process {child} of .* trains; wait"
-        ):
+        with pytest.raises(ValueError, match=f"output: {tmp_path} is where process {process} of .* trains; "):
             ours.fit()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        other.kill()
+        other.communicate()
         assert len(ours.fit()) == 2
     finally:
         os.kill(reader, signal.SIGKILL)
