@@ -373,6 +373,20 @@ def test_a_block_in_which_modules_are_called_compiles_to_one_graph():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("place", "make"), [("mlp", without), ("proj", derived), ("conv_proj_q", without)])
+def test_a_served_stage_notices_other_modules(place, make):
+    own, x = ours().eval(), images(2, 32, 32)
+    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
+    frozen(x)
+    for model in (own, frozen):
+        block = model.stage0.blocks[0]
+        parent = block if place == "mlp" else block.attn
+        setattr(parent, place, make(getattr(parent, place)))
+    assert relative(frozen(x), own(x)) < 1e-5
+    assert not ck.coverage(frozen)[0].fused
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours])
 def test_a_served_stage_notices_other_settings(make):
     own, x = make().eval(), images(2, 32, 32)
