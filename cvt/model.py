@@ -1,7 +1,7 @@
 """CvT, the Convolutional vision Transformer (Wu et al. 2021), on the operators of cvt_kernels.
 
-Parameter names are those of Microsoft's ``cls_cvt.py``, so that its checkpoints load as they are. Activations
-are tokens (B, T, C) throughout; a class token, where a stage has one, is token 0.
+Parameters have the names of Microsoft's ``cls_cvt.py``, so its checkpoints load unchanged. Activations are
+tokens (B, T, C) throughout; the class token of a stage, if any, is token 0.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Attention(nn.Module):
             self.position_bias = nn.Parameter(torch.zeros(config.num_heads, *sizes))
 
     def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
-        """Attends from all tokens, or from those of ``rows`` (B, K), to all keys, by its modules.
+        """Attends from all tokens, or from the ``rows`` (B, K) of them, to all keys; calls its modules.
 
         Returns:
             (B, T, C) or (B, K, C); with ``with_scores`` also the scores (B, H·W) of the tokens, see
@@ -196,7 +196,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path_rate)
 
     def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
-        """Computes the block on all tokens, or on those of ``rows`` (B, K); the others stay as they are.
+        """Computes the block on all tokens, or on the ``rows`` (B, K) of them; other tokens stay unchanged.
 
         Returns:
             (B, T, C); with ``with_scores`` also the scores (B, H·W) of the tokens.
@@ -457,7 +457,7 @@ class CvT(Stages, PretrainedModel):
 class CvTFeatures(Stages):
     """The stages of a CvT as a backbone, from images to a list of feature maps (B, C, H, W).
 
-    Parameter names are those of :class:`CvT`; stages after the last requested one are not built.
+    Parameters have the names of :class:`CvT`; stages after the last requested one are not built.
 
     Args:
         config: The sizes and choices.

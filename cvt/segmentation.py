@@ -58,7 +58,7 @@ class Decoder(nn.Module):
 class CvTSegmenter(Stages, PretrainedModel):
     """A CvT that gives every pixel of an image a class.
 
-    Parameter names of the stages are those of :class:`CvT`; those of the head begin with ``decoder``.
+    Parameters of the stages have the names of :class:`CvT`; names of the head begin with ``decoder``.
 
     Args:
         config: The sizes and choices, with ``head="segment"``; ``create_model`` has them by name.

@@ -1,9 +1,9 @@
 """Structured pruning of weights: a smaller CvT, without the hidden units and heads that matter least.
 
 A hidden unit of an MLP is a row of ``fc1`` with its bias, and a column of ``fc2``; a head is its rows of
-``proj_q``, ``proj_k`` and ``proj_v``, its columns of ``proj``, and its table of ``position_bias``. What is
-left is a dense model, which computes what the whole one would with zeros in those columns. There is one
-exception: where tokens drop out, their scores lack the heads that are gone, so that others may stay.
+``proj_q``, ``proj_k`` and ``proj_v``, its columns of ``proj``, and its table of ``position_bias``. The
+smaller model is dense, and computes the same as the whole one with zeros in those columns. One exception:
+with token pruning the scores of tokens lack the removed heads, so other tokens may stay.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def prune_weights(
         mlp: The fraction of the hidden units of every MLP that is removed; see :func:`pruned_config`.
         heads: The fraction of the heads of every block that is removed.
         batches: Images (B, …) with labels, for ``"taylor"``: (B,), or (B, H, W) for a model that gives every
-            pixel a class, where those of 255 do not count.
+            pixel a class, where 255 does not count.
         saliency: How much a unit or head matters. ``"magnitude"``: the norm of all its weights. ``"taylor"``:
             by how much, to first order, the loss would change without it: the absolute sum of gradient ·
             activation over the tokens of an image, summed over the images (Molchanov et al. 2017 and 2019).

@@ -19,7 +19,7 @@ from ..model import Stages
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTILLATIONS = ("none", "soft", "hard")
 
-#: The models that can be trained by name: those of the paper, and a small one for digits.
+#: The models that can be trained by name: the paper's, and a small one for digits.
 MODELS = {
     **PRESETS,
     "cvt_nano": CvTConfig(

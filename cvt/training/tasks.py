@@ -23,7 +23,7 @@ class Task(NamedTuple):
     Attributes:
         score: The figure by which the best weights are known.
         title: Its name, for people.
-        evaluate: Returns the figures of a model on batches, those of all processes together if asked for.
+        evaluate: Returns the figures of a model on batches; ``together`` for the batches of all processes.
         loss: Returns the loss of logits and targets with label smoothing, the mean over the batch.
         unfit: The options of a training that make no sense, and the value of each that is expected.
     """
