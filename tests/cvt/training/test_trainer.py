@@ -182,7 +182,7 @@ def test_half_precision_learns_as_float32_does(tmp_path, precision):
 # Progress -------------------------------------------------------------------------------------------------
 
 
-def test_a_library_prints_nothing_and_reports_rows_whose_checkpoint_is_written(tmp_path, monkeypatch, capsys):
+def test_a_library_prints_and_reports_what_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", Terminal())
     ours, reported = trainer(tmp_path, epochs=2), []
     ours.fit(report=lambda row: reported.append((row, (tmp_path / LAST).exists())))
@@ -190,6 +190,9 @@ def test_a_library_prints_nothing_and_reports_rows_whose_checkpoint_is_written(t
     assert reported == [(row, True) for row in ours.history]
     assert set(ours.history[0]) == set(rows(tmp_path / "log.csv")[0])
     assert all(24 / row["seconds"] < row["images_per_second"] < math.inf for row in ours.history)
+    shown = trainer(tmp_path / "shown", epochs=2)
+    shown.fit(progress=True)
+    assert f"loss={shown.history[1]['train_loss']:.4f}" in sys.stderr.getvalue()
 
 
 def test_the_line_of_an_epoch():
