@@ -189,7 +189,7 @@ def test_a_single_number_applies_after_quarters(depth, after):
     ],
 )
 def test_settings_that_are_refused(overrides, message):
-    """What is wrong with a single value is in test_arguments.py."""
+    """Single values are in test_arguments.py."""
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(DEEP, **overrides)
 

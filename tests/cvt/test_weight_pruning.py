@@ -90,17 +90,17 @@ def test_heads_of_a_model_that_drops_tokens():
 
 def test_magnitude():
     model = small().double()
+    for block in blocks(model):
+        block.attn.proj_v.bias.data.mul_(50)  # or biases would not decide
     smaller = prune_weights(model, mlp=0.5, heads=0.5)
     for block, (units, heads) in zip(blocks(model), left(model, smaller), strict=True):
         mlp, attn = block.mlp, block.attn
         sizes = mlp.fc1.weight.square().sum(1) + mlp.fc1.bias.square() + mlp.fc2.weight.square().sum(0)
         assert units.tolist() == sorted(sizes.topk(len(units)).indices.tolist())
-        sizes = torch.zeros(attn.num_heads)
-        for head in range(attn.num_heads):
-            rows = slice(8 * head, 8 * head + 8)
-            for layer in (attn.proj_q, attn.proj_k, attn.proj_v):
-                sizes[head] += layer.weight[rows].square().sum() + layer.bias[rows].square().sum()
-            sizes[head] += attn.proj.weight[:, rows].square().sum()
+        sizes = attn.proj.weight.square().sum(0)
+        for layer in (attn.proj_q, attn.proj_k, attn.proj_v):
+            sizes = sizes + layer.weight.square().sum(1) + layer.bias.square()
+        sizes = sizes.unflatten(0, (-1, 8)).sum(1)
         assert heads.tolist() == sorted(sizes.topk(len(heads)).indices.tolist())
 
 
@@ -269,7 +269,7 @@ def test_quantized_models():
     ],
 )
 def test_bad_settings(settings, message):
-    """What is wrong with a single value is in test_arguments.py."""
+    """Single values are in test_arguments.py."""
     with pytest.raises(ValueError, match=message):
         prune_weights(small(), **settings)
 

@@ -119,12 +119,12 @@ def test_a_run_that_came_between_is_noticed(tmp_path):
 
 
 def without_module(patch):
-    """As on Windows."""
+    """Windows has no such module."""
     patch.setitem(sys.modules, "fcntl", None)
 
 
 def without_locks(patch):
-    """As on some file systems."""
+    """Some file systems have none."""
 
     def lockf(*arguments):
         raise OSError(37, "No locks available")

@@ -188,6 +188,7 @@ def test_a_library_prints_and_reports_what_is_asked_for(tmp_path, monkeypatch, c
     ours.fit(report=lambda row: reported.append((row, (tmp_path / LAST).exists())))
     assert sys.stderr.getvalue() == capsys.readouterr().out == ""
     assert reported == [(row, True) for row in ours.history]
+    assert ours.train_batches.dataset.epoch == 1  # the second has an order and crops of its own
     assert set(ours.history[0]) == set(rows(tmp_path / "log.csv")[0])
     assert all(24 / row["seconds"] < row["images_per_second"] < math.inf for row in ours.history)
     shown = trainer(tmp_path / "shown", epochs=2)
