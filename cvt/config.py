@@ -32,7 +32,6 @@ ACTIVATIONS: dict[Activation, GeluVariant] = {"quick_gelu": "quick", "gelu": "no
 #: The dtypes that models are measured and compiled in, by name.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-
 #: The most pixels of a side that images are resized to, beyond which a number is taken for a mistake.
 LARGEST_IMAGE = 1 << 14
 #: The most classes of a pixel: labels have 8 bits, and the last of them marks pixels that are ignored.
@@ -105,7 +104,7 @@ _OPTIONAL = ("head_dim", "layer_scale")
 
 @dataclass(frozen=True)
 class StageConfig:
-    """The configuration of one stage; the fields are those of :class:`CvTConfig`, for this stage."""
+    """The configuration of one stage: the fields of :class:`CvTConfig` for this stage."""
 
     in_chans: int
     embed_dim: int
@@ -135,10 +134,8 @@ class StageConfig:
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Returns the grid of the tokens of images or maps of this size; below 1 where they are too small."""
-        down, across = (
-            (n + 2 * self.patch_padding - self.patch_size) // self.patch_stride + 1 for n in (height, width)
-        )
-        return down, across
+        size, stride, padding = self.patch_size, self.patch_stride, self.patch_padding
+        return _patches(height, size, stride, padding), _patches(width, size, stride, padding)
 
 
 @dataclass(frozen=True)
@@ -239,13 +236,13 @@ class CvTConfig:
                 raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(choices)}")
         for name in (*_PER_STAGE, *_SINGLE):
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                checked = (
-                    _per_stage(name, value, stages)
-                    if name in _PER_STAGE
-                    else as_number(name, value, *_SINGLE[name])
-                )
-                object.__setattr__(self, name, checked)
+            if value is None and name in _OPTIONAL:
+                continue
+            if name in _PER_STAGE:
+                value = _per_stage(name, value, stages)
+            else:
+                value = as_number(name, value, *_SINGLE[name])
+            object.__setattr__(self, name, value)
         if sum(self.depths) > _MOST_BLOCKS:
             raise ValueError(f"depths: got {self.depths}, expected at most {_MOST_BLOCKS} blocks altogether")
         self._check_token_keep()
@@ -257,7 +254,7 @@ class CvTConfig:
 
         Raises:
             TypeError: It is no mapping, or has a value of the wrong type.
-            ValueError: It has a field that is not known, or a value out of range.
+            ValueError: An unknown field, or a value out of range.
         """
         if not isinstance(content, Mapping):
             raise TypeError(f"config: got {shown(content)}, expected an object of fields")
@@ -272,25 +269,18 @@ class CvTConfig:
         if isinstance(keep, tuple | list):
             if len(keep) != depth:
                 raise ValueError(
-                    f"token_keep: got {len(keep)} values, expected one for each of the {depth} blocks of the "
-                    "last stage, or a single number"
+                    f"token_keep: got {len(keep)} values, expected a single one, or one for each of the "
+                    f"{depth} blocks of the last stage"
                 )
             object.__setattr__(self, "token_keep", tuple(map(_check_keep, keep)))
-            if keep[-1] != 1:
-                raise ValueError(
-                    f"token_keep: got {keep[-1]!r} after the last block, expected 1: nothing follows"
-                )
         else:
             object.__setattr__(self, "token_keep", _check_keep(keep))
-            if keep != 1 and depth == 1:
-                raise ValueError(
-                    f"token_keep: got {keep!r} for a last stage of one block, expected 1: nothing follows"
-                )
+        last = keep[-1] if isinstance(keep, tuple | list) else keep if depth == 1 else 1
+        if last != 1:
+            raise ValueError(f"token_keep: got {last!r} after the last block, expected 1: nothing follows")
         bounds = self.token_keep_bounds
         if not isinstance(bounds, tuple | list) or len(bounds) != 2:
-            raise TypeError(
-                f"token_keep_bounds: got {shown(bounds)}, expected a least and a greatest fraction"
-            )
+            raise TypeError(f"token_keep_bounds: got {shown(bounds)}, expected two fractions")
         least, most = (check_fraction("token_keep_bounds", each) for each in bounds)
         if least > most:
             raise ValueError(f"token_keep_bounds: got {least} and {most}, expected the smaller one first")
@@ -308,17 +298,13 @@ class CvTConfig:
         if any(size % 2 == 0 for size in self.kernel_size):
             raise ValueError(f"kernel_size: got {self.kernel_size}, expected odd numbers")
         if any(stride != 1 for stride in self.stride_q):
-            raise ValueError(
-                f"stride_q: got {self.stride_q}, expected 1: the residual needs a query per token"
-            )
+            raise ValueError(f"stride_q: got {self.stride_q}, expected 1: each token is a query")
         if self.head == "segment" and not 2 <= self.num_classes <= MOST_LABELS:
             raise ValueError(
                 f"num_classes: got {self.num_classes} with head='segment', expected 2 to {MOST_LABELS}"
             )
         if self.pool == "cls" and not self.cls_token[-1]:
-            raise ValueError(
-                "pool: 'cls' needs a class token in the last stage; expected cls_token[-1] or 'avg'"
-            )
+            raise ValueError("pool: 'cls' needs a class token in the last stage; expected 'avg'")
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
@@ -358,14 +344,12 @@ class CvTConfig:
 
     def _position_grid(self, i: int) -> tuple[int, int]:
         """Returns the grid of a stage for images of ``position_bias_size``."""
-        height = width = self.position_bias_size
-        for size, stride, padding in zip(
-            self.patch_sizes[: i + 1], self.patch_strides, self.patch_paddings, strict=False
-        ):
-            height = width = (height + 2 * padding - size) // stride + 1
-        if height < 1:
+        side = self.position_bias_size
+        for j in range(i + 1):
+            side = _patches(side, self.patch_sizes[j], self.patch_strides[j], self.patch_paddings[j])
+        if side < 1:
             raise ValueError(f"position_bias_size: got {self.position_bias_size}, too few for stage {i}")
-        return height, width
+        return side, side
 
     def _token_keep(self) -> tuple[TokenKeep, ...]:
         """Returns how many tokens stay after each block of the last stage."""
@@ -385,6 +369,10 @@ class CvTConfig:
         return _ramp(max(self.drop_path_rate), sum(self.depths))[before : before + depth]
 
 
+def _patches(pixels: int, size: int, stride: int, padding: int) -> int:
+    return (pixels + 2 * padding - size) // stride + 1
+
+
 def _ramp(last: float, count: int) -> tuple[float, ...]:
     """Returns ``count`` equally spaced values from 0 to ``last``; a single one is 0, as in torch.linspace."""
     return tuple(last * j / max(count - 1, 1) for j in range(count))
@@ -393,19 +381,12 @@ def _ramp(last: float, count: int) -> tuple[float, ...]:
 def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
     values = tuple(value) if isinstance(value, tuple | list) else (value,) * stages
     if len(values) != stages:
-        raise ValueError(
-            f"{name}: got {len(values)} values, expected {stages}, one per stage (len(embed_dims))"
-        )
+        raise ValueError(f"{name}: got {len(values)} values, expected {stages}, one per stage")
     return tuple(as_number(name, v, *_PER_STAGE[name]) for v in values)
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """Returns a number above 0 and at most 1 as a float.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is out of range.
-    """
+    """Returns a number above 0 and at most 1 as a float; raises for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {shown(value)}, expected a number")
     if not 0 < value <= 1:
@@ -434,20 +415,13 @@ def as_number(name: str, value: Any, kind: type, least: float, below: float) -> 
 
 
 def check_images(image_size: int, crop_fraction: float | None) -> None:
-    """Raises unless :func:`cvt.images.preprocess` can prepare images like this.
-
-    Raises:
-        TypeError: A value of the wrong type.
-        ValueError: A value out of range.
-    """
+    """Raises unless :func:`cvt.images.preprocess` can prepare images like this."""
     as_number("image_size", image_size, int, 1, LARGEST_IMAGE + 1)
     if crop_fraction is None:
         return
     as_number("crop_fraction", crop_fraction, float, 0, 1 + 1e-9)
     if not image_size / LARGEST_IMAGE <= crop_fraction <= 1:
-        raise ValueError(
-            f"crop_fraction: got {shown(crop_fraction)}, expected a part of the image, 1 at most"
-        )
+        raise ValueError(f"crop_fraction: got {crop_fraction!r}, expected a part of the image, 1 at most")
 
 
 #: The models of the paper by name.
@@ -462,9 +436,8 @@ PRESETS: dict[str, CvTConfig] = {
 
 def preset_of(embed_dims: tuple[int, ...], depths: tuple[int, ...]) -> str | None:
     """Returns the name of the model of the paper that has these channels and blocks, or None."""
-    return next(
-        (name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == (embed_dims, depths)), None
-    )
+    names = (name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == (embed_dims, depths))
+    return next(names, None)
 
 
 def default_image_size(model: str | CvTConfig) -> int:

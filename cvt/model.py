@@ -1,7 +1,7 @@
 """CvT, the Convolutional vision Transformer (Wu et al. 2021), on the operators of cvt_kernels.
 
-Parameter names are those of Microsoft's ``cls_cvt.py``, so that its checkpoints load as they are. Activations
-are tokens (B, T, C) throughout; a class token, where a stage has one, is token 0.
+Parameters have the names of Microsoft's ``cls_cvt.py``, so its checkpoints load unchanged. Activations are
+tokens (B, T, C) throughout; the class token of a stage, if any, is token 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cvt_kernels.ops.token_selection import score_tokens, select_tokens
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import resize_table
 
-from .config import CvTConfig, Mixing, Pool, StageConfig, TokenKeep
+from .config import CvTConfig, Head, Mixing, Pool, StageConfig, TokenKeep
 from .pretrained import PretrainedModel
 
 Grid = tuple[int, int]
@@ -59,23 +59,19 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+def _layer_scale(config: StageConfig) -> nn.Module:
+    return nn.Identity() if config.layer_scale is None else LayerScale(config.embed_dim, config.layer_scale)
+
+
 class ConvEmbed(nn.Module):
     """The convolutional token embedding (section 3.1), from images (B, C, H, W) to normalized tokens."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
-        self.proj = nn.Conv2d(
-            config.in_chans,
-            config.embed_dim,
-            config.patch_size,
-            stride=config.patch_stride,
-            padding=config.patch_padding,
-        )
-        if config.embed_norm == "batch_layer_norm":
-            self.bn: nn.Module = nn.BatchNorm2d(config.embed_dim)
-        else:
-            self.bn = nn.Identity()
-        self.norm = nn.LayerNorm(config.embed_dim)
+        dim, size, stride = config.embed_dim, config.patch_size, config.patch_stride
+        self.proj = nn.Conv2d(config.in_chans, dim, size, stride, config.patch_padding)
+        self.bn = nn.BatchNorm2d(dim) if config.embed_norm == "batch_layer_norm" else nn.Identity()
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         if not is_transformed():  # torch.func.vmap knows no such memory
@@ -133,7 +129,7 @@ class Attention(nn.Module):
             self.position_bias = nn.Parameter(torch.zeros(config.num_heads, *sizes))
 
     def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
-        """Attends from all tokens, or from those of ``rows`` (B, K), to all keys, by its modules.
+        """Attends from all tokens, or from the ``rows`` (B, K) of them, to all keys; calls its modules.
 
         Returns:
             (B, T, C) or (B, K, C); with ``with_scores`` also the scores (B, H·W) of the tokens, see
@@ -143,11 +139,8 @@ class Attention(nn.Module):
         projected = [self._project(branch, x, grid) for branch in branches]
         if rows is not None:
             projected[0] = gather_rows(projected[0], rows)
-        layers = (self.proj_q, self.proj_k, self.proj_v)
-        q, k, v = (
-            layer(tokens).unflatten(2, (self.num_heads, -1))
-            for layer, tokens in zip(layers, projected, strict=True)
-        )
+        linears = zip((self.proj_q, self.proj_k, self.proj_v), projected, strict=True)
+        q, k, v = (linear(tokens).unflatten(2, (self.num_heads, -1)) for linear, tokens in linears)
         position = self.position_for(grid, rows)
         y = attend_by_modules(q, k, v, self.attn_drop, scale=self.scale, position=position)
         out = self.proj_drop(self.proj(y))
@@ -196,20 +189,14 @@ class Block(nn.Module):
         self.token_keep = token_keep
         self.norm1 = nn.LayerNorm(config.embed_dim)
         self.attn = Attention(config)
-        self.ls1 = self._layer_scale(config)
+        self.ls1 = _layer_scale(config)
         self.norm2 = nn.LayerNorm(config.embed_dim)
         self.mlp = Mlp(config)
-        self.ls2 = self._layer_scale(config)
+        self.ls2 = _layer_scale(config)
         self.drop_path = DropPath(drop_path_rate)
 
-    @staticmethod
-    def _layer_scale(config: StageConfig) -> nn.Module:
-        if config.layer_scale is None:
-            return nn.Identity()
-        return LayerScale(config.embed_dim, config.layer_scale)
-
     def forward(self, x: Tensor, grid: Grid, rows: Tensor | None = None, *, with_scores: bool = False) -> Any:
-        """Computes the block on all tokens, or on those of ``rows`` (B, K); the others stay as they are.
+        """Computes the block on all tokens, or on the ``rows`` (B, K) of them; other tokens stay unchanged.
 
         Returns:
             (B, T, C); with ``with_scores`` also the scores (B, H·W) of the tokens.
@@ -285,21 +272,28 @@ class FeatureInfo(list[dict[str, Any]]):
 
 
 class Stages(nn.Module):
-    """The stages ``stage0``, ``stage1``, … that every model here consists of, besides its head."""
+    """The stages ``stage0``, ``stage1``, … of every model here: the first ``count``, or all.
 
-    def __init__(self, config: CvTConfig, count: int):
+    Raises:
+        TypeError: No configuration.
+        ValueError: The configuration is for another ``head``.
+    """
+
+    def __init__(self, config: CvTConfig, *, head: Head | None = None, count: int | None = None):
+        check_kind("config", config, CvTConfig)
+        if head is not None and config.head != head:
+            raise ValueError(f"config: has head={config.head!r}, expected {head!r}")
         super().__init__()
         self.config = config
-        self._stage_names = [f"stage{i}" for i in range(count)]
-        for name, stage in zip(self._stage_names, config.stages, strict=False):
+        self.feature_info = FeatureInfo()
+        self._stage_names: list[str] = []
+        reduction = 1
+        for i, stage in enumerate(config.stages[:count]):
+            name = f"stage{i}"
             self.add_module(name, Stage(stage))
-
-    def _feature_info(self) -> FeatureInfo:
-        info, reduction = FeatureInfo(), 1
-        for name, stage in zip(self._stage_names, self.config.stages, strict=False):
+            self._stage_names.append(name)
             reduction *= stage.patch_stride
-            info.append({"num_chs": stage.embed_dim, "reduction": reduction, "module": name})
-        return info
+            self.feature_info.append({"num_chs": stage.embed_dim, "reduction": reduction, "module": name})
 
     def _built_stages(self) -> list[Stage]:
         return [cast(Stage, self.get_submodule(name)) for name in self._stage_names]
@@ -315,11 +309,10 @@ class Stages(nn.Module):
 
         Raises:
             TypeError: A value that is neither a number nor ``"entropy"``.
-            ValueError: A value out of range; the model is left as it was.
+            ValueError: A value out of range.
         """
         bounds = self.config.token_keep_bounds if bounds is None else bounds
-        keep = tuple(token_keep) if isinstance(token_keep, list) else token_keep
-        config = dataclasses.replace(self.config, token_keep=cast(Any, keep), token_keep_bounds=bounds)
+        config = dataclasses.replace(self.config, token_keep=cast(Any, token_keep), token_keep_bounds=bounds)
         self.config = config
         for stage, built in zip(config.stages, self._built_stages(), strict=False):
             built.token_keep_bounds = config.token_keep_bounds
@@ -388,20 +381,16 @@ class CvT(Stages, PretrainedModel):
         Input (B, in_chans, H, W), any H and W of at least 32 with the strides of the paper; output
         (B, num_classes), or (B, num_features) without a head.
 
-    A block does the work of its modules by fused operators, without calling them. Where somebody would
-    notice, since attention, the MLP, a LayerNorm, convolution, BatchNorm or ``attn.attn_drop`` has hooks,
-    parametrizations or a forward of its own, or is of another class, the block calls all its modules one by
-    one. Linear layers, ``drop_path`` and other dropout are called where they have hooks or are of another
-    class, and the rest stays fused. ``cvt_kernels.coverage`` says which blocks call their modules, and why.
+    A block computes its modules by fused operators, without calling them. If attention, the MLP, a LayerNorm,
+    convolution, BatchNorm or ``attn.attn_drop`` has hooks, parametrizations or another forward or class, the
+    block calls all its modules one by one. Linear layers, ``drop_path`` and other dropout are called where
+    they have hooks or another class, and the rest stays fused. ``cvt_kernels.coverage`` says which blocks
+    call their modules, and why.
     """
 
     def __init__(self, config: CvTConfig):
-        check_kind("config", config, CvTConfig)
-        if config.head != "classify":
-            raise ValueError(f"config: has head={config.head!r}, expected 'classify' for a classifier")
-        super().__init__(config, count=len(config.embed_dims))
+        super().__init__(config, head="classify")
         self.num_features = config.embed_dims[-1]
-        self.feature_info = self._feature_info()
         self.norm = nn.LayerNorm(self.num_features)
         self.head = self._build_head(config.num_classes)
         self.apply(init_weights)
@@ -427,7 +416,7 @@ class CvT(Stages, PretrainedModel):
 
         Raises:
             TypeError: ``num_classes`` is not an integer.
-            ValueError: A value out of range; the model is left as it was.
+            ValueError: A value out of range.
         """
         pool = self.config.pool if pool is None else pool
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool)
@@ -468,7 +457,7 @@ class CvT(Stages, PretrainedModel):
 class CvTFeatures(Stages):
     """The stages of a CvT as a backbone, from images to a list of feature maps (B, C, H, W).
 
-    Parameter names are those of :class:`CvT`; stages after the last requested one are not built.
+    Parameters have the names of :class:`CvT`; stages after the last requested one are not built.
 
     Args:
         config: The sizes and choices.
@@ -486,15 +475,13 @@ class CvTFeatures(Stages):
         check_kind("config", config, CvTConfig)
         stages = len(config.embed_dims)
         chosen = tuple(range(stages)) if out_indices is None else out_indices
-        integers = isinstance(chosen, tuple | list) and all(type(i) is int for i in chosen)
-        if not integers:
+        if not isinstance(chosen, tuple | list) or any(type(i) is not int for i in chosen):
             raise TypeError(f"out_indices: got {chosen!r}, expected a tuple of integers")
         if not chosen or any(not -stages <= i < stages for i in chosen):
             raise ValueError(f"out_indices: got {tuple(chosen)}, expected indices of {stages} stages")
         self.out_indices = tuple(i % stages for i in chosen)
         super().__init__(config, count=max(self.out_indices) + 1)
-        info = self._feature_info()
-        self.feature_info = FeatureInfo(info[i] for i in self.out_indices)
+        self.feature_info = FeatureInfo(self.feature_info[i] for i in self.out_indices)
         self.apply(init_weights)
 
     def forward(self, images: Tensor) -> list[Tensor]:
@@ -511,8 +498,8 @@ def tokens_to_map(tokens: Tensor, grid: Grid) -> Tensor:
 
 def _table_size(grid: Grid, stride: int) -> Grid:
     """Returns the height and width of a table of offsets from the keys to the tokens of a grid."""
-    height, width = (n + stride * ((n - 1) // stride) for n in grid)
-    return height, width
+    height, width = grid
+    return height + stride * ((height - 1) // stride), width + stride * ((width - 1) // stride)
 
 
 def _check_like(images: Tensor, weight: Tensor) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cvt_kernels.acceleration.fused import apply_layer_norm, apply_linear
-from cvt_kernels.checks import check_kind
 
 from .config import MOST_LABELS, CvTConfig
 from .model import CvT, Stages, init_weights
@@ -24,10 +23,9 @@ class Decoder(nn.Module):
     """A linear layer per stage, all fused at the grid of the first stage by a 1×1 layer, and a classifier.
 
     SegFormer upsamples the maps, concatenates them and applies the 1×1 layer to the result. That layer is the
-    sum of one layer per map, ``fuse.0``, ``fuse.1``, …, and a layer of pixels commutes with bilinear
-    interpolation, whose weights add up to 1. So each map is fused at its own size, which gives the same for
-    fewer multiply-adds. The norm is a LayerNorm in place of SegFormer's BatchNorm: no pixel depends on the
-    batch.
+    sum of one layer per map, ``fuse.0``, ``fuse.1``, …, and commutes with bilinear interpolation, whose
+    weights add up to 1. So each map is fused at its own size, with fewer multiply-adds. The norm is a
+    LayerNorm in place of SegFormer's BatchNorm: no pixel depends on the batch.
 
     Args:
         channels: Channels of the maps of the stages.
@@ -60,7 +58,7 @@ class Decoder(nn.Module):
 class CvTSegmenter(Stages, PretrainedModel):
     """A CvT that gives every pixel of an image a class.
 
-    Parameter names of the stages are those of :class:`CvT`; those of the head begin with ``decoder``.
+    Parameters of the stages have the names of :class:`CvT`; names of the head begin with ``decoder``.
 
     Args:
         config: The sizes and choices, with ``head="segment"``; ``create_model`` has them by name.
@@ -72,20 +70,10 @@ class CvTSegmenter(Stages, PretrainedModel):
 
     Shape:
         Input (B, in_chans, H, W), of the sizes that :class:`CvT` takes; output logits (B, num_classes, H, W).
-
-    Raises:
-        TypeError: No configuration.
-        ValueError: A configuration with another head.
     """
 
     def __init__(self, config: CvTConfig):
-        check_kind("config", config, CvTConfig)
-        if config.head != "segment":
-            raise ValueError(
-                f"config: has head={config.head!r}, expected 'segment' for a class of every pixel"
-            )
-        super().__init__(config, count=len(config.embed_dims))
-        self.feature_info = self._feature_info()
+        super().__init__(config, head="segment")
         self.decoder = Decoder(config.embed_dims, config.decoder_dim, config.num_classes)
         self.apply(init_weights)
 

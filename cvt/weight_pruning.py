@@ -1,16 +1,16 @@
 """Structured pruning of weights: a smaller CvT, without the hidden units and heads that matter least.
 
 A hidden unit of an MLP is a row of ``fc1`` with its bias, and a column of ``fc2``; a head is its rows of
-``proj_q``, ``proj_k`` and ``proj_v``, its columns of ``proj``, and its table of ``position_bias``. What is
-left is a dense model, which computes what the whole one would with zeros in those columns. There is one
-exception: where tokens drop out, their scores lack the heads that are gone, so that others may stay.
+``proj_q``, ``proj_k`` and ``proj_v``, its columns of ``proj``, and its table of ``position_bias``. The
+smaller model is dense, and computes the same as the whole one with zeros in those columns. One exception:
+with token pruning the scores of tokens lack the removed heads, so other tokens may stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
@@ -22,7 +22,7 @@ from cvt_kernels import checks
 from .config import CvTConfig, as_number
 from .evaluation import pairs
 from .factory import create_model
-from .model import Attention, Block, Mlp
+from .model import Block
 from .pretrained import PretrainedModel
 from .quantized import quantized_layers
 from .segmentation import IGNORED
@@ -52,7 +52,7 @@ def prune_weights(
         mlp: The fraction of the hidden units of every MLP that is removed; see :func:`pruned_config`.
         heads: The fraction of the heads of every block that is removed.
         batches: Images (B, …) with labels, for ``"taylor"``: (B,), or (B, H, W) for a model that gives every
-            pixel a class, where those of 255 do not count.
+            pixel a class, where 255 does not count.
         saliency: How much a unit or head matters. ``"magnitude"``: the norm of all its weights. ``"taylor"``:
             by how much, to first order, the loss would change without it: the absolute sum of gradient ·
             activation over the tokens of an image, summed over the images (Molchanov et al. 2017 and 2019).
@@ -70,9 +70,9 @@ def prune_weights(
     whole_config = getattr(model, "config", None)
     if not isinstance(model, PretrainedModel) or not isinstance(whole_config, CvTConfig):
         raise TypeError(f"model: got {type(model).__name__}, expected a CvT with its head")
-    why_not = why_unprunable(model)
-    if why_not is not None:
-        raise ValueError(f"model: {why_not}")
+    reason = why_unprunable(model)
+    if reason is not None:
+        raise ValueError(f"model: {reason}")
     config = pruned_config(whole_config, mlp=mlp, heads=heads)
     if saliency is not None:
         checks.check_choice("saliency", saliency, get_args(Saliency))
@@ -131,11 +131,11 @@ def pruned_config(config: CvTConfig, *, mlp: float = 0.0, heads: float = 0.0) ->
     if mlp:
         hidden = hidden_units(config)
         left = tuple(_units_left(units, mlp) for units in hidden)
-        _check_left("mlp", mlp, "hidden units", hidden, left)
+        _check_left(f"mlp: {mlp:g}", "hidden units", hidden, left)
         changes["mlp_ratio"] = tuple(map(_ratio, config.embed_dims, left))
     if heads:
         left = tuple(each - math.floor(each * heads + _ROUNDING) for each in config.num_heads)
-        _check_left("heads", heads, "heads", config.num_heads, left)
+        _check_left(f"heads: {heads:g}", "heads", config.num_heads, left)
         changes["num_heads"] = left
         changes["head_dim"] = tuple(stage.head_dim for stage in config.stages)
     return dataclasses.replace(config, **changes)
@@ -158,23 +158,15 @@ def _ratio(dim: int, hidden: int) -> float:
     return ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
-def _check_left(
-    name: str, fraction: float, what: str, before: tuple[int, ...], left: tuple[int, ...]
-) -> None:
+def _check_left(option: str, units: str, before: tuple[int, ...], left: tuple[int, ...]) -> None:
     for stage, (count, rest) in enumerate(zip(before, left, strict=True)):
         if rest < 1:
-            raise ValueError(f"{name}: {fraction:g} removes all {count} {what} of stage {stage}")
+            raise ValueError(f"{option} removes all {count} {units} of stage {stage}")
     if before == left:
-        counts = ", ".join(map(str, before))
-        raise ValueError(f"{name}: {fraction:g} removes none of the {counts} {what} of the stages")
+        raise ValueError(f"{option} removes none of the {', '.join(map(str, before))} {units} of the stages")
 
 
 # Saliency -------------------------------------------------------------------------------------------------
-
-
-class _Block(NamedTuple):
-    attention: Attention
-    mlp: Mlp
 
 
 class _Saliency(NamedTuple):
@@ -184,18 +176,14 @@ class _Saliency(NamedTuple):
     units: Tensor
 
 
-def _blocks(model: nn.Module) -> dict[str, _Block]:
+def _blocks(model: nn.Module) -> dict[str, Block]:
     """Returns the blocks of a model, by the names of their modules."""
-    return {
-        path: _Block(block.attn, block.mlp)
-        for path, block in model.named_modules()
-        if isinstance(block, Block)
-    }
+    return {path: block for path, block in model.named_modules() if isinstance(block, Block)}
 
 
 @torch.no_grad()
-def _magnitudes(block: _Block) -> _Saliency:
-    attention, mlp = block
+def _magnitudes(block: Block) -> _Saliency:
+    attention, mlp = block.attn, block.mlp
     parts = [mlp.fc1.weight, mlp.fc1.bias[:, None], mlp.fc2.weight.T]
     of_heads = [attention.proj.weight.T]
     for layer in (attention.proj_q, attention.proj_k, attention.proj_v):
@@ -213,8 +201,8 @@ def _taylor(
         raise ValueError("model: has no head whose loss could tell, expected one or saliency='magnitude'")
     device = next(model.parameters()).device
     blocks, inputs, sums = _blocks(model), _inputs_of_last_layers(model), {}
-    for path, (attention, mlp) in blocks.items():
-        sizes = attention.num_heads, mlp.fc2.in_features
+    for path, block in blocks.items():
+        sizes = block.attn.num_heads, block.mlp.fc2.in_features
         sums[path] = _Saliency(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
     images_seen = 0
     for number, (images, labels) in enumerate(batches):
@@ -223,10 +211,10 @@ def _taylor(
         gradients = torch.autograd.grad(loss, list(inputs.values()))
         parts = zip(inputs.items(), gradients, strict=True)
         changes = {layer: (x.detach() * gradient).double() for (layer, x), gradient in parts}
-        for path, (attention, mlp) in blocks.items():
-            of_heads = changes[attention.proj].unflatten(2, (attention.num_heads, -1)).sum((1, 3))
+        for path, block in blocks.items():
+            of_heads = changes[block.attn.proj].unflatten(2, (block.attn.num_heads, -1)).sum((1, 3))
             sums[path].heads.add_(of_heads.abs().sum(0))
-            sums[path].units.add_(changes[mlp.fc2].sum(1).abs().sum(0))
+            sums[path].units.add_(changes[block.mlp.fc2].sum(1).abs().sum(0))
     if not images_seen:
         raise ValueError("batches: got no images, expected at least one")
     return sums
@@ -239,8 +227,8 @@ def _inputs_of_last_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
     def keep(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
         inputs[layer] = given[0]
 
-    for attention, mlp in _blocks(model).values():
-        for layer in (attention.proj, mlp.fc2):
+    for block in _blocks(model).values():
+        for layer in (block.attn.proj, block.mlp.fc2):
             layer.register_forward_pre_hook(keep)
     return inputs
 
@@ -261,9 +249,7 @@ def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
 # Weights --------------------------------------------------------------------------------------------------
 
 
-def _what_is_left(
-    model: nn.Module, saliencies: Mapping[str, _Saliency], config: CvTConfig
-) -> dict[str, Tensor]:
+def _what_is_left(model: nn.Module, saliencies: dict[str, _Saliency], config: CvTConfig) -> dict[str, Tensor]:
     """Returns the weights of a model with the most salient heads and units only, for a smaller one."""
     tensors = model.state_dict()
     for path, saliency in saliencies.items():

@@ -1,7 +1,7 @@
 """Augmentation of whole batches, on their device: what comes after the random crop of each image.
 
-Mixup and CutMix are written out: kornia's draw a λ for each image, that of Mixup evenly and without an alpha,
-and return pairs of labels, of which the targets would still have to be made.
+Mixup and CutMix are written out: kornia draws a λ for each image, for Mixup evenly and without an alpha, and
+returns pairs of labels instead of targets.
 """
 
 from __future__ import annotations
@@ -65,19 +65,16 @@ class Augment:
 
     def __init__(self, config: TrainConfig, classes: int, image_size: int):
         self._config, self._classes = config, classes
-        rand_augment = config.rand_augment if image_size >= RAND_AUGMENT_SIZE else 0
-        jitter = 0.0 if rand_augment else config.color_jitter
         self._pixels: nn.Module = nn.Identity()
         self._erase: nn.Module = nn.Identity()
-        if not (rand_augment or jitter or config.random_erasing):
-            return
-        augmentation = require("kornia.augmentation", "train")
-        if rand_augment:
-            self._pixels = require("kornia.augmentation.auto", "train").RandAugment(n=2, m=rand_augment)
+        magnitude, jitter = config.rand_augment, config.color_jitter
+        if magnitude and image_size >= RAND_AUGMENT_SIZE:
+            self._pixels = require("kornia.augmentation.auto", "train").RandAugment(n=2, m=magnitude)
         elif jitter:
-            self._pixels = augmentation.ColorJitter(jitter, jitter, jitter)
+            self._pixels = require("kornia.augmentation", "train").ColorJitter(jitter, jitter, jitter)
         if config.random_erasing:
-            self._erase = augmentation.RandomErasing(p=config.random_erasing)
+            erasing = require("kornia.augmentation", "train").RandomErasing
+            self._erase = erasing(p=config.random_erasing)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns images and targets: labels (B,), or with Mixup or CutMix probabilities (B, classes)."""

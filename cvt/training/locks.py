@@ -20,9 +20,8 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 def locked(directory: Path) -> Iterator[None]:
     """Holds the lock of a directory within a block; however the process ends, the kernel releases it.
 
-    Where there are no locks, a warning says so. It is a POSIX lock, since processes that decode images do not
-    inherit such a one: they may live a little longer than this one. It is between processes, not between
-    threads.
+    Where there are no locks, a warning says so. It is a POSIX lock, which the processes that decode images do
+    not inherit: they may live a little longer than this one. It does not lock threads against each other.
 
     Raises:
         ValueError: Another process holds it, or it is no regular file.

@@ -19,7 +19,7 @@ from ..model import Stages
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTILLATIONS = ("none", "soft", "hard")
 
-#: The models that can be trained by name: those of the paper, and a small one for digits.
+#: The models that can be trained by name: the paper's, and a small one for digits.
 MODELS = {
     **PRESETS,
     "cvt_nano": CvTConfig(
@@ -191,9 +191,7 @@ def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: f
     cross-entropy with the teacher's choice (Touvron et al. 2021).
     """
     if teacher.shape != logits.shape:
-        raise ValueError(
-            f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)} as the model"
-        )
+        raise ValueError(f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)}")
     if kind == "hard":
         return F.cross_entropy(logits, teacher.argmax(dim=-1))
     log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher))

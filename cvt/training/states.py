@@ -77,12 +77,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads what an optimizer of the same recipe has for each parameter; PyTorch does not look at the shapes.
+    """Loads the state of each parameter with a check of the shapes, which PyTorch does not do.
 
-    The settings are those of ``optimizer``, whatever the state says.
+    The settings of ``optimizer`` stay, whatever the state says.
 
     Raises:
-        ValueError: It is one of other parameters, or has numbers that are none.
+        ValueError: The state is for other parameters, or has numbers that are not finite.
     """
     groups = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in state["param_groups"]] != [group["params"] for group in groups]:

@@ -23,7 +23,7 @@ class Task(NamedTuple):
     Attributes:
         score: The figure by which the best weights are known.
         title: Its name, for people.
-        evaluate: Returns the figures of a model on batches, those of all processes together if asked for.
+        evaluate: Returns the figures of a model on batches; ``together`` for the batches of all processes.
         loss: Returns the loss of logits and targets with label smoothing, the mean over the batch.
         unfit: The options of a training that make no sense, and the value of each that is expected.
     """
@@ -82,9 +82,8 @@ TASKS: dict[Head, Task] = {
 }
 
 
-def why_unfit(head: Head, config: TrainConfig) -> str | None:
-    """Says which option of a training makes no sense for a head, or returns None."""
+def check_options(head: Head, config: TrainConfig) -> None:
+    """Raises for an option of a training that makes no sense for a head."""
     for name, expected in TASKS[head].unfit.items():
         if getattr(config, name) != expected:
-            return f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}"
-    return None
+            raise ValueError(f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}")

@@ -43,7 +43,7 @@ from .locks import locked
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 from .states import load_optimizer, naming, read_state
-from .tasks import TASKS, why_unfit
+from .tasks import TASKS, check_options
 
 LAST = "last.pth"
 _UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
@@ -129,9 +129,7 @@ class Trainer:
         self.val_batches = Batches(val_set, micro_batch, **(options if config.shard else share))
         self.steps_per_epoch = len(self.train_batches) // config.accumulate
         if not self.steps_per_epoch:
-            raise ValueError(
-                f"batch_size: {config.batch_size} is more than the {len(train_set)} images to train on"
-            )
+            raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_set)} images")
         self.augment = Augment(config, len(train_set.classes), train_set.image_size)
         self.model = model.to(self.device)
         self.teacher = teacher.to(self.device).eval() if teacher else None
@@ -201,11 +199,7 @@ class Trainer:
         return self.history
 
     def _begin(self) -> None:
-        """Makes good in the locked directory what was lost when an earlier run was killed.
-
-        Raises:
-            ValueError: Another run has written a checkpoint there since this one was made.
-        """
+        """Repairs what a killed run left in the directory; raises if another run has written there since."""
         if _stamp(self.output / LAST) != self._stamp:
             raise ValueError(f"output: another run has written {self.output / LAST} since this one began")
         for path in self.output.glob(_UNFINISHED):
@@ -247,10 +241,8 @@ class Trainer:
         batches, first = iter(self.train_batches), self.epoch * self.steps_per_epoch
         losses: list[float] = []
         pending: list[Tensor] = []
-        hidden = None if progress and self.rank == 0 else True  # None: unless on a terminal
-        with tqdm(
-            range(self.steps_per_epoch), f"epoch {self.epoch + 1}", unit="step", leave=False, disable=hidden
-        ) as steps:
+        bar = {"unit": "step", "leave": False, "disable": None if progress and self.rank == 0 else True}
+        with tqdm(range(self.steps_per_epoch), f"epoch {self.epoch + 1}", **bar) as steps:
             for step in steps:
                 micro_batches = list(itertools.islice(batches, self.config.accumulate))
                 pending.append(self.step(micro_batches, first + step))
@@ -317,8 +309,8 @@ class Trainer:
 
     def _check_finite(self, value: float, step: int, name: str) -> None:
         if not math.isfinite(value):
-            saved = f"{self.output / LAST} is of epoch {len(self.history)}"
-            saved = saved if self.history else "nothing was saved"
+            epochs = len(self.history)
+            saved = f"{self.output / LAST} is of epoch {epochs}" if epochs else "nothing was saved"
             raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
 
     def evaluate(self) -> dict[str, float]:
@@ -327,15 +319,9 @@ class Trainer:
         These are ``val_loss``, and ``top1`` and ``top5``; of a segmenter ``miou``, ``pixel_accuracy`` and
         ``iou/CLASS`` for each class.
         """
-        model = (self.ema or self.model).eval()
-        return self.task.evaluate(
-            model,
-            self.val_batches,
-            self.device,
-            classes=self.card.labels,
-            autocast=self._dtype,
-            together=self.world_size > 1,
-        )
+        model, together = (self.ema or self.model).eval(), self.world_size > 1
+        options = {"classes": self.card.labels, "autocast": self._dtype, "together": together}
+        return self.task.evaluate(model, self.val_batches, self.device, **options)
 
     def _save(self) -> None:
         """Writes ``last.pth`` to go on from, and before it ``best.pth`` if every epoch before was worse."""
@@ -412,10 +398,7 @@ def _write(content: dict[str, Any], path: Path) -> None:
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     """Returns what changes whenever a file is replaced, or None if there is none."""
-    if not path.exists():
-        return None
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
@@ -431,7 +414,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns what was and what is of every value that differs, those of a configuration by its fields."""
+    """Returns what was and what is of every value that differs, field by field for a configuration."""
     texts = []
     for name, before in then.items():
         after = now.get(name)
@@ -467,9 +450,7 @@ def _check(
             f"model: has {model.config.in_chans} channels and {model.config.num_classes} classes, "
             f"the data 3 and {len(train_set.classes)}"
         )
-    reason = why_unfit(model.config.head, config)
-    if reason is not None:
-        raise ValueError(reason)
+    check_options(model.config.head, config)
     if isinstance(train_set, LabelMapDataset) != (model.config.head == "segment"):
         raise ValueError(f"model: has head={model.config.head!r}, which the labels of the data are not for")
     if config.batch_size % (world_size * config.accumulate):

@@ -1,20 +1,19 @@
 """Biases of attention by position in models: what they change, where their tables go, and what reads them."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import CheckpointError, load_checkpoint
 from cvt.explanation import explain
-from cvt_kernels.records import PositionBias
-from cvt_kernels.reference import position_bias, resize_table
-from tests.checks import not_built, recorded_operators
-from tests.cvt.models import SMALL, small
+from cvt_kernels.reference import resize_table
+from tests.checks import not_built
+from tests.cvt.models import SMALL, equal, small
 from tests.upstream import ONE_STAGE
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(not_built(), reason="there is no extension"))
@@ -52,9 +51,7 @@ def test_weights_without_tables_give_the_very_bits_of_the_plain_model(backend, t
 @pytest.mark.parametrize("backend", ["sdpa", NATIVE])
 def test_every_table_is_added_to_the_scores(backend):
     """Compares with the softmax that calls the modules one by one, which a hook asks for."""
-    model = biased(
-        pool="avg"
-    )  # the head reads no query with a bias of the last block where it reads a class token
+    model = biased(pool="avg")  # a class token in the last block has no bias
     with ck.use_backend(backend, "reference"):
         fused = model(IMAGES)
     seen = {}
@@ -87,26 +84,19 @@ def test_other_images_read_an_interpolated_table():
     model = biased()
     attention = model.stage0.blocks[0].attn
     position = attention.position_for((12, 10))
-    height, width = 12 + 2 * 5, 10 + 2 * 4
-    expected = nn.functional.interpolate(
-        attention.position_bias[None], (height, width), mode="bilinear", align_corners=True
-    )[0]
+    sizes = 12 + 2 * 5, 10 + 2 * 4
+    expected = F.interpolate(attention.position_bias[None], sizes, mode="bilinear", align_corners=True)[0]
     assert torch.equal(position.table, expected)
     assert position[1:] == ((12, 10), (6, 5), 2, None)
     assert attention.position_for((16, 16)).table is attention.position_bias
-    other = biased()
-    for table in tables_of(other).values():
-        table.zero_()
-    assert not torch.equal(model(IMAGES), other(IMAGES))
 
 
 @torch.no_grad()
 def test_a_checkpoint_for_images_of_another_size(tmp_path):
     model = biased()
     torch.save(model.state_dict(), tmp_path / "64.pth")
-    larger = create_model(
-        SMALL, position_bias=True, position_bias_size=96, checkpoint=tmp_path / "64.pth"
-    ).eval()
+    options = {"position_bias": True, "position_bias_size": 96}
+    larger = create_model(SMALL, **options, checkpoint=tmp_path / "64.pth").eval()
     for name, table in tables_of(larger).items():
         given = model.get_parameter(name)
         assert torch.equal(table, resize_table(given, tuple(table.shape[1:])))
@@ -125,34 +115,12 @@ def test_a_checkpoint_for_images_of_another_size(tmp_path):
 
 def test_tables_train():
     model = biased(drop_path_rate=0.0, pool="avg").train()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = {name: table.detach().clone() for name, table in tables_of(model).items()}
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(IMAGES).float().sin().sum()
     loss.backward()
-    optimizer.step()
-    for name, table in tables_of(model).items():
-        assert table.dtype == table.grad.dtype == torch.float32
-        assert table.grad.abs().max() > 0
-        assert not torch.equal(table, before[name])
-
-
-def test_a_table_learns_what_only_position_tells():
-    """Each query is to find the value left of it, where all queries and keys are alike."""
-    torch.manual_seed(0)
-    grid = (3, 4)
-    table = torch.zeros(1, 5, 7, requires_grad=True)
-    alike, values = torch.zeros(8, 12, 1, 4), torch.randn(8, 12, 1, 4)
-    wanted = values.unflatten(1, grid).roll(1, 2)[:, :, 1:]
-    optimizer = torch.optim.Adam([table], 0.3)
-    for _ in range(60):
-        out = ck.attention(alike, alike, values, position=PositionBias(table, grid, grid, 1))
-        loss = (out.unflatten(1, grid)[:, :, 1:] - wanted).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.01
-    assert table[0].argmax() == 2 * 7 + 4  # no row down, one column to the right of its key
+    for table in tables_of(model).values():
+        assert table.grad.dtype == torch.float32
+        assert table.grad.any()
 
 
 def test_compiles_without_graph_breaks():
@@ -169,34 +137,13 @@ def test_compiles_without_graph_breaks():
 
 
 @torch.no_grad()
-def test_exports():
-    model = create_model(ONE_STAGE, position_bias=True, position_bias_size=48).eval()
-    expected = model(IMAGES)
-    torch.testing.assert_close(torch.export.export(model, (IMAGES,)).module()(IMAGES), expected)
-
-
-@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_records():
-    model = biased()
+def test_exports_and_traces():
+    model = create_model(ONE_STAGE, position_bias=True, position_bias_size=48).eval()
     traced = torch.jit.trace(model, IMAGES, check_trace=False)
-    torch.testing.assert_close(traced(IMAGES), model(IMAGES))
+    for program in (torch.export.export(model, (IMAGES,)).module(), traced):
+        torch.testing.assert_close(program(IMAGES), model(IMAGES))
     torch.testing.assert_close(traced(IMAGES[:1]), model(IMAGES[:1]))
-
-
-def test_data_parallel_training_step(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = biased(drop_path_rate=0.0).train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DDP's own deprecations
-            wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
-            wrapped(IMAGES).sin().sum().backward()
-        model(IMAGES).sin().sum().backward()
-        for ours, theirs in zip(tables_of(model).values(), tables_of(wrapped.module).values(), strict=True):
-            torch.testing.assert_close(theirs.grad, ours.grad)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @torch.no_grad()
@@ -229,27 +176,9 @@ def test_tokens_that_drop_out_keep_the_bias_of_the_others(backend):
 @torch.no_grad()
 def test_quantizing_leaves_the_tables_alone_and_freezing_refuses_them():
     model = biased()
-    before = {name: table.clone() for name, table in tables_of(model).items()}
-    expected = model(IMAGES)
     with pytest.raises(ValueError, match="stage0: attention has a bias by position"):
         ck.accelerate(model, freeze=True)
     quantized = copy.deepcopy(model)
     ck.quantize(quantized, [IMAGES])
-    for name, table in tables_of(quantized).items():
-        assert torch.equal(table, before[name])
-        assert table.dtype == torch.float32
-    assert not torch.equal(quantized(IMAGES), expected)
-
-
-@torch.no_grad()
-@pytest.mark.skipif(not_built(), reason="there is no extension")
-def test_no_matrix_is_made_of_a_table():
-    model = create_model("cvt_13", position_bias=True, depths=(1, 1, 1)).eval()
-    tables = tables_of(model)
-    attention = model.stage1.blocks[0].attn
-    q, k = torch.randn(1, 784, 3, 64), torch.randn(1, 196, 3, 64)
-    with ck.use_backend("native"), recorded_operators() as called:
-        ck.attention(q, k, k, position=attention.position_for((28, 28)))
-    assert called == ["cvt_kernels.attention_by_position.default"]
-    matrix = position_bias(attention.position_for((28, 28)), 784, 196)
-    assert matrix.numel() > 50 * tables["stage1.blocks.0.attn.position_bias"].numel()
+    assert equal(tables_of(quantized), tables_of(model))
+    assert not torch.equal(quantized(IMAGES), model(IMAGES))

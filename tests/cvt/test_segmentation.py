@@ -1,6 +1,8 @@
 """CvT with a class of every pixel: its head, weights of and for other models, label maps, figures."""
 
+import copy
 import dataclasses
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -14,7 +16,6 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint
-from cvt.card import ModelCard
 from cvt.checkpoints import read_checkpoint
 from cvt.datasets import Batches, RandomCrop
 from cvt.evaluation import add_up_pixels, cost, evaluate_pixels
@@ -81,27 +82,19 @@ def test_names_of_the_weights():
     assert theirs <= ours
 
 
-def test_dropout_is_for_training_alone():
-    model = segmenter().train()
-    torch.manual_seed(0)
-    x = images(1)
-    assert not torch.equal(model(x), model(x))
-    assert torch.equal(model.eval()(x), model(x))
-
-
 def test_every_weight_has_a_gradient():
     """DistributedDataParallel expects that."""
     model = segmenter(drop_path_rate=0.0).train()
-    model(images(1)).square().mean().backward()
+    logits = model(images(1))
+    logits.square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert not torch.equal(model(images(1)), logits)  # of the head's dropout
 
 
 def test_configurations_that_cannot_be():
-    with pytest.raises(ValueError, match=r"head: got 'box', expected one of classify, segment"):
-        create_model("cvt_13", head="box")
-    for wrong in (0, 1, 256):
+    for wrong in (1, 256):
         with pytest.raises(
-            ValueError, match=rf"num_classes: got {wrong} with head='segment', expected 2 to 255"
+            ValueError, match=f"num_classes: got {wrong} with head='segment', expected 2 to 255"
         ):
             dataclasses.replace(SEGMENT, num_classes=wrong)
     assert dataclasses.replace(SEGMENT, num_classes=255).num_classes == 255
@@ -111,32 +104,17 @@ def test_configurations_that_cannot_be():
         CvTSegmenter(SMALL)
 
 
-def test_token_pruning_reaches_the_pixels():
-    x = images()
-    plain, pruned = segmenter(), segmenter(token_keep=(0.5, 0.5, 1.0))
-    pruned.load_state_dict(plain.state_dict())
-    assert not torch.allclose(plain(x), pruned(x))
-
-
-def test_fused_and_quantized():
+def test_frozen_and_quantized():
     x, model = images(), segmenter()
     expected = model(x)
-    ck.accelerate(model)
-    assert all(row.fused for row in ck.coverage(model))
-    assert torch.equal(model(x), expected)
-    ck.restore(model)
+    frozen = ck.accelerate(copy.deepcopy(model), freeze=True)
+    assert all(row.fused for row in ck.coverage(frozen))
+    with torch.inference_mode():
+        torch.testing.assert_close(frozen(x), expected, rtol=1e-4, atol=1e-4)
     report = ck.quantize(model, x)
     error = (model(x) - expected).square().mean() / expected.square().mean()
     assert 0 < error < 1e-2
     assert all(row.path.startswith("stage") for row in report if row.scheme != "float")
-
-
-def test_frozen_stages_serve_the_head():
-    x, model = images(), segmenter()
-    expected = model(x)
-    ck.accelerate(model, freeze=True)
-    with torch.inference_mode():
-        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
 # Weights --------------------------------------------------------------------------------------------------
@@ -164,12 +142,9 @@ def test_own_weights_load_whole(tmp_path):
     again = create_model(SEGMENT, checkpoint=tmp_path / "s.pth").eval()
     assert torch.equal(again(x), model(x))
     model.save_pretrained(tmp_path / "saved", labels=list("abcde"))
-    for again in (
-        create_model(checkpoint=tmp_path / "saved"),
-        CvTSegmenter.from_pretrained(tmp_path / "saved"),
-    ):
-        assert torch.equal(again.eval()(x), model(x))
-        assert (again.config, again.labels) == (SEGMENT, list("abcde"))
+    again = CvTSegmenter.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(again(x), model(x))
+    assert (again.config, again.labels) == (SEGMENT, list("abcde"))
     with pytest.raises(ValueError, match=r"has head='segment', expected 'classify'"):
         CvT.from_pretrained(tmp_path / "saved")
 
@@ -201,13 +176,6 @@ def test_weights_of_a_segmenter_for_others(tmp_path):
         create_model(SEGMENT, checkpoint=tmp_path / "s.pth", decoder_dim=16)
 
 
-def test_a_card_that_contradicts_the_weights(tmp_path):
-    card = ModelCard(dataclasses.replace(SMALL, head="segment"), [f"{i}" for i in range(10)], 32)
-    torch.save({"model": small().state_dict(), "card": card.to_dict()}, tmp_path / "c.pth")
-    with pytest.raises(CheckpointError, match=r"is said to have head segment, but its weights classify"):
-        create_model(checkpoint=tmp_path / "c.pth")
-
-
 # Label maps -----------------------------------------------------------------------------------------------
 
 
@@ -229,30 +197,13 @@ def test_labels_are_cropped_and_flipped_with_their_images(label_maps):
 
 
 def test_names_of_the_classes(label_maps):
-    assert open_label_maps(label_maps, "val", 32, classes=["a", "b", "c", "d"]).classes == [
-        "a",
-        "b",
-        "c",
-        "d",
-    ]
+    assert open_label_maps(label_maps, "val", 32, classes=list("abcd")).classes == list("abcd")
     (label_maps / "classes.txt").write_text("sky\nsea \n\nland\n")
     assert open_label_maps(label_maps, "val", 32, classes=["a", "b"]).classes == ["sky", "sea", "land"]
     with pytest.raises(ValueError, match=r"classes: got 256, expected at most 255; 255 is no class"):
         LabelMapDataset(["a"], ["b"], [f"{i}" for i in range(256)], 32)
     with pytest.raises(ValueError, match=r"crop_fraction: got 0.5, expected 1 with label maps"):
         LabelMapDataset(["a"], ["b"], ["a", "b"], 32, crop_fraction=0.5)
-
-
-def test_palettes_are_indices(label_maps):
-    file = label_maps / "val" / "labels" / "0.png"
-    expected = open_label_maps(label_maps, "val", 32)[0][1]
-    with Image.open(file) as gray:
-        gray.load()
-    gray.putpalette([(90 * i) % 256 for i in range(3 * 256)])
-    gray.save(file)
-    with Image.open(file) as saved:
-        assert saved.mode == "P"
-    assert torch.equal(open_label_maps(label_maps, "val", 32)[0][1], expected)
 
 
 def save_png(file, bits, labels, *, palette):
@@ -263,7 +214,7 @@ def save_png(file, bits, labels, *, palette):
     header = struct.pack(">IIBBBBB", width, height, bits, 3 if palette else 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))]
     if palette:
-        chunks.insert(1, (b"PLTE", bytes(range(90, 90 + 3 * 2**bits))))
+        chunks.insert(1, (b"PLTE", bytes((90 + i) % 256 for i in range(3 * 2**bits))))
     parts = [
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in (*chunks, (b"IEND", b""))
@@ -272,9 +223,9 @@ def save_png(file, bits, labels, *, palette):
 
 
 @pytest.mark.parametrize("palette", [False, True], ids=["gray", "palette"])
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_labels_of_few_bits(tmp_path, bits, palette):
-    """Pillow stretches such gray pixels to 255."""
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_labels_of_any_number_of_bits(tmp_path, bits, palette):
+    """Pillow stretches gray pixels of fewer than 8 bits to 255."""
     labels = np.arange(16).reshape(2, 8) % 2**bits
     save_png(tmp_path / "a.png", bits, labels, palette=palette)
     assert np.array_equal(np.array(read_label_map(tmp_path / "a.png")), labels)
@@ -302,10 +253,9 @@ def test_a_wrong_label_map_is_named(label_maps, label_map, message):
 def test_an_unreadable_label_map_is_skipped(label_maps):
     """The same is left out with classes.txt and without."""
     (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
-    with pytest.warns(
-        UserWarning,
-        match=r"data: 1 of 11 label maps cannot be read, and .* the 3 classes; first: .*1.png: is",
-    ):
+    with pytest.raises(ImageError, match=r"1.png: is not a readable label map"):
+        open_label_maps(label_maps, "val", 32)
+    with pytest.warns(UserWarning, match=r"data: 1 of 11 label maps cannot be read.* first: .*1.png: is"):
         numbered = open_label_maps(label_maps, "val", 32, corrupt="skip")
     (label_maps / "classes.txt").write_text("a\nb\nc\n")
     named = open_label_maps(label_maps, "val", 32, corrupt="skip")
@@ -315,27 +265,23 @@ def test_an_unreadable_label_map_is_skipped(label_maps):
         assert [len(labels) for _, labels in batches] == [2]
         with pytest.raises(ImageError, match=r"1.png: is not a readable label map"):
             list(Batches(data, 3))
-    with pytest.raises(ValueError, match="corrupt: got 'ignore', expected 'error' or 'skip'"):
-        open_label_maps(label_maps, "val", 32, corrupt="ignore")
 
 
-def test_a_wrong_folder_is_named(label_maps):
-    (label_maps / "val" / "labels" / "0.png").write_bytes(b"no image")
-    with pytest.raises(ImageError, match=r"0.png: is not a readable label map"):
-        open_label_maps(label_maps, "val", 32)
-    (label_maps / "val" / "labels" / "0.png").unlink()
-    with pytest.raises(FileNotFoundError, match=r"images/0.png has no label map, expected .*labels/0.png"):
-        open_label_maps(label_maps, "val", 32)
-    for file in (label_maps / "val" / "images").iterdir():
-        file.unlink()
-    with pytest.raises(ValueError, match=r"val/images has no images"):
-        open_label_maps(label_maps, "val", 32)
-    with pytest.raises(
-        FileNotFoundError, match=r"none/val/images does not exist, expected train/images/NAME"
-    ):
-        open_label_maps(label_maps / "none", "val", 32)
-    with pytest.raises(ValueError, match="split: got 'test'"):
-        open_label_maps(label_maps, "test", 32)
+@pytest.mark.parametrize(
+    ("remove", "arguments", "error", "message"),
+    [
+        ("labels/0.png", {}, FileNotFoundError, "images/0.png has no label map, expected .*labels/0.png"),
+        ("images/*", {}, ValueError, "val/images has no images"),
+        ("images", {}, FileNotFoundError, "val/images does not exist, expected train/images/NAME"),
+        ("none", {"split": "test"}, ValueError, "split: got 'test'"),
+        ("none", {"corrupt": "ignore"}, ValueError, "corrupt: got 'ignore', expected 'error' or 'skip'"),
+    ],
+)
+def test_a_wrong_folder_is_named(label_maps, remove, arguments, error, message):
+    for path in (label_maps / "val").glob(remove):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(error, match=message):
+        open_label_maps(label_maps, **{"split": "val", "image_size": 32, **arguments})
 
 
 def test_scenes_of_digits(tmp_path):
@@ -424,10 +370,7 @@ def test_evaluation_of_pixels():
     assert model.training
     for wrong, message in (
         (labels[:, :4], r"batches\[0\]: got labels of shape \(3, 4, 10\) .*expected \(3, 8, 10\)"),
-        (
-            torch.full_like(labels, 4),
-            r"batches\[0\]: got label 4, expected 0 to 3, the model's classes, or 255",
-        ),
+        (torch.full_like(labels, 4), r"batches\[0\]: got label 4, expected 0 to 3"),
         (torch.full_like(labels, 255), "got no labeled pixels"),
     ):
         with pytest.raises(ValueError, match=message):

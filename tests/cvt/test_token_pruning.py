@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model
+from cvt import create_model
 from cvt.commands import main
 from cvt.commands.export import export
 from cvt.config import PRESETS
@@ -22,15 +21,16 @@ from cvt.evaluation import TokenCounter, cost
 from cvt.explanation import explain, kept_tokens, photograph, pictures
 from cvt.factory import randomize
 from cvt.images import sample_photos
+from cvt.model import tokens_to_map
 from cvt.training.recipe import MODELS
 from cvt_kernels.ops.token_selection import select_tokens, spread_keys
 from tests.checks import bad, python_blocks, run_blocks
 from tests.processes import run_python
 
-DEEP = CvTConfig(embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 4), num_classes=5, drop_path_rate=0.0,
-                 patch_sizes=(7, 3), patch_strides=(4, 2), patch_paddings=(2, 1), cls_token=(False, True),
-                 mlp_ratio=2.0, qkv_bias=True, kernel_size=3, stride_q=1, stride_kv=2, drop_rate=0.0,
-                 attn_drop_rate=0.0)  # fmt: skip
+DEEP = dataclasses.replace(
+    MODELS["cvt_nano"], embed_dims=(8, 16), depths=(1, 4), num_classes=5, stride_kv=2,
+    patch_sizes=(7, 3), patch_strides=(4, 2), patch_paddings=(2, 1),
+)  # fmt: skip
 X = torch.randn(3, 3, 64, 48, generator=torch.Generator().manual_seed(3))
 
 
@@ -53,17 +53,15 @@ def _reference():
 # What is computed -----------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def by_masks(model, images, keep_count):
     """Returns the last tokens of a model whose blocks compute everything and change kept tokens only."""
-    x, grid = model.stage0(images)
     stage = model.stage1
-    x, grid = stage.patch_embed(x.unflatten(1, grid).permute(0, 3, 1, 2))
+    x, grid = stage.patch_embed(tokens_to_map(*model.stage0(images)))
     x = torch.cat([stage.cls_token.expand(len(x), 1, -1), x], 1)
     kept = torch.ones(x.shape[:2], dtype=torch.bool)
     masks = []
     for block in stage.blocks:
-        masks.append(kept[:, 1:].clone())
+        masks.append(kept[:, 1:])
         seen = {}
         layers = (block.attn.proj_q, block.attn.proj_k)
         keep_result = functools.partial(lambda kept, module, inputs, out: kept.update({module: out}), seen)
@@ -80,8 +78,9 @@ def by_masks(model, images, keep_count):
             query = (q * kept[..., None, None])[:, 1:].sum(1, keepdim=True)
             query = query / kept[:, 1:].sum(1)[:, None, None, None]
         p = torch.einsum("bqhd,bkhd->bhqk", query * block.attn.scale, k).softmax(-1).sum(1)[:, 0]
-        scores = (p @ spread_keys(grid, 2, class_token=True))[:, 1:].masked_fill(~kept[:, 1:], -1.0)
+        scores = (p.float() @ spread_keys(grid, 2, class_token=True))[:, 1:].masked_fill(~kept[:, 1:], -1.0)
         earlier_first = 1 - 1e-3 * torch.arange(48) / 48
+        kept = kept.clone()  # the backward needs the one before
         for i in range(len(x)):
             best = (scores[i] * earlier_first).topk(keep_count(scores[i], block.token_keep)).indices
             kept[i, 1:] = False
@@ -105,7 +104,8 @@ def count_by_entropy(scores, keep):
 @pytest.mark.parametrize(("keep", "count"), [(0.6, count_by_fraction), ("entropy", count_by_entropy)])
 def test_it_is_the_model_in_which_only_kept_tokens_change(pool, keep, count):
     model = deep(pool=pool, token_keep=keep, token_keep_bounds=(0.3, 0.95))
-    expected, masks = by_masks(model, X, count)
+    with torch.no_grad():
+        expected, masks = by_masks(model, X, count)
     counts = masks.sum(-1)
     assert (counts[:, -1] < 48 * 0.7).all()
     if keep == "entropy":
@@ -126,8 +126,6 @@ def test_all_tokens_kept_are_the_model_as_it_is():
         assert torch.equal(deep(token_keep=(1.0, 1, 1.0, 1.0))(X), expected)
         everything = deep(token_keep="entropy", token_keep_bounds=(1.0, 1.0))
         assert torch.equal(everything(X), expected)
-        for images in (X[:1], X[:, :, :32, :32], X[:, :, :32].repeat(1, 1, 1, 2)):
-            torch.testing.assert_close(everything(images), plain(images))
     assert list(plain.state_dict()) == list(deep(token_keep=0.5).state_dict())
 
 
@@ -183,26 +181,17 @@ def test_a_single_number_applies_after_quarters(depth, after):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"token_keep": 0.0}, "token_keep: got 0.0, expected a fraction above 0 and at most 1"),
-        ({"token_keep": 1.5}, "token_keep: got 1.5, expected a fraction"),
-        ({"token_keep": math.nan}, "token_keep: got nan, expected a fraction"),
-        ({"token_keep": True}, "token_keep: got True, expected a number"),
-        ({"token_keep": None}, "token_keep: got None, expected a number"),
-        ({"token_keep": "0.7"}, "token_keep: got '0.7', expected a fraction or 'entropy'"),
-        ({"token_keep": (0.7, 1.0)}, "got 2 values, expected one for each of the 4 blocks of the last stage"),
+        ({"token_keep": (0.7, 1.0)}, "got 2 values, expected .* one for each of the 4 blocks"),
         ({"token_keep": (0.7, 1.0, 0.7, 0.7)}, "token_keep: got 0.7 after the last block, expected 1"),
         ({"token_keep": (0.7, "all", 0.7, 1)}, "token_keep: got 'all', expected a fraction or 'entropy'"),
-        ({"token_keep": 0.7, "depths": (1, 1)}, "token_keep: got 0.7 for a last stage of one block"),
-        ({"token_keep": "entropy", "depths": (1, 1)}, "got 'entropy' for a last stage of one block"),
-        ({"token_keep_bounds": (0.9, 0.5)}, "token_keep_bounds: got 0.9 and 0.5, expected the smaller one"),
-        ({"token_keep_bounds": (0.0, 0.5)}, "token_keep_bounds: got 0.0, expected a fraction above 0"),
-        ({"token_keep_bounds": 0.5}, "token_keep_bounds: got 0.5, expected a least and a greatest"),
+        ({"token_keep": 0.7, "depths": (1, 1)}, "token_keep: got 0.7 after the last block"),
+        ({"token_keep": "entropy", "depths": (1, 1)}, "got 'entropy' after the last block"),
     ],
 )
 def test_settings_that_are_refused(overrides, message):
-    with pytest.raises((TypeError, ValueError)) as error:
+    """Single values are in test_arguments.py."""
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(DEEP, **overrides)
-    assert message in str(error.value)
 
 
 # Cost -----------------------------------------------------------------------------------------------------
@@ -211,9 +200,8 @@ def test_settings_that_are_refused(overrides, message):
 def test_multiply_adds_of_cvt_13_are_those_of_the_page():
     page = Path(__file__).parents[2].joinpath("docs", "token_pruning.md").read_text(encoding="utf-8")
     keeps = (1.0, 0.9, 0.7, 0.5)
-    dense, *others = (
-        cost(dataclasses.replace(PRESETS["cvt_13"], token_keep=keep), 224).multiply_adds for keep in keeps
-    )
+    configs = [dataclasses.replace(PRESETS["cvt_13"], token_keep=keep) for keep in keeps]
+    dense, *others = (cost(config, 224).multiply_adds for config in configs)
     for keep, multiply_adds in zip(keeps[1:], others, strict=True):
         figures = f"| {multiply_adds / 1e9:.2f} | {100 * multiply_adds / dense:.1f} % |"
         assert re.search(rf"^\| {keep} \| .* {re.escape(figures)}$", page, re.MULTILINE)
@@ -262,36 +250,14 @@ def test_every_parameter_gets_a_gradient(keep):
 
 
 def test_gradients_are_those_of_the_model_in_which_only_kept_tokens_change():
-    torch.manual_seed(0)
-    model = deep(token_keep=0.6).double()
-    x = X.double()
-    rows = [args[2] if len(args) > 2 else None for args in block_calls(model, x)]
+    model, x = deep(token_keep=0.6).double(), X.double()
 
     def masked(model):
-        stage = model.stage1
-        t, grid = model.stage0(x)
-        t, grid = stage.patch_embed(t.unflatten(1, grid).permute(0, 3, 1, 2))
-        t = torch.cat([stage.cls_token.expand(len(t), 1, -1), t], 1)
-        for block, kept in zip(stage.blocks, rows, strict=True):
-            mask = torch.ones(t.shape[:2]) if kept is None else torch.zeros(t.shape[:2]).scatter(1, kept, 1.0)
-            t = torch.where(mask[..., None] > 0, block(t, grid), t)
-        return model.head(F.layer_norm(t, (16,), model.norm.weight, model.norm.bias)[:, 0])
+        return model.head(model.norm(by_masks(model, x, count_by_fraction)[0][:, 0]))
 
-    for ours, expected in zip(gradients(model, lambda m: m(x)), gradients(model, masked), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
-
-
-def block_calls(model, x):
-    calls = []
-    hooks = [
-        block.register_forward_pre_hook(lambda module, args: calls.append(args))
-        for block in model.stage1.blocks
-    ]
-    with torch.no_grad():
-        model(x)
-    for hook in hooks:
-        hook.remove()
-    return calls
+    torch.testing.assert_close(
+        gradients(model, lambda m: m(x)), gradients(model, masked), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_activation_checkpointing_gives_the_same_gradients():
@@ -302,8 +268,7 @@ def test_activation_checkpointing_gives_the_same_gradients():
         block.forward = lambda *args, _forward=forward, **kw: checkpoint(
             _forward, *args, use_reentrant=False, **kw
         )
-    for ours, each in zip(gradients(model, lambda m: m(X)), expected, strict=True):
-        torch.testing.assert_close(ours, each)
+    torch.testing.assert_close(gradients(model, lambda m: m(X)), expected)
 
 
 @pytest.mark.slow
@@ -312,8 +277,7 @@ def test_compiled_without_a_break():
     model = deep(depths=(1, 2), token_keep=("entropy", 1.0)).train()
     expected = gradients(copy.deepcopy(model), lambda m: m(x))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for ours, each in zip(gradients(compiled, lambda m: m(x)), expected, strict=True):
-        torch.testing.assert_close(ours, each, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(gradients(compiled, lambda m: m(x)), expected, rtol=1e-3, atol=1e-4)
 
 
 # Explanation ----------------------------------------------------------------------------------------------
@@ -327,15 +291,11 @@ def test_explanation_of_a_model_that_drops_tokens():
     # A token that drops out after the first block reaches the class token by keys and its own values only:
     # attended by the later blocks, it has a share; what it collected itself ends with the first block.
     assert (explanation.rollout > 0).all()
-    assert not any(
-        block.entropy.isnan().any() or block.distance.isnan().any() for block in explanation.blocks
-    )
+    assert all(block.entropy.isfinite().all() for block in explanation.blocks)
+    assert all(block.distance.isfinite().all() for block in explanation.blocks)
     photo = photograph(X[0].clamp(-2, 2))
-    drawn = pictures(explanation, photo, model.config, "a title")
-    assert list(drawn) == ["attention", "rollout", "tokens"]
-    plain = explain(deep(), X)
-    assert plain.kept.all()
-    assert list(pictures(plain, photo, model.config, "a title")) == ["attention", "rollout"]
+    assert list(pictures(explanation, photo, model.config, "a title")) == ["attention", "rollout", "tokens"]
+    assert explain(deep(), X).kept.all()
     whole, half = torch.ones(8, 6, dtype=torch.bool), torch.zeros(8, 6, dtype=torch.bool)
     half[:, :3] = True
     page = kept_tokens(photo, torch.stack([whole, half, half]), model.config, title="t")
@@ -356,13 +316,9 @@ def test_evaluate_sets_fractions_side_by_side(capsys, tmp_path):
     assert [row[0] for row in table[1:4]] == ["1", "0.5", "entropy"]
     assert table[2][1] == f"{(1 + 9 / 17) / 2:.1%}"
     plain, half, entropy = json.loads(file.read_text())["token_keep"]
-    config = MODELS["cvt_nano"]
-    expected = cost(dataclasses.replace(config, num_classes=10, token_keep=0.5), 16).multiply_adds
-    assert half["multiply_adds"] == expected < entropy["multiply_adds"] < plain["multiply_adds"]
+    assert half["multiply_adds"] < entropy["multiply_adds"] < plain["multiply_adds"]
     assert half["tokens"] == [17.0, 9.0]
     assert 9 < entropy["tokens"][1] < 16
-    assert plain["top1"] == half["top1"]  # a class token in a last block does not see what others compute
-    assert "expected a fraction above 0" in bad(capsys, main, *options, "--token-keep", "0.5", "2")
     assert "got 'half', expected a fraction, entropy" in bad(capsys, main, *options, "--token-keep", "half")
 
 
@@ -388,12 +344,9 @@ def test_train_remembers_what_stays_and_explain_draws_it(capsys, tmp_path):
     (entry,) = json.loads((seen / "explain.json").read_text())["photos"]
     assert [sum(map(sum, block)) for block in entry["kept"]] == [16, 12]
     whole = tmp_path / "whole"
-    options = ["explain", photo, "--checkpoint", output, "--output", str(whole)]
-    assert main([*options, "--token-keep", "1"]) == 0
+    explain_whole = ["explain", photo, "--checkpoint", output, "--output", str(whole), "--token-keep", "1"]
+    assert main(explain_whole) == 0
     assert not list(whole.glob("*.tokens.png"))
-    capsys.readouterr()
-    assert main(["classify", photo, "--checkpoint", output, "--token-keep", "2"]) == 2
-    assert "--token-keep: got 2.0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

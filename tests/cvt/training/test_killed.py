@@ -1,9 +1,9 @@
 """Trainings that are killed at any file, or that meet in one directory."""
 
+import itertools
 import os
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,9 @@ from cvt import files
 from cvt.training.locks import LOCK, locked
 from cvt.training.trainer import LAST
 from tests.cvt.training.test_trainer import assert_same_bits, rows, trainer
+from tests.processes import Child
 
 SHORT = {"epochs": 2, "batch_size": 12}
-WRITTEN = ["best.pth", LAST, "log.csv"]
 
 
 class Killed(BaseException):
@@ -34,11 +34,10 @@ def unkilled(tmp_path_factory):
 
 def kill(output, count):
     """Runs a training that dies when its nth file is to be replaced, with what it was writing left behind."""
-    left, move = [count], files._move
+    moves, move = itertools.count(1), files._move
 
     def dying(source, target):
-        left[0] -= 1
-        if left[0] == 0:
+        if next(moves) == count:
             raise Killed
         move(source, target)
 
@@ -47,13 +46,6 @@ def kill(output, count):
         patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
         with pytest.raises(Killed):
             trainer(output, **SHORT).fit()
-
-
-def figures(output):
-    return [
-        {name: value for name, value in row.items() if name not in ("seconds", "images_per_second")}
-        for row in rows(output / "log.csv")
-    ]
 
 
 @pytest.mark.slow
@@ -66,11 +58,12 @@ def test_a_run_that_is_killed_at_any_file_comes_to_the_same_log_and_weights(unki
         resume = (output / LAST).exists()
         assert resume == (moment > 2)
         trainer(output, resume=resume, **SHORT).fit()
-        assert figures(output) == figures(expected)
+        for row, other in zip(rows(output / "log.csv"), rows(expected / "log.csv"), strict=True):
+            assert_same_bits(row, other)
         for name in ("best.pth", LAST):
             assert_same_bits(*(torch.load(path / name, weights_only=True) for path in (output, expected)))
         names = {path.name for path in output.iterdir() if not path.name.startswith("events.")}
-        assert names == {*WRITTEN, "curves.png", LOCK}
+        assert names == {"best.pth", LAST, "log.csv", "curves.png", LOCK}
 
 
 def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
@@ -88,32 +81,30 @@ def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
     assert [event.step for event in scalars("val_loss")] == [2, 4]
 
 
+OTHER_RUN = """
+import os, pathlib, signal
+from cvt.training.locks import locked
+
+with locked(pathlib.Path(os.environ["DIRECTORY"])):
+    reader = os.fork()
+    signal.alarm(60)  # if the test should die
+    if reader:
+        print(os.getpid(), reader, flush=True)
+    else:
+        os.close(1)
+    signal.pause()
+"""
+
+
 def test_two_runs_do_not_share_a_directory(tmp_path):
     """The lock of a process ends with it; whoever reads images for it may live longer."""
-    ours = trainer(tmp_path, **SHORT)
-    ready, started = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, in newer Pythons
-        child = os.fork()
-        if child == 0:
-            try:
-                with locked(tmp_path):
-                    reader = os.fork()
-                    signal.alarm(60)  # if this test should die
-                    if reader:
-                        os.write(started, str(reader).encode())
-                    signal.pause()
-            finally:
-                os._exit(1)  # where locking fails, this is no second run of the tests
-    os.close(started)
-    reader = int(os.read(ready, 20))
+    ours, other = trainer(tmp_path, **SHORT), Child(OTHER_RUN, DIRECTORY=str(tmp_path))
+    process, reader = map(int, other.stdout.readline().split())
     try:
-        with pytest.raises(
-            ValueError, match=rf"output: {tmp_path} is where process {child} of .* trains; wait"
-        ):
+        with pytest.raises(ValueError, match=f"output: {tmp_path} is where process {process} of .* trains; "):
             ours.fit()
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        other.kill()
+        other.communicate()
         assert len(ours.fit()) == 2
     finally:
         os.kill(reader, signal.SIGKILL)
@@ -127,37 +118,34 @@ def test_a_run_that_came_between_is_noticed(tmp_path):
         late.fit()
 
 
-def test_a_system_without_locks_is_named(tmp_path, monkeypatch):
+def without_module(patch):
     """Windows has no such module."""
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with (
-        pytest.warns(UserWarning, match=r"\.lock: cannot be locked against other runs: this system has no"),
-        locked(tmp_path),
-    ):
-        assert (tmp_path / LOCK).exists()
+    patch.setitem(sys.modules, "fcntl", None)
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    import fcntl
+def without_locks(patch):
+    """Some file systems have none."""
 
-    def none(*arguments):
+    def lockf(*arguments):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", none)
-    with (
-        pytest.warns(UserWarning, match=r"\.lock: cannot be locked against other runs: No locks"),
-        locked(tmp_path),
-    ):
-        pass
+    patch.setattr("fcntl.lockf", lockf)
+
+
+@pytest.mark.parametrize(
+    ("remove", "reason"), [(without_module, "this system has no POSIX locks"), (without_locks, "No locks")]
+)
+def test_a_system_without_locks_is_named(tmp_path, monkeypatch, remove, reason):
+    remove(monkeypatch)
+    message = rf"\.lock: cannot be locked against other runs: {reason}"
+    with pytest.warns(UserWarning, match=message), locked(tmp_path):
+        assert (tmp_path / LOCK).exists()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious.txt")])
 def test_what_is_no_lock_stays_as_it_is(tmp_path, make):
     (tmp_path / "precious.txt").write_text("precious")
     make(tmp_path / LOCK)
-    with (
-        pytest.raises(ValueError, match=r"output: .*/\.lock is (a link, expected a|no) regular file$"),
-        locked(tmp_path),
-    ):
-        pass
+    with pytest.raises(ValueError, match=r"output: .*/\.lock is (a link, expected a|no) regular file$"):
+        locked(tmp_path).__enter__()
     assert (tmp_path / "precious.txt").read_text() == "precious"

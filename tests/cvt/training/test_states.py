@@ -10,8 +10,6 @@ from cvt.training.trainer import LAST
 from tests.cvt.training.test_trainer import trainer
 
 RECIPE = {"epochs": 1, "warmup_epochs": 0}
-
-
 ONE_FOR_ALL = torch.zeros(1).expand(2**31)
 
 
@@ -43,7 +41,6 @@ def set_value(*keys, value):
     ("change", "message"),
     [
         (lambda state: state.pop("epoch"), "has no epoch"),
-        (lambda state: state.pop("same"), "has no same"),
         (lambda state: state["same"].pop("config"), "config: got None, expected an object"),
         (set_value("epoch", value=True), "epoch: got True, expected int"),
         (set_value("epoch", value=10**9), "history: got 1 rows, expected one for each of 1000000000 epochs"),
@@ -51,15 +48,12 @@ def set_value(*keys, value):
         (set_value("history", 0, "seconds", value="x"), "history: got 'x' for 'seconds', expected a number"),
         (lambda state: state["history"][0].pop("top1"), "history: got None for 'top1'"),
         (set_value("history", 0, "top1", value=float("nan")), "history: got nan for top1, expected a finite"),
-        (set_value("history", 0, "seconds", value=float("inf")), "history: got inf for seconds, expected "),
         (set_value("same", "config", "depths", value=[1, 10**8]), "depths: got 100000000"),
-        (set_value("same", "config", value=[]), r"config: got \[\], expected an object"),
         (set_value("same", "lr", value=torch.ones(3)), "is damaged, or of another version: Bool"),
         (set_value("model", value=3), "model: got 3, expected Mapping"),
         (set_value("model", "norm.bias", value=lambda x: x * float("nan")), "model: norm.bias: has numbers"),
         (set_value("model", "norm.bias", value=lambda x: x[:-1]), "size mismatch for norm.bias"),
         (set_value("model", "norm.bias", value=ONE_FOR_ALL), r"has \d+ bytes, and its tensors have 8\d{9};"),
-        (set_value("optimizer", "state", 0, "exp_avg", value=ONE_FOR_ALL), r"has \d+ bytes, and its tensors"),
         (set_value("same", "lr", value=[ONE_FOR_ALL]), r"has \d+ bytes, and its tensors have 858\d{7};"),
         (set_value("model", "norm.bias", value=torch.ones(3, device="meta")), "torch.strided on meta, "),
         (set_value("history", value=doubled()), "got 2 rows"),
@@ -86,13 +80,10 @@ def test_damaged_states(state, tmp_path, change, message):
     assert len(line) < 1000
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4", None])
-def test_files_that_are_no_state(tmp_path, content):
-    if content is None:
-        torch.save([1], tmp_path / LAST)
-    else:
-        (tmp_path / LAST).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"last.pth"):
+def test_a_file_of_something_else(tmp_path):
+    """Files that torch.save has not written are in test_reading.py."""
+    torch.save([1], tmp_path / LAST)
+    with pytest.raises(CheckpointError, match=r"last.pth is damaged, .*: got \[1\], expected an object"):
         trainer(tmp_path, resume=True, **RECIPE)
 
 
