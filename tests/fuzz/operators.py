@@ -207,7 +207,7 @@ def laid_out(numbers: Tensor, layout: str) -> Tensor:
         *others, last = numbers.shape
         size, places = {
             "sliced": ([*others, last + 5], (..., slice(3, 3 + last))),
-            "chunk": ([*others, 2 * last], (..., slice(last))),  # its rows begin where a kernel can read vectors
+            "chunk": ([*others, 2 * last], (..., slice(last))),  # aligned rows
             "offset": ([numbers.numel() + 1], (slice(1, None),)),
             "steps": ([*others, 2 * last], (..., slice(0, None, 2))),
         }[layout]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels import backends
 from cvt_kernels.acceleration import freezing, stages
 from tests.checks import assert_accurate
 from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
@@ -34,13 +35,47 @@ def small_model(**settings):
     return model
 
 
+def noting(name, function, called):
+    """Returns a function that notes its name when it is called."""
+
+    def call(*args, **kwargs):
+        called.add(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def operators_launched(kept):
+    """Returns the operators of a narrow and a wide stage on a GPU, where these layers are not quantized."""
+    qkv, proj, fc1, fc2 = (layers[0] in kept for layers in (QKV, PROJ, FC1, FC2))
+    names = {"conv_embedding", "layer_norm", "attention", "conv_linear" if qkv else "conv_projection"}
+    if not all((qkv, proj, fc1, fc2)):
+        names.add("linear_int8")
+    if fc1 and fc2:
+        names |= {"layer_norm_mlp", "linear_gelu"}
+    if not fc1:
+        names.add("layer_norm_quantize")
+    if not fc2:
+        names.add("gelu_quantize")
+    if proj and fc1:
+        names.add("linear_add_layer_norm")
+    if fc2 or (proj and not fc1):
+        names.add("linear_add")
+    return names
+
+
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: "+".join(kept) or "none")
-def test_mixed_layers_are_exact_where_nothing_is_rounded(kept):
+def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
     """Checks in float64, where rounding cannot hide a bias that is added twice or not at all."""
+    called = set()
+    for name in set(backends.operators) & set(vars(stages)):
+        monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
     own = quantized(small_model(layer_scale=0.3), SCALE if len(kept) % 2 else None, kept).double()
+    fused = ck.accelerate(copy.deepcopy(own), freeze=True)
     x = images(2, dtype=torch.float64)
     with ck.use_backend("reference"):
-        torch.testing.assert_close(frozen(own)(x), own(x), rtol=1e-5, atol=1e-6)  # folded scales are float32
+        torch.testing.assert_close(fused(x), own(x), rtol=1e-5, atol=1e-6)  # folded scales are float32
+    assert called - {"linear"} == operators_launched(kept)
 
 
 BY_TRITON = {"conv_embedding", "attention"}

@@ -174,6 +174,29 @@ def test_a_changed_inner_module_takes_effect(make, change, reason):
     assert reason in row.reason
 
 
+@pytest.mark.parametrize("make", [segformer, pvt])
+def test_a_forward_of_another_version_is_refused(make):
+    """The names are upstream's, the arguments are not."""
+    model = make()
+    kind = type(first_layer(model))
+
+    def forward(self, hidden_states, height, width, tokens_to_keep):
+        raise NotImplementedError
+
+    forward.__qualname__ = f"{kind.__name__}.forward"
+    changed = type(kind.__name__, (nn.Module,), {"forward": forward, "__module__": __name__})
+    for module in model.modules():
+        if type(module) is kind:
+            module.__class__ = changed
+    reasons = {
+        row.reason
+        for row in ck.coverage(ck.accelerate(model, freeze=False))
+        if row.class_name == kind.__name__
+    }
+    (reason,) = reasons
+    assert reason.startswith("forward takes hidden_states, height, width, tokens_to_keep; expected")
+
+
 @pytest.mark.parametrize("hidden_act", ["gelu_new", "gelu_pytorch_tanh", "quick_gelu", "gelu_python"])
 def test_every_gelu_of_transformers(hidden_act):
     own, fused = pair(pvt_v2, hidden_act=hidden_act)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
@@ -456,6 +457,19 @@ def test_saving_for_a_from_pretrained_that_has_no_such_layers_is_refused(make, t
         again = type(model).from_pretrained(tmp_path / "restored").state_dict()
         assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
         shutil.rmtree(tmp_path / "restored")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_transformers_takes_no_integers_for_weights(file, tmp_path):
+    model = huggingface().eval()
+    model.config.save_pretrained(tmp_path)
+    report = ck.quantize(model)
+    save = save_file if file == "model.safetensors" else torch.save
+    save(model.state_dict(), tmp_path / file)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert {f"{row.path}.weight" for row in report} == set(info["missing_keys"])
+    assert {f"{row.path}.qweight" for row in report} <= set(info["unexpected_keys"])
+    assert all(again.get_submodule(row.path).weight.abs().max() < 1 for row in report)
 
 
 # Where models are used ------------------------------------------------------------------------------------
