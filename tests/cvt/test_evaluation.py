@@ -36,23 +36,18 @@ def test_figures_are_those_of_scikit_learn_however_the_images_are_batched(classe
     logits, labels = torch.randn(20, classes), torch.randint(classes, (20,))
     labels[labels == 1] = 0  # nobody is of class 1
     probabilities, everything = logits.softmax(-1).numpy(), list(range(classes))
+    best = probabilities.argmax(-1)
+    top5 = metrics.top_k_accuracy_score(labels, probabilities, k=5, labels=everything) if classes > 5 else 1.0
+    loss = metrics.log_loss(labels, probabilities, labels=everything)
+    confusion = metrics.confusion_matrix(labels, best, labels=everything)
+    right = metrics.recall_score(labels, best, labels=[0, 2], average=None)
     for sizes in ((20,), (8, 8, 4), (1,) * 20, (19, 1)):
         figures = evaluate(Table(logits), batches(labels, *sizes))
         assert figures.images == 20
-        assert figures.top1 == metrics.accuracy_score(labels, probabilities.argmax(-1))
-        top5 = (
-            1.0
-            if classes < 5
-            else metrics.top_k_accuracy_score(labels, probabilities, k=5, labels=everything)
-        )
-        assert figures.top5 == top5
-        assert figures.loss == pytest.approx(
-            metrics.log_loss(labels, probabilities, labels=everything), rel=1e-6
-        )
-        confusion = metrics.confusion_matrix(labels, probabilities.argmax(-1), labels=everything)
+        assert (figures.top1, figures.top5) == (metrics.accuracy_score(labels, best), top5)
+        assert figures.loss == pytest.approx(loss, rel=1e-6)
         assert figures.confusion.tolist() == confusion.tolist()
         assert math.isnan(figures.per_class[1])
-        right = metrics.recall_score(labels, probabilities.argmax(-1), labels=[0, 2], average=None)
         assert figures.per_class[[0, 2]].tolist() == pytest.approx(right.tolist())
 
 
@@ -109,24 +104,25 @@ def test_autocast(dtype):
     assert rounded.loss == pytest.approx(exact.loss, rel=1e-2)
 
 
-def test_bad_batches():
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        ([0, 0], [0, 2], "got label 2, expected 0 to 1"),
+        ([0], [-1], "got label -1"),
+        ([1], [0], "the model gives logits that are not finite"),
+        ([2], [0], "the model gives logits that are not finite"),
+        ([0, 0], [0], r"labels of shape \(1,\) and dtype torch.int64, expected \(2,\)"),
+        ([0], [0.0], "dtype torch.float32"),
+        ([[0]], [0], r"logits of shape \(1, 1, 2\), expected \(1, classes\)"),
+        (None, None, "got no images"),
+    ],
+)
+def test_bad_batches(images, labels, message):
     table = Table(torch.tensor([[0.0, 1.0], [0.0, math.nan], [math.inf, 0.0]]))
-
-    def fails(images, labels):
-        with pytest.raises(ValueError, match=r"^batches") as caught:
-            evaluate(
-                table, [(torch.tensor([0]), torch.tensor([0])), (torch.tensor(images), torch.tensor(labels))]
-            )
-        return str(caught.value)
-
-    assert fails([0, 0], [0, 2]) == "batches[1]: got label 2, expected 0 to 1, the model's classes"
-    assert "got label -1" in fails([0], [-1])
-    assert fails([1], [0]) == fails([2], [0]) == "batches[1]: the model gives logits that are not finite"
-    assert "labels of shape (1,) and dtype torch.int64, expected (2,)" in fails([0, 0], [0])
-    assert "dtype torch.float32" in fails([0], [0.0])
-    assert "logits of shape (1, 1, 2), expected (1, classes)" in fails([[0]], [0])
-    with pytest.raises(ValueError, match="got no images"):
-        evaluate(table, [])
+    good, name = (torch.tensor([0]), torch.tensor([0])), r"batches\[1\]" if images else "batches"
+    given = [] if images is None else [good, (torch.tensor(images), torch.tensor(labels))]
+    with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
+        evaluate(table, given)
 
 
 # Costs ----------------------------------------------------------------------------------------------------
@@ -174,18 +170,15 @@ def test_the_count_does_not_depend_on_the_backend():
         cost(PRESETS["cvt_13"], 2)
 
 
-def test_a_model_that_gives_no_logits_per_image():
+def test_models_that_cannot_be_evaluated():
     class Total(Table):
         def forward(self, images):
             return super().forward(images).sum()
 
     batch = torch.tensor([0, 1]), torch.tensor([0, 1])
     with pytest.raises(
-        ValueError, match=r"^batches\[0\]: got logits of shape \(\), expected \(2, classes\)$"
+        ValueError, match=r"batches\[0\]: got logits of shape \(\), expected \(2, classes\)$"
     ):
         evaluate(Total(torch.eye(2)), [batch])
-
-
-def test_a_model_without_parameters():
     with pytest.raises(ValueError, match="model: has no parameters, expected a model with weights"):
         evaluate(nn.Flatten(), [])
