@@ -163,16 +163,17 @@ def write_model(
 ) -> None:
     """Writes a ``CvT`` as :func:`save_huggingface` does, with our own names where theirs cannot express it.
 
-    ``config.json`` has the whole :class:`CvTConfig` in any case. The arguments are those of
-    :func:`save_huggingface`; a model without a head has no labels.
+    ``config.json`` has the whole :class:`CvTConfig` in any case. A model without a head has no labels.
     """
     config = _config_of(model)
+    labels = _labels_of(model, labels)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    content: dict[str, Any] = {"architectures": ["CvT"]}
     if (why_inexpressible(config) or _why_quantized(model)) is None:
-        content = huggingface_config(config, labels=_labels_of(model, labels))
+        content = {"architectures": ["CvtForImageClassification"], **_architecture(config)}
         tensors = {_to_huggingface(name): tensor for name, tensor in tensors.items()}
-    else:
-        content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
+    content["id2label"] = {str(i): label for i, label in enumerate(labels)}
+    content["label2id"] = {label: i for i, label in enumerate(labels)}
     content["dtype"] = dtype_name(next(model.parameters()).dtype)
     content[OWN_CONFIG] = dataclasses.asdict(config)
     size = len(json.dumps(content, indent=2)) + 1  # write_json ends the line
@@ -219,20 +220,11 @@ def _config_of(model: nn.Module) -> CvTConfig:
 
 
 def _labels_of(model: nn.Module, labels: Sequence[str] | None) -> list[str]:
-    """Returns ``labels`` or else those that came with the model's weights, after checks, or made-up ones."""
+    """Returns ``labels``, or those that came with the model's weights, or made-up ones, after checks."""
     classes = _config_of(model).num_classes
     if labels is None:
         known = getattr(model, "labels", None)
-        return known if known and len(known) == classes else made_up_labels(classes)
-    return _checked_labels(labels, classes)
-
-
-def made_up_labels(classes: int) -> list[str]:
-    """Returns the class names that transformers gives a model without any."""
-    return [f"LABEL_{i}" for i in range(classes)]
-
-
-def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
+        labels = known if known and len(known) == classes else made_up_labels(classes)
     is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
     if not is_list or not all(isinstance(label, str) for label in labels):
         raise TypeError(f"labels: got {shown(labels)}, expected one string per class")
@@ -242,23 +234,12 @@ def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
     return list(labels)
 
 
+def made_up_labels(classes: int) -> list[str]:
+    """Returns the class names that transformers gives a model without any."""
+    return [f"LABEL_{i}" for i in range(classes)]
+
+
 # config.json ----------------------------------------------------------------------------------------------
-
-
-def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
-
-    Raises:
-        TypeError: If ``labels`` are not strings.
-        ValueError: If ``labels`` does not have one name per class.
-    """
-    if labels is None:
-        labels = made_up_labels(config.num_classes)
-    return {
-        "architectures": ["CvtForImageClassification"],
-        **_architecture(config),
-        **_label_fields(config, labels),
-    }
 
 
 def _architecture(config: CvTConfig) -> dict[str, Any]:
@@ -271,14 +252,6 @@ def _architecture(config: CvTConfig) -> dict[str, Any]:
         "qkv_projection_method": ["dw_bn"] * len(config.embed_dims),
         "padding_q": paddings,
         "padding_kv": paddings,
-    }
-
-
-def _label_fields(config: CvTConfig, labels: Sequence[str]) -> dict[str, Any]:
-    labels = _checked_labels(labels, config.num_classes)
-    return {
-        "id2label": {str(i): label for i, label in enumerate(labels)},
-        "label2id": {label: i for i, label in enumerate(labels)},
     }
 
 
@@ -554,8 +527,7 @@ _HF_TO_OURS = _translator([(theirs, ours) for ours, theirs in _PREFIXES])
 
 def _translate(name: str, translator: list[tuple[re.Pattern[str], str]]) -> str | None:
     for pattern, target in translator:
-        match = pattern.match(name)
-        if match:
+        if match := pattern.match(name):
             return target.format(**match.groupdict()) + name[match.end() :]
     return None
 
