@@ -35,9 +35,7 @@ _Image = str | os.PathLike[str] | Image.Image
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """The random part of training's transform: a resized crop (Szegedy et al. 2015), then a flip.
-
-    kornia's takes batches of tensors of one size only, and photographs come in all sizes.
+    """A resized crop (Szegedy et al. 2015), then a flip, of photographs of any size.
 
     Attributes:
         min_scale: The crop has at least this part of the image's area.
@@ -73,14 +71,13 @@ class RandomCrop:
         """Crops images of one size alike: RGB by bicubic interpolation, others by the nearest pixel."""
         box = self.box(*images[0].size, rng)
         sizes = image_size, image_size
-        cropped = [image.resize(sizes, _resampling(image), box=box) for image in images]
+        ways = {"RGB": Image.Resampling.BICUBIC}
+        cropped = [
+            image.resize(sizes, ways.get(image.mode, Image.Resampling.NEAREST), box=box) for image in images
+        ]
         if rng.random() < self.flip:
             cropped = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in cropped]
         return cropped
-
-
-def _resampling(image: Image.Image) -> Image.Resampling:
-    return Image.Resampling.BICUBIC if image.mode == "RGB" else Image.Resampling.NEAREST
 
 
 class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
@@ -94,8 +91,7 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
         classes: Their names.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
-        random_crop: In place of :func:`preprocess`. Its random numbers depend on seed, epoch and index of
-            the image only, not on the number of workers or processes.
+        random_crop: In place of :func:`preprocess`; depends on seed, epoch and index of the image only.
 
     Attributes:
         epoch: Decides, with ``seed``, on the random numbers; set by :class:`Batches`.
@@ -186,13 +182,13 @@ def open_dataset(
 
     Args:
         source: ``"digits"``, the 1797 scanned digits of scikit-learn, every fifth of which is held out; or
-            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, the layout of ImageNet.
+            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``.
         split: ``"train"`` or ``"val"``.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
         random_crop: As in :class:`ImageDataset`.
-        corrupt: ``"error"``: links to nothing in a folder, subfolders that cannot be listed and images
-            beside the class folders are an error; ``"skip"``: a warning counts them.
+        corrupt: What cannot be used in a folder (a link to nothing, say, or an image beside the class
+            folders) is an error, or for ``"skip"`` counted in a warning.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
@@ -223,8 +219,8 @@ def open_parts(
     """Opens the images that a model may be fitted to, and those that are held out, both as for evaluation.
 
     Args:
-        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, and neither ``train/`` nor
-            ``val/``, of which every fifth image of each class, sorted by name, is held out.
+        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, of which every fifth image of
+            each class, sorted by name, is held out.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`open_dataset`.
         corrupt: Likewise.
@@ -283,10 +279,7 @@ def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], list[int], list[str]]:
-    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image.
-
-    torchvision's ``ImageFolder`` lists the same, but nothing here may need torchvision.
-    """
+    """Lists the images of each class folder, sorted by name, as torchvision's ``ImageFolder`` does."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
@@ -318,11 +311,11 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
 
 
 def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
-    """Lists the files of a folder, sorted by name, but for hidden ones; links count as what they lead to.
+    """Lists the files of a folder and its subfolders, sorted by name, without hidden ones; follows links.
 
     Args:
         folder: Where to look.
-        deep: List the files of its subfolders too; otherwise subfolders are of no use.
+        deep: False takes subfolders for things of no use.
 
     Returns:
         The files, and a sentence about each thing of no use.
@@ -359,14 +352,14 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
 
 
 def _why_of_the_system(folder: Path) -> str | None:
-    """Says that a folder is one that the kernel makes up, whose files may be endless; None of others."""
+    """Says that a folder belongs to the kernel, whose files may be endless, or returns None."""
     place = Path(os.path.realpath(folder))
     is_made_up = any(place.is_relative_to(root) for root in ("/proc", "/sys", "/dev"))
     return "belongs to the system, expected a folder of images" if is_made_up else None
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result | str]]:
-    """Yields what a folder holds but for hidden files, links followed; of what cannot be followed, why."""
+    """Yields what a folder has, without hidden files, and its status or a sentence why it has none."""
     with os.scandir(folder) as entries:
         for entry in entries:
             status: os.stat_result | str
@@ -404,7 +397,7 @@ class Batches:
     """The batches of one process' share of a data set.
 
     With ``shuffle`` the order depends on seed and epoch only, each process gets as many images, and what does
-    not fill a batch (of all processes together) is left out. Otherwise every image comes exactly once.
+    not fill a batch of all processes is left out. Otherwise every image comes exactly once.
 
     Args:
         dataset: What to read. Its ``seed`` and ``epoch`` are set.
@@ -414,8 +407,7 @@ class Batches:
         rank: Which of the processes this is.
         world_size: Number of processes.
         workers: Processes that decode images; 0 decodes in this one.
-        corrupt: ``"error"``: a file that cannot be used raises. ``"skip"``: it is left out of its batch, with
-            a warning that names it.
+        corrupt: Whether a file that cannot be used is an error, or left out of its batch with a warning.
 
     Raises:
         TypeError: A batch size or seed that is no integer.

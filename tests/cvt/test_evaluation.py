@@ -54,13 +54,18 @@ def test_figures_are_those_of_scikit_learn_however_the_images_are_batched(classe
 def test_sums_are_those_behind_the_figures():
     logits, labels = torch.randn(20, 7), torch.randint(7, (20,))
     table, observed = Table(logits), []
-    sums = add_up(table, batches(labels, 8, 8, 4), torch.device("cpu"), observe=observed.append)
+    sums = add_up(
+        table,
+        batches(labels, 8, 8, 4),
+        torch.device("cpu"),
+        observe=lambda *answers: observed.append(answers),
+    )
     figures = evaluate(table, batches(labels, 20))
     assert (sums.images, sums.top1 / 20, sums.top5 / 20) == (20, figures.top1, figures.top5)
     assert sums.loss == pytest.approx(20 * figures.loss, rel=1e-6)
-    assert torch.equal(torch.cat([answers.logits for answers in observed]), logits)
+    assert torch.equal(torch.cat([answers[2] for answers in observed]), logits)
     ranked = logits.argsort(1, descending=True)
-    assert torch.equal(torch.cat([answers.top for answers in observed]), ranked[:, :5])
+    assert torch.equal(torch.cat([answers[3] for answers in observed]), ranked[:, :5])
     assert add_up(table, [], torch.device("cpu")) == (0, 0, 0, 0)
 
 
@@ -176,9 +181,7 @@ def test_models_that_cannot_be_evaluated():
             return super().forward(images).sum()
 
     batch = torch.tensor([0, 1]), torch.tensor([0, 1])
-    with pytest.raises(
-        ValueError, match=r"batches\[0\]: got logits of shape \(\), expected \(2, classes\)$"
-    ):
+    with pytest.raises(ValueError, match=r"batches\[0\]: got logits of shape \(\), expected \(2, classes\)$"):
         evaluate(Total(torch.eye(2)), [batch])
     with pytest.raises(ValueError, match="model: has no parameters, expected a model with weights"):
         evaluate(nn.Flatten(), [])
