@@ -162,7 +162,7 @@ def preprocess(
     Raises:
         TypeError: A size or a fraction of the wrong type.
         ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop, or so
-            tall that to resize the whole of it would take more than half a gibibyte.
+            long that to resize the whole would take more than half a gibibyte.
     """
     check_images(image_size, crop_fraction)
     width, height = image.size
@@ -247,21 +247,18 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
 
     Raises:
         FileNotFoundError: Nothing is there.
-        ValueError: The file is not text or JSON of that form, or does not name exactly ``count`` classes; an
-            object has other keys than 0 to ``count - 1``, or one of them twice; a name is no text of moderate
-            length.
+        ValueError: The file is of another form, does not name each of ``count`` classes once, or has a name
+            that is no text of moderate length.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"labels: {path} does not exist")
+    is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8-sig")
-        is_json = path.suffix == ".json"
         content = json.loads(text, object_pairs_hook=_Pairs) if is_json else text.splitlines()
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"labels: {path} is not {'JSON' if path.suffix == '.json' else 'UTF-8 text'}: {error}"
-        ) from error
+        raise ValueError(f"labels: {path} is not {'JSON' if is_json else 'UTF-8 text'}: {error}") from error
     if isinstance(content, _Pairs):
         content = content.in_order(path, count)
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
@@ -278,8 +275,8 @@ class _Pairs(list[tuple[str, Any]]):
     def in_order(self, path: Path, count: int) -> list[Any]:
         """Returns the values of the keys 0, 1 and so on, which must be all keys."""
         values = dict(self)
-        twice = next((key for key, times in Counter(key for key, _ in self).items() if times > 1), None)
-        if twice is not None:
+        if len(values) < len(self):
+            twice = next(key for key, times in Counter(key for key, _ in self).items() if times > 1)
             raise ValueError(f"labels: {path} has the key {twice!r} more than once")
         if set(values) != {str(index) for index in range(len(values))}:
             expected = [str(index) for index in range(count)]
