@@ -196,9 +196,7 @@ def open_dataset(
         ImageError: Something in the folder cannot be used, and ``corrupt`` is ``"error"``.
         ValueError: A wrong split or ``corrupt``, an empty class folder, or fewer than two.
     """
-    check_corrupt(corrupt)
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    check_choices(corrupt, split)
     if source == DIGITS:
         crop_fraction = 1.0
     images, labels, classes = (
@@ -239,7 +237,7 @@ def open_parts(
         if fitted.classes != held_out.classes:
             raise ValueError(f"data: {source} has train/ and val/ of different classes")
         return fitted, held_out
-    check_corrupt(corrupt)
+    check_choices(corrupt)
     whole = ImageDataset(*_image_folder(Path(source), corrupt), image_size, crop_fraction=crop_fraction)
     starts = [bisect.bisect_left(whole.labels, label) for label in range(len(whole.classes))]
     is_held_out = [(i - starts[label]) % _HELD_OUT == 0 for i, label in enumerate(whole.labels)]
@@ -387,10 +385,12 @@ def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> 
 # Batches --------------------------------------------------------------------------------------------------
 
 
-def check_corrupt(corrupt: Corrupt) -> None:
-    """Raises ValueError unless it is ``"error"`` or ``"skip"``."""
+def check_choices(corrupt: Corrupt, split: str = "train") -> None:
+    """Raises ValueError for a wrong ``corrupt`` or ``split``."""
     if not isinstance(corrupt, str) or corrupt not in get_args(Corrupt):
         raise ValueError(f"corrupt: got {checks.shown(corrupt)}, expected 'error' or 'skip'")
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
 
 
 class Batches:
@@ -426,7 +426,7 @@ class Batches:
         workers: int = 0,
         corrupt: Corrupt = "error",
     ):
-        check_corrupt(corrupt)
+        check_choices(corrupt)
         checks.check_int("batch_size", batch_size, 1, MOST_IMAGES)
         checks.check_int("seed", seed, 0, MOST_SEED)
         if shuffle and len(dataset) < batch_size * world_size:

@@ -30,7 +30,7 @@ from cvt_kernels.tables import printable
 
 from .config import CvTConfig
 from .extras import require
-from .images import IMAGENET_MEAN, IMAGENET_STD
+from .huggingface import IMAGENET_MEAN, IMAGENET_STD
 from .model import Attention, Block, CvT, Grid, Stage
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
@@ -39,7 +39,7 @@ _PANEL, _MARGIN, _TOP = 448, 24, 132  # pixels
 
 
 class BlockAttention(NamedTuple):
-    """The summary of how one block attends, mean over the queries that it computes.
+    """How one block attends, mean over the queries that it computes.
 
     Attributes:
         stage: Index of its stage.
@@ -61,13 +61,11 @@ class Explanation(NamedTuple):
 
     Attributes:
         logits: (B, num_classes).
-        attention: (B, heads, H, W) on the keys of the last block, what the class token attends to; if the
-            head averages tokens, the mean over those that the block computed. The class token as a key is
-            left out.
+        attention: (B, heads, H, W) on the keys of the last block, without the class token: what the class
+            token attends to; if the head averages tokens, the mean over those that the block computed.
         rollout: (B, H, W) on the tokens of the last stage, attention rollout through all its blocks.
         blocks: Every block of the model, in order.
-        kept: (B, blocks, H, W) bool, the tokens that each block of the last stage computed; the others had
-            dropped out before (``token_keep``).
+        kept: (B, blocks, H, W) bool, the tokens that each block of the last stage computed (``token_keep``).
     """
 
     logits: Tensor

@@ -75,8 +75,13 @@ _ARCHITECTURE = (
     "padding_kv",
 )
 
-# What cvt.images does, whose own constants bring Pillow along.
-_NORMALIZATION = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+#: What the official evaluation does with photographs, for :mod:`cvt.images`: the mean and the standard
+#: deviation of ImageNet, and the part of the image that the crop sees; from a size on it sees all.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+CROP_FRACTION = 0.875
+UNCROPPED_SIZE = 384
+_NORMALIZATION = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
 _BICUBIC = 3
 # The fields of a preprocessor_config.json: type, smallest value, and what they must be below. Sizes are of
 # many forms, which are tried.
@@ -89,8 +94,6 @@ _PREPROCESSOR = {
     "image_std": (float, math.ulp(0), 1000),
 }
 _PER_CHANNEL = ("image_mean", "image_std")
-_CROP_FRACTION = 0.875
-_UNCROPPED_SIZE = 384
 
 
 class Preprocessing(NamedTuple):
@@ -132,9 +135,8 @@ def save_huggingface(
 
     Raises:
         TypeError: ``model`` is not a classifier.
-        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length or a name
-            that no card can have, a size is out of range, or ``directory`` is one of ``cvt train``. Nothing
-            is written then.
+        ValueError: Hugging Face's CvT cannot express the model, ``labels`` are not one short text per class,
+            a size is out of range, or ``directory`` is one of ``cvt train``. Nothing is written then.
         OSError: The directory cannot be written.
     """
     check_path("directory", directory)
@@ -364,11 +366,7 @@ def _why_quantized(model: nn.Module) -> str | None:
 
 
 def check_preprocessor(content: Mapping[str, Any]) -> None:
-    """Raises unless the fields of a ``preprocessor_config.json`` that matter here are what they can be.
-
-    Raises:
-        CheckpointError: A field of the wrong type or out of range.
-    """
+    """Raises CheckpointError for a field of a ``preprocessor_config.json`` that cannot be what it is."""
     for name, limits in _PREPROCESSOR.items():
         value = content.get(name)
         numbers = value if isinstance(value, list) and name in _PER_CHANNEL else [value]
@@ -422,8 +420,8 @@ def _size_and_crop(content: Mapping[str, Any]) -> tuple[int | None, float | None
         return square, 1.0
     if not is_convnext or not _is_size(shortest):
         return None, None
-    fraction = content.get("crop_pct") or _CROP_FRACTION
-    if shortest >= _UNCROPPED_SIZE or fraction == _CROP_FRACTION:
+    fraction = content.get("crop_pct") or CROP_FRACTION
+    if shortest >= UNCROPPED_SIZE or fraction == CROP_FRACTION:
         return shortest, None
     is_part = isinstance(fraction, float) and shortest / LARGEST_IMAGE <= fraction < 1
     return (shortest, fraction) if is_part else (None, None)
@@ -434,7 +432,7 @@ def _square(size: Mapping[str, Any]) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_IMAGE
+    return type(value) is int and 0 < value <= LARGEST_IMAGE
 
 
 def _preprocessing_of(
@@ -450,7 +448,7 @@ def _preprocessing_of(
         image_size = default_image_size(preset_of(config.embed_dims, config.depths) or config)
     if crop_fraction is None:
         check_images(image_size, None)
-        crop_fraction = _CROP_FRACTION if image_size < _UNCROPPED_SIZE else 1.0
+        crop_fraction = CROP_FRACTION if image_size < UNCROPPED_SIZE else 1.0
     check_images(image_size, crop_fraction)
     return image_size, crop_fraction
 
@@ -458,25 +456,17 @@ def _preprocessing_of(
 def _preprocessor_config(images: tuple[int, float]) -> dict[str, Any]:
     """Returns the settings of Hugging Face's image processor for CvT, or of another that can do it."""
     image_size, crop_fraction = images
-    if (crop_fraction == 1.0) == (image_size >= _UNCROPPED_SIZE):
-        resizing: dict[str, Any] = {
-            "image_processor_type": "ConvNextImageProcessor",
-            "size": {"shortest_edge": image_size},
-            "crop_pct": crop_fraction,
-        }
+    square, shortest = {"height": image_size, "width": image_size}, {"shortest_edge": image_size}
+    resizing: dict[str, Any]
+    if (crop_fraction == 1.0) == (image_size >= UNCROPPED_SIZE):
+        processor, resizing = "ConvNextImageProcessor", {"size": shortest, "crop_pct": crop_fraction}
     elif crop_fraction == 1.0:
-        resizing = {
-            "image_processor_type": "ViTImageProcessor",
-            "size": {"height": image_size, "width": image_size},
-        }
+        processor, resizing = "ViTImageProcessor", {"size": square}
     else:
-        resizing = {
-            "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": int(image_size / crop_fraction)},
-            "do_center_crop": True,
-            "crop_size": {"height": image_size, "width": image_size},
-        }
+        size = {"shortest_edge": int(image_size / crop_fraction)}
+        processor, resizing = "BitImageProcessor", {"size": size, "do_center_crop": True, "crop_size": square}
     return {
+        "image_processor_type": processor,
         **resizing,
         "do_resize": True,
         "resample": _BICUBIC,

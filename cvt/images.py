@@ -21,12 +21,8 @@ from torch import Tensor
 from .card import check_texts
 from .config import check_images
 from .extras import require
+from .huggingface import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-CROP_FRACTION = 0.875
-#: From this size on the official evaluation resizes to the square instead of cropping one.
-UNCROPPED_SIZE = 384
 #: The formats that are read, by Pillow's names. Pillow goes by the content of a file, not by its name, and
 #: starts other programs for some formats, as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")

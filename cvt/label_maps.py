@@ -22,7 +22,7 @@ from .datasets import (
     Corrupt,
     ImageDataset,
     RandomCrop,
-    check_corrupt,
+    check_choices,
     list_files,
     open_dataset,
     report_unusable,
@@ -167,9 +167,7 @@ def open_label_maps(
         ValueError: A wrong split or ``corrupt``, no images, or fewer than two classes.
         ImageError: Something cannot be used, and ``corrupt`` is ``"error"``.
     """
-    check_corrupt(corrupt)
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    check_choices(corrupt, split)
     source = Path(source)
     images, labels, unusable = _files(source / split)
     report_unusable(source / split / "images", unusable, corrupt)
@@ -254,15 +252,14 @@ def save_digit_scenes(
     """Writes scanned digits on photographs, with their label maps, in the layout of :func:`open_label_maps`.
 
     The photographs are the two of scikit-learn: their left two thirds for training, the rest for validation,
-    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9; or 1 is
-    all ink.
+    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9.
 
     Args:
         folder: Made if it does not exist.
         train: Number of images for training.
         val: Number of images for validation.
         image_size: Pixels of each side, each with three digits at most.
-        apart: Whether each digit is a class of its own.
+        apart: False makes all ink label 1.
         seed: The same seed makes the same images.
 
     Returns:

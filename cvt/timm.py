@@ -15,8 +15,7 @@ from torch import Tensor
 from .extras import require
 from .factory import create_model
 from .hub import MICROSOFT
-from .huggingface import from_huggingface
-from .images import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
+from .huggingface import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE, from_huggingface
 from .model import CvT, CvTFeatures
 
 _models = require("timm.models", "timm")

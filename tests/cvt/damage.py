@@ -115,10 +115,8 @@ def mutations(rng: random.Random, folder: Path) -> Iterator[tuple[str, Path]]:
             what = _damage_bytes(rng, file)
         elif file.suffix == ".json":
             what = _damage_json(rng, file)
-        elif file.suffix == ".safetensors":
-            what = _damage_safetensors(rng, file)
         else:
-            what = _damage_pickle(rng, file)
+            what = _damage_content(rng, file)
         yield f"{name}: {file.name}: {what}", place
 
 
@@ -197,48 +195,47 @@ def damaged(rng: random.Random, content: object) -> tuple[object, str]:
     return root[""], f"{path} = {odd!r:.40}"
 
 
-def _damage_safetensors(rng: random.Random, file: Path) -> str:
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    if "card" in (metadata or {}) and rng.random() < 0.6:
-        card, what = damaged(rng, json.loads(metadata["card"]))
-        metadata = {"card": json.dumps(card)}
-    elif rng.random() < 0.3:
-        content = bytearray(file.read_bytes())
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        changed, what = damaged(rng, header)
-        text = json.dumps(changed).encode()
-        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + len(json.dumps(header)) :])
-        return f"header: {what}"
+def _damage_header(rng: random.Random, file: Path) -> str:
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    changed, what = damaged(rng, json.loads(content[8 : 8 + size]))
+    text = json.dumps(changed).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    return f"header: {what}"
+
+
+def _damage_content(rng: random.Random, file: Path) -> str:
+    """Changes the card or a tensor of a file, or packs the file in another way."""
+    is_pickle, how = file.suffix != ".safetensors", rng.random()
+    if how < 0.15:
+        return _repack(rng, file) if is_pickle else _damage_header(rng, file)
+    if is_pickle:
+        content = torch.load(file, weights_only=True)
+        tensors, card = content.get("model", content), content.get("card")
+    else:
+        with safe_open(file, "pt") as opened:
+            card = json.loads((opened.metadata() or {}).get("card", "null"))
+        content = tensors = load_file(file)
+    if card is not None and how < 0.7:
+        card, what = damaged(rng, card)
     else:
         what = _damage_tensors(rng, tensors)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if _can_be_saved(tensor)}
-    save_file(tensors, file, metadata)
+    if not is_pickle:
+        kept = {name: t.contiguous() for name, t in tensors.items() if _can_be_saved(t)}
+        save_file(kept, file, None if card is None else {"card": json.dumps(card)})
+        return what
+    if card is not None:
+        content = content | {"card": card}
+    if how > 0.95:
+        content, what = {"card": Allocation(), **content}, "a pickled allocation"
+    elif how > 0.9:
+        content, what = rng.choice([torch.ones(3), [], 3, {"model": 3}, {"model": {}}]), "no weights"
+    torch.save(content, file, _use_new_zipfile_serialization=rng.random() < 0.8)
     return what
 
 
 def _can_be_saved(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() < 10**7
-
-
-def _damage_pickle(rng: random.Random, file: Path) -> str:
-    content = torch.load(file, weights_only=True)
-    tensors = content.get("model", content)
-    how = rng.random()
-    if how < 0.15:
-        return _repack(rng, file)
-    if how < 0.2:
-        content = {"card": Allocation(), **content}
-        what = "a pickled allocation"
-    elif "card" in content and how < 0.7:
-        content["card"], what = damaged(rng, content["card"])
-    elif how < 0.75:
-        content, what = rng.choice([torch.ones(3), [], 3, {"model": 3}, {"model": {}}]), "no weights"
-    else:
-        what = _damage_tensors(rng, tensors)
-    torch.save(content, file, _use_new_zipfile_serialization=rng.random() < 0.8)
-    return what
 
 
 def _damage_tensors(rng: random.Random, tensors: dict) -> str:

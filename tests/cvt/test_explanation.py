@@ -261,9 +261,8 @@ def test_plot_of_heads(tmp_path, monkeypatch):
     assert read_image(tmp_path / "heads.png").size == (840, 612)
     (figure,) = figures
     entropy, distance, *bars = figure.axes
-    words = [[label.get_text() for label in bar.get_yticklabels()] for bar in bars]
-    assert (words[0][0], words[0][-1]) == ("0: one key", "1: all keys alike")
-    assert bars[1].get_ylabel() == "pixels"
+    words = [label.get_text() for label in bars[0].get_yticklabels()]
+    assert (words[0], words[-1], bars[1].get_ylabel()) == ("0: one key", "1: all keys alike", "pixels")
     assert entropy.images[0].get_clim() == (0, 1)
     names = [label.get_text() for label in distance.get_xticklabels()]
     assert names == [f"stage {stage}, block {block}" for stage, block in ((1, 1), (2, 1), (3, 1), (3, 2))]
