@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
 import os
 import stat
@@ -239,8 +239,8 @@ def open_parts(
         return fitted, held_out
     check_choices(corrupt)
     whole = ImageDataset(*_image_folder(Path(source), corrupt), image_size, crop_fraction=crop_fraction)
-    starts = [bisect.bisect_left(whole.labels, label) for label in range(len(whole.classes))]
-    is_held_out = [(i - starts[label]) % _HELD_OUT == 0 for i, label in enumerate(whole.labels)]
+    groups = (group for _, group in itertools.groupby(whole.labels))
+    is_held_out = [i % _HELD_OUT == 0 for group in groups for i, _ in enumerate(group)]
     if all(is_held_out):
         raise ValueError(f"data: {source} has no images besides those that are held out")
     fitted, held_out = (

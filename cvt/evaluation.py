@@ -149,11 +149,7 @@ def add_up(
         observe: Called for every batch with images, labels, logits and its (B, 5) most probable classes.
     """
     parts, count = [torch.zeros(3, device=device)], 0
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = model(images)
-        logits = logits.float()
+    for images, labels, logits in _answers(model, batches, device, autocast):
         top = logits.topk(min(5, logits.shape[-1])).indices
         if observe is not None:
             observe(images, labels, logits, top)
@@ -163,6 +159,20 @@ def add_up(
         count += len(labels)
     loss_sum, top1, top5 = map(sum, zip(*torch.stack(parts).tolist(), strict=True))
     return Sums(loss_sum, top1, top5, count)
+
+
+def _answers(
+    model: Callable[[Tensor], Tensor],
+    batches: LabeledImages,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields images, labels and logits in float32 of every batch, on the device."""
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = model(images)
+        yield images, labels, logits.float()
 
 
 @torch.inference_mode()
@@ -331,11 +341,7 @@ def add_up_pixels(
         compute_groups=[["confusion", "iou", "miou"]],  # which count the same
     ).to(device)
     loss = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device)
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = model(images)
-        logits = logits.float()
+    for images, labels, logits in _answers(model, batches, device, autocast):
         if observe is not None:
             observe(images, labels, logits)
         counts.update(logits.argmax(1), labels)

@@ -58,12 +58,8 @@ def filling(directory: _PathLike) -> Iterator[Path]:
     with scratch, _naming(Path(directory), Path(scratch.name)):
         yield Path(scratch.name)
         for file in sorted(Path(scratch.name).iterdir()):
-            target = Path(directory, file.name)
-            if target.is_symlink() or (target.exists() and not target.is_file()):
-                with replacing(target) as place:
-                    shutil.copyfile(file, place)
-            else:
-                _move(file, target)
+            with replacing(Path(directory, file.name)) as place:
+                shutil.move(file, place)
 
 
 @contextmanager

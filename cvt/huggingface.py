@@ -21,7 +21,7 @@ from torch import nn
 from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.records import LIMITS
 
-from .card import check_names, check_texts
+from .card import check_names
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
@@ -227,13 +227,9 @@ def _labels_of(model: nn.Module, labels: Sequence[str] | None) -> list[str]:
     if labels is None:
         known = getattr(model, "labels", None)
         labels = known if known and len(known) == classes else made_up_labels(classes)
-    is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
-    if not is_list or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: got {shown(labels)}, expected one string per class")
-    if len(labels) != classes:
-        raise ValueError(f"labels: got {len(labels)} names, expected {classes}, one per class")
-    check_texts("labels", labels)
-    return list(labels)
+    names = labels if isinstance(labels, str) or not isinstance(labels, Sequence) else list(labels)
+    check_names("labels", names, classes)
+    return list(names)
 
 
 def made_up_labels(classes: int) -> list[str]:

@@ -256,7 +256,14 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"labels: {path} is not {'JSON' if is_json else 'UTF-8 text'}: {error}") from error
     if isinstance(content, _Pairs):
-        content = content.in_order(path, count)
+        keys, expected = Counter(key for key, _ in content), Counter(map(str, range(count)))
+        missing, others = (first_of([*map(repr, rest)]) for rest in (expected - keys, keys - expected))
+        if keys != expected:
+            raise ValueError(
+                f"labels: {path} has other keys than 0 to {count - 1}, each once: missing are {missing}, "
+                f"not expected {others}"
+            )
+        content = [name for _, name in sorted(content, key=lambda pair: int(pair[0]))]
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"labels: {path} has no list of names and no object of index: name")
     if len(content) != count:
@@ -267,22 +274,6 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
 
 class _Pairs(list[tuple[str, Any]]):
     """An object of JSON, with every key that stands in it, even twice."""
-
-    def in_order(self, path: Path, count: int) -> list[Any]:
-        """Returns the values of the keys 0, 1 and so on, which must be all keys."""
-        values = dict(self)
-        if len(values) < len(self):
-            twice = next(key for key, times in Counter(key for key, _ in self).items() if times > 1)
-            raise ValueError(f"labels: {path} has the key {twice!r} more than once")
-        if set(values) != {str(index) for index in range(len(values))}:
-            expected = [str(index) for index in range(count)]
-            missing = [repr(key) for key in expected if key not in values]
-            others = [repr(key) for key in values if key not in expected]
-            raise ValueError(
-                f"labels: {path} has keys other than 0 to {count - 1}: missing are {first_of(missing)}, "
-                f"not expected {first_of(others)}"
-            )
-        return [values[str(index)] for index in range(len(values))]
 
 
 def first_of(texts: Sequence[str], separator: str = ", ") -> str:
