@@ -39,7 +39,7 @@ _PANEL, _MARGIN, _TOP = 448, 24, 132  # pixels
 
 
 class BlockAttention(NamedTuple):
-    """How one block attends, mean over the queries that it computes.
+    """The attention of one block, mean over the queries that it computes.
 
     Attributes:
         stage: Index of its stage.

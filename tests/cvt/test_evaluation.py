@@ -8,11 +8,10 @@ from sklearn import metrics
 from torch import nn
 
 import cvt_kernels as ck
-from cvt import PRESETS, CvTConfig, create_model
+from cvt import PRESETS, create_model
 from cvt.evaluation import add_up, cost, evaluate
 from cvt_kernels import measure
-
-SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
+from tests.cvt.models import SMALL
 
 
 class Table(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model
+from cvt import CvTConfig
 from cvt.explanation import (
     class_title,
     explain,
@@ -23,16 +23,13 @@ from cvt.explanation import (
     rollout,
     spread_keys,
 )
-from cvt.factory import randomize
 from cvt.images import load_images, read_image, sample_photos
-
-SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
+from tests.cvt import models
+from tests.cvt.models import SMALL
 
 
 def small(**overrides):
-    model = create_model(SMALL, **overrides).eval()
-    randomize(model)
-    return model
+    return models.small(depths=(1, 1, 2), **overrides).eval()
 
 
 # Rollout and keys -----------------------------------------------------------------------------------------
@@ -41,8 +38,8 @@ def small(**overrides):
 def test_keys_share_with_the_tokens_around_them():
     # Three tokens in a row, keys at the first and the last: the one between is half of each.
     row = torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
-    torch.testing.assert_close(spread_keys((1, 3), 2, class_token=False), row)
-    torch.testing.assert_close(spread_keys((3, 1), 2, class_token=False), row)
+    for grid in ((1, 3), (3, 1)):
+        torch.testing.assert_close(spread_keys(grid, 2, class_token=False), row)
     both = spread_keys((3, 3), 2, class_token=True)
     assert both[0].tolist() == [1] + [0] * 9
     assert both[:, 0].tolist() == [1, 0, 0, 0, 0]

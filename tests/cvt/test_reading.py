@@ -2,9 +2,11 @@
 
 import codecs
 import io
+import itertools
 import json
 import os
 import pickle
+import random
 import re
 import resource
 import struct
@@ -20,7 +22,7 @@ from safetensors.torch import save_file
 from cvt import CheckpointError, read_checkpoint
 from cvt.checkpoints import save_safetensors
 from cvt.reading import load_pickle, read_json, why_larger
-from tests.cvt.damage import Allocation
+from tests.cvt.damage import Allocation, mutations, why_wrong
 
 
 def mebibytes(anew=False):
@@ -264,3 +266,8 @@ def test_an_index_names_no_files_elsewhere(tmp_path, name):
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "fine.bin", "b": name}}))
     refused(tmp_path, r"names .*, expected a file of weights in the same folder", read_checkpoint)
+
+
+def test_damaged_checkpoints_of_every_format_are_read_or_refused_in_one_line(tmp_path):
+    damages = itertools.islice(mutations(random.Random(0), tmp_path), 60)
+    assert [f"{what}: {reason}" for what, place in damages if (reason := why_wrong(place))] == []
