@@ -543,7 +543,7 @@ def _fitting(
     difference = difference or _why_quantized_otherwise(tensors, own)
     if difference is not None:
         raise CheckpointError(difference)
-    tensors |= _added(tensors, own, _parts_to_add(checkpoint.config, config))
+    tensors |= _added(tensors, own, checkpoint.config, config)
     kept = tuple(f"{part}." for part in _own_parts(checkpoint, own))
     tensors |= {name: tensor for name, tensor in own.items() if name.startswith(kept)}
     _check_fit(checkpoint, tensors, own)
@@ -571,25 +571,19 @@ def _split_unused(
     return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in parts}, unused
 
 
-def _parts_to_add(known: CvTConfig | None, config: CvTConfig) -> tuple[str, ...]:
-    """Returns parts of the names of tensors that a model may have besides its weights, or in other sizes.
-
-    A configuration beside the weights says that they are among them, in these sizes.
-    """
-    return tuple(
-        part
-        for part, fields in _ADDED.items()
-        if known is None or any(getattr(known, field) != getattr(config, field) for field in fields)
-    )
-
-
 def _added(
-    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: tuple[str, ...]
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], known: CvTConfig | None, config: CvTConfig
 ) -> dict[str, Tensor]:
     """Returns tensors for parts that the weights lack, or have for images of another size.
 
-    The model computes as without what they lack. Tables of biases by position are interpolated.
+    With them the model computes as without these parts; tables of biases by position are interpolated.
+    Where ``known``, the configuration beside the weights, has the same parts, nothing is added.
     """
+    parts = [
+        part
+        for part, fields in _ADDED.items()
+        if known is None or any(getattr(known, field) != getattr(config, field) for field in fields)
+    ]
     added = {}
     for name, tensor in own.items():
         table = tensors.get(name)

@@ -281,7 +281,6 @@ def changed(name, change):
     return lambda state: state | {name: change(state[name])}
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -306,24 +305,24 @@ def changed(name, change):
         (changed("norm.weight", lambda t: t.bfloat16() * float("inf")), "norm.weight: has numbers"),
     ],
 )  # fmt: skip
-def test_bad_files_leave_the_model_as_it_was(tmp_path, suffix, damage, message):
-    path, state = tmp_path / f"w{suffix}", small().state_dict()
-    save = torch.save if suffix == ".pth" else save_file
-    if message.startswith("w"):
-        save(state, path)
-        path.write_bytes(damage(path.read_bytes()))
-    else:
-        state = damage(state)
-        if suffix == ".safetensors" and any(t.is_meta for t in state.values()):
-            return  # which it cannot write
-        save(state, path)
+def test_bad_files_leave_the_model_as_it_was(tmp_path, damage, message):
     model = small(seed=1)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load_checkpoint(model, path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
-    assert equal(model.state_dict(), before)
+    for save, path in ((torch.save, tmp_path / "w.pth"), (save_file, tmp_path / "w.safetensors")):
+        state = small().state_dict()
+        if message.startswith("w"):
+            save(state, path)
+            path.write_bytes(damage(path.read_bytes()))
+        else:
+            state = damage(state)
+            if save is save_file and any(t.is_meta for t in state.values()):
+                continue  # which it cannot write
+            save(state, path)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load_checkpoint(model, path)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert "\n" not in str(caught.value)
+        assert equal(model.state_dict(), before)
 
 
 def test_models_that_cannot_be_loaded_into(tmp_path):
