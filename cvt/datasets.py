@@ -27,6 +27,7 @@ from .images import FORMATS, ImageError, first_of, naming_image, preprocess, rea
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
+_NO_FILE = "is no file"  # a pipe or a device
 _HELD_OUT = 5  # of so many images one, where a data set does not say which
 
 Corrupt = Literal["error", "skip"]
@@ -288,15 +289,15 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
     images: list[Path] = []
     labels: list[int] = []
     unusable: list[str] = []
-    for path, status in sorted(_entries(folder), key=lambda entry: entry[0]):
-        if isinstance(status, str):
-            unusable.append(f"{path} {status}")
-        elif stat.S_ISDIR(status.st_mode) and path.name[0] != ".":
+    for path, kind in _entries(folder):
+        if kind == "folder" and path.name[0] != ".":
             files, reasons = list_files(path)
             labels += [len(classes)] * len(files)
             images += files
             unusable += reasons
             classes.append(path.name)
+        elif kind not in ("folder", "file", _NO_FILE):
+            unusable.append(f"{path} {kind}")
         elif Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
             unusable.append(f"{path} is in no class folder")
     report_unusable(folder, unusable, corrupt)
@@ -328,22 +329,19 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
             unusable.append(f"{place} {reason}")
             return
         try:
-            entries = sorted(_entries(place), key=lambda entry: entry[0])
+            entries = _entries(place)
         except OSError as error:
             unusable.append(f"{place} cannot be listed: {error.strerror}")
             return
-        for path, status in entries:
-            if isinstance(status, str):
-                unusable.append(f"{path} {status}")
-            elif stat.S_ISREG(status.st_mode):
+        for path, kind in entries:
+            if kind == "file":
                 files.append(path)
-            elif not stat.S_ISDIR(status.st_mode):
-                unusable.append(f"{path} is no file")
-            elif not deep:
-                if path.name[0] != ".":
-                    unusable.append(f"{path} is a folder")
-            elif path.resolve() not in listed:
+            elif kind != "folder":
+                unusable.append(f"{path} {kind}")
+            elif deep and path.resolve() not in listed:
                 visit(path)
+            elif not deep and path.name[0] != ".":
+                unusable.append(f"{path} is a folder")
 
     visit(folder)
     return sorted(files), sorted(unusable)
@@ -356,19 +354,20 @@ def _why_of_the_system(folder: Path) -> str | None:
     return "belongs to the system, expected a folder of images" if is_made_up else None
 
 
-def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result | str]]:
-    """Yields what a folder has, without hidden files, and its status or a sentence why it has none."""
+def _entries(folder: Path) -> list[tuple[Path, str]]:
+    """Lists what a folder has, without hidden files, each with ``"file"``, ``"folder"`` or what is wrong."""
+    found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            status: os.stat_result | str
             try:
-                status = entry.stat()
+                mode = entry.stat().st_mode
+                kind = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else _NO_FILE
             except OSError as error:
                 is_broken = isinstance(error, FileNotFoundError) and entry.is_symlink()
-                status = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
-            is_folder = not isinstance(status, str) and stat.S_ISDIR(status.st_mode)
-            if is_folder or entry.name[0] != ".":
-                yield folder / entry.name, status
+                kind = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
+            if kind == "folder" or entry.name[0] != ".":
+                found.append((folder / entry.name, kind))
+    return sorted(found)
 
 
 def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:
