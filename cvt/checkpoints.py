@@ -64,9 +64,9 @@ _FIRST_PART = re.compile(
     r"(?:^|(?<=\.))(?:stage\d+|norm|head|decoder|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
 )
 
-# The types of weights; those of 8 bits come with scales.
+# The types of weights that come without scales.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# The most characters of the name of a parameter, with those of wrappers.
+# The most characters of the name of a parameter, with its wrappers.
 _LONGEST_NAME = 500
 
 # Parts that a model may have and its weights not: biases by position, and the dilated convolutions of hybrid
@@ -369,7 +369,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
     """Loads weights into a model of this package; every parameter and buffer must be there and fit.
 
     A head for another number of classes, or of another kind, is not loaded: the model's own stays as it is,
-    with a warning. The model's ``labels`` and ``preprocessing`` become those of the checkpoint.
+    with a warning. The model gets the ``labels`` and ``preprocessing`` of the checkpoint.
 
     Args:
         model: The model, which is left as it was if this raises.
@@ -429,7 +429,7 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
 
 
 def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Says which of some weights in floating point has a number that is none or infinite, or returns None."""
+    """Says which weight in floating point has NaN or infinite numbers, or returns None."""
     for name, tensor in tensors.items():
         if tensor.dtype in _FLOATS and is_plain(tensor) and tensor.numel():
             least, most = tensor.aminmax()
@@ -536,7 +536,7 @@ def _state_dict(content: Any, size: int) -> dict[str, Tensor]:
 def _fitting(
     checkpoint: Checkpoint, own: Mapping[str, Tensor], config: CvTConfig
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    """Returns the tensors for a model whose own are ``own``, all of which fit."""
+    """Returns the tensors that fit a model whose own are ``own``, or raises."""
     hf_config = checkpoint.hf_config
     difference = None if hf_config is None else why_another_architecture(hf_config, config)
     tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(config.embed_dims))

@@ -182,7 +182,7 @@ def open_dataset(
     """Opens the digits of scikit-learn, or a folder of images, as a data set.
 
     Args:
-        source: ``"digits"``, the 1797 scanned digits of scikit-learn, every fifth of which is held out; or
+        source: ``"digits"``, the 1797 scanned digits of scikit-learn, where every fifth is held out; or
             a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``.
         split: ``"train"`` or ``"val"``.
         image_size: Pixels of each side of the tensors.
@@ -218,7 +218,7 @@ def open_parts(
     """Opens the images that a model may be fitted to, and those that are held out, both as for evaluation.
 
     Args:
-        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, of which every fifth image of
+        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, where every fifth image of
             each class, sorted by name, is held out.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`open_dataset`.

@@ -1,6 +1,6 @@
 """Evaluation of a classifier or a segmenter: accuracy, loss, confusion, speed; parameters and multiply-adds.
 
-The figures of pixels are torchmetrics'; those of a classifier are a line each of PyTorch.
+torchmetrics computes the figures of pixels; each figure of a classifier is a line of PyTorch.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _answers(
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None) -> Evaluation:
-    """Runs a classifier over labeled images, each of which counts the same however they are batched.
+    """Runs a classifier over labeled images, which count the same however they are batched.
 
     Args:
         model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
@@ -356,7 +356,7 @@ def add_up_pixels(
 def evaluate_pixels(
     model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
 ) -> PixelEvaluation:
-    """Runs a segmenter over images with label maps, all pixels of which count the same.
+    """Runs a segmenter over images with label maps, whose pixels all count the same.
 
     Args:
         model: A :class:`cvt.CvTSegmenter`. Runs in evaluation mode and is left in the modes it had.
@@ -469,7 +469,7 @@ class TokenCounter:
 
 
 def pairs(batches: LabeledImages) -> Iterator[tuple[Tensor, Tensor]]:
-    """Returns the batches, each of which is checked when its turn comes.
+    """Returns the batches, each checked when its turn comes.
 
     Raises:
         TypeError: These are no batches; later: one is no pair of tensors.

@@ -193,7 +193,7 @@ def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
 
 
 def _mean(values: Tensor, kept: Tensor, dim: int) -> Tensor:
-    """Returns the mean over a dimension of the values that are kept and not NaN; NaN if there is none."""
+    """Returns the mean over a dimension of the values that are kept and not NaN, or NaN without any."""
     return values.masked_fill(~kept, torch.nan).nanmean(dim)
 
 

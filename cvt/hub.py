@@ -168,7 +168,7 @@ class _Source:
             self.hub.get_hf_file_metadata(url, token=self.options.get("token"))
         except require("huggingface_hub.utils", "hf").HfHubHTTPError:
             raise
-        except Exception as error:  # of whichever HTTP library it uses
+        except Exception as error:  # its HTTP libraries have errors of their own
             address = require("huggingface_hub.constants", "hf").ENDPOINT
             raise _UnreachableError(f"{address} is not reached ({type(error).__name__})") from error
         self._is_reachable = True

@@ -189,11 +189,11 @@ def write_model(
         # Written here, since an error of the library's own writing is no OSError.
         (scratch / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_json(scratch / "config.json", content, indent=2)
-        # As other files have them; those of safetensors are for their owner alone.
+        # The usual permissions: safetensors writes files that only their owner can read.
         (scratch / "model.safetensors").chmod((scratch / "config.json").stat().st_mode)
         if config.in_chans == 3:
             write_json(scratch / "preprocessor_config.json", processor, indent=2)
-    if config.in_chans != 3:  # those of another model, which was here before
+    if config.in_chans != 3:  # a file of another model, which was here before
         (directory / "preprocessor_config.json").unlink(missing_ok=True)
 
 
@@ -353,7 +353,7 @@ def why_inexpressible(config: CvTConfig) -> str | None:
 
 
 def _why_quantized(model: nn.Module) -> str | None:
-    """Says that Hugging Face's CvT has no layers like those of a quantized model, or returns None."""
+    """Says that Hugging Face's CvT has no layers of 8-bit numbers, or returns None."""
     is_quantized = any(tensor.dtype in LIMITS for tensor in model.state_dict().values())
     return "Hugging Face's CvT has no linear layers of 8-bit numbers" if is_quantized else None
 

@@ -69,7 +69,7 @@ def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Raises:
         ImageError: The image has more pixels than Pillow opens, or is longer than any that can be resized.
-        UnidentifiedImageError: The file is none of :data:`FORMATS`.
+        UnidentifiedImageError: The file has none of :data:`FORMATS`.
         Exception: Whatever else Pillow raises.
     """
     try:
@@ -90,7 +90,7 @@ def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Returns those of FORMATS that this Pillow knows: AVIF is newer than the others."""
+    """Returns the FORMATS that this Pillow knows: AVIF is newer than the others."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
@@ -218,7 +218,7 @@ def load_images(
     crop_fraction: float | None = None,
     upscale: bool = False,
 ) -> Tensor:
-    """Reads and preprocesses image files; the arguments are those of :func:`preprocess`.
+    """Reads and preprocesses image files; the arguments are as for :func:`preprocess`.
 
     Returns:
         float32 (len(paths), 3, image_size, image_size).

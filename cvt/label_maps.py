@@ -92,7 +92,7 @@ class LabelMapDataset(ImageDataset):
         """Reads the label map of an image of that size.
 
         Raises:
-            ImageError: It is none, has another size, or a label that is none of a class.
+            ImageError: It cannot be read, has another size, or a label that no class has.
         """
         label_map = read_label_map(path)
         if label_map.size != size:
@@ -157,7 +157,7 @@ def open_label_maps(
         split: ``"train"`` or ``"val"``.
         image_size: Pixels of each side of the tensors.
         classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
-            every one of which is read for that.
+            which are all read for that.
         random_crop: As in :class:`LabelMapDataset`.
         corrupt: Whether what cannot be used among images and label maps is an error, or skipped with a
             warning.

@@ -96,7 +96,7 @@ class PretrainedModel(nn.Module):
             save_directory: Made if it does not exist; ``config.json``, ``model.safetensors`` and
                 ``preprocessor_config.json`` in it are replaced.
             labels: Class names; None for :attr:`labels`.
-            image_size: Pixels of each side of its images; None for those of :attr:`preprocessing`, or else
+            image_size: Pixels of each side of its images; None as in :attr:`preprocessing`, or else
                 224 (384 for ``"cvt_w24"``).
             crop_fraction: That of :func:`cvt.images.preprocess`, for this ``image_size``.
 

@@ -56,7 +56,7 @@ def test_make_demo_ends_with_digits():
         assert "save_digits('build/digits')" in writes
         assert classifies.endswith("cvt classify build/digits/*.png --checkpoint digits --top 1")
     assert any(line.endswith("*.jpg --checkpoint 'x.pth'") for line in commands("CHECKPOINT=x.pth"))
-    assert not any("*.jpg" in line for line in commands())  # of which random weights know nothing
+    assert not any("*.jpg" in line for line in commands())  # random weights know nothing of photographs
 
 
 def test_a_path_of_that_name_wins(tmp_path, monkeypatch):

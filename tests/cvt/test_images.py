@@ -155,7 +155,7 @@ def test_more_pixels_than_pillow_opens(tmp_path, monkeypatch):
     with common.recorded_warnings() as remarks:
         read_image(tmp_path / "a.png")
     assert not remarks
-    monkeypatch.setattr(images, "warnings", None)  # whose filters are those of all threads
+    monkeypatch.setattr(images, "warnings", None)  # whose filters hold in all threads
     for read in (read_image, read_label_map):
         read(tmp_path / "a.png")
         with pytest.raises(ImageError, match=r"b.png: has more than 600 pixels, the most that Pillow opens"):
