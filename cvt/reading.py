@@ -37,8 +37,8 @@ _ALLOCATING = re.compile(
 _MOST_SHARING = 32
 _ZIP = b"PK\3\4"
 _ZIP_HEADER = 30
-# The end of an archive's directory. Archives of torch.save, and large ones, have the longer form of it and the
-# place of that form before. Last, the bytes of all three.
+# The end of an archive's directory. Archives of torch.save, and large ones, have the longer form of it and
+# the place of that form before. Last, the bytes of all three.
 _ZIP_END, _ZIP_END_PLACE, _ZIP_END_64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 _ZIP_ENDS = 22 + 20 + 56
 
