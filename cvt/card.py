@@ -85,17 +85,14 @@ def check_names(field: str, names: Any, classes: int) -> None:
 def check_texts(field: str, names: Iterable[str]) -> None:
     """Raises ValueError for a name of a class that is too long or has half of a character."""
     for name in names:
-        if len(name) > _LONGEST_NAME or not _is_text(name):
+        try:
+            name.encode(errors="surrogateescape")  # names of folders may be in any encoding
+        except UnicodeEncodeError:
+            is_text = False
+        else:
+            is_text = len(name) <= _LONGEST_NAME
+        if not is_text:
             raise ValueError(
                 f"got {shown(name)} of {len(name)} characters among the {field}, expected text of at most "
                 f"{_LONGEST_NAME}"
             )
-
-
-def _is_text(name: str) -> bool:
-    """Tells whether a string is text, or the name of a folder in any encoding, not half of a character."""
-    try:
-        name.encode(errors="surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True

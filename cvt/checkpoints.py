@@ -6,11 +6,12 @@ changed only once everything is known to fit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,28 +64,31 @@ _FIRST_PART = re.compile(
     r"(?:^|(?<=\.))(?:stage\d+|norm|head|decoder|(?:cvt\.)?encoder\.stages|layernorm|classifier)\."
 )
 
-# The types of weights; those of 8 bits come with scales.
+# The types of weights that come without scales.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# The most characters of the name of a parameter, with those of wrappers.
+# The most characters of the name of a parameter, with its wrappers.
 _LONGEST_NAME = 500
 
-# The biases by position, and the dilated convolutions of hybrid mixing: how names of their tensors go on, and
-# the fields of the configuration by which a model has them, and in which sizes.
+# Parts that a model may have and its weights not: biases by position, and the dilated convolutions of hybrid
+# mixing. A part of the names of their tensors → the fields of the configuration that decide on them.
 _TABLE = ".attn.position_bias"
+_SIZES = ("patch_sizes", "patch_strides", "patch_paddings", "stride_kv")
 _ADDED = {
-    _TABLE: (
-        "position_bias",
-        "position_bias_size",
-        "patch_sizes",
-        "patch_strides",
-        "patch_paddings",
-        "stride_kv",
-    ),
+    _TABLE: ("position_bias", "position_bias_size", *_SIZES),
     ".dilated_": ("mixing",),
 }
 # The modules besides the stages that a model has for its head, and the layer whose outputs are the classes.
 _HEADS: dict[Head, tuple[str, ...]] = {"classify": ("norm", "head"), "segment": ("decoder",)}
 _LAST_LAYERS: dict[Head, str] = {"classify": "head", "segment": "decoder.classifier"}
+
+
+@contextlib.contextmanager
+def _naming(path: object) -> Iterator[None]:
+    """Turns a ValueError of the block into a CheckpointError that begins with the path."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 class Checkpoint(NamedTuple):
@@ -123,10 +127,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def labels(self) -> list[str] | None:
-        """The class names, or None if the checkpoint does not have one for each class.
-
-        Those that transformers makes up, ``LABEL_0`` and so on, are none.
-        """
+        """The class names, or None if there is not one for each class, or transformers made them up."""
         labels: list[str] | None = None
         if self.card is not None:
             labels = self.card.labels
@@ -155,8 +156,8 @@ class Checkpoint(NamedTuple):
     def activation(self) -> str | None:
         """The activation to run the weights with, or None if nothing tells.
 
-        Hugging Face runs exact GELU, for which models of the Hub are trained, except Microsoft's. Of a
-        directory nobody knows whose weights it has; it is taken for Microsoft's.
+        Hugging Face runs exact GELU, with which models of the Hub are trained, except Microsoft's.
+        A directory is taken for one of Microsoft's.
         """
         if self.config is not None:
             return self.config.activation
@@ -183,19 +184,16 @@ class Checkpoint(NamedTuple):
         """
         if self.config is not None:
             return self.config
-        preset = self.preset
-        hf_config = self.hf_config
+        preset, hf_config = self.preset, self.hf_config
         if preset is not None and (
             hf_config is None or why_another_architecture(hf_config, PRESETS[preset]) is None
         ):
             return preset
         if hf_config is None:
             raise CheckpointError(f"{self.path}: is not a CvT of {', '.join(PRESETS)}")
-        try:
+        with _naming(self.path):
             config = config_of_huggingface(hf_config, **self._known_fields())
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
-        self._check_blocks(config)
+            self._check_blocks(config)
         return config
 
     def check(self) -> None:
@@ -204,22 +202,19 @@ class Checkpoint(NamedTuple):
         Raises:
             CheckpointError: Something is not.
         """
-        reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
-        if reason is not None:
-            raise CheckpointError(f"{self.path}: {reason}")
-        try:
+        with _naming(self.path):
+            reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
+            if reason is not None:
+                raise CheckpointError(reason)
             if self.hf_preprocessor is not None:
                 check_preprocessor(self.hf_preprocessor)
             if self.hf_config is not None and self.num_classes is not None:
                 labels_of_huggingface(self.hf_config, self.num_classes)
-            config = self.config
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
-        if config is not None:
-            self._check_blocks(config)
+            if self.config is not None:
+                self._check_blocks(self.config)
 
     def _check_blocks(self, config: CvTConfig) -> None:
-        """Raises if the configuration beside the weights is one of other sizes, which would be made up."""
+        """Raises if a configuration has other sizes than the weights, for which some would be made up."""
         dims, depths = _dims_and_depths(self.tensors)
         for field, told, found in (
             ("embed_dims", config.embed_dims, dims),
@@ -228,7 +223,7 @@ class Checkpoint(NamedTuple):
             ("num_classes", config.num_classes, self.num_classes or 0),
         ):
             if told != found:
-                raise CheckpointError(f"{self.path}: is said to have {field} {told}, but its weights {found}")
+                raise CheckpointError(f"is said to have {field} {told}, but its weights {found}")
 
     def configuration(self, model: str | CvTConfig | None = None, **overrides: Any) -> CvTConfig:
         """Returns the configuration of a model for these weights.
@@ -249,10 +244,8 @@ class Checkpoint(NamedTuple):
         known = self.config
         if known is not None and (known.embed_dims, known.depths) == (base.embed_dims, base.depths):
             return resolve_config(known, **overrides)
-        try:
+        with _naming(self.path):
             base = resolve_config(base, **self._known_fields())
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
         return resolve_config(base, **overrides)
 
     def _known_fields(self) -> dict[str, Any]:
@@ -271,7 +264,7 @@ def warn_of_activation(checkpoint: Checkpoint) -> None:
 
 
 def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Module:
-    """Builds a model once the weights are known to fit it, so that no memory is taken for another.
+    """Builds a model for weights that fit it; takes no memory for one that they do not fit.
 
     Args:
         checkpoint: The weights, which are not loaded. The model gets layers of 8-bit numbers where they do.
@@ -283,30 +276,25 @@ def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Modu
     try:
         with torch.device("meta"):
             sketch: Any = build()
-            _install_layers(sketch, checkpoint)
     except RuntimeError as error:  # more elements than can be counted
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path}: does not fit this model: {reason}") from error
+    with _naming(checkpoint.path), torch.device("meta"):
+        install_layers(sketch, checkpoint.tensors)
     shapes = sketch.state_dict().items()
     own = {name: torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for name, tensor in shapes}
-    _fitting(checkpoint, own, sketch.config)
+    with _naming(checkpoint.path):
+        _fitting(checkpoint, own, sketch.config)
     model = build()
-    _install_layers(model, checkpoint)
+    install_layers(model, checkpoint.tensors)
     return model
 
 
-def _install_layers(model: nn.Module, checkpoint: Checkpoint) -> None:
-    try:
-        install_layers(model, checkpoint.tensors)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
-
-
 class LoadReport(NamedTuple):
-    """The report of :func:`load_checkpoint` on what it did besides copying tensors.
+    """The report of :func:`load_checkpoint`.
 
     Attributes:
-        head_replaced: The kind of head or the number of classes differed, so the model kept one of its own.
+        head_replaced: The kind of head or the number of classes differed: the model kept its own head.
         unused: Names in the checkpoint that belong to parts the model does not have.
     """
 
@@ -323,14 +311,14 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
             ``"state_dict"`` or ``"model"``, possibly with prefixes of wrappers before every name, such as
             ``module.`` (DDP), ``_orig_mod.`` (torch.compile) or ``model.`` (Lightning);
             a ``.safetensors`` file;
-            a directory of Hugging Face's ``save_pretrained`` or of ours;
+            a directory of ``save_pretrained``, Hugging Face's or ours;
             a directory of ``cvt train``, for its best weights;
             ``"digits"``, if there is no such path, for the model of scanned digits in this package;
             ``"owner/name"`` of a model on the Hugging Face Hub, also ``"owner/name@revision"``, if there is
             no such path, and ``"hf-hub:owner/name"`` in any case; it is fetched unless the cache has it.
             Names may be Microsoft's or Hugging Face's. A :class:`Checkpoint` is returned as it is.
-        **download: Arguments of ``huggingface_hub.hf_hub_download`` for a model on the Hub, such as
-            ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
+        **download: Arguments of ``huggingface_hub.hf_hub_download``, such as ``revision``, ``token``,
+            ``cache_dir`` and ``local_files_only``.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -339,41 +327,29 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
     if isinstance(path, Checkpoint):
         return path
     check_path("path", path, "a path, a name on the Hub or a Checkpoint")
-    path, model = _locate(path, **download)
+    place, model = local_place(path), None
+    if isinstance(place, hub.HubModel):
+        model = place._replace(revision=download.pop("revision", None) or place.revision)
+        place = hub.fetch(model, **download)
+    elif not place.exists():
+        raise FileNotFoundError(f"checkpoint: {place} does not exist")
     hf_config, hf_preprocessor, card = None, None, None
-    if (path / BEST).is_file():
-        path /= BEST
-    name = str(path if model is None else model)
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise CheckpointError(f"{path}: is a directory with neither config.json nor {BEST}")
-        hf_config = read_json(path / "config.json")
-        if (path / "preprocessor_config.json").exists():
-            hf_preprocessor = read_json(path / "preprocessor_config.json")
-        tensors = _read_weights(path)
-    elif path.suffix == ".safetensors":
-        content, metadata = read_safetensors(path)
-        tensors, card = _state_dict(content, path), _card(metadata, path)
+    if (place / BEST).is_file():
+        place /= BEST
+    if place.is_dir():
+        if not (place / "config.json").exists():
+            raise CheckpointError(f"{place}: is a directory with neither config.json nor {BEST}")
+        hf_config = read_json(place / "config.json")
+        if (place / "preprocessor_config.json").exists():
+            hf_preprocessor = read_json(place / "preprocessor_config.json")
+        tensors = _read_directory(place)
     else:
-        content = load_pickle(path)
-        tensors, card = _state_dict(content, path), _card(content, path)
+        tensors, card = _read_file(place)
     tensors = {from_huggingface(key): tensor for key, tensor in tensors.items()}
-    checkpoint = Checkpoint(name, tensors, hf_config, card, hf_preprocessor, model.name if model else None)
+    name, repository = (str(place), None) if model is None else (str(model), model.name)
+    checkpoint = Checkpoint(name, tensors, hf_config, card, hf_preprocessor, repository)
     checkpoint.check()
     return checkpoint
-
-
-def _locate(
-    given: _PathLike, *, revision: str | None = None, **download: Any
-) -> tuple[Path, hub.HubModel | None]:
-    """Returns the local path that a user means, and the model of the Hub that it is the copy of, or None."""
-    place = local_place(given)
-    if isinstance(place, hub.HubModel):
-        model = place._replace(revision=revision or place.revision)
-        return hub.fetch(model, **download), model
-    if not place.exists():
-        raise FileNotFoundError(f"checkpoint: {place} does not exist")
-    return place, None
 
 
 def local_place(given: _PathLike) -> Path | hub.HubModel:
@@ -393,7 +369,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
     """Loads weights into a model of this package; every parameter and buffer must be there and fit.
 
     A head for another number of classes, or of another kind, is not loaded: the model's own stays as it is,
-    with a warning. The model's ``labels`` and ``preprocessing`` become those of the checkpoint.
+    with a warning. The model gets the ``labels`` and ``preprocessing`` of the checkpoint.
 
     Args:
         model: The model, which is left as it was if this raises.
@@ -410,7 +386,8 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
         raise TypeError(f"model: got {type(model).__name__}, expected a CvT or CvTFeatures")
     checkpoint = read_checkpoint(checkpoint)
     own = model.state_dict()
-    tensors, report = _fitting(checkpoint, own, config)
+    with _naming(checkpoint.path):
+        tensors, report = _fitting(checkpoint, own, config)
     model.load_state_dict(tensors, strict=True)
     head, classes = _head_and_classes(own)
     target.labels = None if head is None or report.head_replaced else checkpoint.labels
@@ -452,7 +429,7 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
 
 
 def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Says which of some weights in floating point has a number that is none or infinite, or returns None."""
+    """Says which weight in floating point has NaN or infinite numbers, or returns None."""
     for name, tensor in tensors.items():
         if tensor.dtype in _FLOATS and is_plain(tensor) and tensor.numel():
             least, most = tensor.aminmax()
@@ -464,32 +441,34 @@ def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 # Files ----------------------------------------------------------------------------------------------------
 
 
-def _read_weights(directory: Path) -> dict[str, Tensor]:
+def _read_directory(directory: Path) -> dict[str, Tensor]:
     for name in WEIGHTS:
         if (directory / name).exists():
-            return _read_file(directory / name)
+            return _read_file(directory / name)[0]
         index = directory / (name + INDEX)
         if index.exists():
             tensors: dict[str, Tensor] = {}
             for shard in shards(index):
-                tensors |= _read_file(directory / shard)
+                tensors |= _read_file(directory / shard)[0]
             return tensors
     raise CheckpointError(f"{directory}: has neither {' nor '.join(WEIGHTS)}")
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
-    content = read_safetensors(path)[0] if path.suffix == ".safetensors" else load_pickle(path)
-    return _state_dict(content, path)
-
-
-def _card(content: Any, path: Path) -> ModelCard | None:
-    if not isinstance(content, Mapping) or "card" not in content:
-        return None
-    card = content["card"]
-    try:
-        return ModelCard.from_dict(json.loads(card) if isinstance(card, str) else card)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not of this version of cvt train: {error}") from error
+def _read_file(path: Path) -> tuple[dict[str, Tensor], ModelCard | None]:
+    content: Any
+    if path.suffix == ".safetensors":
+        content, described = read_safetensors(path)
+    else:
+        content = described = load_pickle(path)
+    with _naming(path):
+        tensors = _state_dict(content, path.stat().st_size)
+        if not isinstance(described, Mapping) or "card" not in described:
+            return tensors, None
+        card = described["card"]
+        try:
+            return tensors, ModelCard.from_dict(json.loads(card) if isinstance(card, str) else card)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"is not of this version of cvt train: {error}") from error
 
 
 def save_safetensors(checkpoint: Checkpoint, path: _PathLike, **metadata: str) -> None:
@@ -525,29 +504,25 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """Returns the mapping of names to tensors inside ``content``, without wrappers' prefixes."""
+def _state_dict(content: Any, size: int) -> dict[str, Tensor]:
+    """Returns the tensors by name inside the content of a file of that size, without prefixes of wrappers."""
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not content:
-        raise CheckpointError(f"{path}: got a {type(content).__name__}, expected a state_dict")
+        raise CheckpointError(f"got a {type(content).__name__}, expected a state_dict")
     if len(content) > MOST_TENSORS:
-        raise CheckpointError(f"{path}: has {len(content)} tensors, expected at most {MOST_TENSORS}")
+        raise CheckpointError(f"has {len(content)} tensors, expected at most {MOST_TENSORS}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"{path}: got {type(value).__name__} under {shown(name)}, expected tensors only"
-            )
+            raise CheckpointError(f"got {type(value).__name__} under {shown(name)}, expected tensors only")
         if value.is_nested:
-            raise CheckpointError(
-                f"{path}: got a nested tensor under {shown(name)}, expected one of one size"
-            )
+            raise CheckpointError(f"got a nested tensor under {shown(name)}, expected one of one size")
         if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise CheckpointError(f"{path}: got a tensor named {shown(name)}, which no CvT has")
-    reason = why_larger(content.values(), path.stat().st_size)
+            raise CheckpointError(f"got a tensor named {shown(name)}, which no CvT has")
+    reason = why_larger(content.values(), size)
     if reason is not None:
-        raise CheckpointError(f"{path}: {reason}")
+        raise CheckpointError(reason)
     first_part = _FIRST_PART.search(next(iter(content)))
     wrappers = first_part.string[: first_part.start()] if first_part else ""
     if not all(name.startswith(wrappers) for name in content):
@@ -561,17 +536,14 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
 def _fitting(
     checkpoint: Checkpoint, own: Mapping[str, Tensor], config: CvTConfig
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    """Returns the tensors for a model whose own are ``own``, all of which fit."""
-    if checkpoint.hf_config is not None:
-        difference = why_another_architecture(checkpoint.hf_config, config)
-        if difference is not None:
-            raise CheckpointError(f"{checkpoint.path}: {difference}")
+    """Returns the tensors that fit a model whose own are ``own``, or raises."""
+    hf_config = checkpoint.hf_config
+    difference = None if hf_config is None else why_another_architecture(hf_config, config)
     tensors, unused = _split_unused(checkpoint.tensors, own, stages=len(config.embed_dims))
-    difference = _why_quantized_otherwise(tensors, own)
+    difference = difference or _why_quantized_otherwise(tensors, own)
     if difference is not None:
-        raise CheckpointError(f"{checkpoint.path}: {difference}")
-    lacking = _parts_to_add(checkpoint.config, config)
-    tensors |= _starting_values(tensors, own, lacking) | _resized_tables(tensors, own, lacking)
+        raise CheckpointError(difference)
+    tensors |= _added(tensors, own, checkpoint.config, config)
     kept = tuple(f"{part}." for part in _own_parts(checkpoint, own))
     tensors |= {name: tensor for name, tensor in own.items() if name.startswith(kept)}
     _check_fit(checkpoint, tensors, own)
@@ -599,48 +571,35 @@ def _split_unused(
     return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in parts}, unused
 
 
-def _parts_to_add(known: CvTConfig | None, config: CvTConfig) -> tuple[str, ...]:
-    """Returns parts of names, those of tensors that a model may have beyond its weights or in other sizes.
+def _added(
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], known: CvTConfig | None, config: CvTConfig
+) -> dict[str, Tensor]:
+    """Returns tensors for parts that the weights lack, or have for images of another size.
 
-    What was written beside the weights says what is among them; it must be there then, in these sizes.
+    With them the model computes as without these parts; tables of biases by position are interpolated.
+    Where ``known``, the configuration beside the weights, has the same parts, nothing is added.
     """
-    return tuple(
+    parts = [
         part
         for part, fields in _ADDED.items()
         if known is None or any(getattr(known, field) != getattr(config, field) for field in fields)
-    )
+    ]
+    added = {}
+    for name, tensor in own.items():
+        table = tensors.get(name)
+        if not any(part in name for part in parts):
+            continue
+        if table is None:
+            starts_at_zero = name.endswith((".position_bias", "bn.weight"))
+            added[name] = torch.zeros(tensor.shape) if starts_at_zero else tensor
+        elif name.endswith(_TABLE) and _is_table(table) and table.shape[1:] != tensor.shape[1:]:
+            table = table.to(torch.promote_types(table.dtype, torch.float32))
+            added[name] = resize_table(table, (tensor.shape[1], tensor.shape[2]))
+    return added
 
 
-def _starting_values(
-    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Returns the tensors with which parts that the weights do not know leave the model as it is without."""
-    extra = [name for name in own if name not in tensors and any(part in name for part in parts)]
-    return {
-        name: torch.zeros(own[name].shape) if name.endswith((".position_bias", "bn.weight")) else own[name]
-        for name in extra
-    }
-
-
-def _resized_tables(
-    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Returns the tables of biases by position that were made for images of another size, interpolated."""
-    tables = {name: tensor for name, tensor in tensors.items() if name.endswith(_TABLE)}
-    return {
-        name: resize_table(
-            table.to(torch.promote_types(table.dtype, torch.float32)),
-            (own[name].shape[1], own[name].shape[2]),
-        )
-        for name, table in tables.items()
-        if name in own
-        and _TABLE in parts
-        and table.ndim == 3
-        and is_plain(table)
-        and table.is_floating_point()
-        and table.numel()
-        and table.shape[1:] != own[name].shape[1:]
-    }
+def _is_table(tensor: Tensor) -> bool:
+    return is_plain(tensor) and tensor.ndim == 3 and tensor.is_floating_point() and tensor.numel() > 0
 
 
 def _why_quantized_otherwise(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
@@ -677,7 +636,7 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mappi
     ]
     if problems:
         guess = f"; it looks like {checkpoint.preset}" if checkpoint.preset else ""
-        raise CheckpointError(f"{checkpoint.path}: does not fit this model: {', '.join(problems)}{guess}")
+        raise CheckpointError(f"does not fit this model: {', '.join(problems)}{guess}")
 
 
 def _is_copyable(source: Tensor, target: Tensor) -> bool:

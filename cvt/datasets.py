@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
 import os
 import stat
@@ -27,6 +27,7 @@ from .images import FORMATS, ImageError, first_of, naming_image, preprocess, rea
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
+_NO_FILE = "is no file"  # a pipe or a device
 _HELD_OUT = 5  # of so many images one, where a data set does not say which
 
 Corrupt = Literal["error", "skip"]
@@ -35,9 +36,7 @@ _Image = str | os.PathLike[str] | Image.Image
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """The random part of training's transform: a resized crop (Szegedy et al. 2015), then a flip.
-
-    kornia's takes batches of tensors of one size only, and photographs come in all sizes.
+    """A resized crop (Szegedy et al. 2015), then a flip, of photographs of any size.
 
     Attributes:
         min_scale: The crop has at least this part of the image's area.
@@ -73,14 +72,13 @@ class RandomCrop:
         """Crops images of one size alike: RGB by bicubic interpolation, others by the nearest pixel."""
         box = self.box(*images[0].size, rng)
         sizes = image_size, image_size
-        cropped = [image.resize(sizes, _resampling(image), box=box) for image in images]
+        ways = {"RGB": Image.Resampling.BICUBIC}
+        cropped = [
+            image.resize(sizes, ways.get(image.mode, Image.Resampling.NEAREST), box=box) for image in images
+        ]
         if rng.random() < self.flip:
             cropped = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in cropped]
         return cropped
-
-
-def _resampling(image: Image.Image) -> Image.Resampling:
-    return Image.Resampling.BICUBIC if image.mode == "RGB" else Image.Resampling.NEAREST
 
 
 class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
@@ -94,8 +92,7 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
         classes: Their names.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
-        random_crop: In place of :func:`preprocess`. Its random numbers depend on seed, epoch and index of
-            the image only, not on the number of workers or processes.
+        random_crop: In place of :func:`preprocess`; depends on seed, epoch and index of the image only.
 
     Attributes:
         epoch: Decides, with ``seed``, on the random numbers; set by :class:`Batches`.
@@ -185,14 +182,14 @@ def open_dataset(
     """Opens the digits of scikit-learn, or a folder of images, as a data set.
 
     Args:
-        source: ``"digits"``, the 1797 scanned digits of scikit-learn, every fifth of which is held out; or
-            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, the layout of ImageNet.
+        source: ``"digits"``, the 1797 scanned digits of scikit-learn, where every fifth is held out; or
+            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``.
         split: ``"train"`` or ``"val"``.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
         random_crop: As in :class:`ImageDataset`.
-        corrupt: ``"error"``: links to nothing in a folder, subfolders that cannot be listed and images
-            beside the class folders are an error; ``"skip"``: a warning counts them.
+        corrupt: What cannot be used in a folder (a link to nothing, say, or an image beside the class
+            folders) is an error, or for ``"skip"`` counted in a warning.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
@@ -200,9 +197,7 @@ def open_dataset(
         ImageError: Something in the folder cannot be used, and ``corrupt`` is ``"error"``.
         ValueError: A wrong split or ``corrupt``, an empty class folder, or fewer than two.
     """
-    check_corrupt(corrupt)
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    check_choices(corrupt, split)
     if source == DIGITS:
         crop_fraction = 1.0
     images, labels, classes = (
@@ -223,8 +218,8 @@ def open_parts(
     """Opens the images that a model may be fitted to, and those that are held out, both as for evaluation.
 
     Args:
-        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, and neither ``train/`` nor
-            ``val/``, of which every fifth image of each class, sorted by name, is held out.
+        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, where every fifth image of
+            each class, sorted by name, is held out.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`open_dataset`.
         corrupt: Likewise.
@@ -243,10 +238,10 @@ def open_parts(
         if fitted.classes != held_out.classes:
             raise ValueError(f"data: {source} has train/ and val/ of different classes")
         return fitted, held_out
-    check_corrupt(corrupt)
+    check_choices(corrupt)
     whole = ImageDataset(*_image_folder(Path(source), corrupt), image_size, crop_fraction=crop_fraction)
-    starts = [bisect.bisect_left(whole.labels, label) for label in range(len(whole.classes))]
-    is_held_out = [(i - starts[label]) % _HELD_OUT == 0 for i, label in enumerate(whole.labels)]
+    groups = (group for _, group in itertools.groupby(whole.labels))
+    is_held_out = [i % _HELD_OUT == 0 for group in groups for i, _ in enumerate(group)]
     if all(is_held_out):
         raise ValueError(f"data: {source} has no images besides those that are held out")
     fitted, held_out = (
@@ -283,10 +278,7 @@ def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], list[int], list[str]]:
-    """Lists the files below each class folder, sorted by name, but for hidden ones; each is an image.
-
-    torchvision's ``ImageFolder`` lists the same, but nothing here may need torchvision.
-    """
+    """Lists the images of each class folder, sorted by name, as torchvision's ``ImageFolder`` does."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
@@ -297,15 +289,15 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
     images: list[Path] = []
     labels: list[int] = []
     unusable: list[str] = []
-    for path, status in sorted(_entries(folder), key=lambda entry: entry[0]):
-        if isinstance(status, str):
-            unusable.append(f"{path} {status}")
-        elif stat.S_ISDIR(status.st_mode) and path.name[0] != ".":
+    for path, kind in _entries(folder):
+        if kind == "folder" and path.name[0] != ".":
             files, reasons = list_files(path)
             labels += [len(classes)] * len(files)
             images += files
             unusable += reasons
             classes.append(path.name)
+        elif kind not in ("folder", "file", _NO_FILE):
+            unusable.append(f"{path} {kind}")
         elif Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
             unusable.append(f"{path} is in no class folder")
     report_unusable(folder, unusable, corrupt)
@@ -318,11 +310,11 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
 
 
 def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
-    """Lists the files of a folder, sorted by name, but for hidden ones; links count as what they lead to.
+    """Lists the files of a folder and its subfolders, sorted by name, without hidden ones; follows links.
 
     Args:
         folder: Where to look.
-        deep: List the files of its subfolders too; otherwise subfolders are of no use.
+        deep: False takes subfolders for things of no use.
 
     Returns:
         The files, and a sentence about each thing of no use.
@@ -337,47 +329,45 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
             unusable.append(f"{place} {reason}")
             return
         try:
-            entries = sorted(_entries(place), key=lambda entry: entry[0])
+            entries = _entries(place)
         except OSError as error:
             unusable.append(f"{place} cannot be listed: {error.strerror}")
             return
-        for path, status in entries:
-            if isinstance(status, str):
-                unusable.append(f"{path} {status}")
-            elif stat.S_ISREG(status.st_mode):
+        for path, kind in entries:
+            if kind == "file":
                 files.append(path)
-            elif not stat.S_ISDIR(status.st_mode):
-                unusable.append(f"{path} is no file")
-            elif not deep:
-                if path.name[0] != ".":
-                    unusable.append(f"{path} is a folder")
-            elif path.resolve() not in listed:
+            elif kind != "folder":
+                unusable.append(f"{path} {kind}")
+            elif deep and path.resolve() not in listed:
                 visit(path)
+            elif not deep and path.name[0] != ".":
+                unusable.append(f"{path} is a folder")
 
     visit(folder)
     return sorted(files), sorted(unusable)
 
 
 def _why_of_the_system(folder: Path) -> str | None:
-    """Says that a folder is one that the kernel makes up, whose files may be endless; None of others."""
+    """Says that a folder belongs to the kernel, whose files may be endless, or returns None."""
     place = Path(os.path.realpath(folder))
     is_made_up = any(place.is_relative_to(root) for root in ("/proc", "/sys", "/dev"))
     return "belongs to the system, expected a folder of images" if is_made_up else None
 
 
-def _entries(folder: Path) -> Iterator[tuple[Path, os.stat_result | str]]:
-    """Yields what a folder holds but for hidden files, links followed; of what cannot be followed, why."""
+def _entries(folder: Path) -> list[tuple[Path, str]]:
+    """Lists what a folder has, without hidden files, each with ``"file"``, ``"folder"`` or what is wrong."""
+    found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            status: os.stat_result | str
             try:
-                status = entry.stat()
+                mode = entry.stat().st_mode
+                kind = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else _NO_FILE
             except OSError as error:
                 is_broken = isinstance(error, FileNotFoundError) and entry.is_symlink()
-                status = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
-            is_folder = not isinstance(status, str) and stat.S_ISDIR(status.st_mode)
-            if is_folder or entry.name[0] != ".":
-                yield folder / entry.name, status
+                kind = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
+            if kind == "folder" or entry.name[0] != ".":
+                found.append((folder / entry.name, kind))
+    return sorted(found)
 
 
 def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:
@@ -394,17 +384,19 @@ def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> 
 # Batches --------------------------------------------------------------------------------------------------
 
 
-def check_corrupt(corrupt: Corrupt) -> None:
-    """Raises ValueError unless it is ``"error"`` or ``"skip"``."""
+def check_choices(corrupt: Corrupt, split: str = "train") -> None:
+    """Raises ValueError for a wrong ``corrupt`` or ``split``."""
     if not isinstance(corrupt, str) or corrupt not in get_args(Corrupt):
         raise ValueError(f"corrupt: got {checks.shown(corrupt)}, expected 'error' or 'skip'")
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
 
 
 class Batches:
     """The batches of one process' share of a data set.
 
     With ``shuffle`` the order depends on seed and epoch only, each process gets as many images, and what does
-    not fill a batch (of all processes together) is left out. Otherwise every image comes exactly once.
+    not fill a batch of all processes is left out. Otherwise every image comes exactly once.
 
     Args:
         dataset: What to read. Its ``seed`` and ``epoch`` are set.
@@ -414,8 +406,7 @@ class Batches:
         rank: Which of the processes this is.
         world_size: Number of processes.
         workers: Processes that decode images; 0 decodes in this one.
-        corrupt: ``"error"``: a file that cannot be used raises. ``"skip"``: it is left out of its batch, with
-            a warning that names it.
+        corrupt: Whether a file that cannot be used is an error, or left out of its batch with a warning.
 
     Raises:
         TypeError: A batch size or seed that is no integer.
@@ -434,7 +425,7 @@ class Batches:
         workers: int = 0,
         corrupt: Corrupt = "error",
     ):
-        check_corrupt(corrupt)
+        check_choices(corrupt)
         checks.check_int("batch_size", batch_size, 1, MOST_IMAGES)
         checks.check_int("seed", seed, 0, MOST_SEED)
         if shuffle and len(dataset) < batch_size * world_size:

@@ -1,8 +1,6 @@
 """Evaluation of a classifier or a segmenter: accuracy, loss, confusion, speed; parameters and multiply-adds.
 
-Ranks, sums and the confusion matrix of a classifier are a line each of PyTorch's ``topk``, ``sum`` and
-``index_put_``, and need no library of metrics; the tests compare them with scikit-learn's. Those of pixels
-are torchmetrics'.
+torchmetrics computes the figures of pixels; each figure of a classifier is a line of PyTorch.
 """
 
 from __future__ import annotations
@@ -30,31 +28,8 @@ from .segmentation import IGNORED, build, pixel_loss
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
 
 
-class Answers(NamedTuple):
-    """The answers of a classifier to one batch.
-
-    Attributes:
-        images: (B, …).
-        labels: (B,), the right classes.
-        logits: (B, K) float32.
-        top: (B, min(5, K)), the most probable classes, best first.
-    """
-
-    images: Tensor
-    labels: Tensor
-    logits: Tensor
-    top: Tensor
-
-
 class Sums(NamedTuple):
-    """The sums over labeled images that :func:`add_up` returns.
-
-    Attributes:
-        loss: Cross-entropy.
-        top1: Number of images whose class is the most probable one.
-        top5: Number of images whose class is among the five most probable ones.
-        images: Number of images.
-    """
+    """The sums over labeled images: cross-entropy, hits among the first and first five classes, images."""
 
     loss: float
     top1: float
@@ -70,10 +45,10 @@ class Evaluation(NamedTuple):
         top5: Fraction of the images whose class is among the five most probable ones.
         loss: Cross-entropy, mean over the images.
         confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
-        images_per_second: The speed of forward passes alone, without the first batch of each size, in which
-            kernels may be proven, if there are others.
-        peak_memory: Bytes. On CUDA what PyTorch had allocated at most during the evaluation; elsewhere the
-            largest resident size that the process ever had, or None where the system does not tell.
+        images_per_second: The speed of forward passes, without the first batch of each size, in which kernels
+            may be proven, unless there are no others.
+        peak_memory: Bytes. On CUDA, PyTorch's peak during the evaluation; elsewhere the largest resident size
+            that the process ever had, or None where the system does not tell.
     """
 
     top1: float
@@ -97,13 +72,12 @@ class Evaluation(NamedTuple):
 class PixelSums(NamedTuple):
     """The figures of a segmenter over labeled images, as torchmetrics counts them.
 
-    A class that occurs neither in the labels nor in the answers has an intersection over union of 0, and is
-    left out of the mean.
+    A class that is neither in the labels nor in the answers has an IoU of 0 and is left out of the mean.
 
     Attributes:
         loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
-        miou: Intersection over union, mean over the classes.
-        iou: (K,) float32, the intersection over union of each class.
+        miou: Intersection over union (IoU), mean over the classes.
+        iou: (K,) float32, that of each class.
         confusion: (K, K) int64: pixels of class i that were taken for class j.
     """
 
@@ -163,7 +137,7 @@ def add_up(
     device: torch.device,
     *,
     autocast: torch.dtype | None = None,
-    observe: Callable[[Answers], None] | None = None,
+    observe: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
 ) -> Sums:
     """Adds up loss and hits of a classifier over labeled images, and waits for the device only at the end.
 
@@ -171,18 +145,14 @@ def add_up(
         model: Images (B, …) to logits (B, K), in evaluation mode.
         batches: Pairs of images (B, …) and integer labels (B,), on any device.
         device: That of the model.
-        autocast: The same as in :func:`evaluate`.
-        observe: Called with the answers to every batch before they are added.
+        autocast: As in :func:`evaluate`.
+        observe: Called for every batch with images, labels, logits and its (B, 5) most probable classes.
     """
     parts, count = [torch.zeros(3, device=device)], 0
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = model(images)
-        logits = logits.float()
+    for images, labels, logits in _answers(model, batches, device, autocast):
         top = logits.topk(min(5, logits.shape[-1])).indices
         if observe is not None:
-            observe(Answers(images, labels, logits, top))
+            observe(images, labels, logits, top)
         hits = top == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
         parts.append(torch.stack([loss, hits[:, 0].sum(), hits.sum()]))
@@ -191,9 +161,23 @@ def add_up(
     return Sums(loss_sum, top1, top5, count)
 
 
+def _answers(
+    model: Callable[[Tensor], Tensor],
+    batches: LabeledImages,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields images, labels and logits in float32 of every batch, on the device."""
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = model(images)
+        yield images, labels, logits.float()
+
+
 @torch.inference_mode()
 def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None) -> Evaluation:
-    """Runs a classifier over labeled images, each of which counts the same however they are batched.
+    """Runs a classifier over labeled images, which count the same however they are batched.
 
     Args:
         model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
@@ -205,40 +189,85 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
         ValueError: There is no image, a batch is not images with a label each, a label is out of range,
             logits are not finite, or the model has no parameters.
     """
-    batches = _checked(model, batches, autocast)
-    device = next(model.parameters()).device
-    observer = _Observer(model, device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    observer = _Observer(model, autocast)
+    confusion = torch.zeros(0, 0, dtype=torch.int64)
+
+    def observe(images: Tensor, labels: Tensor, logits: Tensor, top: Tensor) -> None:
+        nonlocal confusion
+        observer.check(labels, logits, images.shape[:1])
+        if not len(confusion):
+            confusion = confusion.new_zeros(logits.shape[1], logits.shape[1])
+        places = labels.cpu(), top[:, 0].cpu()
+        confusion.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+
+    batches = pairs(batches)
     with _eval_mode(model):
-        sums = add_up(observer.forward, batches, device, autocast=autocast, observe=observer.observe)
+        sums = add_up(observer.forward, batches, observer.device, autocast=autocast, observe=observe)
     if not sums.images:
         raise ValueError("batches: got no images, expected at least one")
     return Evaluation(
         top1=sums.top1 / sums.images,
         top5=sums.top5 / sums.images,
         loss=sums.loss / sums.images,
-        confusion=observer.confusion,
+        confusion=confusion,
         images_per_second=observer.images_per_second,
-        peak_memory=_peak_memory(device),
+        peak_memory=observer.peak_memory,
     )
 
 
-class _Timed:
-    """Times the forward passes of a model."""
+class _Observer:
+    """Times the forward passes of a model, and checks labels and logits.
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self._model, self._device = model, device
+    Args:
+        model: Must have parameters.
+        autocast: A dtype, or None.
+        of_pixels: Whether logits are (B, K, H, W), and labels (B, H, W) or 255.
+    """
+
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None, *, of_pixels: bool = False):
+        checks.check_kind("model", model, nn.Module)
+        if autocast is not None:
+            checks.check_float_dtype("autocast", autocast)
+        if next(model.parameters(), None) is None:
+            raise ValueError("model: has no parameters, expected a model with weights")
+        self.device = next(model.parameters()).device
+        self._model, self._of_pixels = model, of_pixels
         self._seconds: list[float] = []
         self._sizes: list[int] = []
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Runs the model."""
-        start = measure.now(self._device)
+        start = measure.now(self.device)
         logits = self._model(images)
-        self._seconds.append(measure.now(self._device) - start)
+        self._seconds.append(measure.now(self.device) - start)
         self._sizes.append(len(images))
+        sizes = images.shape[2:] if self._of_pixels else ()
+        if logits.ndim != 2 + len(sizes) or (len(logits), *logits.shape[2:]) != (len(images), *sizes):
+            expected = ", ".join(map(str, (len(images), "classes", *sizes)))
+            raise ValueError(
+                f"{self._batch}: got logits of shape {tuple(logits.shape)}, expected ({expected})"
+            )
         return logits
+
+    def check(self, labels: Tensor, logits: Tensor, shape: Sequence[int]) -> None:
+        """Raises unless labels are classes of that shape, and logits finite."""
+        if labels.dtype != torch.int64 or labels.shape != shape:
+            raise ValueError(
+                f"{self._batch}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
+                f"expected {tuple(shape)} and torch.int64, one per {'pixel' if self._of_pixels else 'image'}"
+            )
+        is_wrong = (labels < 0) | (labels >= logits.shape[1])
+        wrong = labels[is_wrong & (labels != IGNORED) if self._of_pixels else is_wrong]
+        if len(wrong):
+            others = f", or {IGNORED}, which is ignored" if self._of_pixels else ""
+            raise ValueError(
+                f"{self._batch}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's "
+                f"classes{others}"
+            )
+        if not logits.isfinite().all():
+            raise ValueError(f"{self._batch}: the model gives logits that are not finite")
 
     @property
     def images(self) -> int:
@@ -246,8 +275,7 @@ class _Timed:
         return sum(self._sizes)
 
     @property
-    def batch(self) -> str:
-        """The name of the last batch."""
+    def _batch(self) -> str:
         return f"batches[{len(self._sizes) - 1}]"
 
     @property
@@ -262,31 +290,17 @@ class _Timed:
         timed = repeated or others[1:] or others
         return sum(size for size, _ in timed) / sum(seconds for _, seconds in timed)
 
-
-class _Observer(_Timed):
-    """Times the forward passes of a classifier, checks its answers and counts what it confuses."""
-
-    def __init__(self, model: nn.Module, device: torch.device):
-        super().__init__(model, device)
-        self.confusion = torch.zeros(0, 0, dtype=torch.int64)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Runs the model."""
-        logits = super().forward(images)
-        if logits.ndim != 2 or logits.shape[0] != len(images):
-            raise ValueError(
-                f"{self.batch}: got logits of shape {tuple(logits.shape)}, expected ({len(images)}, classes)"
-            )
-        return logits
-
-    def observe(self, answers: Answers) -> None:
-        """Checks and counts the answers to a batch."""
-        _check(self.batch, answers)
-        if not len(self.confusion):
-            classes = answers.logits.shape[1]
-            self.confusion = torch.zeros(classes, classes, dtype=torch.int64)
-        pairs = answers.labels.cpu(), answers.top[:, 0].cpu()
-        self.confusion.index_put_(pairs, torch.ones_like(pairs[0]), accumulate=True)
+    @property
+    def peak_memory(self) -> int | None:
+        """See :class:`Evaluation`."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            import resource
+        except ModuleNotFoundError:  # Windows
+            return None
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @torch.no_grad()
@@ -307,7 +321,7 @@ def add_up_pixels(
         batches: Pairs of images (B, …) and labels (B, H, W): classes, or 255 for pixels that do not count.
         device: That of the model.
         classes: K.
-        autocast: The same as in :func:`evaluate`.
+        autocast: As in :func:`evaluate`.
         observe: Called with images, labels and logits of every batch before they are added.
         together: With several processes, add up the pixels of all.
 
@@ -327,11 +341,7 @@ def add_up_pixels(
         compute_groups=[["confusion", "iou", "miou"]],  # which count the same
     ).to(device)
     loss = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device)
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = model(images)
-        logits = logits.float()
+    for images, labels, logits in _answers(model, batches, device, autocast):
         if observe is not None:
             observe(images, labels, logits)
         counts.update(logits.argmax(1), labels)
@@ -346,7 +356,7 @@ def add_up_pixels(
 def evaluate_pixels(
     model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
 ) -> PixelEvaluation:
-    """Runs a segmenter over images with label maps, all pixels of which count the same.
+    """Runs a segmenter over images with label maps, whose pixels all count the same.
 
     Args:
         model: A :class:`cvt.CvTSegmenter`. Runs in evaluation mode and is left in the modes it had.
@@ -360,33 +370,29 @@ def evaluate_pixels(
         ValueError: There is no labeled pixel, a batch is not images with a label of each pixel, a label is
             out of range, or logits are not finite.
     """
-    batches = _checked(model, batches, autocast)
-    if not hasattr(getattr(model, "config", None), "num_classes"):
+    observer = _Observer(model, autocast, of_pixels=True)
+    batches = pairs(batches)
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "num_classes"):
         raise TypeError(f"model: got {type(model).__name__}, expected a CvTSegmenter")
-    device = next(model.parameters()).device
-    timed = _Timed(model, device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
     def observe(images: Tensor, labels: Tensor, logits: Tensor) -> None:
-        _check_pixels(timed.batch, images, labels, logits)
+        observer.check(labels, logits, (len(images), *images.shape[2:]))
 
-    config: CvTConfig = cast(Any, model).config
     settings: dict[str, Any] = {"autocast": autocast, "observe": observe, "together": False}
     with _eval_mode(model):
-        sums = add_up_pixels(timed.forward, batches, device, config.num_classes, **settings)
+        sums = add_up_pixels(observer.forward, batches, observer.device, config.num_classes, **settings)
     if not sums.confusion.sum():
         raise ValueError("batches: got no labeled pixels, expected at least one")
-    return PixelEvaluation(sums, timed.images, timed.images_per_second, _peak_memory(device))
+    return PixelEvaluation(sums, observer.images, observer.images_per_second, observer.peak_memory)
 
 
 def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = None) -> Cost:
     """Counts parameters, and the multiply-adds of one image, as torch's own counter has them.
 
-    The paper's "FLOPs" are multiply-adds; torch counts each as two. Matrix products and convolutions count:
-    linear layers, both products of attention, embeddings, depthwise convolutions. Norms, activations, softmax
-    and biases do not. The operators are the reference's, on the meta device, which computes nothing: so no
-    kernel of our own hides from the counter, and the figure is the same on every machine.
+    The paper's "FLOPs" are multiply-adds; torch counts each as two. Matrix products and convolutions count;
+    norms, activations, softmax and biases do not. The reference's operators run on the meta device, so that
+    the figure is the same on every machine.
 
     Args:
         config: The model.
@@ -413,8 +419,6 @@ def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = 
 
 class TokenCounter:
     """Counts the tokens that the blocks of a model's last stage compute, while it is entered.
-
-    It sees each call of a block by a hook, which leaves the block as fast as it is.
 
     Args:
         model: A model whose blocks are called, so not frozen for serving.
@@ -447,10 +451,7 @@ class TokenCounter:
         calls.append((tokens, x.shape[0], keys))
 
     def means(self) -> list[float]:
-        """Returns for each block the mean over the images that it was called with, class tokens included.
-
-        Where no values are known, on the meta device, it is the largest possible number.
-        """
+        """Returns the mean of each block over its images, with class tokens; without values the largest."""
         return [
             sum(float(tokens) for tokens, _, _ in calls) / sum(images for _, images, _ in calls)
             for calls in self._calls
@@ -467,18 +468,8 @@ class TokenCounter:
         return saved
 
 
-def _checked(model: nn.Module, batches: LabeledImages, autocast: torch.dtype | None) -> LabeledImages:
-    """Returns the batches, each of which is checked when its turn comes; raises for other wrong arguments."""
-    checks.check_kind("model", model, nn.Module)
-    if autocast is not None:
-        checks.check_float_dtype("autocast", autocast)
-    if next(model.parameters(), None) is None:
-        raise ValueError("model: has no parameters, expected a model with weights")
-    return pairs(batches)
-
-
 def pairs(batches: LabeledImages) -> Iterator[tuple[Tensor, Tensor]]:
-    """Returns the pairs of images and labels, each of which is checked when its turn comes.
+    """Returns the batches, each checked when its turn comes.
 
     Raises:
         TypeError: These are no batches; later: one is no pair of tensors.
@@ -507,50 +498,3 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _check(name: str, answers: Answers) -> None:
-    images, labels, logits, _ = answers
-    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
-            f"expected ({len(images)},) and torch.int64, one per image"
-        )
-    wrong = labels[(labels < 0) | (labels >= logits.shape[1])]
-    if len(wrong):
-        raise ValueError(
-            f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's classes"
-        )
-    if not logits.isfinite().all():
-        raise ValueError(f"{name}: the model gives logits that are not finite")
-
-
-def _check_pixels(name: str, images: Tensor, labels: Tensor, logits: Tensor) -> None:
-    expected = (len(images), *images.shape[2:])
-    if logits.ndim != 4 or (len(logits), *logits.shape[2:]) != expected:
-        sizes = ", ".join(map(str, (len(images), "classes", *images.shape[2:])))
-        raise ValueError(f"{name}: got logits of shape {tuple(logits.shape)}, expected ({sizes})")
-    if labels.dtype != torch.int64 or labels.shape != expected:
-        raise ValueError(
-            f"{name}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
-            f"expected {expected} and torch.int64, one per pixel"
-        )
-    wrong = labels[(labels < 0) | ((labels >= logits.shape[1]) & (labels != IGNORED))]
-    if len(wrong):
-        raise ValueError(
-            f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's classes, "
-            f"or {IGNORED}, which is ignored"
-        )
-    if not logits.isfinite().all():
-        raise ValueError(f"{name}: the model gives logits that are not finite")
-
-
-def _peak_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,8 +1,8 @@
 """Explanation of what a CvT looks at: maps of the image, and entropy and distance of every head.
 
 The keys of CvT lie on a coarser grid than its tokens: key (i, j) at token (s·i, s·j), s the stride of its
-convolution. Between keys everything here is linear: a token on the way from one to the next belongs to both,
-in proportion to how near it is, and what a key receives is shared among its tokens in these proportions.
+convolution. A token between keys belongs to them in proportion to how near they are, and what a key receives
+is shared among its tokens likewise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cvt_kernels.tables import printable
 
 from .config import CvTConfig
 from .extras import require
-from .images import IMAGENET_MEAN, IMAGENET_STD
+from .huggingface import IMAGENET_MEAN, IMAGENET_STD
 from .model import Attention, Block, CvT, Grid, Stage
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
@@ -39,7 +39,7 @@ _PANEL, _MARGIN, _TOP = 448, 24, 132  # pixels
 
 
 class BlockAttention(NamedTuple):
-    """The summary of how one block attends, mean over the queries that it computes.
+    """The attention of one block, mean over the queries that it computes.
 
     Attributes:
         stage: Index of its stage.
@@ -61,13 +61,11 @@ class Explanation(NamedTuple):
 
     Attributes:
         logits: (B, num_classes).
-        attention: (B, heads, H, W) on the keys of the last block, what the class token attends to; if the
-            head averages tokens, the mean over those that the block computed. The class token as a key is
-            left out.
+        attention: (B, heads, H, W) on the keys of the last block, without the class token: what the class
+            token attends to; if the head averages tokens, the mean over those that the block computed.
         rollout: (B, H, W) on the tokens of the last stage, attention rollout through all its blocks.
         blocks: Every block of the model, in order.
-        kept: (B, blocks, H, W) bool, the tokens that each block of the last stage computed; the others had
-            dropped out before (``token_keep``).
+        kept: (B, blocks, H, W) bool, the tokens that each block of the last stage computed (``token_keep``).
     """
 
     logits: Tensor
@@ -119,9 +117,9 @@ def explain(model: CvT, images: Tensor) -> Explanation:
 def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor, kept: Tensor | None = None) -> Tensor:
     """Computes attention rollout (Abnar and Zuidema 2020): how much of each token reaches some, in the end.
 
-    A block passes on half of a token as it is (the residual) and half of what its attention collects, mean
-    over the heads: Ã = (A · spread + 1) / 2, and the rollout is start · Ã_L … Ã_1. A token that a block does
-    not compute passes on all of itself.
+    A block passes on half of a token (the residual) and half of what its attention collects, mean over the
+    heads: Ã = (A · spread + 1) / 2. The rollout is start · Ã_L … Ã_1. A token that a block does not compute
+    passes on all of itself.
 
     Args:
         matrices: (B, T, S) for each block, first block first: attention probabilities.
@@ -181,29 +179,21 @@ def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
     calls = []
     for i, reduction in enumerate(model.feature_info.reduction()):
         for j, attention in enumerate(attentions[i]):
-            q, k = (
-                seen[linear].unflatten(2, (attention.num_heads, -1))
-                for linear in (attention.proj_q, attention.proj_k)
-            )
             x, grid, *given = seen[attention]
+            q, k = seen[attention.proj_q], seen[attention.proj_k]
             kept = torch.ones_like(x[..., 0], dtype=torch.bool)
             if given:
                 (rows,) = given
-                q = scatter_rows(q.new_zeros(*x.shape[:2], q.shape[2] * q.shape[3]), rows, q.flatten(2))
-                q = q.unflatten(2, (attention.num_heads, -1))
-                kept = _scattered(rows, x.shape[1])
+                q = scatter_rows(q.new_zeros(*x.shape[:2], q.shape[2]), rows, q)
+                ones = q.new_ones(*rows.shape, 1)
+                kept = scatter_rows(ones.new_zeros(*x.shape[:2], 1), rows, ones)[..., 0] > 0
+            q, k = (each.unflatten(2, (attention.num_heads, -1)) for each in (q, k))
             calls.append(_AttentionCall(attention, i, j, reduction, grid, q, k, kept))
     return logits, calls
 
 
-def _scattered(rows: Tensor, tokens: int) -> Tensor:
-    """Returns (B, tokens) bool, true for the tokens of ``rows`` (B, K)."""
-    values = torch.ones(*rows.shape, 1, device=rows.device)
-    return scatter_rows(values.new_zeros(len(rows), tokens, 1), rows, values)[..., 0] > 0
-
-
 def _mean(values: Tensor, kept: Tensor, dim: int) -> Tensor:
-    """Returns the mean over a dimension of the values that are kept and not NaN; NaN if there is none."""
+    """Returns the mean over a dimension of the values that are kept and not NaN, or NaN without any."""
     return values.masked_fill(~kept, torch.nan).nanmean(dim)
 
 
@@ -245,10 +235,7 @@ def photograph(image: Tensor) -> Image.Image:
 
 
 def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
-    """Draws a map in colors, from its least to its greatest value.
-
-    A token lies where its embeddings are centered (for CvT-13, token i at pixel 16·i + 1), not in the middle
-    of a 16×16 square.
+    """Draws a map in colors, from its least to its greatest value, each token where it is centered.
 
     Args:
         size: (width, height) of the image that the model saw.

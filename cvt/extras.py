@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-#: The names of packages on PyPI, where they differ from those of their modules.
+#: The names of packages on PyPI, where they differ from the names of their modules.
 _ON_PYPI = {"sklearn": "scikit-learn"}
 
 

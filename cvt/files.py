@@ -54,24 +54,20 @@ def filling(directory: _PathLike) -> Iterator[Path]:
     try:
         scratch = tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished.")
     except OSError as error:
-        raise _unwritable(directory, error) from error
+        raise _UnwritableError(directory, error) from error
     with scratch, _naming(Path(directory), Path(scratch.name)):
         yield Path(scratch.name)
         for file in sorted(Path(scratch.name).iterdir()):
-            target = Path(directory, file.name)
-            if target.is_symlink() or (target.exists() and not target.is_file()):
-                with replacing(target) as place:
-                    shutil.copyfile(file, place)
-            else:
-                _move(file, target)
+            with replacing(Path(directory, file.name)) as place:
+                shutil.move(file, place)
 
 
 @contextmanager
 def replacing(path: _PathLike) -> Iterator[Path]:
     """Yields where to write a file, which replaces ``path`` when the block ends without an error.
 
-    That place is always the same file beside what is replaced: the next writer overwrites what a killed one
-    left. What is written to instead of being replaced gets the content of a temporary file at the end.
+    That place is always the same file beside ``path``: the next writer overwrites what a killed one left.
+    A device, a pipe or an open file gets the content of a temporary file at the end.
 
     Raises:
         OSError: It cannot be written; before the block starts, or where a disk is full, which names ``path``.
@@ -80,8 +76,7 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, expected a file")
     if _is_written_to(path):
-        reason = _why_not_written_to(path)
-        if reason is not None:
+        if (reason := _why_not_written_to(path)) is not None:
             raise OSError(f"{path}: {reason}")
         with tempfile.TemporaryDirectory() as folder:
             content = Path(folder, f"content{path.suffix}")
@@ -97,7 +92,7 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     try:
         open(scratch, "wb").close()
     except OSError as error:
-        raise _unwritable(path.parent if place.parent.is_dir() else place.parent, error) from error
+        raise _UnwritableError(path.parent if place.parent.is_dir() else place.parent, error) from error
     try:
         with _naming(path, scratch):
             yield scratch
@@ -169,10 +164,9 @@ def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | Non
 
 
 def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
-    """Checks that a file can be written at ``path``, or files below it if it is a directory; makes nothing.
+    """Raises unless a file can be written at ``path``, or files below it if it is a directory; makes nothing.
 
-    Missing parents are allowed above a directory, not above a file. What :func:`replacing` writes to need
-    only be writable itself.
+    Missing parents are allowed above a directory, not above a file.
 
     Raises:
         OSError: None can; the message begins with ``option``.
@@ -181,8 +175,7 @@ def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
     if not directory and path.is_dir():
         raise OSError(f"{option}: {path} is a directory, expected a file")
     if not directory and _is_written_to(path):
-        reason = _why_not_written_to(path)
-        if reason is not None:
+        if (reason := _why_not_written_to(path)) is not None:
             raise OSError(f"{option}: {path} {reason}")
         return
     if path.is_symlink() and not path.exists() and (directory or Path(os.path.realpath(path)).is_symlink()):
@@ -230,7 +223,7 @@ def _pour(source: Path, target: Path) -> None:
         with open(source, "rb") as content, open(target if number is None else os.dup(number), "wb") as file:
             shutil.copyfileobj(content, file)
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise _UnwritableError(target, error) from error
 
 
 # Errors, and what replaces --------------------------------------------------------------------------------
@@ -244,19 +237,18 @@ def _naming(path: Path, scratch: Path) -> Iterator[None]:
     except OSError as error:
         name = error.filename
         if error.errno in _FULL and (name is None or Path(str(name)).is_relative_to(scratch)):
-            raise _unwritable(path, error) from error
+            raise _UnwritableError(path, error) from error
         raise
 
 
 class _UnwritableError(OSError):
     """An error with its number and file, by which those around it may name the file that a user knows."""
 
+    def __init__(self, path: _PathLike, error: OSError) -> None:
+        super().__init__(error.errno, error.strerror, os.fspath(path))
+
     def __str__(self) -> str:
         return f"{self.filename}: cannot be written to: {self.strerror}"
-
-
-def _unwritable(path: _PathLike, error: OSError) -> OSError:
-    return _UnwritableError(error.errno, error.strerror, os.fspath(path))
 
 
 def _move(source: Path, target: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +80,7 @@ def fetch(model: HubModel, **options: Any) -> Path:
         FileNotFoundError: There is no such model, or no network and nothing in the cache.
         CheckpointError: It cannot be read: it is gated, say, or ``huggingface_hub`` is not installed.
     """
-    with _in_one_line(model):
+    try:
         source = _Source(model, options)
         config = source.get("config.json")
         if config is None:
@@ -95,6 +93,12 @@ def fetch(model: HubModel, **options: Any) -> Path:
             source.get("preprocessor_config.json")
         except _UnreachableError:
             is_complete = source.lacks("preprocessor_config.json")
+    except Exception as error:  # its HTTP libraries have errors of their own
+        kind, reason = _explain(error, model)
+        line = " ".join(reason.split())
+        raise kind(
+            f"checkpoint: {model} is no path here and cannot be loaded from the Hugging Face Hub: {line}"
+        ) from error
     if not is_complete:
         warnings.warn(
             f"{model}: its preprocessor_config.json is neither in the cache nor to be had now; "
@@ -164,23 +168,10 @@ class _Source:
             self.hub.get_hf_file_metadata(url, token=self.options.get("token"))
         except require("huggingface_hub.utils", "hf").HfHubHTTPError:
             raise
-        except Exception as error:  # of whichever HTTP library it uses
+        except Exception as error:  # its HTTP libraries have errors of their own
             address = require("huggingface_hub.constants", "hf").ENDPOINT
             raise _UnreachableError(f"{address} is not reached ({type(error).__name__})") from error
         self._is_reachable = True
-
-
-@contextlib.contextmanager
-def _in_one_line(model: HubModel) -> Iterator[None]:
-    """Turns every error into one that says what to do."""
-    try:
-        yield
-    except Exception as error:  # its HTTP libraries have errors of their own
-        kind, reason = _explain(error, model)
-        line = " ".join(reason.split())
-        raise kind(
-            f"checkpoint: {model} is no path here and cannot be loaded from the Hugging Face Hub: {line}"
-        ) from error
 
 
 def _explain(error: Exception, model: HubModel) -> tuple[type[Exception], str]:

@@ -21,7 +21,7 @@ from torch import nn
 from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.records import LIMITS
 
-from .card import check_names, check_texts
+from .card import check_names
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
@@ -75,8 +75,13 @@ _ARCHITECTURE = (
     "padding_kv",
 )
 
-# What cvt.images does, whose own constants bring Pillow along.
-_NORMALIZATION = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+#: What the official evaluation does with photographs, for :mod:`cvt.images`: the mean and the standard
+#: deviation of ImageNet, and the part of the image that the crop sees; from a size on it sees all.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+CROP_FRACTION = 0.875
+UNCROPPED_SIZE = 384
+_NORMALIZATION = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
 _BICUBIC = 3
 # The fields of a preprocessor_config.json: type, smallest value, and what they must be below. Sizes are of
 # many forms, which are tried.
@@ -89,8 +94,6 @@ _PREPROCESSOR = {
     "image_std": (float, math.ulp(0), 1000),
 }
 _PER_CHANNEL = ("image_mean", "image_std")
-_CROP_FRACTION = 0.875
-_UNCROPPED_SIZE = 384
 
 
 class Preprocessing(NamedTuple):
@@ -132,9 +135,8 @@ def save_huggingface(
 
     Raises:
         TypeError: ``model`` is not a classifier.
-        ValueError: Hugging Face's CvT cannot express the model, ``labels`` has the wrong length or a name
-            that no card can have, a size is out of range, or ``directory`` is one of ``cvt train``. Nothing
-            is written then.
+        ValueError: Hugging Face's CvT cannot express the model, ``labels`` are not one short text per class,
+            a size is out of range, or ``directory`` is one of ``cvt train``. Nothing is written then.
         OSError: The directory cannot be written.
     """
     check_path("directory", directory)
@@ -163,16 +165,17 @@ def write_model(
 ) -> None:
     """Writes a ``CvT`` as :func:`save_huggingface` does, with our own names where theirs cannot express it.
 
-    ``config.json`` has the whole :class:`CvTConfig` in any case. The arguments are those of
-    :func:`save_huggingface`; a model without a head has no labels.
+    ``config.json`` has the whole :class:`CvTConfig` in any case. A model without a head has no labels.
     """
     config = _config_of(model)
+    labels = _labels_of(model, labels)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    content: dict[str, Any] = {"architectures": ["CvT"]}
     if (why_inexpressible(config) or _why_quantized(model)) is None:
-        content = huggingface_config(config, labels=_labels_of(model, labels))
+        content = {"architectures": ["CvtForImageClassification"], **_architecture(config)}
         tensors = {_to_huggingface(name): tensor for name, tensor in tensors.items()}
-    else:
-        content = {"architectures": ["CvT"], **_label_fields(config, _labels_of(model, labels))}
+    content["id2label"] = {str(i): label for i, label in enumerate(labels)}
+    content["label2id"] = {label: i for i, label in enumerate(labels)}
     content["dtype"] = dtype_name(next(model.parameters()).dtype)
     content[OWN_CONFIG] = dataclasses.asdict(config)
     size = len(json.dumps(content, indent=2)) + 1  # write_json ends the line
@@ -186,11 +189,11 @@ def write_model(
         # Written here, since an error of the library's own writing is no OSError.
         (scratch / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_json(scratch / "config.json", content, indent=2)
-        # As other files have them; those of safetensors are for their owner alone.
+        # The usual permissions: safetensors writes files that only their owner can read.
         (scratch / "model.safetensors").chmod((scratch / "config.json").stat().st_mode)
         if config.in_chans == 3:
             write_json(scratch / "preprocessor_config.json", processor, indent=2)
-    if config.in_chans != 3:  # those of another model, which was here before
+    if config.in_chans != 3:  # a file of another model, which was here before
         (directory / "preprocessor_config.json").unlink(missing_ok=True)
 
 
@@ -219,12 +222,14 @@ def _config_of(model: nn.Module) -> CvTConfig:
 
 
 def _labels_of(model: nn.Module, labels: Sequence[str] | None) -> list[str]:
-    """Returns ``labels`` or else those that came with the model's weights, after checks, or made-up ones."""
+    """Returns ``labels``, or those that came with the model's weights, or made-up ones, after checks."""
     classes = _config_of(model).num_classes
     if labels is None:
         known = getattr(model, "labels", None)
-        return known if known and len(known) == classes else made_up_labels(classes)
-    return _checked_labels(labels, classes)
+        labels = known if known and len(known) == classes else made_up_labels(classes)
+    names = labels if isinstance(labels, str) or not isinstance(labels, Sequence) else list(labels)
+    check_names("labels", names, classes)
+    return list(names)
 
 
 def made_up_labels(classes: int) -> list[str]:
@@ -232,33 +237,7 @@ def made_up_labels(classes: int) -> list[str]:
     return [f"LABEL_{i}" for i in range(classes)]
 
 
-def _checked_labels(labels: Sequence[str], classes: int) -> list[str]:
-    is_list = isinstance(labels, Sequence) and not isinstance(labels, str)
-    if not is_list or not all(isinstance(label, str) for label in labels):
-        raise TypeError(f"labels: got {shown(labels)}, expected one string per class")
-    if len(labels) != classes:
-        raise ValueError(f"labels: got {len(labels)} names, expected {classes}, one per class")
-    check_texts("labels", labels)
-    return list(labels)
-
-
 # config.json ----------------------------------------------------------------------------------------------
-
-
-def huggingface_config(config: CvTConfig, *, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the fields of Hugging Face's ``CvtConfig``; what those cannot express is left out.
-
-    Raises:
-        TypeError: If ``labels`` are not strings.
-        ValueError: If ``labels`` does not have one name per class.
-    """
-    if labels is None:
-        labels = made_up_labels(config.num_classes)
-    return {
-        "architectures": ["CvtForImageClassification"],
-        **_architecture(config),
-        **_label_fields(config, labels),
-    }
 
 
 def _architecture(config: CvTConfig) -> dict[str, Any]:
@@ -271,14 +250,6 @@ def _architecture(config: CvTConfig) -> dict[str, Any]:
         "qkv_projection_method": ["dw_bn"] * len(config.embed_dims),
         "padding_q": paddings,
         "padding_kv": paddings,
-    }
-
-
-def _label_fields(config: CvTConfig, labels: Sequence[str]) -> dict[str, Any]:
-    labels = _checked_labels(labels, config.num_classes)
-    return {
-        "id2label": {str(i): label for i, label in enumerate(labels)},
-        "label2id": {label: i for i, label in enumerate(labels)},
     }
 
 
@@ -382,7 +353,7 @@ def why_inexpressible(config: CvTConfig) -> str | None:
 
 
 def _why_quantized(model: nn.Module) -> str | None:
-    """Says that Hugging Face's CvT has no layers like those of a quantized model, or returns None."""
+    """Says that Hugging Face's CvT has no layers of 8-bit numbers, or returns None."""
     is_quantized = any(tensor.dtype in LIMITS for tensor in model.state_dict().values())
     return "Hugging Face's CvT has no linear layers of 8-bit numbers" if is_quantized else None
 
@@ -391,11 +362,7 @@ def _why_quantized(model: nn.Module) -> str | None:
 
 
 def check_preprocessor(content: Mapping[str, Any]) -> None:
-    """Raises unless the fields of a ``preprocessor_config.json`` that matter here are what they can be.
-
-    Raises:
-        CheckpointError: A field of the wrong type or out of range.
-    """
+    """Raises CheckpointError for a field of a ``preprocessor_config.json`` that cannot be what it is."""
     for name, limits in _PREPROCESSOR.items():
         value = content.get(name)
         numbers = value if isinstance(value, list) and name in _PER_CHANNEL else [value]
@@ -449,8 +416,8 @@ def _size_and_crop(content: Mapping[str, Any]) -> tuple[int | None, float | None
         return square, 1.0
     if not is_convnext or not _is_size(shortest):
         return None, None
-    fraction = content.get("crop_pct") or _CROP_FRACTION
-    if shortest >= _UNCROPPED_SIZE or fraction == _CROP_FRACTION:
+    fraction = content.get("crop_pct") or CROP_FRACTION
+    if shortest >= UNCROPPED_SIZE or fraction == CROP_FRACTION:
         return shortest, None
     is_part = isinstance(fraction, float) and shortest / LARGEST_IMAGE <= fraction < 1
     return (shortest, fraction) if is_part else (None, None)
@@ -461,7 +428,7 @@ def _square(size: Mapping[str, Any]) -> Any:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_IMAGE
+    return type(value) is int and 0 < value <= LARGEST_IMAGE
 
 
 def _preprocessing_of(
@@ -477,7 +444,7 @@ def _preprocessing_of(
         image_size = default_image_size(preset_of(config.embed_dims, config.depths) or config)
     if crop_fraction is None:
         check_images(image_size, None)
-        crop_fraction = _CROP_FRACTION if image_size < _UNCROPPED_SIZE else 1.0
+        crop_fraction = CROP_FRACTION if image_size < UNCROPPED_SIZE else 1.0
     check_images(image_size, crop_fraction)
     return image_size, crop_fraction
 
@@ -485,25 +452,17 @@ def _preprocessing_of(
 def _preprocessor_config(images: tuple[int, float]) -> dict[str, Any]:
     """Returns the settings of Hugging Face's image processor for CvT, or of another that can do it."""
     image_size, crop_fraction = images
-    if (crop_fraction == 1.0) == (image_size >= _UNCROPPED_SIZE):
-        resizing: dict[str, Any] = {
-            "image_processor_type": "ConvNextImageProcessor",
-            "size": {"shortest_edge": image_size},
-            "crop_pct": crop_fraction,
-        }
+    square, shortest = {"height": image_size, "width": image_size}, {"shortest_edge": image_size}
+    resizing: dict[str, Any]
+    if (crop_fraction == 1.0) == (image_size >= UNCROPPED_SIZE):
+        processor, resizing = "ConvNextImageProcessor", {"size": shortest, "crop_pct": crop_fraction}
     elif crop_fraction == 1.0:
-        resizing = {
-            "image_processor_type": "ViTImageProcessor",
-            "size": {"height": image_size, "width": image_size},
-        }
+        processor, resizing = "ViTImageProcessor", {"size": square}
     else:
-        resizing = {
-            "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": int(image_size / crop_fraction)},
-            "do_center_crop": True,
-            "crop_size": {"height": image_size, "width": image_size},
-        }
+        size = {"shortest_edge": int(image_size / crop_fraction)}
+        processor, resizing = "BitImageProcessor", {"size": size, "do_center_crop": True, "crop_size": square}
     return {
+        "image_processor_type": processor,
         **resizing,
         "do_resize": True,
         "resample": _BICUBIC,
@@ -554,8 +513,7 @@ _HF_TO_OURS = _translator([(theirs, ours) for ours, theirs in _PREFIXES])
 
 def _translate(name: str, translator: list[tuple[re.Pattern[str], str]]) -> str | None:
     for pattern, target in translator:
-        match = pattern.match(name)
-        if match:
+        if match := pattern.match(name):
             return target.format(**match.groupdict()) + name[match.end() :]
     return None
 

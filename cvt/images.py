@@ -21,12 +21,8 @@ from torch import Tensor
 from .card import check_texts
 from .config import check_images
 from .extras import require
+from .huggingface import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-CROP_FRACTION = 0.875
-#: From this size on the official evaluation resizes to the square instead of cropping one.
-UNCROPPED_SIZE = 384
 #: The formats that are read, by Pillow's names. Pillow goes by the content of a file, not by its name, and
 #: starts other programs for some formats, as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -73,7 +69,7 @@ def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Raises:
         ImageError: The image has more pixels than Pillow opens, or is longer than any that can be resized.
-        UnidentifiedImageError: The file is none of :data:`FORMATS`.
+        UnidentifiedImageError: The file has none of :data:`FORMATS`.
         Exception: Whatever else Pillow raises.
     """
     try:
@@ -94,7 +90,7 @@ def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Returns those of FORMATS that this Pillow knows: AVIF is newer than the others."""
+    """Returns the FORMATS that this Pillow knows: AVIF is newer than the others."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
@@ -162,7 +158,7 @@ def preprocess(
     Raises:
         TypeError: A size or a fraction of the wrong type.
         ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop, or so
-            tall that to resize the whole of it would take more than half a gibibyte.
+            long that to resize the whole would take more than half a gibibyte.
     """
     check_images(image_size, crop_fraction)
     width, height = image.size
@@ -222,7 +218,7 @@ def load_images(
     crop_fraction: float | None = None,
     upscale: bool = False,
 ) -> Tensor:
-    """Reads and preprocesses image files; the arguments are those of :func:`preprocess`.
+    """Reads and preprocesses image files; the arguments are as for :func:`preprocess`.
 
     Returns:
         float32 (len(paths), 3, image_size, image_size).
@@ -247,23 +243,27 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
 
     Raises:
         FileNotFoundError: Nothing is there.
-        ValueError: The file is not text or JSON of that form, or does not name exactly ``count`` classes; an
-            object has other keys than 0 to ``count - 1``, or one of them twice; a name is no text of moderate
-            length.
+        ValueError: The file is of another form, does not name each of ``count`` classes once, or has a name
+            that is no text of moderate length.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"labels: {path} does not exist")
+    is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8-sig")
-        is_json = path.suffix == ".json"
         content = json.loads(text, object_pairs_hook=_Pairs) if is_json else text.splitlines()
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"labels: {path} is not {'JSON' if path.suffix == '.json' else 'UTF-8 text'}: {error}"
-        ) from error
+        raise ValueError(f"labels: {path} is not {'JSON' if is_json else 'UTF-8 text'}: {error}") from error
     if isinstance(content, _Pairs):
-        content = content.in_order(path, count)
+        keys, expected = Counter(key for key, _ in content), Counter(map(str, range(count)))
+        missing, others = (first_of([*map(repr, rest)]) for rest in (expected - keys, keys - expected))
+        if keys != expected:
+            raise ValueError(
+                f"labels: {path} has other keys than 0 to {count - 1}, each once: missing are {missing}, "
+                f"not expected {others}"
+            )
+        content = [name for _, name in sorted(content, key=lambda pair: int(pair[0]))]
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"labels: {path} has no list of names and no object of index: name")
     if len(content) != count:
@@ -274,22 +274,6 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
 
 class _Pairs(list[tuple[str, Any]]):
     """An object of JSON, with every key that stands in it, even twice."""
-
-    def in_order(self, path: Path, count: int) -> list[Any]:
-        """Returns the values of the keys 0, 1 and so on, which must be all keys."""
-        values = dict(self)
-        twice = next((key for key, times in Counter(key for key, _ in self).items() if times > 1), None)
-        if twice is not None:
-            raise ValueError(f"labels: {path} has the key {twice!r} more than once")
-        if set(values) != {str(index) for index in range(len(values))}:
-            expected = [str(index) for index in range(count)]
-            missing = [repr(key) for key in expected if key not in values]
-            others = [repr(key) for key in values if key not in expected]
-            raise ValueError(
-                f"labels: {path} has keys other than 0 to {count - 1}: missing are {first_of(missing)}, "
-                f"not expected {first_of(others)}"
-            )
-        return [values[str(index)] for index in range(len(values))]
 
 
 def first_of(texts: Sequence[str], separator: str = ", ") -> str:

@@ -22,7 +22,7 @@ from .datasets import (
     Corrupt,
     ImageDataset,
     RandomCrop,
-    check_corrupt,
+    check_choices,
     list_files,
     open_dataset,
     report_unusable,
@@ -43,7 +43,7 @@ class LabelMapDataset(ImageDataset):
     """Images with label maps, as the tensors that a segmenter is trained or evaluated on.
 
     A label map is as large as its image; its pixels are indices of ``classes``, or 255 for those that are
-    ignored. A random crop is one of both. Without it, both are resized to the square as a whole.
+    ignored. A random crop is the same for both. Without it, both are resized to the square as a whole.
 
     Args:
         images: Files of images.
@@ -92,7 +92,7 @@ class LabelMapDataset(ImageDataset):
         """Reads the label map of an image of that size.
 
         Raises:
-            ImageError: It is none, has another size, or a label that is none of a class.
+            ImageError: It cannot be read, has another size, or a label that no class has.
         """
         label_map = read_label_map(path)
         if label_map.size != size:
@@ -152,26 +152,22 @@ def open_label_maps(
     """Opens a folder of images and label maps as a data set.
 
     Args:
-        source: A folder with ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``.
-            The lines of its ``classes.txt``, if it has one, are the names of the classes.
+        source: A folder with ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``;
+            its ``classes.txt``, if it has one, names a class in each line.
         split: ``"train"`` or ``"val"``.
         image_size: Pixels of each side of the tensors.
         classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
-            every one of which is read for that.
+            which are all read for that.
         random_crop: As in :class:`LabelMapDataset`.
-        corrupt: ``"skip"``: label maps that cannot be read do not count among the classes, with a warning;
-            another warning names links to nothing and folders where images are expected. ``"error"``: these
-            are an error.
+        corrupt: Whether what cannot be used among images and label maps is an error, or skipped with a
+            warning.
 
     Raises:
         FileNotFoundError: There is no such folder, or an image has no label map.
         ValueError: A wrong split or ``corrupt``, no images, or fewer than two classes.
-        ImageError: ``corrupt`` is ``"error"``, and a label map that is read for its classes cannot be, or
-            something among the images cannot be one.
+        ImageError: Something cannot be used, and ``corrupt`` is ``"error"``.
     """
-    check_corrupt(corrupt)
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+    check_choices(corrupt, split)
     source = Path(source)
     images, labels, unusable = _files(source / split)
     report_unusable(source / split / "images", unusable, corrupt)
@@ -256,15 +252,14 @@ def save_digit_scenes(
     """Writes scanned digits on photographs, with their label maps, in the layout of :func:`open_label_maps`.
 
     The photographs are the two of scikit-learn: their left two thirds for training, the rest for validation,
-    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9; or 1 is
-    all ink.
+    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9.
 
     Args:
         folder: Made if it does not exist.
         train: Number of images for training.
         val: Number of images for validation.
         image_size: Pixels of each side, each with three digits at most.
-        apart: Whether each digit is a class of its own.
+        apart: False makes all ink label 1.
         seed: The same seed makes the same images.
 
     Returns:

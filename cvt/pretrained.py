@@ -69,14 +69,9 @@ class PretrainedModel(nn.Module):
             checks.check_path("cache_dir", cache_dir)
         checks.check_flag("force_download", force_download)
         checks.check_flag("local_files_only", local_files_only)
-        state = read_checkpoint(
-            pretrained_model_name_or_path,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            force_download=force_download,
-            local_files_only=local_files_only,
-        )
+        download: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        download |= {"force_download": force_download, "local_files_only": local_files_only}
+        state = read_checkpoint(pretrained_model_name_or_path, **download)
         config = state.configuration(**overrides)
         if "activation" not in overrides:
             warn_of_activation(state)
@@ -95,14 +90,13 @@ class PretrainedModel(nn.Module):
     ) -> None:
         """Writes a directory from which this package builds exactly this model again.
 
-        transformers loads it too, as far as its CvT has what this model has: it always runs exact GELU, and
-        a model that it cannot express is not marked as its own.
+        transformers loads it too, if its CvT can express the model; it always runs exact GELU.
 
         Args:
             save_directory: Made if it does not exist; ``config.json``, ``model.safetensors`` and
                 ``preprocessor_config.json`` in it are replaced.
             labels: Class names; None for :attr:`labels`.
-            image_size: Pixels of each side of its images; None for those of :attr:`preprocessing`, or else
+            image_size: Pixels of each side of its images; None as in :attr:`preprocessing`, or else
                 224 (384 for ``"cvt_w24"``).
             crop_fraction: That of :func:`cvt.images.preprocess`, for this ``image_size``.
 

@@ -16,6 +16,8 @@ from cvt_kernels.checks import dtype_name
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 from cvt_kernels.records import LIMITS
 
+from .reading import is_plain
+
 _OF_IMAGES = "stage0.patch_embed.proj"
 _WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".qweight", ".weight_scale", ".input_scale"
 
@@ -28,46 +30,37 @@ def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
     """Says what is wrong with the layers of 8-bit numbers among some weights, or returns None."""
-    reasons = (_why_layer_damaged(layer, tensors) for layer in quantized_layers(tensors))
-    return next((reason for reason in reasons if reason is not None), None)
+    for layer in quantized_layers(tensors):
+        weight, scale = tensors[layer + _WEIGHT], tensors.get(layer + _WEIGHT_SCALE)
+        name, reason = layer + _WEIGHT, _why_no_weight(weight)
+        if reason is None and scale is None:
+            reason = f"is of {dtype_name(weight.dtype)}, but there is no {layer}{_WEIGHT_SCALE}"
+        if reason is None and scale is not None:
+            name, reason = layer + _WEIGHT_SCALE, _why_no_scale(scale, weight.shape[:1], least=0.0)
+        if reason is None and layer + _INPUT_SCALE in tensors:
+            name, least = layer + _INPUT_SCALE, torch.finfo(torch.float32).tiny
+            reason = _why_no_scale(tensors[name], torch.Size(), least)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
 
 
-def _why_layer_damaged(layer: str, tensors: Mapping[str, Tensor]) -> str | None:
-    weight, name = tensors[layer + _WEIGHT], layer + _WEIGHT
+def _why_no_weight(weight: Tensor) -> str | None:
     if weight.dtype not in LIMITS:
-        kinds = " or ".join(map(dtype_name, LIMITS))
-        return f"{name}: got dtype {dtype_name(weight.dtype)}, expected {kinds}"
-    if weight.ndim < 2 or not _is_dense(weight):
-        return f"{name}: got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
+        return f"got dtype {dtype_name(weight.dtype)}, expected {' or '.join(map(dtype_name, LIMITS))}"
+    if weight.ndim < 2 or not is_plain(weight):
+        return f"got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
     limit = LIMITS[weight.dtype]
-    if not _is_within(weight, limit):
-        return f"{name}: has a number that is not from -{limit:g} to {limit:g}"
-    if layer + _WEIGHT_SCALE not in tensors:
-        return f"{name}: is of {dtype_name(weight.dtype)}, but there is no {layer}.weight_scale"
-    reason = _why_no_scale(tensors[layer + _WEIGHT_SCALE], weight.shape[:1], least=0.0)
-    if reason is not None:
-        return f"{layer}.weight_scale: {reason}"
-    input_scale = tensors.get(layer + _INPUT_SCALE)
-    if input_scale is None:
-        return None
-    reason = _why_no_scale(input_scale, torch.Size(), least=torch.finfo(torch.float32).tiny)
-    return None if reason is None else f"{layer}.input_scale: {reason}"
+    return None if _is_within(weight, limit) else f"has a number that is not from -{limit:g} to {limit:g}"
 
 
 def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
-    if scale.dtype != torch.float32 or scale.shape != shape or not _is_dense(scale):
+    if scale.dtype != torch.float32 or scale.shape != shape or not is_plain(scale):
         got = f"{tuple(scale.shape)} of {dtype_name(scale.dtype)}"
         return f"got {got}, expected {tuple(shape)} of float32"
     if not ((scale >= least) & scale.isfinite()).all():
         return f"has other scales, expected finite ones {'above' if least else 'of at least'} 0"
     return None
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Says whether all numbers of a tensor are there; a file may repeat one, which then takes any size."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _is_within(weight: Tensor, limit: float) -> bool:

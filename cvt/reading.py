@@ -21,14 +21,14 @@ from torch import Tensor
 
 from cvt_kernels.tables import printable
 
-#: The most bytes of a JSON file, whose objects may take 25 times as much memory; 250,000 classes have these.
+#: The most bytes of a JSON file: names of 250,000 classes. Its objects may take 25 times as much memory.
 MOST_JSON = 1 << 24
-#: The most tensors, more than a thousand blocks of any kind have.
+#: The most tensors of a file, more than a thousand blocks of any kind have.
 MOST_TENSORS = 100_000
 # The magic number, the protocol, the machine, the content and the storages' keys of a file before torch 1.6.
 _PICKLES_OF_OLD_FILES = 5
-# What torch.load lets a pickle call, and which makes more of its arguments than the file has bytes: zeros,
-# twice the length in "hex", or a tensor of lists that hold one list twice, or of one number in all places.
+# Calls that torch.load allows and that make more of their arguments than the file has bytes: zeros, twice
+# the length in "hex", a tensor of lists that hold one list twice, or of one number in all places.
 _ALLOCATING = re.compile(
     r"(?:__builtin__|builtins)\.(bytearray)|_codecs\.(encode)|torch[.\w]*\.(\w*Tensor|per_channel_\w+)"
     r"|torch\._utils\.(_rebuild_sparse_tensor|_rebuild_device_tensor_from_\w+)"
@@ -37,8 +37,8 @@ _ALLOCATING = re.compile(
 _MOST_SHARING = 32
 _ZIP = b"PK\3\4"
 _ZIP_HEADER = 30
-# What an archive ends with, and the bytes of all three: the end of its directory. Large archives and those of
-# torch.save have a longer form of it and the place of that before.
+# The end of an archive's directory. Archives of torch.save, and large ones, have the longer form of it and
+# the place of that form before. Last, the bytes of all three.
 _ZIP_END, _ZIP_END_PLACE, _ZIP_END_64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 _ZIP_ENDS = 22 + 20 + 56
 
@@ -51,12 +51,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads an object of JSON.
 
     Raises:
-        CheckpointError: There is none, or it is longer than any that describes a model.
+        CheckpointError: There is none, or the file has more than :data:`MOST_JSON` bytes.
     """
     _check_regular(path)
     try:
-        if path.stat().st_size > MOST_JSON:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, expected at most {MOST_JSON}")
+        if (size := path.stat().st_size) > MOST_JSON:
+            raise CheckpointError(f"{path}: has {size} bytes, expected at most {MOST_JSON}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except CheckpointError:
         raise
@@ -70,10 +70,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads the tensors of a file of safetensors, and its metadata.
+    """Reads the tensors and the metadata of a file of safetensors.
 
     Raises:
-        CheckpointError: It is no such file, or damaged.
+        CheckpointError: The file is damaged or of another format, or has too many tensors.
     """
     _check_regular(path)
     try:
@@ -90,33 +90,30 @@ def load_pickle(path: Path) -> Any:
     """Reads what ``torch.save`` wrote, onto the CPU, without running code from it.
 
     Raises:
-        CheckpointError: The file is damaged, or holds pickled code, or more than it has bytes.
+        CheckpointError: The file is damaged, or holds pickled code, or would take more memory than its size.
     """
     _check_regular(path)
     with open(path, "rb") as file:
         start = file.read(16)
-    try:
-        _check_pickles(path, start)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # pickletools and unpickling raise anything for damaged bytes
-        unsafe = re.search(r"GLOBAL (\S{1,100})", str(error))
-        if unsafe:
+        file.seek(0)
+        try:
+            (_check_archive if start.startswith(_ZIP) else _check_pickles)(file)
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except Exception as error:  # pickletools and unpickling raise anything for damaged bytes
+            if unsafe := re.search(r"GLOBAL (\S{1,100})", str(error)):
+                raise CheckpointError(f"{path}: {_holding(_line(unsafe[1]))}") from error
             raise CheckpointError(
-                f"{path}: holds pickled code or objects ({_line(unsafe[1])}), expected tensors only; not "
-                "loaded"
+                f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
             ) from error
-        raise CheckpointError(
-            f"{path}: is not a file of torch.save, or damaged; it begins with {start!r}"
-        ) from error
 
 
 def why_larger(tensors: Iterable[Tensor], size: int) -> str | None:
     """Says that tensors have more numbers than a file of ``size`` bytes holds, or returns None.
 
-    A file may say of one number that it stands in all places of a tensor. Tensors may share their numbers, as
-    those of layers that are one module do; each gets a copy in the end, so that is bounded too.
+    A file may repeat one number all over a tensor. Tensors may share their numbers, as layers that are one
+    module do; each gets a copy when it is loaded, so the sum of all is bounded too.
     """
     total = 0
     held: dict[int, int] = {}
@@ -138,85 +135,88 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _check_regular(path: Path) -> None:
-    """Raises for what has no end, or would be waited for: a device or a pipe."""
+    """Raises for a device, which has no end, and a pipe, which would be waited for."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: is no regular file")
 
 
 def _line(error: object) -> str:
-    """Returns the message of an error as one line of moderate length, also where it quotes the file."""
+    """Returns the message of an error, which may quote the file, as one line of at most 300 characters."""
     return printable(" ".join(str(error).split()))[:300]
 
 
-def _check_pickles(path: Path, start: bytes) -> None:
-    with open(path, "rb") as file:
-        reason = _why_no_archive(file) if start.startswith(_ZIP) else _why_allocating(file)
-    if reason is not None:
-        raise CheckpointError(f"{path}: {reason}")
+def _holding(name: str) -> str:
+    return f"holds pickled code or objects ({name:.100}), expected tensors only; not loaded"
 
 
-def _why_no_archive(file: BinaryIO) -> str | None:
-    """Says what keeps an archive of zip from being one that ``torch.save`` wrote, or returns None.
+# Bounds that torch.load lacks -----------------------------------------------------------------------------
 
-    Those hold every member once, one after the other and not compressed. ``torch.load`` does not care, nor
-    does it compare the checksums, so that a flipped bit in a weight would go unnoticed. Where all are 0,
-    ``torch.save`` was told to compute none.
+
+def _check_archive(file: BinaryIO) -> None:
+    """Raises CheckpointError unless an archive of zip is one that ``torch.save`` wrote.
+
+    It writes every member once, one after the other and not compressed. ``torch.load`` checks none of this,
+    and no checksum either: a flipped bit in a weight would go unnoticed. ``torch.save`` can be told to
+    compute none; then all are 0.
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            reason = _why_packed(archive) or _why_another(archive, file)
-            if reason is not None:
-                return reason
+            _check_members(archive)
+            _check_directory(archive, file)
             if not any(member.CRC for member in archive.infolist()):
                 for member in archive.infolist():
-                    member.CRC = None  # type: ignore[assignment]  # by which zipfile compares none
+                    member.CRC = None  # type: ignore[assignment]  # zipfile compares none then
             if (damaged := archive.testzip()) is not None:
-                return f"is damaged: the checksum of {damaged!r:.100} is another"
-            # In whatever case, as torch.load finds it, and by the name that no extra field has replaced.
-            pickles = [each for each in archive.infolist() if each.orig_filename.lower().endswith(".pkl")]
-            reasons = (_why_allocating(io.BytesIO(archive.read(member))) for member in pickles)
-            return next(filter(None, reasons), None)
+                raise CheckpointError(f"is damaged: wrong checksum of {damaged!r:.100}")
+            for member in archive.infolist():
+                # torch.load ignores case, and the name that an extra field may have put in place of this one.
+                if member.orig_filename.lower().endswith(".pkl"):
+                    _check_pickles(io.BytesIO(archive.read(member)))
+    except CheckpointError:
+        raise
     except Exception as error:  # zipfile raises errors of many classes for damaged archives
-        return f"is not a file of torch.save, or damaged: {_line(error)}"
+        raise CheckpointError(f"is not a file of torch.save, or damaged: {_line(error)}") from error
 
 
-def _why_another(archive: zipfile.ZipFile, file: BinaryIO) -> str | None:
-    """Says that torch.load may find another directory in an archive than zipfile, or returns None.
+def _check_members(archive: zipfile.ZipFile) -> None:
+    """Raises for members that are compressed or overlap, and for anything before the first."""
+    end = 0
+    for member in sorted(archive.infolist(), key=lambda member: member.header_offset):
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            raise CheckpointError(
+                f"is compressed ({member.filename!r:.100}), which torch.save never does; not unpacked"
+            )
+        if member.header_offset < end or (not end and member.header_offset):
+            raise CheckpointError(
+                f"is damaged: its member {member.filename!r:.100} overlaps another or is not in its place"
+            )
+        end = member.header_offset + _ZIP_HEADER + len(member.filename) + member.compress_size
 
-    It goes by the places that the end of the archive names; zipfile knows that the directory and the longer
+
+def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
+    """Raises if torch.load may find another directory in an archive than zipfile.
+
+    It goes by the places that the end of the archive names; zipfile assumes that the directory and the longer
     form of the end are right before that.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(max(size - _ZIP_ENDS, 0))
     ends = file.read()
     if archive.comment or ends[-22:-18] != _ZIP_END:
-        return "is damaged: has bytes after its end"
+        raise CheckpointError("is damaged: has bytes after its end")
     place, is_found = ends[-6:-2], True
     if ends[-42:-38] == _ZIP_END_PLACE:
         is_found = ends[:4] == _ZIP_END_64 and int.from_bytes(ends[-34:-26], "little") == size - _ZIP_ENDS
         place = ends[48:56]
     if not is_found or int.from_bytes(place, "little") != archive.start_dir:
-        return "is damaged: its directory is not in its place"
-    return None
+        raise CheckpointError("is damaged: its directory is not in its place")
 
 
-def _why_packed(archive: zipfile.ZipFile) -> str | None:
-    end = 0
-    for member in sorted(archive.infolist(), key=lambda member: member.header_offset):
-        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-            return f"is compressed ({member.filename!r:.100}), which torch.save never does; not unpacked"
-        # Anything before the first member would be the start of another archive to other readers.
-        if member.header_offset < end or (not end and member.header_offset):
-            return f"is damaged: its member {member.filename!r:.100} overlaps another or is not in its place"
-        end = member.header_offset + _ZIP_HEADER + len(member.filename) + member.compress_size
-    return None
-
-
-def _why_allocating(file: BinaryIO) -> str | None:
-    """Says that pickles at the start of a file may take memory that the file does not, or returns None.
+def _check_pickles(file: BinaryIO) -> None:
+    """Raises CheckpointError if pickles at the start of a file may take memory that the file does not.
 
     Raises:
-        Exception: Of many classes, for what are no whole pickles; torch.load is not to look further either.
+        Exception: The bytes are no whole pickles; torch.load must not read them either.
     """
     for _ in range(_PICKLES_OF_OLD_FILES):
         start = file.tell()
@@ -224,10 +224,7 @@ def _why_allocating(file: BinaryIO) -> str | None:
             break
         file.seek(start)
         for opcode, argument, _ in pickletools.genops(file):
-            if opcode.name != "GLOBAL":
-                continue
             # Joined as torch.load does, which does not care where the module ends and the name begins.
-            if call := _ALLOCATING.fullmatch(str(argument).replace(" ", ".")):
-                name = call[call.lastindex or 0]
-                return f"holds pickled code or objects ({name:.100}), expected tensors only; not loaded"
-    return None
+            call = opcode.name == "GLOBAL" and _ALLOCATING.fullmatch(str(argument).replace(" ", "."))
+            if call:
+                raise CheckpointError(_holding(call[call.lastindex or 0]))

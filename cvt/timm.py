@@ -15,8 +15,7 @@ from torch import Tensor
 from .extras import require
 from .factory import create_model
 from .hub import MICROSOFT
-from .huggingface import from_huggingface
-from .images import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
+from .huggingface import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE, from_huggingface
 from .model import CvT, CvTFeatures
 
 _models = require("timm.models", "timm")
@@ -51,19 +50,19 @@ default_cfgs = _models.generate_default_cfgs(dict(map(_published, MICROSOFT)))
 
 @_models.register_model
 def cvt_13(pretrained: bool = False, **kwargs: Any) -> CvT | CvTFeatures:
-    """CvT-13 of the paper; the arguments are those of ``timm.create_model``."""
+    """CvT-13 of the paper; takes the arguments of ``timm.create_model``."""
     return _build("cvt_13", pretrained, **kwargs)
 
 
 @_models.register_model
 def cvt_21(pretrained: bool = False, **kwargs: Any) -> CvT | CvTFeatures:
-    """CvT-21 of the paper; the arguments are those of ``timm.create_model``."""
+    """CvT-21 of the paper; takes the arguments of ``timm.create_model``."""
     return _build("cvt_21", pretrained, **kwargs)
 
 
 @_models.register_model
 def cvt_w24(pretrained: bool = False, **kwargs: Any) -> CvT | CvTFeatures:
-    """CvT-W24 of the paper; the arguments are those of ``timm.create_model``."""
+    """CvT-W24 of the paper; takes the arguments of ``timm.create_model``."""
     return _build("cvt_w24", pretrained, **kwargs)
 
 

@@ -1,11 +1,13 @@
 """Damaged and hostile checkpoints, made from valid ones: bytes, archives, cards, names and tensors.
 
-``python -m tests.cvt.damage COUNT [SEED]`` reads so many of them and prints the worst.
+``python -m tests.cvt.damage COUNT [SEED]`` reads so many of them and prints what went wrong.
 """
 
 import copy
 import dataclasses
+import itertools
 import json
+import math
 import random
 import resource
 import shutil
@@ -33,19 +35,8 @@ TINY = dataclasses.replace(SMALL, depths=(1, 1, 2))
 ODD = (
     *(None, True, -1, 0, 1, 1.5, float("nan"), float("inf"), 10**8, 2**63, -(2**40), 10**400),
     *("", "x", "\x1b[31mred\n", "\ud800", "x" * 10**6, "../../etc/passwd", "9" * 5000),
-    *(
-        [],
-        {},
-        [1],
-        [0] * 10**5,
-        [[]],
-        {"a": 1},
-        ["a", 1],
-        [None] * 3,
-        [10**8] * 3,
-        [True] * 3,
-        [-1.0, 2.0, 1e30],
-    ),
+    *([], {}, [1], [0] * 10**5, [[]], {"a": 1}, ["a", 1]),
+    *([None] * 3, [10**8] * 3, [True] * 3, [-1.0, 2.0, 1e30]),
 )
 
 
@@ -58,45 +49,45 @@ class Allocation:
 
 def write_valid(folder: Path) -> dict[str, Path]:
     """Writes a checkpoint of each format; returns their places by name."""
-    model, segmenter = small(**vars(TINY)), small(**vars(TINY) | {"head": "segment"})
-    table = small(**vars(TINY) | {"position_bias": True, "position_bias_size": 32, "mixing": "hybrid"})
-    narrow = small(**vars(TINY) | {"head_dim": (8, 4, 4), "pool": "avg"})
+    names = [f"class {i}" for i in range(10)]
+
+    def tiny(**changes):
+        return small(**vars(TINY) | changes)
+
     paths = {name: folder / name for name in ("huggingface", "shards", "own")}
-    save_huggingface(small(activation="gelu"), paths["huggingface"], labels=[f"thing {i}" for i in range(10)])
+    save_huggingface(small(activation="gelu"), paths["huggingface"], labels=names)
     config = json.loads((paths["huggingface"] / "config.json").read_text())
     del config["cvt_config"]
     (paths["huggingface"] / "config.json").write_text(json.dumps(config))
     shutil.copytree(paths["huggingface"], paths["shards"])
     tensors = load_file(paths["shards"] / "model.safetensors")
     (paths["shards"] / "model.safetensors").unlink()
-    index = {}
-    for i, name in enumerate(tensors):
-        index[name] = f"model-{i % 2}.safetensors"
+    index = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for file in set(index.values()):
         save_file({name: tensors[name] for name in tensors if index[name] == file}, paths["shards"] / file)
     (paths["shards"] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    table.save_pretrained(paths["own"], labels=[f"thing {i}" for i in range(10)], image_size=32)
-
-    def card(model):
-        names = [f"class {i}" for i in range(10)]
-        return ModelCard(model.config, names, 32, 0.9, [name.upper() for name in names])
-
-    def safetensors(name, model):
-        paths[name] = folder / f"{name}.safetensors"
-        save_safetensors(Checkpoint(name, model.state_dict(), card=card(model)), paths[name])
-
-    def pickle(name, content, **options):
-        paths[name] = folder / f"{name}.pth"
-        torch.save(content, paths[name], **options)
-
-    pickle("official", model.state_dict())
-    pickle("before torch 1.6", model.state_dict(), _use_new_zipfile_serialization=False)
-    for name, each in (("trained", model), ("segmenter", segmenter)):
-        content = {"card": card(each).to_dict(), "epoch": 1, "metrics": {"val_loss": 1.0}}
-        pickle(name, content | {"model": each.state_dict()})
-    safetensors("safetensors", model)
-    safetensors("pruned", narrow)
-    safetensors("quantized", quantized(small(**vars(TINY)), scheme="static"))
+    table = tiny(position_bias=True, position_bias_size=32, mixing="hybrid")
+    table.save_pretrained(paths["own"], labels=names, image_size=32)
+    model = tiny()
+    paths |= {
+        name: folder / f"{name}.pth" for name in ("official", "before torch 1.6", "trained", "segmenter")
+    }
+    torch.save(model.state_dict(), paths["official"])
+    torch.save(model.state_dict(), paths["before torch 1.6"], _use_new_zipfile_serialization=False)
+    for name, each in (
+        ("trained", model),
+        ("segmenter", tiny(head="segment")),
+        ("safetensors", model),
+        ("pruned", tiny(head_dim=(8, 4, 4), pool="avg")),
+        ("quantized", quantized(tiny(), scheme="static")),
+    ):
+        card = ModelCard(each.config, names, 32, 0.9, [name.upper() for name in names])
+        if name in paths:
+            content = {"card": card.to_dict(), "epoch": 1, "metrics": {"val_loss": 1.0}}
+            torch.save(content | {"model": each.state_dict()}, paths[name])
+        else:
+            paths[name] = folder / f"{name}.safetensors"
+            save_safetensors(Checkpoint(name, each.state_dict(), card=card), paths[name])
     return paths
 
 
@@ -124,10 +115,8 @@ def mutations(rng: random.Random, folder: Path) -> Iterator[tuple[str, Path]]:
             what = _damage_bytes(rng, file)
         elif file.suffix == ".json":
             what = _damage_json(rng, file)
-        elif file.suffix == ".safetensors":
-            what = _damage_safetensors(rng, file)
         else:
-            what = _damage_pickle(rng, file)
+            what = _damage_content(rng, file)
         yield f"{name}: {file.name}: {what}", place
 
 
@@ -206,24 +195,42 @@ def damaged(rng: random.Random, content: object) -> tuple[object, str]:
     return root[""], f"{path} = {odd!r:.40}"
 
 
-def _damage_safetensors(rng: random.Random, file: Path) -> str:
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    if "card" in (metadata or {}) and rng.random() < 0.6:
-        card, what = damaged(rng, json.loads(metadata["card"]))
-        metadata = {"card": json.dumps(card)}
-    elif rng.random() < 0.3:
-        content = bytearray(file.read_bytes())
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        changed, what = damaged(rng, header)
-        text = json.dumps(changed).encode()
-        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + len(json.dumps(header)) :])
-        return f"header: {what}"
+def _damage_header(rng: random.Random, file: Path) -> str:
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    changed, what = damaged(rng, json.loads(content[8 : 8 + size]))
+    text = json.dumps(changed).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    return f"header: {what}"
+
+
+def _damage_content(rng: random.Random, file: Path) -> str:
+    """Changes the card or a tensor of a file, or packs the file in another way."""
+    is_pickle, how = file.suffix != ".safetensors", rng.random()
+    if how < 0.15:
+        return _repack(rng, file) if is_pickle else _damage_header(rng, file)
+    if is_pickle:
+        content = torch.load(file, weights_only=True)
+        tensors, card = content.get("model", content), content.get("card")
+    else:
+        with safe_open(file, "pt") as opened:
+            card = json.loads((opened.metadata() or {}).get("card", "null"))
+        content = tensors = load_file(file)
+    if card is not None and how < 0.7:
+        card, what = damaged(rng, card)
     else:
         what = _damage_tensors(rng, tensors)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items() if _can_be_saved(tensor)}
-    save_file(tensors, file, metadata)
+    if not is_pickle:
+        kept = {name: t.contiguous() for name, t in tensors.items() if _can_be_saved(t)}
+        save_file(kept, file, None if card is None else {"card": json.dumps(card)})
+        return what
+    if card is not None:
+        content = content | {"card": card}
+    if how > 0.95:
+        content, what = {"card": Allocation(), **content}, "a pickled allocation"
+    elif how > 0.9:
+        content, what = rng.choice([torch.ones(3), [], 3, {"model": 3}, {"model": {}}]), "no weights"
+    torch.save(content, file, _use_new_zipfile_serialization=rng.random() < 0.8)
     return what
 
 
@@ -231,51 +238,29 @@ def _can_be_saved(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() < 10**7
 
 
-def _damage_pickle(rng: random.Random, file: Path) -> str:
-    content = torch.load(file, weights_only=True)
-    tensors = content.get("model", content)
-    how = rng.random()
-    if how < 0.15:
-        return _repack(rng, file)
-    if how < 0.2:
-        content = {"card": Allocation(), **content}
-        what = "a pickled allocation"
-    elif "card" in content and how < 0.7:
-        content["card"], what = damaged(rng, content["card"])
-    elif how < 0.75:
-        content, what = rng.choice([torch.ones(3), [], 3, {"model": 3}, {"model": {}}]), "no weights"
-    else:
-        what = _damage_tensors(rng, tensors)
-    torch.save(content, file, _use_new_zipfile_serialization=rng.random() < 0.8)
-    return what
-
-
 def _damage_tensors(rng: random.Random, tensors: dict) -> str:
-    name = rng.choice(list(tensors))
+    name, how = rng.choice(list(tensors)), rng.choice(["missing", "extra", "name", "value"])
     tensor = tensors[name]
-    how = rng.choice(
-        ["missing", "extra", "name", "NaN", "infinite", "shape", "type", "repeated", "kind", "empty"]
-    )
     if how == "missing":
         del tensors[name]
     elif how == "extra":
         tensors[rng.choice(["other", "stage9.x", "head.other", "x" * 10**4, "a\x1b[31m\nb"])] = tensor.clone()
     elif how == "name":
         tensors[name.replace(".", "_", 1)] = tensors.pop(name)
-    elif how in ("NaN", "infinite") and tensor.is_floating_point():
-        tensors[name] = torch.full_like(tensor, float("nan" if how == "NaN" else "inf"))
-    elif how == "shape":
-        tensors[name] = rng.choice([tensor.flatten(), tensor[None], tensor.reshape(-1)[:1], tensor.sum()])
-    elif how == "type":
-        tensors[name] = tensor.to(
-            rng.choice([torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64])
-        )
-    elif how == "repeated":
-        tensors[name] = tensor.reshape(-1)[:1].expand(rng.choice([10**9, 10**15]))
-    elif how == "kind" and tensor.is_floating_point():
-        tensors[name] = rng.choice([tensor.to("meta"), tensor.to_sparse()])
-    elif how == "empty":
-        tensors[name] = torch.empty(rng.choice([(0,), (10**9, 0), (0, 10**9)]))
+    else:
+        dtype = rng.choice([torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64])
+        first = tensor.reshape(-1)[:1]
+        values = {
+            "another shape": rng.choice([tensor.flatten(), tensor[None], first, tensor.sum()]),
+            "another type": tensor.to(dtype),
+            "repeated": first.expand(rng.choice([10**9, 10**15])),
+            "empty": torch.empty(rng.choice([(0,), (10**9, 0), (0, 10**9)])),
+        }
+        if tensor.is_floating_point():
+            values |= {str(odd): torch.full_like(tensor, odd) for odd in (math.nan, math.inf)}
+            values |= {"meta": tensor.to("meta"), "sparse": tensor.to_sparse()}
+        how = rng.choice(list(values))
+        tensors[name] = values[how]
     return f"{name}: {how}"
 
 
@@ -307,7 +292,7 @@ def _repack(rng: random.Random, file: Path) -> str:
 
 def why_wrong(place: Path) -> str | None:
     """Says how the reading of a damaged checkpoint went wrong, or returns None: it was read, or refused."""
-    start = time.process_time()
+    start, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -319,24 +304,16 @@ def why_wrong(place: Path) -> str | None:
     except BaseException:
         return traceback.format_exc()
     seconds = time.process_time() - start
-    return f"took {seconds:.1f} s" if seconds > 3 else None
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+    return f"took {seconds:.1f} s and {grown:.0f} MiB" if seconds > 3 or grown > 500 else None
 
 
 def main(count: int, seed: int) -> None:
-    """Reads damaged checkpoints and prints what went wrong, and the memory that it took."""
+    """Reads damaged checkpoints and prints what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        wrong = longest = memory = 0
-        for i, (what, place) in enumerate(mutations(random.Random(seed), Path(folder))):
-            if i == count:
-                break
-            memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-            reason = why_wrong(place)
-            longest = max(longest, time.process_time() - start)
-            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
-            if reason is not None or (grown > 200 and i):
-                wrong += 1
-                print(f"{i} {what}: {reason or ''} {grown:.0f} MiB")
-        print(f"{count} read, {wrong} wrong, {longest:.1f} s at most, {memory / 1024:.0f} MiB")
+        damages = itertools.islice(mutations(random.Random(seed), Path(folder)), count)
+        wrong = [f"{what}: {reason}" for what, place in damages if (reason := why_wrong(place))]
+    print(*wrong, f"{count} read, {len(wrong)} wrong", sep="\n")
 
 
 if __name__ == "__main__":

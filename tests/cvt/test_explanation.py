@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt import CvTConfig, create_model
+from cvt import CvTConfig
 from cvt.explanation import (
     class_title,
     explain,
@@ -23,20 +23,13 @@ from cvt.explanation import (
     rollout,
     spread_keys,
 )
-from cvt.factory import randomize
 from cvt.images import load_images, read_image, sample_photos
-
-SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
+from tests.cvt import models
+from tests.cvt.models import SMALL
 
 
 def small(**overrides):
-    model = create_model(SMALL, **overrides).eval()
-    randomize(model)
-    return model
-
-
-def attention_modules(model):
-    return [module for name, module in model.named_modules() if name.endswith(".attn")]
+    return models.small(depths=(1, 1, 2), **overrides).eval()
 
 
 # Rollout and keys -----------------------------------------------------------------------------------------
@@ -45,8 +38,8 @@ def attention_modules(model):
 def test_keys_share_with_the_tokens_around_them():
     # Three tokens in a row, keys at the first and the last: the one between is half of each.
     row = torch.tensor([[2 / 3, 1 / 3, 0], [0, 1 / 3, 2 / 3]])
-    torch.testing.assert_close(spread_keys((1, 3), 2, class_token=False), row)
-    torch.testing.assert_close(spread_keys((3, 1), 2, class_token=False), row)
+    for grid in ((1, 3), (3, 1)):
+        torch.testing.assert_close(spread_keys(grid, 2, class_token=False), row)
     both = spread_keys((3, 3), 2, class_token=True)
     assert both[0].tolist() == [1] + [0] * 9
     assert both[:, 0].tolist() == [1, 0, 0, 0, 0]
@@ -111,12 +104,8 @@ def test_maps_are_those_of_the_models_own_softmax(pool):
     torch.testing.assert_close(explanation.attention.flatten(2), expected)
     assert explanation.attention.shape == (2, 3, 3, 2)
     assert explanation.rollout.shape == (2, 6, 4)
-    assert [(block.stage, block.block, block.keys) for block in explanation.blocks] == [
-        (0, 0, 96),
-        (1, 0, 24),
-        (2, 0, 7),
-        (2, 1, 7),
-    ]
+    blocks = [block[:3] for block in explanation.blocks]
+    assert blocks == [(0, 0, 96), (1, 0, 24), (2, 0, 7), (2, 1, 7)]
     for block, p in zip(explanation.blocks, own, strict=True):
         torch.testing.assert_close(block.entropy, -(p * p.log()).sum(-1).mean(-1))
         assert (block.entropy < math.log(block.keys)).all()
@@ -128,10 +117,9 @@ def test_maps_are_those_of_the_models_own_softmax(pool):
 
 def test_distance_is_in_pixels_and_large_matrices_are_looked_at_in_parts(monkeypatch):
     model = small()
-    with torch.no_grad():
-        for module in attention_modules(model):
-            module.proj_q.weight.zero_()  # every query attends to all keys alike
-            module.proj_q.bias.zero_()
+    for name, parameter in model.named_parameters():
+        if ".proj_q." in name:
+            parameter.data.zero_()  # every query attends to all keys alike
     x = torch.randn(1, 3, 64, 64)
     whole = explain(model, x)
     monkeypatch.setattr("cvt.explanation._ROWS", 7)
@@ -169,15 +157,15 @@ def test_a_single_token_and_a_model_without_class_token():
 
 
 def test_bad_models():
-    x = torch.randn(1, 3, 32, 32)
-    with pytest.raises(TypeError, match="model: got Linear, expected a CvT"):
-        explain(nn.Linear(2, 2), x)
-    with pytest.raises(ValueError, match=r"expected model\.eval\(\)"):
-        explain(small().train(), x)
-    broken = small()
+    x, broken = torch.randn(1, 3, 32, 32), small()
     broken.head.bias.data.fill_(math.nan)
-    with pytest.raises(ValueError, match="not finite"):
-        explain(broken, x)
+    for model, error, message in (
+        (nn.Linear(2, 2), TypeError, "model: got Linear, expected a CvT"),
+        (small().train(), ValueError, r"expected model\.eval\(\)"),
+        (broken, ValueError, "not finite"),
+    ):
+        with pytest.raises(error, match=message):
+            explain(model, x)
 
 
 # Pictures -------------------------------------------------------------------------------------------------
@@ -217,52 +205,42 @@ def test_overlays_of_odd_sizes_and_even_maps():
     assert overlay(photo, torch.rand(2, 3), SMALL).size == (50, 30)
 
 
-def drawn(photo, heat, **words):
-    words = {"title": "87.0%  tench", "subtitle": "x"} | words
-    return np.asarray(picture(photo, heat, SMALL, **words), dtype=int)
+def drawn(photo, heat, title="87.0%  tench"):
+    return picture(photo, heat, SMALL, title=title, subtitle="x")
 
 
 def test_panels_are_at_least_448_pixels_wide_and_large_photographs_are_not_made_smaller():
     for size, panel in (((50, 30), (448, 269)), ((600, 500), (600, 500))):
-        page = picture(Image.new("RGB", size, "red"), torch.rand(2, 3), SMALL, title="a", subtitle="b")
+        page = drawn(Image.new("RGB", size, "red"), torch.rand(2, 3))
         assert page.size == (24 + 3 * (panel[0] + 24), 132 + panel[1] + 76)
         photo = page.crop((24, 132, 24 + panel[0], 132 + panel[1]))
-        assert np.unique(np.asarray(photo).reshape(-1, 3), axis=0).tolist() == [[255, 0, 0]]
+        assert photo.getcolors() == [(panel[0] * panel[1], (255, 0, 0))]
         assert page.getpixel((23, 200)) == page.getpixel((24 + panel[0], 200)) == (255, 255, 255)
 
 
-def test_the_color_bar_has_the_colors_of_the_map_and_the_words_its_values():
+def test_the_page_has_a_bar_of_the_colors_of_the_map_its_values_and_a_title_that_fits():
     photo, heat = Image.new("RGB", (448, 448)), torch.arange(6.0).view(2, 3) / 15
-    page = drawn(photo, heat)
+    page, half = (np.asarray(drawn(photo, each), dtype=int) for each in (heat, heat / 2))
     bar = page[132 + 448 + 16 + 9, 24 + 472 : -24]
     colors = np.asarray(heat_map((448, 448), heat, SMALL), dtype=int)
     assert np.array_equal(bar[[0, -1]], [colors.reshape(-1, 3)[colors.sum(2).argmin()], (252, 255, 164)])
     assert (np.diff(bar[::8].sum(1)) > 0).all()  # from dark to bright, also without color
     legend = 132 + 448 + 36
-    assert not np.array_equal(page[legend:], drawn(photo, heat / 2)[legend:])
-    assert np.array_equal(page[:legend], drawn(photo, heat / 2)[:legend])
-
-
-def test_titles_are_shortened_not_cut_off():
-    photo, heat = Image.new("RGB", (448, 448)), torch.rand(2, 2)
+    assert np.array_equal(page[:legend], half[:legend])
+    assert not np.array_equal(page[legend:], half[legend:])
     for title in ("tench " * 100, "i" * 1000):
-        page = drawn(photo, heat, title=title)
+        page = np.asarray(drawn(photo, heat, title))
         assert (page[:, -24:] == 255).all()
         assert (page[:56, -200:-24] < 255).any()
 
 
-@pytest.mark.parametrize(
-    ("label", "title"),
-    [
-        ("tench", "87.1%  tench (class 3)"),
-        ("Crêpe\nSuzette", "87.1%  Crepe Suzette (class 3)"),
-        ("金魚", "87.1%  class 3"),
-        (None, "87.1%  class 3"),
-        ("", "87.1%  class 3"),
-    ],
-)
-def test_class_titles(label, title):
-    assert class_title(3, label, 0.8714) == title
+def test_class_titles():
+    titles = {label: class_title(3, label, 0.8714) for label in ("tench", "Crêpe\nSuzette", "金魚", None, "")}
+    assert titles == {
+        "tench": "87.1%  tench (class 3)",
+        "Crêpe\nSuzette": "87.1%  Crepe Suzette (class 3)",
+        **dict.fromkeys(("金魚", None, ""), "87.1%  class 3"),
+    }
 
 
 def test_plot_of_heads(tmp_path, monkeypatch):
@@ -280,20 +258,14 @@ def test_plot_of_heads(tmp_path, monkeypatch):
     assert read_image(tmp_path / "heads.png").size == (840, 612)
     (figure,) = figures
     entropy, distance, *bars = figure.axes
-    words = [[label.get_text() for label in bar.get_yticklabels()] for bar in bars]
-    assert (words[0][0], words[0][-1]) == ("0: one key", "1: all keys alike")
-    assert bars[1].get_ylabel() == "pixels"
+    words = [label.get_text() for label in bars[0].get_yticklabels()]
+    assert (words[0], words[-1], bars[1].get_ylabel()) == ("0: one key", "1: all keys alike", "pixels")
     assert entropy.images[0].get_clim() == (0, 1)
-    assert [label.get_text() for label in distance.get_xticklabels()] == [
-        "stage 1, block 1",
-        "stage 2, block 1",
-        "stage 3, block 1",
-        "stage 3, block 2",
-    ]
+    names = [label.get_text() for label in distance.get_xticklabels()]
+    assert names == [f"stage {stage}, block {block}" for stage, block in ((1, 1), (2, 1), (3, 1), (3, 2))]
     assert [label.get_text() for label in entropy.get_yticklabels()] == ["head 1", "head 2", "head 3"]
-    expected = torch.cat([e.blocks[1].entropy for e in explanations]).mean(0) / math.log(
-        explanations[0].blocks[1].keys
-    )
+    blocks = [explanation.blocks[1] for explanation in explanations]
+    expected = torch.cat([block.entropy for block in blocks]).mean(0) / math.log(blocks[0].keys)
     cells = entropy.images[0].get_array()
     assert cells[:2, 1].tolist() == pytest.approx(expected.tolist())
     assert cells.mask[:, 1].tolist() == [False, False, True]

@@ -1,20 +1,29 @@
-"""Files that are whole whenever the writer dies, and what cannot be written."""
+"""Files that are whole whenever the writer dies; links, devices, pipes and open files; full disks."""
 
 import json
 import math
 import os
+import re
 import signal
+import socket
 import warnings
 from pathlib import Path
 
 import pytest
 
-from cvt.files import filling, making, replacing, write_json
+from cvt.commands import main
+from cvt.files import check_writable, filling, making, replacing, write_json
+from tests.checks import bad
+from tests.processes import run_python
 
 
 def replace(path, content):
     with replacing(path) as scratch:
         scratch.write_bytes(content)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +52,7 @@ def test_files_are_whole_whenever_the_writer_is_killed(tmp_path, moment, survivo
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert path.read_bytes() == survivor
     replace(path, b"next")  # over what the killed one left
-    assert path.read_bytes() == b"next"
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    assert contents(tmp_path) == {"file": b"next"}
 
 
 @pytest.mark.parametrize("name", ["x" * 251 + ".pth", "x" * 255, "x." + "é" * 126, "ü" * 125 + ".json"])
@@ -55,21 +63,6 @@ def test_names_of_any_length(tmp_path, name):
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_an_error_leaves_the_file_as_it_was_and_nothing_else(tmp_path):
-    path = tmp_path / "file"
-    replace(path, b"old")
-
-    def fail(context):
-        with context as scratch:
-            (scratch / "file" if scratch.is_dir() else scratch).write_bytes(b"new")
-            raise InterruptedError
-
-    for context in (replacing(path), filling(tmp_path)):
-        with pytest.raises(InterruptedError):
-            fail(context)
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
-
-
 def test_a_filled_folder_replaces_files_and_keeps_others(tmp_path):
     for name in ("a", "b"):
         replace(tmp_path / name, b"old")
@@ -77,11 +70,17 @@ def test_a_filled_folder_replaces_files_and_keeps_others(tmp_path):
         for name in ("b", "c"):
             (folder / name).write_bytes(b"new")
         assert (tmp_path / "b").read_bytes() == b"old"
-    contents = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert contents == {"a": b"old", "b": b"new", "c": b"new"}
+    assert contents(tmp_path) == {"a": b"old", "b": b"new", "c": b"new"}
 
 
-def test_a_folder_that_stays_empty_is_not_left_behind(tmp_path):
+def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path):
+    replace(tmp_path / "file", b"old")
+    for context in (replacing(tmp_path / "file"), filling(tmp_path)):
+        with pytest.raises(InterruptedError), context as scratch:  # noqa: PT012
+            (scratch / "file" if scratch.is_dir() else scratch).write_bytes(b"new")
+            raise InterruptedError
+    assert contents(tmp_path) == {"file": b"old"}
+    (tmp_path / "file").unlink()
     (tmp_path / "old").mkdir()
     for folder in ("old", "new/below"):
         with pytest.raises(InterruptedError), making(tmp_path / folder), filling(tmp_path / folder):
@@ -94,19 +93,6 @@ def test_a_folder_that_stays_empty_is_not_left_behind(tmp_path):
     assert (tmp_path / "new/below/file").exists()
 
 
-def test_what_cannot_be_written_fails_before_the_block(tmp_path):
-    (tmp_path / "file").touch()
-    for context, message in (
-        (replacing(tmp_path), "is a directory, expected a file"),
-        (replacing(tmp_path / "none" / "file"), "none: cannot be written to: No such file"),
-        (replacing(tmp_path / "file" / "below"), "file: cannot be written to: Not a directory"),
-        (filling(tmp_path / "none"), "none: cannot be written to: No such file"),
-    ):
-        with pytest.raises(OSError, match=message), context:
-            pytest.fail("the block was entered")
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-
-
 def test_json_has_no_numbers_that_json_does_not_have(tmp_path):
     content = {"name": "é", "values": [1, 0.5, None]}
     write_json(tmp_path / "a.json", content)
@@ -116,14 +102,175 @@ def test_json_has_no_numbers_that_json_does_not_have(tmp_path):
     assert not (tmp_path / "b.json").exists()
 
 
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+# What cannot be written -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_written_fails_before_the_block(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "astray").symlink_to("none/file")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket")
+        for context, message in (
+            (replacing(tmp_path), "is a directory, expected a file"),
+            (replacing(tmp_path / "none" / "file"), "none: cannot be written to: No such file"),
+            (replacing(tmp_path / "file" / "below"), "file: cannot be written to: Not a directory"),
+            (filling(tmp_path / "none"), "none: cannot be written to: No such file"),
+            (replacing(tmp_path / "loop"), "leads back to itself"),
+            (replacing(tmp_path / "astray"), "none: cannot be written to"),
+            (replacing("socket"), "socket: is a socket, expected a file"),
+            (replacing("/dev/fd/987"), "^/dev/fd/987: is no open file$"),
+        ):
+            with pytest.raises(OSError, match=message), context:
+                pytest.fail("the block was entered")
+        for path, directory, message in (
+            ("socket", False, "/socket is a socket"),
+            ("/dev/fd/987", False, "/dev/fd/987 is no open file$"),
+            ("loop", False, "leads nowhere"),
+            ("loop", True, "leads nowhere"),
+            ("astray", False, "cannot be written"),
+            ("astray", True, "leads nowhere"),
+        ):
+            with pytest.raises(OSError, match=f"^--option: .*{message}"):
+                check_writable("--option", path, directory=directory)
+    assert sorted(os.listdir(tmp_path)) == ["astray", "file", "loop", "socket"]
+
+
+def test_a_path_is_not_empty(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["explain", "a.png", "--checkpoint", "digits", "--output", ""],
+        ["explain", "", "--checkpoint", "digits", "--output", "out"],
+        ["classify", "a.png", "--checkpoint", ""],
+        ["classify", "a.png", "--labels", ""],
+        ["train", "--data", "digits", "--output", ""],
+        ["train", "--data", "", "--output", "out"],
+        ["train", "--data", "digits", "--output", "out", "--teacher", ""],
+    ):
+        assert "got '', expected a path" in bad(capsys, main, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+# What is not replaced -------------------------------------------------------------------------------------
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced_in_one_piece(tmp_path):
+    target, link = tmp_path / "there" / "target", tmp_path / "link.json"
+    target.parent.mkdir()
+    link.symlink_to("there/target")
+    replace(link, b"old")  # makes what it leads to
+    check_writable("--json", link, directory=False)
+    before = link.stat().st_ino
+    with replacing(link) as scratch:
+        assert (scratch.parent, scratch.suffix) == (target.parent, ".json")
+        scratch.write_bytes(b"new")
+        assert target.read_bytes() == b"old"
+    assert target.stat().st_ino != before
+    assert contents(target.parent) == {"target": b"new"}
+    with filling(tmp_path) as folder:
+        (folder / link.name).write_bytes(b"newer")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"newer"
+
+
+@pytest.mark.parametrize("place", ["/dev/fd/{}", "/proc/self/fd/{}"])
+@pytest.mark.parametrize("through_link", [False, True])
+def test_an_open_file_is_written_to_from_where_it_stands(tmp_path, place, through_link):
+    with open(tmp_path / "file", "wb", buffering=0) as file:
+        file.write(b"before ")
+        place = place.format(file.fileno())
+        if through_link:
+            (tmp_path / "link").symlink_to(place)
+            place = tmp_path / "link"
+        check_writable("--json", place, directory=False)
+        replace(place, b"content")
+        file.write(b" after")
+    assert (tmp_path / "file").read_bytes() == b"before content after"
+
+
+def test_devices_and_pipes_are_written_to(tmp_path):
+    (tmp_path / "link").symlink_to("/dev/null")
+    (tmp_path / "full").symlink_to("/dev/full")
+    for path in ("/dev/null", tmp_path / "link"):
+        replace(path, b"content")
+        check_writable("--json", path, directory=False)
+    assert (tmp_path / "link").is_symlink()
+    assert not os.path.isfile("/dev/null")
+    for path in ("/dev/full", tmp_path / "full"):
+        with pytest.raises(OSError, match=f"^{path}: cannot be written to: No space left on device$"):
+            replace(path, b"content")
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace(pipe, b"content")
+    assert os.read(reader, 100) == b"content"
+    assert pipe.is_fifo()
+    os.close(reader)
+
+
+# Full disks -----------------------------------------------------------------------------------------------
+
+
+def test_of_two_files_the_error_names_the_one_that_is_too_large(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("pathlib.Path.write_text", fail)
+        with (
+            pytest.raises(OSError, match=re.escape(f"{tmp_path / 'a.json'}: cannot be written to: No space")),
+            replacing(tmp_path / "a.json") as a,
+            replacing(tmp_path / "b"),
+        ):
+            write_json(a, {})
+    assert not list(tmp_path.iterdir())
+
+
+FULL = """
+import resource
+from pathlib import Path
+import torch
+from cvt.checkpoints import Checkpoint, save_safetensors
+from cvt.commands import export
+from cvt.commands.bench import results
+from cvt.files import replacing
+from cvt.huggingface import save_huggingface
+from cvt.training import trainer
+from tests.cvt.models import small
+
+def save_within_another(path):
+    with replacing(path) as scratch:
+        save_safetensors(Checkpoint("", model.state_dict()), scratch)
+
+model = small().eval()
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))
+for name, write in {
+    "results.json": lambda path: results.write({"much": "x" * 10**5}, path),
+    "last.pth": lambda path: trainer._write({"model": torch.zeros(10**5)}, path),
+    "weights.safetensors": save_within_another,
+    "model.pt2": lambda path: export.export(model, path, "pt2", image_size=32),
+    "folder": lambda path: save_huggingface(model, path),
+}.items():
     try:
-        with replacing(pipe) as target:
-            target.write_bytes(b"content")
-        assert os.read(reader, 100) == b"content"
-        assert pipe.is_fifo()
-    finally:
-        os.close(reader)
+        write(Path(name))
+    except OSError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    """The limit of a file's size is met in the same places as a full disk is."""
+    monkeypatch.chdir(tmp_path)
+    names = ["results.json", "last.pth", "weights.safetensors", "model.pt2"]
+    for name in names:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "folder").mkdir()
+    result = run_python(FULL)
+    assert result.returncode == 0, result.stderr
+    for line, name in zip(result.stdout.splitlines(), [*names, "folder"], strict=True):
+        assert line.startswith(f"{name}: cannot be written to: File too large")
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "folder"])
+    assert not os.listdir(tmp_path / "folder")
+    assert all((tmp_path / name).read_text() == "old" for name in names)

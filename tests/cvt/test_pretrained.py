@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 
 import pytest
 import torch
@@ -43,7 +42,10 @@ def test_a_directory_rebuilds_exactly_the_model(tmp_path, name):
         assert torch.equal(back(x), model(x))
     assert create_model(checkpoint=tmp_path).config == model.config
     content = json.loads((tmp_path / "config.json").read_text())
-    assert ("model_type" in content) == (name in ("quick_gelu", "two stages"))
+    assert ("model_type" in content) == (name in ("quick_gelu", "two stages"))  # else transformers refuses
+    if name == "scaled":
+        with pytest.raises(CheckpointError, match=r"config.json has stride_kv \[1, 1, 1\], this"):
+            create_model(checkpoint=tmp_path, stride_kv=2)
 
 
 def test_labels_and_images_come_along(tmp_path):
@@ -51,36 +53,12 @@ def test_labels_and_images_come_along(tmp_path):
     model_of("avg").save_pretrained(tmp_path / "a", labels=labels, image_size=48, crop_fraction=0.9)
     back = CvT.from_pretrained(tmp_path / "a", drop_path_rate=0.2)
     assert back.config.drop_path_rate == (0.2, 0.2, 0.2)
-    assert back.labels == labels
-    assert back.preprocessing == (48, 0.9, ())
+    assert (back.labels, back.preprocessing) == (labels, (48, 0.9, ()))
     back.save_pretrained(tmp_path / "b")
     again = CvT.from_pretrained(tmp_path / "b")
     assert (again.labels, again.preprocessing) == (back.labels, back.preprocessing)
     with pytest.warns(UserWarning, match="the head was not loaded"):
         assert CvT.from_pretrained(tmp_path / "a", num_classes=3).labels is None
-    with pytest.raises(ValueError, match="labels: got 3 names, expected 10"):
-        again.save_pretrained(tmp_path / "c", labels=["a", "b", "c"])
-    assert not (tmp_path / "c").exists()
-
-
-def test_transformers_loads_what_it_can_express_and_refuses_the_rest(tmp_path):
-    from transformers import AutoModelForImageClassification
-
-    model = model_of("two stages")
-    model.save_pretrained(tmp_path / "two")
-    peer = AutoModelForImageClassification.from_pretrained(tmp_path / "two").eval()
-    x = torch.randn(2, 3, 64, 64)
-    with torch.inference_mode():
-        torch.testing.assert_close(peer(x).logits, model(x), rtol=1e-4, atol=1e-5)
-    model_of("avg").save_pretrained(tmp_path / "avg")
-    with pytest.raises(ValueError, match="model_type"):
-        AutoModelForImageClassification.from_pretrained(tmp_path / "avg")
-
-
-def test_settings_that_do_not_fit_the_weights_are_refused(tmp_path):
-    model_of("scaled").save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"config.json has stride_kv \[1, 1, 1\], this"):
-        create_model(checkpoint=tmp_path, stride_kv=2)
 
 
 def test_push_and_load(hub, monkeypatch):
@@ -97,9 +75,8 @@ def test_push_and_load(hub, monkeypatch):
     back = CvT.from_pretrained(NAME, token=hub.token, revision="v1")
     assert equal(back.state_dict(), model.state_dict())
     assert (back.config, back.labels[3]) == (model.config, "thing 3")
-    assert equal(
-        CvT.from_pretrained(NAME, local_files_only=True, revision="v1").state_dict(), back.state_dict()
-    )
+    cached = CvT.from_pretrained(NAME, local_files_only=True, revision="v1")
+    assert equal(cached.state_dict(), back.state_dict())
     with pytest.raises(FileNotFoundError, match="local_files_only is set and the cache"):
         CvT.from_pretrained("a/b", local_files_only=True)
 
@@ -121,29 +98,6 @@ def test_arguments_are_named_as_in_the_mixin():
 def test_importing_cvt_imports_neither_library():
     code = "import sys, cvt; print({'huggingface_hub', 'transformers'} & set(sys.modules))"
     assert run_python(code).stdout == "set()\n"
-
-
-def test_pushing_needs_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModuleNotFoundError, match="huggingface_hub is not installed"):
-        small().push_to_hub(NAME)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"image_size": 0}, ValueError, "image_size: got 0, expected at least 1"),
-        ({"image_size": "224"}, TypeError, "image_size: got '224', expected int"),
-        ({"image_size": 224, "crop_fraction": 1.5}, ValueError, "crop_fraction: got 1.5"),
-        ({"image_size": 224, "crop_fraction": 1e-9}, ValueError, "crop_fraction: got 1e-09"),
-        ({"labels": "0123456789"}, TypeError, "labels: got '0123456789', expected one string per class"),
-        ({"labels": 10}, TypeError, "labels: got 10, expected one string per class"),
-    ],
-)
-def test_nothing_is_written_of_what_could_not_be_read(tmp_path, arguments, error, message):
-    with pytest.raises(error, match=message):
-        small().save_pretrained(tmp_path, **arguments)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_had_another_model(tmp_path):
