@@ -1,6 +1,6 @@
-"""The archive that a run leaves: its results, the verdicts and the kernels that Triton compiled meanwhile.
+"""The archive that a run leaves: its results, the entries and the kernels that Triton compiled meanwhile.
 
-It also carries verdicts and compiled kernels from one machine to the next, and so into the next run.
+It also carries entries and compiled kernels from one machine to the next, and so into the next run.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from cvt.files import replacing
-from cvt_kernels import verdicts
+from cvt_kernels import autotune
 
 #: Bytes of an archive, from which on kernels are left out: they can be compiled again.
 LIMIT = 15 * 2**20
-RESULTS, VERDICTS, KERNELS = "results", "verdicts", "triton"
+RESULTS, ENTRIES, KERNELS = "results", "entries", "triton"
 
 
-def verdicts_directory() -> Path:
-    """Returns where verdicts are remembered."""
-    return verdicts.cache_directory() / "verdicts"
+def entries_directory() -> Path:
+    """Returns where entries are remembered."""
+    return autotune.cache_directory() / "entries"
 
 
 def kernels_directory() -> Path:
@@ -60,8 +60,8 @@ def write(path: Path, results: Path, known: Collection[str] = (), limit: int = L
         tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive,
     ):
         archive.add(results, f"{RESULTS}/{results.parent.name}/{results.name}")
-        if verdicts_directory().is_dir():
-            archive.add(verdicts_directory(), VERDICTS)
+        if entries_directory().is_dir():
+            archive.add(entries_directory(), ENTRIES)
         for name in made:
             if file.tell() > limit:
                 left_out += 1
@@ -79,9 +79,9 @@ def _changed(path: Path) -> float:
 
 
 def restore(path: Path) -> None:
-    """Puts the verdicts and kernels of an archive, or of a folder like one, where processes look for them.
+    """Puts the entries and kernels of an archive, or of a folder like one, where processes look for them.
 
-    What is there already stays. Verdicts serve on machines like the one that they are of.
+    What is there already stays. Entries serve on machines like the one that they are of.
 
     Raises:
         OSError, ValueError: It cannot be read.
@@ -95,7 +95,7 @@ def restore(path: Path) -> None:
                     archive.extractall(source, members=_to_restore(archive), filter="data")
             except (tarfile.TarError, EOFError) as error:
                 raise ValueError(f"{path}: is no archive of a stage: {error}") from error
-        for name, target in ((VERDICTS, verdicts_directory()), (KERNELS, kernels_directory())):
+        for name, target in ((ENTRIES, entries_directory()), (KERNELS, kernels_directory())):
             for file in (source / name).rglob("*"):
                 copy = target / file.relative_to(source / name)
                 if file.is_file() and not copy.exists():
@@ -105,5 +105,5 @@ def restore(path: Path) -> None:
 
 def _to_restore(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
-        if member.isreg() and member.name.startswith((f"{VERDICTS}/", f"{KERNELS}/")):
+        if member.isreg() and member.name.startswith((f"{ENTRIES}/", f"{KERNELS}/")):
             yield member

@@ -1,7 +1,7 @@
 """Times ``auto`` beside PyTorch's own forms of every operator, at all shapes of CvT-13, as JSON.
 
-``python -m benchmarks.auto FILE``. Each call runs once before, which proves the kernels if this machine has
-no verdict yet; then the public function and PyTorch's own backends, called directly, run in turns. A call is
+``python -m benchmarks.auto FILE``. Each call runs once before, which tunes the kernels if this machine has
+no entry yet; then the public function and PyTorch's own backends, called directly, run in turns. A call is
 judged by the median of the rounds' own ratios. A call that looks slow is measured again at the end, for
 longer: a disturbance by other programs is over by then, a wrong choice is not. A call that raises costs the
 others nothing. The exit status is 1 if one remains slow or raises.
@@ -21,16 +21,17 @@ import torch
 
 import cvt_kernels as ck
 from cvt.commands.bench.results import ratio
-from cvt_kernels import backends, measure
+from cvt_kernels import backends
+from cvt_kernels.autotune import clock
 from cvt_kernels.tables import aligned
 
 from . import suites
 
 SCHEMA, VERSION = "benchmarks auto", 1
-#: A call is slow if PyTorch's time divided by ours is below this. A proof takes differences of up to 10 % for
-#: noise (``proofs.MARGIN``), and so does this.
+#: A call is slow if PyTorch's time divided by ours is below this. A tuning takes differences of up to 10 % for
+#: noise (``tunings.MARGIN``), and so does this.
 TOLERANCE = 0.9
-#: Seconds that a call may lose all the same: the public functions check their arguments and look the verdict
+#: Seconds that a call may lose all the same: the public functions check their arguments and look the entry
 #: up. Where ``auto`` took the very function that it is compared with, that was 6 to 21 µs on two cores of a
 #: Xeon; at batch 1 there are calls of 60 µs.
 DISPATCH = 25e-6
@@ -253,9 +254,9 @@ def measured(call: Call, seconds: float) -> Measurement:
         chosen = suites.backends_serving(ours).get(call.operator, ["reference"])
         others = {name: call.runner(function) for name, function in pytorchs_own(call).items()}
         runners = [ours, *others.values()]
-        once = sum(itertools.chain(*measure.seconds_in_turns(runners, 1, suites.DEVICE)))
+        once = sum(itertools.chain(*clock.seconds_in_turns(runners, 1, suites.DEVICE)))
         rounds = 1 if suites.TINY else max(FEWEST, min(MOST, int(seconds / once)))
-        times, *theirs = measure.seconds_in_turns(runners, rounds, suites.DEVICE)
+        times, *theirs = clock.seconds_in_turns(runners, rounds, suites.DEVICE)
     medians = dict(zip(others, map(statistics.median, theirs), strict=True))
     best = min(medians, key=medians.__getitem__)
     share = ratio(times, theirs[list(others).index(best)])

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, measure
+from cvt_kernels import backends
+from cvt_kernels.autotune import clock
 
 from . import auto, suites
 
@@ -40,7 +41,7 @@ def called(case: auto.Case, backend: str) -> dict[str, Any]:
         call = case.make(case.setting)
         with ck.use_backend(backend, *PARTS), torch.inference_mode(call.douts is None):
             served = suites.backends_serving(call.runner(getattr(ck, call.operator)))
-            measure.synchronize(suites.DEVICE)
+            clock.synchronize(suites.DEVICE)
         status = "ran" if any(backend in names for names in served.values()) else "not served"
     except Exception as error:  # which must not cost the others their call
         status = f"{type(error).__name__}: {error}"

@@ -31,8 +31,8 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_verdicts_of_a_smoke_test(tmp_path_factory):
-    """Keeps what is proven at the shapes of a smoke test out of the user's cache."""
+def _no_entries_of_a_smoke_test(tmp_path_factory):
+    """Keeps what is tuned at the shapes of a smoke test out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         if suites.TINY:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -128,7 +128,7 @@ def compile_ahead(folder: Path, arch: int, dtypes: Sequence[str]) -> None:
 
 
 def compile_all(arch: int, dtypes: Sequence[str]) -> None:
-    """Compiles the kernels of CvT-13 in inference and training, at the batch sizes that are proven."""
+    """Compiles the kernels of CvT-13 in inference and training, at the batch sizes that are tuned."""
     from cvt.commands.compile import jobs
 
     selection = jobs.Selection([arch], ["cvt_13"], dtypes, OPERATORS, [1, 2, 3], [None], [1, 256])

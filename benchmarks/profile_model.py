@@ -1,7 +1,7 @@
 """Profiles CvT-13: one inference and one training step, by kernel, as JSON.
 
 ``python -m benchmarks.profile_model FILE``. On a GPU time is the device's, elsewhere the CPU's. The backends
-are those of ``auto``, which proves what it needs before.
+are those of ``auto``, which tunes what it needs before.
 """
 
 import torch
@@ -11,7 +11,7 @@ from cvt import CvTConfig, create_model
 from cvt.commands.bench.breakdown import by_kernel
 from cvt.commands.bench.contenders import training_step
 from cvt.factory import randomize
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 
 from . import suites
 
@@ -63,8 +63,8 @@ def main() -> None:
 def profiled(step) -> dict:
     """Measures a step that is warm: time by the clock without the profiler, then by kernel."""
     served = suites.backends_serving(step)
-    ((wall,),) = measure.seconds_in_turns([step], 1, suites.DEVICE)
-    rows = by_kernel(measure.profiled(step, suites.DEVICE), suites.CUDA)
+    ((wall,),) = clock.seconds_in_turns([step], 1, suites.DEVICE)
+    rows = by_kernel(clock.profiled(step, suites.DEVICE), suites.CUDA)
     total = sum(row["microseconds"] for row in rows)
     for row in rows:
         row["share"] = row["microseconds"] / total

@@ -28,7 +28,7 @@ from cvt.evaluation import evaluate
 from cvt.factory import randomize
 from cvt.images import load_images, sample_photos
 from cvt.quantized import compact
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 
 from . import suites
 
@@ -74,7 +74,7 @@ def speeds(tiny: bool) -> list[dict[str, Any]]:
     for batch in batches:
         images = suites.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
         calls = {name: suites.serving(model, images.to(dtype)) for name, (model, dtype) in models.items()}
-        timed = measure.seconds_in_turns(list(calls.values()), rounds, suites.DEVICE)
+        timed = clock.seconds_in_turns(list(calls.values()), rounds, suites.DEVICE)
         for name, seconds in zip(calls, timed, strict=True):
             rows.append({"set": instruction_set, "batch": batch, "model": name, "seconds": seconds})
     return rows

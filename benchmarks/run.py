@@ -1,11 +1,11 @@
-"""Builds, proves, tests, measures, profiles and tunes here, in parts, and leaves the results as JSON.
+"""Builds, tunes, tests, measures, profiles and tunes here, in parts, and leaves the results as JSON.
 
 ``make gpu`` is this script, run by a python3 that has torch and triton already; no network is needed. On a
 GPU it takes four commands, ``--stage 1`` to ``4``, each of at most 570 seconds. Each part is a process of its
-own with a time limit; one that fails or takes too long costs the others nothing. What ``cvt prove`` remembers
+own with a time limit; one that fails or takes too long costs the others nothing. What ``cvt tune`` remembers
 the later parts find where every process looks for it, in the user's cache. ``summary.json`` (how each part
-went) and a file from each part that proves or measures go into ``benchmarks/results/<device>/<date>/``.
-However a stage ends, ``build/gpu/stage<N>.tar.gz`` holds these, the verdicts and the kernels that Triton
+went) and a file from each part that tunes or measures go into ``benchmarks/results/<device>/<date>/``.
+However a stage ends, ``build/gpu/stage<N>.tar.gz`` holds these, the entries and the kernels that Triton
 compiled; ``--from`` gives them to a later stage on another machine. With the pack of ``make gpu-pack``
 nothing needs to be compiled.
 """
@@ -41,7 +41,7 @@ PACK = ROOT / "build" / "gpu-pack"
 SCHEMA, VERSION = "benchmarks summary", 1
 #: The parts, in the order in which they run.
 NAMES = (
-    *("build", "memcheck", "prove_bfloat16", "prove", "gpu_tests", "triton_tests", "ceilings", "auto"),
+    *("build", "memcheck", "tune_bfloat16", "tune", "gpu_tests", "triton_tests", "ceilings", "auto"),
     *("conv_projection", "attention", "layer_norm_gelu", "linear", "fused", "host"),
     *("bench", "bench_bfloat16", "bench_training", "profile", "model"),
     *(
@@ -56,8 +56,8 @@ NAMES = (
 #: The commands of a session on a GPU, and their parts, the most valuable ones first. Each command
 #: builds, since it may run on another machine than the last one.
 STAGES = {
-    1: ("build", "memcheck", "prove_bfloat16"),
-    2: ("build", "prove", "gpu_tests", "triton_tests"),
+    1: ("build", "memcheck", "tune_bfloat16"),
+    2: ("build", "tune", "gpu_tests", "triton_tests"),
     3: (
         *("build", "ceilings", "bench_bfloat16", "bench_training", "bench", "auto", "attention"),
         *("conv_projection", "fused", "linear", "layer_norm_gelu", "host", "model"),
@@ -102,7 +102,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     """Returns every part by name, in the order of ``NAMES``.
 
     Limits are for a GPU: those of a stage leave its archive some time, and a build too, but that of the last
-    parts. The longest are those of ``prove`` and ``prove_bfloat16``, which compile the Triton kernels for the
+    parts. The longest are those of ``tune`` and ``tune_bfloat16``, which compile the Triton kernels for the
     parts after them. On a CPU each part may take all the time that there is.
     """
     cvt_benches, pyramid_benches = benches(device, results, tiny=tiny)
@@ -113,7 +113,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     parts = [
         build(device),
         memcheck(results),
-        *proofs(device, results, tiny=tiny),
+        *tunings(device, results, tiny=tiny),
         *kernel_tests(),
         script("ceilings", "ceilings", 15),
         script("auto", "auto", 80, planned, needs=("pytest",)),
@@ -158,19 +158,19 @@ def memcheck(results: Path) -> Part:
     return Part("memcheck", command, 170, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
-def proofs(device: str, results: Path, *, tiny: bool) -> list[Part]:
-    """Returns the parts that prove what CvT-13 needs: in bfloat16 inference, and besides in all the rest."""
+def tunings(device: str, results: Path, *, tiny: bool) -> list[Part]:
+    """Returns the parts that tune what CvT-13 needs: in bfloat16 inference, and besides in all the rest."""
     cuda = device == "cuda"
     dtypes = ["float32"] if tiny else ["bfloat16", "float32"] if cuda else ["float32", "bfloat16"]
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8"]
 
-    def prove(name: str, seconds: float, dtypes: list[str], *options: str) -> Part:
-        command = [*MODULE, "cvt", "prove", "--device", device, "--json", str(results / f"{name}.json")]
+    def tune(name: str, seconds: float, dtypes: list[str], *options: str) -> Part:
+        command = [*MODULE, "cvt", "tune", "--device", device, "--json", str(results / f"{name}.json")]
         command += ["--model", "cvt_13", "--dtype", *dtypes, "--batch-size", *batches, *options]
         command += ["--time-limit={seconds}"]
         return Part(name, [*command, *(["--image-size", "64"] if tiny else [])], seconds)
 
-    return [prove("prove_bfloat16", 380, ["bfloat16"]), prove("prove", 300, dtypes, "--train")]
+    return [tune("tune_bfloat16", 380, ["bfloat16"]), tune("tune", 300, dtypes, "--train")]
 
 
 def kernel_tests() -> list[Part]:
@@ -324,7 +324,7 @@ def run(
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
     }
-    for name in ("TRITON_INTERPRET", "CVT_KERNELS_BACKEND", "CVT_KERNELS_PROVE", "CVT_KERNELS_VERDICTS"):
+    for name in ("TRITON_INTERPRET", "CVT_KERNELS_BACKEND", "CVT_KERNELS_AUTOTUNE", "CVT_KERNELS_TUNED"):
         environment.pop(name, None)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -497,7 +497,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="archives of earlier stages, whose verdicts and compiled kernels are put to use",
+        help="archives of earlier stages, whose entries and compiled kernels are put to use",
     )
     parser.add_argument("--tiny", action="store_true", help="shapes of a smoke test: a rehearsal")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all --parts (default: 9)")
@@ -543,7 +543,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def restore(archives: Collection[Path]) -> None:
-    """Puts to use what archives and the pack hold of verdicts and compiled kernels.
+    """Puts to use what archives and the pack hold of entries and compiled kernels.
 
     Raises:
         ValueError: One is no archive.

@@ -18,7 +18,8 @@ import torch
 import cvt_kernels as ck
 from cvt.commands.bench import breakdown
 from cvt.files import replacing, write_json
-from cvt_kernels import accuracy, backends, checks, machine, measure
+from cvt_kernels import backends, checks, machine
+from cvt_kernels.autotune import accuracy, clock
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -120,7 +121,7 @@ def implementation(operator: str, name: str):
 
 
 def serving(model: torch.nn.Module, images: torch.Tensor):
-    """Returns a call of a model, whose kernels have been proven."""
+    """Returns a call of a model, whose kernels have been tuned."""
 
     def call() -> torch.Tensor:
         with torch.inference_mode():
@@ -131,7 +132,7 @@ def serving(model: torch.nn.Module, images: torch.Tensor):
 
 
 def backends_serving(call) -> dict[str, list[str]]:
-    """Runs ``call`` twice, of which the first proves what it needs; returns operator → backends."""
+    """Runs ``call`` twice, of which the first tunes what it needs; returns operator → backends."""
     served: dict[str, set[str]] = {}
 
     def noted(operator, backend, implementation):
@@ -219,7 +220,7 @@ def compare(
     record(benchmark, lambda: results(call, leaves, douts), facts, moved=moved, operations=operations)
 
 
-_clock = measure.DeviceClock()
+_clock = clock.DeviceClock()
 #: For ``pytest.mark.benchmark``, of the suites that :func:`record` an operator.
 TIMER = {"timer": _clock.read} if CUDA else {}
 
@@ -249,7 +250,7 @@ def record(
     memory = facts.get("peak_memory_bytes") or peak_memory(call)
     clock, timed = "wall", _waiting(call)
     if CUDA and not host:
-        replay = measure.graph_replay(call)
+        replay = clock.graph_replay(call)
         clock, timed = ("launches", call) if replay is None else ("graph", replay)
     benchmark.group = f"{facts['suite']}, {facts['case']}, {facts['dtype']}, batch {facts['batch']}, {DEVICE}"
     arm = None if clock == "wall" else _clock.arm
@@ -271,7 +272,7 @@ def _waiting(call):
 
     def run() -> None:
         call()
-        measure.synchronize(DEVICE)
+        clock.synchronize(DEVICE)
 
     return run
 
@@ -291,9 +292,9 @@ def rates(seconds: float, dtype: str, moved: int | None, operations: int | None)
 
 def _rounds(call) -> int:
     """Returns how many calls fit into a second, from 5 to 50."""
-    start = measure.now(DEVICE)
+    start = clock.now(DEVICE)
     call()
-    return max(5, min(50, int(1 / (measure.now(DEVICE) - start))))
+    return max(5, min(50, int(1 / (clock.now(DEVICE) - start))))
 
 
 def peak_memory(call) -> int:
@@ -303,7 +304,7 @@ def peak_memory(call) -> int:
     """
     call()
     breakdown.release_workspace()
-    return measure.peak_bytes(call, DEVICE) + breakdown.workspace_bytes()
+    return clock.peak_bytes(call, DEVICE) + breakdown.workspace_bytes()
 
 
 # Ceilings -------------------------------------------------------------------------------------------------
@@ -312,13 +313,13 @@ def peak_memory(call) -> int:
 @functools.cache
 def copy_bandwidth() -> float:
     """Measures the bytes per second of a copy, once per process."""
-    CEILINGS["copy"] = measure.copy_bandwidth(DEVICE, 2**22 if TINY else None)
+    CEILINGS["copy"] = clock.copy_bandwidth(DEVICE, 2**22 if TINY else None)
     return CEILINGS["copy"]
 
 
 @functools.cache
 def product_rate(dtype: str) -> float:
     """Measures the operations per second of a matrix product, once per process."""
-    rate = measure.product_rate(DEVICE, getattr(torch, dtype), 256 if TINY else None)
+    rate = clock.product_rate(DEVICE, getattr(torch, dtype), 256 if TINY else None)
     CEILINGS[f"matmul_{dtype}"] = rate
     return rate

@@ -108,8 +108,8 @@ def load(results: Path) -> list[Run]:
         suites = {name: read(there[name]) for name in SUITES if name in there}
         benches = [bench_results.read(there[name]) for name in BENCHES if name in there]
         auto = path.parent / "auto.json"
-        proven = read(auto, AUTO_SCHEMA, AUTO_VERSION) if auto.exists() else None
-        runs.append(Run(summary, suites, benches, proven))
+        tuned = read(auto, AUTO_SCHEMA, AUTO_VERSION) if auto.exists() else None
+        runs.append(Run(summary, suites, benches, tuned))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
 
 

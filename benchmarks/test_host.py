@@ -30,7 +30,8 @@ import cvt_kernels as ck
 from cvt import PRESETS
 from cvt.commands.bench.contenders import HUGGINGFACE, build_contender, build_huggingface, build_ours
 from cvt.evaluation import cost
-from cvt_kernels import backends, machine, measure
+from cvt_kernels import backends, machine
+from cvt_kernels.autotune import clock
 from cvt_kernels.ops.conv_projection import modules
 
 from . import suites
@@ -51,13 +52,13 @@ MODELS = ("hf", "accelerate", "cvt", "accelerate-frozen", "cvt-frozen")
 
 @pytest.fixture
 def kernels_serve():
-    """Lets the native kernels serve under ``auto`` without a verdict, wherever there are any, on one thread.
+    """Lets the native kernels serve under ``auto`` without an entry, wherever there are any, on one thread.
 
     Where there are none, it is the composition, or else PyTorch's own operator.
     """
 
     def serving(operator, backend, implementation):
-        if backend != "reference":  # it needs no verdict where it is the only one
+        if backend != "reference":  # it needs no entry where it is the only one
             return dataclasses.replace(implementation, why_unavailable=lambda _: "is not measured")
         for better in ("native", "composed"):
             with contextlib.suppress(KeyError):
@@ -96,7 +97,7 @@ def test_model(benchmark, kernels_serve, name, dtype):
         if benchmark.disabled:
             benchmark.pedantic(call)
             return
-        events = measure.profiled(call, "cpu").events() or ()
+        events = clock.profiled(call, "cpu").events() or ()
         benchmark.group = "host time of a forward on a CPU"
         benchmark.pedantic(call, rounds=300, warmup_rounds=20)
     operators = sum(event.cpu_parent is None for event in events)
@@ -151,7 +152,7 @@ def stubbed() -> Iterator[StubbedDriver]:
             triton = backends.registered(operator, "triton")
         except KeyError:
             return implementation
-        if backend == "reference":  # it needs no verdict
+        if backend == "reference":  # it needs no entry
             return dataclasses.replace(triton, devices=None, why_unavailable=None)
         # Available, so that there is a choice, but for no call.
         return dataclasses.replace(
@@ -178,7 +179,7 @@ def launches() -> Iterator[StubbedDriver | None]:
         yield stub
 
 
-def clock(benchmark, case: str, call, stub: StubbedDriver | None, launched: int = 1) -> None:
+def timer(benchmark, case: str, call, stub: StubbedDriver | None, launched: int = 1) -> None:
     """Measures the host time of ``call``, which must launch so many Triton kernels."""
     with torch.inference_mode():
         call()  # compiles
@@ -193,7 +194,7 @@ def clock(benchmark, case: str, call, stub: StubbedDriver | None, launched: int 
     record(benchmark, case, torch.bfloat16, "wall" if suites.CUDA else "wall, without the driver")
 
 
-def record(benchmark, case: str, dtype: torch.dtype, clock: str) -> None:
+def record(benchmark, case: str, dtype: torch.dtype, timer: str) -> None:
     """Notes the median of what has been measured."""
     seconds = benchmark.stats.stats.median
     benchmark.extra_info |= {
@@ -202,7 +203,7 @@ def record(benchmark, case: str, dtype: torch.dtype, clock: str) -> None:
         "contender": "auto",
         "dtype": suites.short(dtype),
         "batch": 1,
-        "clock": clock,
+        "clock": timer,
         "seconds": seconds,
         "images_per_second": 1 / seconds,
     }
@@ -223,7 +224,7 @@ def projection(stage: str):
 
 @pytest.mark.parametrize("stage", suites.stages())
 def test_projection(benchmark, launches, stage):
-    clock(benchmark, f"projection of modules, {stage}", projection(stage), launches)
+    timer(benchmark, f"projection of modules, {stage}", projection(stage), launches)
 
 
 @pytest.mark.parametrize("stage", suites.stages())
@@ -235,14 +236,14 @@ def test_attention(benchmark, launches, stage):
         suites.randn(1, tokens, channels, dtype=torch.bfloat16, seed=tokens).unflatten(2, (-1, 64))
         for tokens in (queries, keys, keys)
     )
-    clock(benchmark, f"attention, {stage}", lambda: ck.attention(q, k, v, scale=channels**-0.5), launches)
+    timer(benchmark, f"attention, {stage}", lambda: ck.attention(q, k, v, scale=channels**-0.5), launches)
 
 
 def test_layer_norm(benchmark, launches):
     x = suites.randn(1, 4, 64, dtype=torch.bfloat16, seed=0)
     norm = nn.LayerNorm(64).to(suites.DEVICE, torch.bfloat16)
     weight, bias = norm.weight, norm.bias
-    clock(benchmark, "layer_norm", lambda: ck.layer_norm(x, weight, bias), launches, launched=0)
+    timer(benchmark, "layer_norm", lambda: ck.layer_norm(x, weight, bias), launches, launched=0)
 
 
 @pytest.mark.parametrize("way", ["by name", "planned"])
@@ -256,7 +257,7 @@ def test_launch(benchmark, launches, way):
     x = arguments["x_ptr"]
     if way == "by name":
         by_name = functools.partial(machine.launch, kernel, grid, x, options, **arguments)
-        clock(benchmark, "launch by name", by_name, launches)
+        timer(benchmark, "launch by name", by_name, launches)
         return
     from cvt_kernels.ops.planned_launches import planned
 
@@ -269,7 +270,7 @@ def test_launch(benchmark, launches, way):
         return call.y_ptrs
 
     run = function.prepare(call)
-    clock(benchmark, "planned launch", lambda: run(*call), launches)
+    timer(benchmark, "planned launch", lambda: run(*call), launches)
 
 
 def fused_operators():
@@ -297,4 +298,4 @@ def fused_operators():
 def test_fused_operator(benchmark, launches, name):
     """A call of an operator that fuses several, small enough for the host to be what takes time."""
     call, launched = next(others for each, *others in fused_operators() if each == name)
-    clock(benchmark, name, call, launches, launched=launched)
+    timer(benchmark, name, call, launches, launched=launched)

@@ -1,7 +1,7 @@
 """Whole models, in inference and in training steps (forward, loss, backward).
 
 The contenders are those of ``cvt bench``, and ours compiled. The time is the wall clock's; for small batches
-on a GPU most of it is the host's, unless a CUDA graph is replayed. Ours run under ``auto``, which proves what
+on a GPU most of it is the host's, unless a CUDA graph is replayed. Ours run under ``auto``, which tunes what
 it needs in a first run that is not timed.
 """
 
@@ -177,8 +177,8 @@ def run(module, x, dtype):
     return step(module, x, dtype) if module.training else [infer(module, x)]
 
 
-def prove(module, x, dtype):
-    """Lets ``auto`` prove what a model needs, before it is compiled or timed; returns operator → backends."""
+def tune(module, x, dtype):
+    """Lets ``auto`` tune what a model needs, before it is compiled or timed; returns operator → backends."""
     module = getattr(module, "_orig_mod", module)  # of a compiled one, what it is made of
     return suites.backends_serving(functools.partial(run, module, x, dtype))
 
@@ -199,7 +199,7 @@ def test_model(benchmark, model, mode, batch, dtype, name):
         call = functools.partial(run, contender.model, x, dtype)
         with ck.use_backend(*contender.backends), compiling:
             launched = contender.launched().model  # a replay calls no backend and allocates nothing
-            proven = {} if contender.backends == ("reference",) else prove(launched, x, dtype)
+            tuned = {} if contender.backends == ("reference",) else tune(launched, x, dtype)
             few = min(batch, CHECKED if training else 2)
             if name in COMPILED:  # for this batch and no other
                 few = batch if training else few  # in training images depend on each other
@@ -215,7 +215,7 @@ def test_model(benchmark, model, mode, batch, dtype, name):
                 "batch": batch,
             }
             if name in OURS:  # graphs may take other backends
-                facts["backends"] = proven
+                facts["backends"] = tuned
             if name in GRAPHED:
                 facts["peak_memory_bytes"] = suites.peak_memory(functools.partial(run, launched, x, dtype))
                 call()

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import machine, measure
+from cvt_kernels import machine
+from cvt_kernels.autotune import clock
 
 from . import suites
 
@@ -166,7 +167,7 @@ def seconds_of(job: Job, candidate: Any, expected: tuple[torch.Tensor, ...]) -> 
         if not (ours - theirs).abs().max() <= 0.02 * theirs.abs().max():  # nor NaN
             raise ValueError("computes something else")
     rounds = 2 if suites.TINY else 20
-    return sum(measure.fastest(launch.start, suites.DEVICE, rounds) for launch in launches)
+    return sum(clock.fastest(launch.start, suites.DEVICE, rounds) for launch in launches)
 
 
 def tune(job: Job, config: Any, ahead: dict[Any, Future], deadline: float) -> dict[str, Any]:

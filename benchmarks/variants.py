@@ -33,7 +33,7 @@ from cvt.model import CvT
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
 from cvt.training.trainer import Trainer
 from cvt.weight_pruning import pruned_config
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 from cvt_kernels.records import PositionBias
 
 from . import suites
@@ -69,7 +69,7 @@ def main() -> int:
 
 def speeds(calls: Mapping[Any, Callable[[], Any]], batch: int, tiny: bool) -> dict[Any, float]:
     """Returns the images per second of calls that are timed in turns, by the median of their runs."""
-    timed = measure.seconds_in_turns(list(calls.values()), 2 if tiny else 10, suites.DEVICE)
+    timed = clock.seconds_in_turns(list(calls.values()), 2 if tiny else 10, suites.DEVICE)
     return {name: batch / statistics.median(seconds) for name, seconds in zip(calls, timed, strict=True)}
 
 

@@ -1,5 +1,5 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
-// The Python module `_C` itself holds the facts of its build, and a switch for the proof of the kernels.
+// The Python module `_C` itself holds the facts of its build, and a switch for the tuning of the kernels.
 
 // torch 2.11 refuses to share its pybind11 with users of the stable ABI, which has nothing to do with it.
 #pragma push_macro("TORCH_TARGET_VERSION")

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import checks, measure
+from cvt_kernels import checks
+from cvt_kernels.autotune import clock
 from cvt_kernels.backends import requesting
 
 from .config import CvTConfig
@@ -46,7 +47,7 @@ class Evaluation(NamedTuple):
         loss: Cross-entropy, mean over the images.
         confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
         images_per_second: The speed of forward passes, without the first batch of each size, in which kernels
-            may be proven, unless there are no others.
+            may be tuned, unless there are no others.
         peak_memory: Bytes. On CUDA, PyTorch's peak during the evaluation; elsewhere the largest resident size
             that the process ever had, or None where the system does not tell.
     """
@@ -239,9 +240,9 @@ class _Observer:
 
     def forward(self, images: Tensor) -> Tensor:
         """Runs the model."""
-        start = measure.now(self.device)
+        start = clock.now(self.device)
         logits = self._model(images)
-        self._seconds.append(measure.now(self.device) - start)
+        self._seconds.append(clock.now(self.device) - start)
         self._sizes.append(len(images))
         sizes = images.shape[2:] if self._of_pixels else ()
         if logits.ndim != 2 + len(sizes) or (len(logits), *logits.shape[2:]) != (len(images), *sizes):

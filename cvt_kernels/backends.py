@@ -101,13 +101,13 @@ class Operator:
     Attributes:
         name: Its name.
         bind: Makes the record of a call of its arguments.
-        kind: Given the record of a call, returns words for all calls that share a verdict: those with the
+        kind: Given the record of a call, returns words for all calls that share an entry: those with the
             same kernels and about the same economics.
         sample: Given a factor and the record of a call, returns that of a call of fewer images: with 1 as few
             as suffice to check it on a CPU, with 32 about as many as change its speed there.
-        defaults: PyTorch's own backends, of which the first that can serves where there is no verdict; before
+        defaults: PyTorch's own backends, of which the first that can serves where there is no entry; before
             them ``composed``, if other operators are to serve then.
-        exact: Computes the exact result for proofs, from a record in float64; None for the reference.
+        exact: Computes the exact result for tunings, from a record in float64; None for the reference.
         unrounded: Computes results that are right as well, of implementations that do not round where the
             operator does.
         fused_by_compiler: Whether torch.compile's own code for a CPU fuses it with what is around it.
@@ -335,7 +335,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         use_backend("reference")                    # from now on
         with use_backend("triton", "native"): ...   # only here: Triton's kernel, else csrc's
 
-    ``"auto"``, the default, takes the fastest backend that has been proven on this machine. Names are an
+    ``"auto"``, the default, takes the fastest backend that has been tuned on this machine. Names are an
     order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. An operator
     without kernels of this project, ``linear``, ignores a request that names none of its backends. The
     environment variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that
@@ -497,7 +497,7 @@ def _ask_why_unavailable(implementation: Implementation, device_type: str) -> st
 
 
 def forget() -> None:
-    """Forgets the plans of this process, so that verdicts and the machine are asked again.
+    """Forgets the plans of this process, so that entries and the machine are asked again.
 
     What process groups agreed on stays: a process that asked the others again would wait for them in vain.
     """

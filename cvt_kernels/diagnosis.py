@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 import torch
 
-from . import backends, dispatch, machine, verdicts
+from . import autotune, backends, dispatch, machine
 from .tables import aligned, printable
 
 _BROKEN = "the extension does not load, see above"
 
 
 def doctor() -> str:
-    """Describes this machine: what is installed, which backends serve each operator, and what is proven.
+    """Describes this machine: what is installed, which backends serve each operator, and what is tuned.
 
     Returns:
         Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
 
     Raises:
-        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_PROVE`` has a value that is
+        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_AUTOTUNE`` has a value that is
             unknown here.
     """
     facts = machine.facts()
     device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
-    stores = {name: verdicts.store_for(torch.device(name)) for name in device_types}
+    caches = {name: autotune.cache_for(torch.device(name)) for name in device_types}
     lines = [
         f"python   {facts.python}",
         f"torch    {facts.torch}",
@@ -34,10 +34,10 @@ def doctor() -> str:
         f"nvcc     {facts.nvcc}",
         f"native   {facts.native}",
         f"backend  {', '.join(backends.requested_backends())} requested",
-        f"proving  {_proving()}",
-        *(f"verdicts {_verdicts_line(name, store)}" for name, store in stores.items()),
-        *(f"verdicts {name}: {advice}" for name, store in stores.items() if (advice := store.advice())),
-        *(f"verdicts {line}" for line in _shipped(list(stores.values()))),
+        f"autotune {_tuning()}",
+        *(f"entries  {_entries_line(name, cache)}" for name, cache in caches.items()),
+        *(f"entries  {name}: {advice}" for name, cache in caches.items() if (advice := cache.advice())),
+        *(f"entries  {line}" for line in _shipped(list(caches.values()))),
     ]
     for device_type in device_types:
         lines += ["", *aligned(_operator_rows(device_type))]
@@ -46,7 +46,7 @@ def doctor() -> str:
     lines += _section("not available here:", _unavailable(device_types))
     lines += _section(
         "failed their check on this machine, and not used; please report these lines:",
-        (line for name, store in stores.items() for line in _faults(name, store)),
+        (line for name, cache in caches.items() for line in _faults(name, cache)),
     )
     lines += _section(
         "passed over in this process:",
@@ -67,14 +67,14 @@ def as_json() -> dict[str, object]:
     for device_type in device_types:
         rows = _operator_rows(device_type)[1:]
         devices[device_type] = {
-            "verdicts": len(verdicts.store_for(torch.device(device_type)).verdicts()),
+            "entries": len(autotune.cache_for(torch.device(device_type)).entries()),
             "operators": {name: {"backends": able, "served_by": served} for name, able, served in rows},
-            "failed": list(_faults(device_type, verdicts.store_for(torch.device(device_type)))),
+            "failed": list(_faults(device_type, autotune.cache_for(torch.device(device_type)))),
         }
     return {
         **facts._asdict(),
         "requested": backends.requested_backends(),
-        "proving": verdicts.proving_enabled(),
+        "autotune": autotune.tuning_enabled(),
         "devices": devices,
         "not_available": list(_unavailable(device_types)),
         "passed_over": {f"{op}, {name}": reason for (op, name), reason in backends.fallbacks().items()},
@@ -83,7 +83,7 @@ def as_json() -> dict[str, object]:
 
 _AT_FIRST_USE_ON_A_GPU = (
     "On a GPU the first call of each kind is slow: Triton compiles its kernel, every backend is compared",
-    "with float64 and timed, and the fastest serves from then on. `cvt prove` does so ahead of time.",
+    "with float64 and timed, and the fastest serves from then on. `cvt tune` does so ahead of time.",
 )
 
 
@@ -93,30 +93,30 @@ def _section(heading: str, lines: Iterator[str]) -> list[str]:
     return ["", heading, *indented] if indented else []
 
 
-# Verdicts -------------------------------------------------------------------------------------------------
+# Entries -------------------------------------------------------------------------------------------------
 
 
-def _proving() -> str:
-    if verdicts.proving_enabled():
+def _tuning() -> str:
+    if autotune.tuning_enabled():
         return "on: auto checks and times the backends at the first call of each kind"
-    return "off (CVT_KERNELS_PROVE=0): without a verdict, auto takes PyTorch's own operator"
+    return "off (CVT_KERNELS_AUTOTUNE=0): without an entry, auto takes PyTorch's own operator"
 
 
-def _verdicts_line(device_type: str, store: verdicts.Store) -> str:
-    """Tells how many verdicts are known for a type of device, how many of them are cached, and where."""
-    known, cached = len(store.verdicts()), len(store.cached_verdicts())
+def _entries_line(device_type: str, cache: autotune.Cache) -> str:
+    """Tells how many entries are known for a type of device, how many of them are cached, and where."""
+    known, cached = len(cache.entries()), len(cache.cached_entries())
     counts = f"{device_type}: {known} known"
     if known:
         counts += f", {cached or 'none'} of them in the cache"
-    reason = store.why_not_remembered(may_write=False)
+    reason = cache.why_not_remembered(may_write=False)
     if reason is None:
-        return f"{counts}; new ones go to {store.path}"
+        return f"{counts}; new ones go to {cache.path}"
     return f"{counts}; new ones hold for one process only: {reason}"
 
 
-def _shipped(stores: list[verdicts.Store]) -> Iterator[str]:
-    """Tells how many verdicts of each file in ``CVT_KERNELS_VERDICTS`` count here, or why it is ignored."""
-    by_store = [store.shipped_files() for store in stores]
+def _shipped(caches: list[autotune.Cache]) -> Iterator[str]:
+    """Tells how many entries of each file in ``CVT_KERNELS_TUNED`` count here, or why it is ignored."""
+    by_store = [cache.shipped_files() for cache in caches]
     for path in by_store[0]:
         found = [files[path] for files in by_store]
         reasons = [each for each in found if isinstance(each, str)]
@@ -124,13 +124,13 @@ def _shipped(stores: list[verdicts.Store]) -> Iterator[str]:
         yield f"{path}: ignored: {reasons[0]}" if reasons else f"{path}: {counts} of them, read only"
 
 
-def _faults(device_type: str, store: verdicts.Store) -> Iterator[str]:
-    """Lists the kernels of this project that were wrong or failed, each with its question and flaw."""
-    for question, verdict in sorted(store.verdicts().items()):
+def _faults(device_type: str, cache: autotune.Cache) -> Iterator[str]:
+    """Lists the kernels of this project that were wrong or failed, each with its cache key and flaw."""
+    for cache_key, entry in sorted(cache.entries().items()):
         for backend in backends.OURS:
-            trial = verdict.trials.get(backend)
-            if trial is not None and trial.flaw is not None:
-                yield f"{question}, {backend} on {device_type}: {trial.flaw}"
+            measurement = entry.measurements.get(backend)
+            if measurement is not None and measurement.flaw is not None:
+                yield f"{cache_key}, {backend} on {device_type}: {measurement.flaw}"
 
 
 # Backends -------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _faults(device_type: str, store: verdicts.Store) -> Iterator[str]:
 
 def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
     """Returns the table of operators on a type of device: what can serve there, and what does."""
-    rows = [(f"on {device_type}", "backends", "served by (number of verdicts)")]
+    rows = [(f"on {device_type}", "backends", "served by (number of entries)")]
     for operator in backends.operators:
         reasons = {
             name: _why_unavailable_or_broken(operator, name, device_type) for name in _implemented(operator)
@@ -154,7 +154,7 @@ def _implemented(operator: str) -> list[str]:
 
 
 def _served_by(operator: str, device_type: str, available: list[str], is_broken: bool) -> str:
-    """Returns the backends that serve an operator, with the numbers of their verdicts."""
+    """Returns the backends that serve an operator, with the numbers of their entries."""
     if backends.requested_backends() != ("auto",):
         try:
             return next(iter(dispatch.chosen_backends(operator, device_type)), "none")
@@ -166,8 +166,8 @@ def _served_by(operator: str, device_type: str, available: list[str], is_broken:
         return available[0]
     counts = dispatch.chosen_backends(operator, device_type)
     ordered = sorted(counts, key=lambda name: -counts[name])
-    unproven = "not used yet" if verdicts.proving_enabled() else "PyTorch's own operator"
-    return ", ".join(f"{name} {counts[name]}" for name in ordered) or unproven
+    untuned = "not used yet" if autotune.tuning_enabled() else "PyTorch's own operator"
+    return ", ".join(f"{name} {counts[name]}" for name in ordered) or untuned
 
 
 def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The choice of the backend that serves a call.
 
 The first call of a key (``declaration``) asks :func:`choose`; a plan serves the others. Under ``auto``
-the choice is a verdict: proven and measured on this machine at the first call of its kind (``proofs``),
-and remembered on disk (``verdicts``). It is plain Python over module globals and the request of the
+the choice is an entry: tuned and measured on this machine at the first call of its kind (``tunings``),
+and remembered on disk (``entries``). It is plain Python over module globals and the request of the
 context, so that ``torch.compile(fullgraph=True)`` traces through it.
 """
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import backends, checks, machine, verdicts
+from . import autotune, backends, caller, checks, machine
 from .backends import (
     BACKENDS,
     OURS,
@@ -30,7 +30,7 @@ from .backends import (
 )
 
 if TYPE_CHECKING:
-    from . import proofs
+    from .autotune import tuner
 
 
 class Choice(NamedTuple):
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 
 def choose(operator: str, call: Record) -> Choice:
-    """Chooses between the requested backends, or under ``auto`` by verdict.
+    """Chooses between the requested backends, or under ``auto`` by entry.
 
     What is counted is served by PyTorch's own operators, whatever is requested.
 
@@ -68,7 +68,7 @@ def choose_recorded(operator: str, call: Record) -> Choice:
     """Chooses for a call that ``torch.jit.trace`` records: PyTorch's own operators, for whatever machine.
 
     Public functions end here before they check their arguments: sizes are tensors then, and what is compared
-    with them would become part of the record. Nothing is proven, noted or remembered.
+    with them would become part of the record. Nothing is tuned, noted or remembered.
 
     Raises:
         BackendUnavailable: Kernels of this project are requested, and nothing of PyTorch's own after them.
@@ -125,7 +125,7 @@ def _names_requested(operator: str) -> tuple[str, ...]:
 
 
 def _choose_traced(operator: str, call: Record) -> str:
-    """Chooses for a call that torch.compile or torch.export traces; a verdict is a constant of the trace."""
+    """Chooses for a call that torch.compile or torch.export traces; an entry is a constant of the trace."""
     described, x = backends.operators[operator], call[0]
     if checks.is_exporting():  # for whatever machine, and for sizes that may not be asked for
         return _first_able(operator, described.defaults, call, notes=False)
@@ -162,7 +162,7 @@ def _first_able(operator: str, names: Sequence[str], call: Record, *, notes: boo
     raise BackendUnavailable(operator, backend, str(reason))
 
 
-# Verdicts -------------------------------------------------------------------------------------------------
+# Entries -------------------------------------------------------------------------------------------------
 
 
 def _choice(operator: str, eager: str, in_graphs: str | None = None, *, lasts: bool = True) -> Choice:
@@ -171,7 +171,7 @@ def _choice(operator: str, eager: str, in_graphs: str | None = None, *, lasts: b
 
 
 def _choose(operator: str, call: Record) -> Choice:
-    """Chooses by verdict, which is proven if need be and possible, or else PyTorch's own."""
+    """Chooses by entry, which is tuned if need be and possible, or else PyTorch's own."""
     x = call[0]
     able = _able(operator, call)
     default = next(name for name in backends.operators[operator].defaults if name in able)
@@ -180,49 +180,49 @@ def _choose(operator: str, call: Record) -> Choice:
     if (reason := _why_not_for_kernels(call)) is not None:
         _note_passed_over(operator, able, default, reason)
         return _choice(operator, default, lasts=False)
-    store = verdicts.store_for(x.device)
-    asked = _question_of(operator, call)
-    verdict = store.get(asked)
-    if verdict is None and is_proving():
+    cache = autotune.cache_for(x.device)
+    asked = _cache_key_of(operator, call)
+    entry = cache.get(asked)
+    if entry is None and is_tuning():
         return _choice(operator, able[0], lasts=False)
-    if verdict is None or not _knows(verdict, able):
-        lasting, passing = _why_not_provable(store), _why_not_provable_now(x)
+    if entry is None or not _knows(entry, able):
+        lasting, passing = _why_not_provable(cache), _why_not_provable_now(x)
         if lasting is None and passing is None:
             try:
-                verdict = _prove(store, asked, able, operator, call)
+                entry = _tune(cache, asked, able, operator, call)
             except Warning:  # where warnings are errors
                 raise
             except Exception as error:  # the call itself may be served all the same, or raises it again
-                from . import proofs
+                from .autotune import tuner
 
-                reason = f"could not be proven: {proofs.describe_error(error)}"
+                reason = f"could not be tuned: {tuner.describe_error(error)}"
                 _note_passed_over(operator, able, default, reason)
                 return _choice(operator, default)
-        elif verdict is None:
-            _note_passed_over(operator, able, default, f"has no verdict, and {lasting or passing}")
+        elif entry is None:
+            _note_passed_over(operator, able, default, f"has no entry, and {lasting or passing}")
             return _choice(operator, default, lasts=passing is None)
-    elif verdict.is_unsure and _may_time_again(store, x) and store.times_again(asked):
-        verdict = _time_again(store, asked, verdict, operator, call)
-    if torch.are_deterministic_algorithms_enabled() and not verdict.is_lasting:
-        reason = "deterministic algorithms are demanded, but the verdict holds for this process only"
+    elif entry.is_unsure and _may_time_again(cache, x) and cache.times_again(asked):
+        entry = _time_again(cache, asked, entry, operator, call)
+    if torch.are_deterministic_algorithms_enabled() and not entry.is_lasting:
+        reason = "deterministic algorithms are demanded, but the entry holds for this process only"
         _note_passed_over(operator, able, default, reason)
         return _choice(operator, default)
-    _note(operator, verdict)
+    _note(operator, entry)
     return _choice(
-        operator, *(name if name in able else default for name in (verdict.chosen, verdict.chosen_in_graphs))
+        operator, *(name if name in able else default for name in (entry.chosen, entry.chosen_in_graphs))
     )
 
 
-def is_proving() -> bool:
-    """Says whether a call is part of a composition that is being proven, whose parts wait for their turn."""
-    from . import proofs
+def is_tuning() -> bool:
+    """Says whether a call is part of a composition that is being tuned, whose parts wait for their turn."""
+    from .autotune import tuner
 
-    return proofs.is_proving()
+    return tuner.is_tuning()
 
 
-def _knows(verdict: verdicts.Verdict | None, able: list[str]) -> bool:
-    """Says whether a verdict is of all backends that are able; a call before may have kept one away."""
-    return verdict is not None and all(name in verdict.trials for name in able)
+def _knows(entry: autotune.Entry | None, able: list[str]) -> bool:
+    """Says whether an entry is of all backends that are able; a call before may have kept one away."""
+    return entry is not None and all(name in entry.measurements for name in able)
 
 
 def _note_passed_over(operator: str, able: list[str], default: str, reason: str) -> None:
@@ -245,17 +245,17 @@ def _able(operator: str, call: Record) -> list[str]:
     return able
 
 
-def question(operator: str, *args: Any, **kwargs: Any) -> str:
-    """Returns the question that a verdict on such calls answers, as in the files of verdicts."""
-    return _question_of(operator, backends.operators[operator].bind(*args, **kwargs))
+def cache_key(operator: str, *args: Any, **kwargs: Any) -> str:
+    """Returns the cache key that an entry on such calls answers, as in the files of entries."""
+    return _cache_key_of(operator, backends.operators[operator].bind(*args, **kwargs))
 
 
-def _question_of(operator: str, call: Record) -> str:
+def _cache_key_of(operator: str, call: Record) -> str:
     kind = backends.operators[operator].kind(call)
-    return _question(operator, call[0].dtype, call[0].device, wants_gradient(call), kind)
+    return _cache_key(operator, call[0].dtype, call[0].device, wants_gradient(call), kind)
 
 
-def _question(operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str) -> str:
+def _cache_key(operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str) -> str:
     numbers = checks.dtype_name(dtype)
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
@@ -268,70 +268,70 @@ def _question(operator: str, dtype: torch.dtype, device: torch.device, gradient:
 def _remembered_backend(
     operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str
 ) -> str | None:
-    """Returns the backend of a remembered verdict for graphs; None without one."""
-    asked = _question(operator, dtype, device, gradient, kind)
-    verdict = verdicts.store_for(device).get(asked)
-    if verdict is not None:
-        return verdict.chosen_in_graphs
-    reason = "has no verdict, and nothing is proven while torch.compile traces"
+    """Returns the backend of a remembered entry for graphs; None without one."""
+    asked = _cache_key(operator, dtype, device, gradient, kind)
+    entry = autotune.cache_for(device).get(asked)
+    if entry is not None:
+        return entry.chosen_in_graphs
+    reason = "has no entry, and nothing is tuned while torch.compile traces"
     for backend in OURS:
         if why_unavailable(operator, backend, device.type) is None:
             backends.note_fallback(operator, backend, reason)
     return None
 
 
-def _why_not_provable(store: verdicts.Store) -> str | None:
-    """Says why nothing is proven at first use in this process; None if it is."""
-    if not verdicts.proving_enabled():
-        return "CVT_KERNELS_PROVE=0 forbids proving it at first use"
-    # A verdict that cannot be remembered could be another one in the next run.
-    if torch.are_deterministic_algorithms_enabled() and (reason := store.why_not_remembered()) is not None:
-        return f"deterministic algorithms are demanded, but verdicts cannot be remembered: {reason}"
+def _why_not_provable(cache: autotune.Cache) -> str | None:
+    """Says why nothing is tuned at first use in this process; None if it is."""
+    if not autotune.tuning_enabled():
+        return "CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use"
+    # An entry that cannot be remembered could be another one in the next run.
+    if torch.are_deterministic_algorithms_enabled() and (reason := cache.why_not_remembered()) is not None:
+        return f"deterministic algorithms are demanded, but entries cannot be remembered: {reason}"
     return None
 
 
 def _why_not_provable_now(x: Tensor) -> str | None:
-    """Says why a call cannot be proven where it is made; None if it can."""
+    """Says why a call cannot be tuned where it is made; None if it can."""
     if x.numel() == 0:
-        return "nothing is proven on an empty tensor"
+        return "nothing is tuned on an empty tensor"
     if x.device.type not in ("cpu", "cuda"):
-        return f"nothing is proven on {x.device.type} tensors"
+        return f"nothing is tuned on {x.device.type} tensors"
     if machine.is_capturing(x):
-        return "nothing is proven while a CUDA graph is captured"
+        return "nothing is tuned while a CUDA graph is captured"
     return None
 
 
 def _why_not_for_kernels(call: Record) -> str | None:
-    """Says why a call is for PyTorch's own, whatever the verdict; None if it is not."""
+    """Says why a call is for PyTorch's own, whatever the entry; None if it is not."""
     tensors = checks.tensors_of(call)
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
-        return "verdicts do not hold for subclasses of tensors"
+        return "entries do not hold for subclasses of tensors"
     if checks.is_transformed() or checks.forward_mode_enabled():
-        return "verdicts do not hold within function transforms and forward-mode differentiation"
+        return "entries do not hold within function transforms and forward-mode differentiation"
     return None
 
 
-def proof_of(operator: str, *args: Any, **kwargs: Any) -> proofs.Proof:
-    """Returns the proof of all backends that can serve calls with such arguments.
+def task_of(operator: str, *args: Any, **kwargs: Any) -> tuner.Task:
+    """Returns the tuning of all backends that can serve calls with such arguments.
 
-    It is to be run by ``proofs.prove``, or in parts.
+    It is to be run by ``tuner.tune``, or in parts.
     """
-    return _proof_of(operator, backends.operators[operator].bind(*args, **kwargs))
+    return _task_of(operator, backends.operators[operator].bind(*args, **kwargs))
 
 
-def _proof_of(operator: str, call: Record) -> proofs.Proof:
-    from . import proofs  # is not needed where every verdict is known
+def _task_of(operator: str, call: Record) -> tuner.Task:
+    from .autotune import tuner  # is not needed where every entry is known
 
     described, known = backends.operators[operator], backends.implementations[operator]
     x, able = call[0], _able(operator, call)
-    asked, gradient = _question_of(operator, call), wants_gradient(call)
+    asked, gradient = _cache_key_of(operator, call), wants_gradient(call)
 
-    def images(factor: int) -> proofs.Call:
-        return proofs.Call(described.sample(factor, call), gradient)
+    def images(factor: int) -> tuner.Call:
+        return tuner.Call(described.sample(factor, call), gradient)
 
-    with proofs.undisturbed(x.device):
-        return proofs.Proof(
-            question=asked,
+    with tuner.undisturbed(x.device):
+        return tuner.Task(
+            cache_key=asked,
             reference=known["reference"].function,
             candidates={name: known[name].function for name in able},
             default=next(name for name in described.defaults if name in able),
@@ -345,94 +345,92 @@ def _proof_of(operator: str, call: Record) -> proofs.Proof:
 _ALL = 2**40  # more than any call has
 
 
-def _prove(
-    store: verdicts.Store, asked: str, able: list[str], operator: str, call: Record
-) -> verdicts.Verdict:
-    """Proves a call, unless another process has done so meanwhile, and remembers the verdict."""
-    from . import proofs
+def _tune(cache: autotune.Cache, asked: str, able: list[str], operator: str, call: Record) -> autotune.Entry:
+    """Tunes a call, unless another process has done so meanwhile, and remembers the entry."""
+    from .autotune import tuner
 
-    with proofs.noticed(), store.proving(lambda: _knows(store.get(asked), able)):
-        known = store.get(asked)
+    with tuner.noticed(), cache.tuning(lambda: _knows(cache.get(asked), able)):
+        known = cache.get(asked)
         if known is not None and _knows(known, able):
             return known
-        verdict = proofs.prove(_proof_of(operator, call))
-        store.remember({asked: verdict}, replace=known is not None)
-    _warn_of_wrong_kernels(asked, verdict)
-    return verdict
+        entry = tuner.tune(_task_of(operator, call))
+        cache.remember({asked: entry}, replace=known is not None)
+    _warn_of_wrong_kernels(asked, entry)
+    return entry
 
 
-def _may_time_again(store: verdicts.Store, x: Tensor) -> bool:
+def _may_time_again(cache: autotune.Cache, x: Tensor) -> bool:
     """Says whether a call may be timed again; not where the choice is to stay from run to run."""
-    if is_proving() or torch.are_deterministic_algorithms_enabled():
+    if is_tuning() or torch.are_deterministic_algorithms_enabled():
         return False
-    return _why_not_provable(store) is None and _why_not_provable_now(x) is None
+    return _why_not_provable(cache) is None and _why_not_provable_now(x) is None
 
 
 def _time_again(
-    store: verdicts.Store, asked: str, verdict: verdicts.Verdict, operator: str, call: Record
-) -> verdicts.Verdict:
-    """Times a call again and remembers the verdict, unless another process proves; returns what holds."""
-    from . import proofs
+    cache: autotune.Cache, asked: str, entry: autotune.Entry, operator: str, call: Record
+) -> autotune.Entry:
+    """Times a call again and remembers the entry, unless another process tunes; returns what holds."""
+    from .autotune import tuner
 
-    with store.proving(waits=False) as has_turn:
-        known = store.get(asked)
-        if not has_turn or known != verdict:
-            return known or verdict
+    with cache.tuning(waits=False) as has_turn:
+        known = cache.get(asked)
+        if not has_turn or known != entry:
+            return known or entry
         try:
-            again = proofs.time_again(_proof_of(operator, call), verdict)
+            again = tuner.time_again(_task_of(operator, call), entry)
         except Warning:  # where warnings are errors
             raise
         except Exception:  # as where there is not enough memory
-            return verdict
-        store.remember({asked: again}, replace=True)
+            return entry
+        cache.remember({asked: again}, replace=True)
     return again
 
 
-def _warn_of_wrong_kernels(asked: str, verdict: verdicts.Verdict) -> None:
+def _warn_of_wrong_kernels(asked: str, entry: autotune.Entry) -> None:
     for backend in OURS:
-        trial = verdict.trials.get(backend)
-        if trial is None or trial.flaw is None or "OutOfResources" in trial.flaw:
+        measurement = entry.measurements.get(backend)
+        if measurement is None or measurement.flaw is None or "OutOfResources" in measurement.flaw:
             continue  # a GPU with less shared memory is no reason to worry
-        if trial.is_lasting:
+        if measurement.is_lasting:
             message = (
                 f"failed its check on this machine and is not used for calls of this kind ({asked}): "
-                f"{trial.flaw}. {verdict.chosen} serves instead, so that results are right. Please report "
+                f"{measurement.flaw}. {entry.chosen} serves instead, so that results are right. Please report "
                 "this line with the output of `cvt doctor`."
             )
         else:
             message = (
                 f"could not be tried and is not used in this process for calls of this kind ({asked}): "
-                f"{trial.flaw}. {verdict.chosen} serves instead. The next process tries again."
+                f"{measurement.flaw}. {entry.chosen} serves instead. The next process tries again."
             )
         warnings.warn(
             f"cvt_kernels: the kernel of backend {backend!r} {message}",
             RuntimeWarning,
-            stacklevel=verdicts.stacklevel_of_caller(),
+            stacklevel=caller.stacklevel_of_caller(),
         )
 
 
-def _note(operator: str, verdict: verdicts.Verdict) -> None:
-    """Notes why a verdict passed over the backends that it did not choose."""
-    for backend, trial in verdict.trials.items():
-        if backend != verdict.chosen:
-            backends.note_fallback(operator, backend, trial.flaw or _why_slower(trial, verdict))
+def _note(operator: str, entry: autotune.Entry) -> None:
+    """Notes why an entry passed over the backends that it did not choose."""
+    for backend, measurement in entry.measurements.items():
+        if backend != entry.chosen:
+            backends.note_fallback(operator, backend, measurement.flaw or _why_slower(measurement, entry))
 
 
-def _why_slower(trial: verdicts.Trial, verdict: verdicts.Verdict) -> str:
-    chosen = verdict.trials.get(verdict.chosen)
-    mine, best = trial.call_seconds, chosen and chosen.call_seconds
+def _why_slower(measurement: autotune.Measurement, entry: autotune.Entry) -> str:
+    chosen = entry.measurements.get(entry.chosen)
+    mine, best = measurement.call_seconds, chosen and chosen.call_seconds
     if mine is None or best is None:
-        return f"{verdict.chosen} serves such calls here"
+        return f"{entry.chosen} serves such calls here"
     if mine <= best:
-        return f"is hardly faster than {verdict.chosen} (measured here)"
-    return f"takes {1e6 * mine:.0f} µs where {verdict.chosen} takes {1e6 * best:.0f} (measured here)"
+        return f"is hardly faster than {entry.chosen} (measured here)"
+    return f"takes {1e6 * mine:.0f} µs where {entry.chosen} takes {1e6 * best:.0f} (measured here)"
 
 
 def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
-    """Returns the backends that serve an operator on a type of device, each with its number of verdicts.
+    """Returns the backends that serve an operator on a type of device, each with its number of entries.
 
     They come most frequent first. Where backends are requested, it is the first of them that may serve, with
-    0; without verdicts nothing.
+    0; without entries nothing.
     """
     if not backends.is_auto():
         known = backends.implementations[operator]
@@ -440,9 +438,9 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
         names = backends.requested_backends() if concerned else backends.operators[operator].defaults
         able = (name for name in names if why_unavailable(operator, name, device_type) is None)
         return dict.fromkeys(itertools.islice(able, 1), 0)
-    answers = verdicts.store_for(torch.device(device_type)).verdicts().items()
+    answers = autotune.cache_for(torch.device(device_type)).entries().items()
     counts = collections.Counter(
-        verdict.chosen for asked, verdict in answers if asked.startswith(f"{operator}, ")
+        entry.chosen for asked, entry in answers if asked.startswith(f"{operator}, ")
     )
     return dict(counts.most_common())
 
@@ -467,12 +465,12 @@ def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bo
 def _auto_may_take_ours(operator: str, device_type: str) -> bool:
     if all(why_unavailable(operator, name, device_type) is not None for name in OURS):
         return False
-    if verdicts.proving_enabled():
+    if autotune.tuning_enabled():
         return True
     return any(name in OURS for name in chosen_backends(operator, device_type))
 
 
-# A verdict does not change under a compiled graph; see the end of backends.py.
+# An entry does not change under a compiled graph; see the end of backends.py.
 _is_left_to_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _remembered_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _auto_may_take_ours._dynamo_marked_constant = True  # type: ignore[attr-defined]

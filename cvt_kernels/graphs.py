@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from . import backends, checks, machine, verdicts
+from . import backends, caller, checks, machine
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import packing
 from .structure import Structure
@@ -250,7 +250,7 @@ class _Graphs:
         is_refused = False
         _thread.is_capturing = True
         try:
-            # As the user called it: verdicts are proven, and errors of the user are raised.
+            # As the user called it: entries are tuned, and errors of the user are raised.
             outputs = forward(*call.args, **call.kwargs)
             # In a capture it would put what is never computed in the place of parameters and buffers.
             if not (snapshot.has_keys_of(model) and snapshot.holds()):
@@ -280,7 +280,7 @@ class _Graphs:
                 f"cvt_kernels: calls of {type(model).__name__} with such arguments run without a CUDA graph: "
                 f"{reason}",
                 RuntimeWarning,
-                stacklevel=verdicts.stacklevel_of_caller(),
+                stacklevel=caller.stacklevel_of_caller(),
             )
         return outputs
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import accuracy, backends, dispatch, reference, verdicts
+from cvt_kernels import autotune, backends, dispatch, reference
+from cvt_kernels.autotune import accuracy
 from tests.processes import run_python
 
 #: The programs that tests compile.
@@ -34,7 +35,7 @@ def assert_accurate(
     factor: float = accuracy.VALUE_FACTOR,
     floor: float = 1.0,
 ) -> None:
-    """Fails if our error against float64 is larger than ``cvt_kernels.accuracy`` allows.
+    """Fails if our error against float64 is larger than ``cvt_kernels.autotune.accuracy`` allows.
 
     Args:
         actual: Our result, in the dtype under test.
@@ -147,7 +148,7 @@ def not_built() -> bool:
 
 
 def operators_asked_on_a_cpu() -> set[str]:
-    """Returns the operators of whose calls there are questions when models run on a CPU."""
+    """Returns the operators of whose calls there are cache keys when models run on a CPU."""
     of_extension = {"gelu"} if not_built() else {"bias_gelu", "conv_embedding"}
     parts = {"conv_projection", "attention", "layer_norm", "add_layer_norm", "linear"}
     return {*parts, *of_extension, "transformer_block"}
@@ -166,15 +167,15 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
     backends.register(operator, backend, implementation(operator, lambda x, *_, **__: x + mark, **conditions))
 
 
-def remember_verdict(
+def remember_entry(
     backend: str, operator: str, *args: Any, is_disturbed: bool = False, **kwargs: Any
 ) -> None:
-    """Stores the verdict that a backend serves calls with such arguments, those of the implementations."""
-    question = dispatch.question(operator, *args, **kwargs)
-    trial = verdicts.Trial(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
-    trial = trial._replace(is_disturbed=is_disturbed)
-    verdict = verdicts.Verdict(backend, backend, dict.fromkeys(backends.BACKENDS, trial))
-    verdicts.store_for(args[0].device).remember({question: verdict}, replace=True)
+    """Caches the entry that a backend serves calls with such arguments, those of the implementations."""
+    cache_key = dispatch.cache_key(operator, *args, **kwargs)
+    measurement = autotune.Measurement(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
+    measurement = measurement._replace(is_disturbed=is_disturbed)
+    entry = autotune.Entry(backend, backend, dict.fromkeys(backends.BACKENDS, measurement))
+    autotune.cache_for(args[0].device).remember({cache_key: entry}, replace=True)
     backends.forget()
 
 

@@ -12,16 +12,16 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton and cvt_kernels are imported
-# Tests, and processes that they start, prove kernels only where they say so, and know nothing of the user's
-# verdicts; the fonts that matplotlib has found may lie where they are.
-os.environ["CVT_KERNELS_PROVE"] = "0"
-os.environ.pop("CVT_KERNELS_VERDICTS", None)
+# Tests, and processes that they start, tune kernels only where they say so, and know nothing of the user's
+# entries; the fonts that matplotlib has found may lie where they are.
+os.environ["CVT_KERNELS_AUTOTUNE"] = "0"
+os.environ.pop("CVT_KERNELS_TUNED", None)
 os.environ["CVT_KERNELS_CHECK_PLANS"] = "1"
 # They run where kernels are missing too; what is said then has tests of its own.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
-from cvt_kernels import backends, machine, missing, verdicts
+from cvt_kernels import autotune, backends, machine, missing
 from cvt_kernels.quantization import calibration
 from tests import tiers
 
@@ -100,7 +100,7 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     """Gives every test the same random numbers and an empty cache, and undoes its choices of backends."""
     _seed(0)
     backends.reset()
-    verdicts.forget()
+    autotune.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
     registry = {name: dict(by_backend) for name, by_backend in backends.implementations.items()}
     monkeypatch.setattr(backends, "implementations", registry)
@@ -109,12 +109,12 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture
-def proving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Lets ``auto`` prove kernels at first use; returns the cache directory of the test."""
+def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Lets ``auto`` tune kernels at first use; returns the cache directory of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CVT_KERNELS_PROVE", "1")
-    verdicts.forget()
-    monkeypatch.setattr(verdicts, "_MOST_TIMINGS", 1)  # however busy the machine of the tests is
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
+    autotune.forget()
+    monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 1)  # however busy the machine of the tests is
     return tmp_path / "cache"
 
 

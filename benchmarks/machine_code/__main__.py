@@ -47,7 +47,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         report_json(report.as_json(rows, notes))
     predicted = report.predicted_table(rows)
     tables = [*report.table(rows), "", *predicted, *[""] * bool(predicted)]
-    print_lines(arguments, [*tables, *notes, *report.verdict(rows)])
+    print_lines(arguments, [*tables, *notes, *report.entry(rows)])
     return int(any(row.flaws for row in rows))
 
 

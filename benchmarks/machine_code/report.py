@@ -130,9 +130,9 @@ def _families(counts: dict[str, int]) -> dict[str, int]:
     return totals
 
 
-def verdict(rows: Sequence[Row]) -> list[str]:
+def entry(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each flaw, or one line that says that there is none."""
-    return compile_report.verdict(
+    return compile_report.entry(
         rows, _purpose, "nothing spills, everything fits, no kernel is over its budget"
     )
 

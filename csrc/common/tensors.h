@@ -101,7 +101,7 @@ inline void expect_apart(const char* name, const Tensor& tensor, const Tensor& x
          "no memory of ", x_name, ", which is overwritten");
 }
 
-// Makes `empty` ask PyTorch's dispatcher, where the proof of a kernel hands out guarded memory (cvt_kernels/proofs.py).
+// Makes `empty` ask PyTorch's dispatcher, where the tuning of a kernel hands out guarded memory (cvt_kernels/tunings.py).
 inline std::atomic<bool> dispatches_allocations{false};
 
 // A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the search for the operator by

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from cvt_kernels import __version__
 from cvt_kernels.missing import warn_of_missing_kernels
 
-from . import bench, classify, compile, doctor, evaluate, explain, export, prove, prune, quantize, train  # noqa: A004 (their names)
+from . import bench, classify, compile, doctor, evaluate, explain, export, prune, quantize, train, tune  # noqa: A004 (their names)
 from .common import print_remarks
 from .paths import check_outputs
 from .process import Parser, orderly, run_command
 
-_COMMANDS = (classify, evaluate, explain, quantize, prune, export, train, doctor, prove, bench, compile)
+_COMMANDS = (classify, evaluate, explain, quantize, prune, export, train, doctor, tune, bench, compile)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

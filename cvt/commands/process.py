@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from cvt_kernels import BackendUnavailable
-from cvt_kernels.proofs import is_out_of_memory
+from cvt_kernels.autotune.tuner import is_out_of_memory
 from cvt_kernels.tables import printable, printable_word
 
 # What torch says of sizes that no memory has, besides that it cannot be had.

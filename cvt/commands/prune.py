@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import torch
 from tqdm import tqdm
 
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 from cvt_kernels.tables import aligned
 
 from ..card import ModelCard
@@ -187,7 +187,7 @@ def _measure(
     device = next(smaller.parameters()).device
     images = torch.randn(batch_size, smaller.config.in_chans, size, size, device=device)
     with torch.inference_mode():
-        seconds = measure.seconds_in_turns(
+        seconds = clock.seconds_in_turns(
             [partial(model, images) for model in models.values()], _ROUNDS, device
         )
     before, after = (

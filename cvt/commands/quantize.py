@@ -129,8 +129,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
             progress=True,
         )
         before = evaluated(classifier, answers, "before")
-        trials = _Trials(classifier, model, report, card, file, answers)
-        report, after = trials.within(before.top1 - arguments.max_drop / 100)
+        measurements = _Measurements(classifier, model, report, card, file, answers)
+        report, after = measurements.within(before.top1 - arguments.max_drop / 100)
         figures = (before, size_of(classifier)), (after, file.stat().st_size)
         given = settings(arguments, loaded, device) | {"calibration_images": len(images.dataset)}
         report_json(given | _as_json(report, *figures))
@@ -151,7 +151,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
 # Layers that stay in floating point -----------------------------------------------------------------------
 
 
-class _Trials:
+class _Measurements:
     """Files of a quantized model, in some of which the layers that lose most stay in floating point.
 
     Args:
@@ -159,7 +159,7 @@ class _Trials:
         quantized: The same model with all layers quantized that can be, as the ``report`` says.
         report: See there.
         card: The card of the files.
-        path: The file that every trial writes.
+        path: The file that every measurement writes.
         batches: Images and labels for the accuracy of the model in the file.
     """
 
@@ -226,9 +226,9 @@ class _Trials:
 
 
 def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
-    """Returns the smallest number that ``is_enough``, by few trials: 0, 1, 2, 4, …, then by halves.
+    """Returns the smallest number that ``is_enough``, by few measurements: 0, 1, 2, 4, …, then by halves.
 
-    ``most`` is enough without a trial.
+    ``most`` is enough without a measurement.
     """
     too_few, enough = -1, 0
     while enough < most and not is_enough(enough):

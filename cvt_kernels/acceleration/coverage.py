@@ -182,7 +182,7 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
     thread = threading.get_ident()
 
     def note(operator: str, backend: str) -> None:
-        if within and threading.get_ident() == thread and not dispatch.is_proving():
+        if within and threading.get_ident() == thread and not dispatch.is_tuning():
             called[within[-1]].setdefault(operator, collections.Counter())[backend] += 1
 
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

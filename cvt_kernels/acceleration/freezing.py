@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks
+from ..caller import stacklevel_of_caller
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Programs
 from ..records import TransformerBlock
-from ..verdicts import stacklevel_of_caller
 from . import cvt, pyramids
 from .blocks import (
     GELU_VARIANTS,

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import accuracy
-from ..accuracy import GRADIENT_FACTOR, VALUE_FACTOR
+from ..autotune import accuracy, cache_for
+from ..autotune.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
 from ..checks import autocast_dtype, check_flag, check_int, dtype_name
 from ..classes import is_fused, original_class
 from ..tables import aligned
-from ..verdicts import store_for
 from . import accelerate, give_classes_back
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
 from .freezing import find_stages, is_frozen, is_serving
@@ -223,7 +222,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
     layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
     heading = _heading(model, inputs)
-    advice = store_for(next(model.parameters()).device).advice()
+    advice = cache_for(next(model.parameters()).device).advice()
     return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training, advice)
 
 
@@ -480,10 +479,10 @@ def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, ba
     """Returns the median seconds of two functions, run in turns where the model is."""
     import statistics  # neither is needed where nothing is verified
 
-    from .. import measure
+    from ..autotune import clock
 
     device = next(model.parameters()).device
-    times = measure.seconds_in_turns(functions, rounds, device, before_run=lambda i: bar.update())
+    times = clock.seconds_in_turns(functions, rounds, device, before_run=lambda i: bar.update())
     return Speed(*map(statistics.median, times))
 
 

@@ -1,4 +1,4 @@
-"""Words for the kinds of calls that share a verdict, and samples of calls with fewer images."""
+"""Words for the kinds of calls that share an entry, and samples of calls with fewer images."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def first_images(call: Record, images: int, *fields: str, copied: str | None = N
         call: The record.
         images: Their number.
         fields: The tensors that have images; others stay.
-        copied: The one among them that the call changes: a trial must not change what the caller has.
+        copied: The one among them that the call changes: a measurement must not change what the caller has.
     """
     cut = {field: getattr(call, field)[:images] for field in fields if getattr(call, field) is not None}
     if copied is not None:

@@ -251,16 +251,16 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
             return found
         copy.made = make()
         _known[copy.place] = copy
-        _drop_after_proof(copy)
+        _drop_after_tuning(copy)
         return copy
 
 
-def _drop_after_proof(copy: _Copy) -> None:
+def _drop_after_tuning(copy: _Copy) -> None:
     """Drops a copy that a backend makes while it is being tried, when that ends: it may not be chosen."""
-    from .. import proofs
+    from ..autotune import tuner
 
-    if proofs.is_proving():
-        proofs.at_end(copy.outdate)
+    if tuner.is_tuning():
+        tuner.at_end(copy.outdate)
 
 
 def packed_bytes() -> int:

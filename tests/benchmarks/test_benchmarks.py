@@ -174,14 +174,14 @@ def test_every_part_has_its_script_and_few_files_come_out(plan):
     assert all(part.seconds <= 540 for part in parts.values())
 
 
-def test_stages_keep_to_their_time_and_prove_before_anything_else_runs(plan):
+def test_stages_keep_to_their_time_and_tune_before_anything_else_runs(plan):
     parts = plan("cuda")
     assert list(run.STAGES) == [1, 2, 3, 4]
     chosen = [name for names in run.STAGES.values() for name in names if name != "build"]
     assert sorted(["build", *chosen]) == sorted(run.NAMES)  # each part in one stage
     assert all(names[0] == "build" for names in run.STAGES.values())
-    assert run.STAGES[1][1:] == ("memcheck", "prove_bfloat16")
-    assert run.STAGES[2][1] == "prove"
+    assert run.STAGES[1][1:] == ("memcheck", "tune_bfloat16")
+    assert run.STAGES[2][1] == "tune"
     assert run.LIMIT <= 570
     for names in run.STAGES.values():
         assert sum(parts[name].seconds for name in names if name != "build") <= run.LIMIT - run.RESERVE
@@ -193,18 +193,18 @@ def test_stages_keep_to_their_time_and_prove_before_anything_else_runs(plan):
     ("device", "dtypes", "batches"),
     [("cuda", "bfloat16 float32", "1 256"), ("cpu", "float32 bfloat16", "1 8")],
 )
-def test_what_is_proven_and_benched(device, dtypes, batches, tmp_path, plan):
+def test_what_is_tuned_and_benched(device, dtypes, batches, tmp_path, plan):
     words = {name: " ".join(part.command) for name, part in plan(device).items()}
-    for name, proven in (("prove_bfloat16", "bfloat16"), ("prove", dtypes)):
-        assert f"-m cvt prove --device {device} --json {tmp_path}/{name}.json" in words[name]
-        assert f"--model cvt_13 --dtype {proven} --batch-size {batches}" in words[name]
-        assert (" --train " in words[name]) == (name == "prove")
+    for name, tuned in (("tune_bfloat16", "bfloat16"), ("tune", dtypes)):
+        assert f"-m cvt tune --device {device} --json {tmp_path}/{name}.json" in words[name]
+        assert f"--model cvt_13 --dtype {tuned} --batch-size {batches}" in words[name]
+        assert (" --train " in words[name]) == (name == "tune")
         assert words[name].endswith(" --time-limit={seconds}")
     for name in tabulate.PYRAMID_BENCHES:
         assert f" --json {tmp_path}/{name}.json " in words[name]
         assert re.search(r"--model (\w+)", words[name])[1] in models.PYRAMIDS
         assert words[name].endswith("--train") == name.endswith("training")
-    assert {"prove", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
+    assert {"tune", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
     tiny = plan(device, tiny=True)["bench_pvt_v2_b2"].command
     assert " ".join(tiny).endswith("--batch-size 2 --peers hf --image-size 64 --rounds 4")
 
@@ -257,9 +257,9 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     results = tmp_path / "a-gpu" / "2026-01-01-0000"
     results.mkdir(parents=True)
-    for folder in ("cache/cvt_kernels/verdicts", "triton/known"):
+    for folder in ("cache/cvt_kernels/entries", "triton/known"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "cache/cvt_kernels/verdicts/key.json").write_text("{}")
+    (tmp_path / "cache/cvt_kernels/entries/key.json").write_text("{}")
     (tmp_path / "triton/known/kernel.cubin").write_text("carried")
 
     def run_stage(*parts, limit=run.LIMIT):
@@ -284,22 +284,22 @@ folder.mkdir()
 """
 
 
-def test_an_archive_has_results_verdicts_and_new_kernels(stage, tmp_path, monkeypatch):
+def test_an_archive_has_results_entries_and_new_kernels(stage, tmp_path, monkeypatch):
     passed, files = stage(python(COMPILES))
     assert passed
     assert sorted(files) == [
         "results/a-gpu/2026-01-01-0000/summary.json",
         "triton/new/kernel.cubin",
-        "verdicts/key.json",
+        "entries/key.json",
     ]
     # Another machine takes over what it lacks.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
     archive.restore(tmp_path / "stage1.tar.gz")
     assert (tmp_path / "elsewhere/new/kernel.cubin").read_text() == "compiled"
-    assert (tmp_path / "elsewhere/cvt_kernels/verdicts/key.json").read_text() == "{}"
+    assert (tmp_path / "elsewhere/cvt_kernels/entries/key.json").read_text() == "{}"
     with pytest.raises(ValueError, match=r"key.json: is no archive of a stage"):
-        archive.restore(tmp_path / "cache/cvt_kernels/verdicts/key.json")
+        archive.restore(tmp_path / "cache/cvt_kernels/entries/key.json")
 
 
 @pytest.mark.usefixtures("_short_grace")
@@ -336,11 +336,11 @@ def test_kernels_for_which_an_archive_has_no_room_are_left_out(stage, tmp_path):
     path = tmp_path / "small.tar.gz"
     assert archive.write(path, tmp_path / "a-gpu" / "2026-01-01-0000", limit=0) == 1
     with tarfile.open(path) as content:
-        assert "verdicts/key.json" in content.getnames()
+        assert "entries/key.json" in content.getnames()
 
 
 def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
-    names = ("CVT_KERNELS_BACKEND", "CVT_KERNELS_PROVE", "CVT_KERNELS_VERDICTS")
+    names = ("CVT_KERNELS_BACKEND", "CVT_KERNELS_AUTOTUNE", "CVT_KERNELS_TUNED")
     for name in names:
         monkeypatch.setenv(name, "0")
     part = python(f"import os; print(sorted(set({names}) & set(os.environ)))")
@@ -476,7 +476,7 @@ def run_auto(monkeypatch, path, *options):
 
 
 @pytest.mark.usefixtures("_few_calls")
-def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, proving):
+def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, tuning):
     path = tmp_path / "auto.json"
     assert run_auto(monkeypatch, path, "--tiny") == 0
     report = json.loads(path.read_text())
@@ -498,7 +498,7 @@ def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, provin
         assert row["chosen"] in backends.BACKENDS
         assert seconds[row["best_of_pytorch"]] == min(s for name, s in seconds.items() if name != "auto")
         assert row["ratio"] == pytest.approx(seconds[row["best_of_pytorch"]] / seconds["auto"])  # one round
-    assert list((proving / "cvt_kernels" / "verdicts").glob("*.json"))  # the first runs have proven
+    assert list((tuning / "cvt_kernels" / "entries").glob("*.json"))  # the first runs have tuned
     assert "4 of 4 calls measured" in capsys.readouterr().out
 
 

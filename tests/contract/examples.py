@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy, backends, proofs
+from cvt_kernels import backends
+from cvt_kernels.autotune import accuracy, tuner
 from tests.checks import assert_accurate, not_built
 from tests.fuzz.cases import CHOICES, Case
 from tests.fuzz.judge import call_public
@@ -222,7 +223,7 @@ class Example(NamedTuple):
 
     operator: str
     backend: str
-    call: proofs.Call
+    call: tuner.Call
     upstream: str
 
     def douts(self, outputs: list[Tensor]) -> list[Tensor]:
@@ -297,13 +298,13 @@ def served(operator: str, backend: str, name: str, **settings: Any) -> Example:
 
 def _laid_out(tensor: Tensor, layout: str) -> Tensor:
     """Returns a tensor in a layout; integers stay as they are."""
-    if not proofs._is_fine(tensor) or layout in ("contiguous", "expanded"):
+    if not tuner._is_fine(tensor) or layout in ("contiguous", "expanded"):
         return tensor
     return laid_out(tensor.detach(), layout).requires_grad_(tensor.requires_grad)
 
 
 def _moved(tensor: Tensor, device: str) -> Tensor:
-    flat = tensor.detach().as_strided((proofs._extent(tensor),), (1,)).to(device)
+    flat = tensor.detach().as_strided((tuner._extent(tensor),), (1,)).to(device)
     return flat.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
@@ -312,13 +313,13 @@ def tensors_of(results: Any) -> list[Tensor]:
     return list(results) if isinstance(results, tuple | list) else [results]
 
 
-def same_bits(ours: proofs.Results | list[Tensor], others: proofs.Results | list[Tensor]) -> bool:
+def same_bits(ours: tuner.Results | list[Tensor], others: tuner.Results | list[Tensor]) -> bool:
     """Says whether results are equal in every bit."""
     flat, other = (pytree.tree_leaves(list(each)) for each in (ours, others))
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(flat, other, strict=True))
 
 
-def standards(made: Example) -> Iterator[tuple[proofs.Results, proofs.Results]]:
+def standards(made: Example) -> Iterator[tuple[tuner.Results, tuner.Results]]:
     """Yields what results may be compared with: PyTorch's in the same dtype, and those in float64.
 
     There are two pairs where some backends need not round between the parts of an operator.
@@ -327,14 +328,14 @@ def standards(made: Example) -> Iterator[tuple[proofs.Results, proofs.Results]]:
     functions = [(described.reference, described.exact or described.reference)]
     functions += [] if described.unrounded is None else [(described.unrounded, described.unrounded)]
     for plain, exact in functions:
-        call = made.call.map(proofs._copied)
-        outputs = proofs.run(plain, call._replace(gradient=False).map(proofs._copied), []).outputs
+        call = made.call.map(tuner._copied)
+        outputs = tuner.run(plain, call._replace(gradient=False).map(tuner._copied), []).outputs
         douts = made.douts(outputs)
-        same = proofs.run(plain, call, douts)
-        yield same, proofs._run_in_float64(exact, made.call.map(proofs._in_float64), douts)
+        same = tuner.run(plain, call, douts)
+        yield same, tuner._run_in_float64(exact, made.call.map(tuner._in_float64), douts)
 
 
-def assert_right(made: Example, ours: proofs.Results, *, dtype: torch.dtype | None = None) -> None:
+def assert_right(made: Example, ours: tuner.Results, *, dtype: torch.dtype | None = None) -> None:
     """Fails unless results, gradients and what is left in the arguments are right by the accuracy rule.
 
     Args:
@@ -353,7 +354,7 @@ def assert_right(made: Example, ours: proofs.Results, *, dtype: torch.dtype | No
 
 
 def _assert_near(
-    ours: proofs.Results, same: proofs.Results, exact: proofs.Results, dtype: torch.dtype | None
+    ours: tuner.Results, same: tuner.Results, exact: tuner.Results, dtype: torch.dtype | None
 ) -> None:
     for kind, factor in zip(ours._fields, (2.0, accuracy.GRADIENT_FACTOR, 2.0), strict=True):
         for got, theirs, right in zip(*(getattr(each, kind) for each in (ours, same, exact)), strict=True):

@@ -12,7 +12,8 @@ from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, proofs
+from cvt_kernels import backends, machine
+from cvt_kernels.autotune import tuner
 from tests.checks import WIDEST, needs_float64, recorded_operators
 from tests.contract.examples import (
     EXAMPLES,
@@ -44,21 +45,21 @@ def differentiable(operator, backend):
     return has_gradients(operator, backend) and backend != "reference"
 
 
-def run(made: Example, *, call: proofs.Call | None = None) -> proofs.Results:
+def run(made: Example, *, call: tuner.Call | None = None) -> tuner.Results:
     """Runs an example, with its backward if it has gradients."""
-    call = made.call.map(proofs._copied) if call is None else call
-    outputs = proofs._forward(made.public, call)
-    return proofs._results(call, outputs, made.douts(outputs))
+    call = made.call.map(tuner._copied) if call is None else call
+    outputs = tuner._forward(made.public, call)
+    return tuner._results(call, outputs, made.douts(outputs))
 
 
 def infer(made: Example) -> list[Tensor]:
     """Returns the results of an example without autograd."""
-    return proofs._forward(made.public, made.call._replace(gradient=False).map(proofs._copied))
+    return tuner._forward(made.public, made.call._replace(gradient=False).map(tuner._copied))
 
 
-def run_guarded(made: Example) -> proofs.Results:
+def run_guarded(made: Example) -> tuner.Results:
     """Runs an example in memory that holds NaN where nothing was written, between guard zones."""
-    with proofs.guarded_memory() as memory:
+    with tuner.guarded_memory() as memory:
         ours = run(made, call=made.call.map(memory.copy))
     assert not memory.is_overwritten(), "writes outside of its tensors"
     return ours
@@ -176,7 +177,7 @@ def test_arguments_stay_as_they_are(operator, backend):
 def test_in_place(operator, backend, dtype):
     made = served(operator, backend, "inplace=True", dtype=dtype)
     expected = run(served(operator, backend, "inplace=True", dtype=dtype, inplace=False)).outputs
-    call = made.call.map(proofs._copied)
+    call = made.call.map(tuner._copied)
     changed = getattr(call.record, "residual", call.record.x)
     version = changed._version
     with torch.no_grad():
@@ -222,8 +223,8 @@ def test_the_kernels_do_the_work(operator, backend):
         started.append(launch.kernel.__name__)
         launch.start()
 
-    call = made.call.map(proofs._copied)
-    for work in (lambda: proofs._forward(made.public, call), lambda: run(made)):
+    call = made.call.map(tuner._copied)
+    for work in (lambda: tuner._forward(made.public, call), lambda: run(made)):
         started.clear()
         with recorded_operators() as called, machine.intercepted_launches(take):
             work()
@@ -342,9 +343,9 @@ def test_compiled(operator, backend, monkeypatch):
         pass
     compiled = torch.compile(made.public, fullgraph=True, backend="aot_eager", dynamic=False)
     eager = run(made)
-    call = made.call.map(proofs._copied)
-    outputs = proofs._forward(compiled, call)
-    results = proofs._results(call, outputs, made.douts(outputs))
+    call = made.call.map(tuner._copied)
+    outputs = tuner._forward(compiled, call)
+    results = tuner._results(call, outputs, made.douts(outputs))
     if is_ours(operator, backend):
         assert same_bits(eager, results)
     torch.testing.assert_close(list(eager), list(results), rtol=1e-4, atol=1e-4)
@@ -371,8 +372,8 @@ def test_operators_are_registered_right(operator, backend, name, monkeypatch):
     for gradient in {"none", gradient_of(operator, backend)}:
         made = served(operator, backend, name, gradient=gradient)
         with traced(made, monkeypatch), ck.use_backend(backend), seen:
-            outputs = proofs._forward(function, made.call)
-            proofs._results(made.call, outputs, made.douts(outputs))
+            outputs = tuner._forward(function, made.call)
+            tuner._results(made.call, outputs, made.douts(outputs))
     assert seen.calls, "torch.compile would trace into the kernels"
     for registered, (args, kwargs) in seen.calls.items():
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")

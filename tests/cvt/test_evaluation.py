@@ -10,7 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.evaluation import add_up, cost, evaluate
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 from tests.cvt.models import SMALL
 
 
@@ -90,9 +90,9 @@ def test_the_model_is_left_in_its_modes():
     [((4, 4, 4, 2), (4 + 4) / (2 + 3)), ((4, 2, 1), (2 + 1) / (2 + 3)), ((4,), 4 / 1)],
 )
 def test_speed_leaves_out_the_first_batch_of_each_size(sizes, expected, monkeypatch):
-    """The i-th forward takes i seconds; in the first of a size kernels may be proven."""
+    """The i-th forward takes i seconds; in the first of a size kernels may be tuned."""
     moments = (moment for i in range(1, 9) for moment in (0.0, float(i)))
-    monkeypatch.setattr(measure, "now", lambda device: next(moments))
+    monkeypatch.setattr(clock, "now", lambda device: next(moments))
     labels = torch.zeros(sum(sizes), dtype=torch.int64)
     figures = evaluate(Table(torch.zeros(sum(sizes), 2)), batches(labels, *sizes))
     assert figures.images_per_second == pytest.approx(expected)

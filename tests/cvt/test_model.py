@@ -218,18 +218,18 @@ def test_drop_path_acts_on_both_branches_and_not_on_the_stream():
 
 
 def kinds_of_calls(images: int, size: int) -> set[str]:
-    """Returns the questions of a forward of CvT-13, whose tensors have no numbers."""
-    questions = set()
+    """Returns the cache keys of a forward of CvT-13, whose tensors have no numbers."""
+    cache_keys = set()
 
     def choose(operator, call):
-        questions.add(dispatch.question(operator, **call._asdict()))
+        cache_keys.add(dispatch.cache_key(operator, **call._asdict()))
         plain = backends.registered(operator, "reference")
         return dispatch.Choice(plain, plain, lasts=False)
 
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"), torch.no_grad():
         patch.setattr(dispatch, "choose", choose)
         create_model("cvt_13").eval()(torch.empty(images, 3, size, size))
-    return questions
+    return cache_keys
 
 
 def test_batches_of_about_the_same_size_are_of_the_same_kinds():

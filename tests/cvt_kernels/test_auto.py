@@ -1,4 +1,4 @@
-"""``auto``: the first call of a kind proves the kernels; later ones and other processes rely on that."""
+"""``auto``: the first call of a kind tunes the kernels; later ones and other processes rely on that."""
 
 import contextlib
 import json
@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, machine, proofs, reference, verdicts
-from tests.checks import Terminal, implementation, recorded_operators, remember_verdict
+from cvt_kernels import autotune, backends, dispatch, machine, reference
+from cvt_kernels.autotune import tuner
+from tests.checks import Terminal, implementation, recorded_operators, remember_entry
 from tests.contract.examples import example
 from tests.processes import Child
 
@@ -34,35 +35,35 @@ def slow(function, seconds=0.01):
 
 
 @pytest.fixture
-def proven(monkeypatch, proving) -> list[str]:
-    """Turns proofs on and PyTorch's own GELU slow; lists the questions as they are proven."""
-    questions = []
-    prove = proofs.prove
+def tuned(monkeypatch, tuning) -> list[str]:
+    """Turns tunings on and PyTorch's own GELU slow; lists the cache keys as they are tuned."""
+    cache_keys = []
+    tune = tuner.tune
 
-    def noted(proof):
-        questions.append(proof.question)
-        return prove(proof)
+    def noted(task):
+        cache_keys.append(task.cache_key)
+        return tune(task)
 
-    monkeypatch.setattr(proofs, "prove", noted)
+    monkeypatch.setattr(tuner, "tune", noted)
     backends.register("gelu", "reference", implementation("gelu", slow(reference.gelu)))
-    return questions
+    return cache_keys
 
 
 @contextlib.contextmanager
 def new_process():
     """Lets the block run with what is on disk only."""
     backends.forget()
-    verdicts.forget()
+    autotune.forget()
     yield
 
 
-def answers(device=CPU) -> dict[str, verdicts.Verdict]:
-    return verdicts.store_for(device).verdicts()
+def answers(device=CPU) -> dict[str, autotune.Entry]:
+    return autotune.cache_for(device).entries()
 
 
-def only_answer() -> verdicts.Verdict:
-    [verdict] = answers().values()
-    return verdict
+def only_answer() -> autotune.Entry:
+    [entry] = answers().values()
+    return entry
 
 
 def register(function, backend="native", operator="gelu", **conditions) -> list[int]:
@@ -77,14 +78,14 @@ def register(function, backend="native", operator="gelu", **conditions) -> list[
     return calls
 
 
-def remember(verdict, x) -> str:
-    """Stores a verdict of GELU; returns its question."""
-    asked = dispatch.question("gelu", x, approximate="none")
-    verdicts.store_for(CPU).remember({asked: verdict})
+def remember(entry, x) -> str:
+    """Caches an entry of GELU; returns its cache key."""
+    asked = dispatch.cache_key("gelu", x, approximate="none")
+    autotune.cache_for(CPU).remember({asked: entry})
     return asked
 
 
-TRIAL = verdicts.Trial(0.0, 0.0, 1e-6, None, None)
+MEASUREMENT = autotune.Measurement(0.0, 0.0, 1e-6, None, None)
 
 
 # Wrong kernels --------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def _one_wrong(x, *, approximate):
 
 def _outside(x, *, approximate):
     out = torch.empty_like(x).copy_(reference.gelu(x, approximate=approximate))
-    with contextlib.suppress(RuntimeError):  # outside of a proof there is nothing behind it
+    with contextlib.suppress(RuntimeError):  # outside of a tuning there is nothing behind it
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0.0)
     return out
 
@@ -111,7 +112,7 @@ def _outside(x, *, approximate):
         (lambda x, **_: 1 / 0, "fails: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_wrong_kernel_is_never_used_and_reported_once(proven, function, flaw):
+def test_a_wrong_kernel_is_never_used_and_reported_once(tuned, function, flaw):
     calls = register(function)
     x = torch.randn(3, 16)
     expected = reference.gelu(x)
@@ -129,10 +130,10 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(proven, function, flaw):
         assert torch.equal(ck.gelu(x), expected)
         assert torch.equal(ck.gelu(x[:2]), expected[:2])
         assert ck.fallbacks()["gelu", "native"].startswith(flaw)
-    assert (len(calls), len(proven)) == (tried, 1)
+    assert (len(calls), len(tuned)) == (tried, 1)
 
 
-def test_a_kernel_that_needs_more_than_a_gpu_has_is_passed_over_in_silence(proven):
+def test_a_kernel_that_needs_more_than_a_gpu_has_is_passed_over_in_silence(tuned):
     class OutOfResources(Exception):  # noqa: N818
         """Stands for Triton's."""
 
@@ -159,7 +160,7 @@ def test_a_kernel_that_needs_more_than_a_gpu_has_is_passed_over_in_silence(prove
     ],
     ids=repr,
 )
-def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(proven, error):
+def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(tuned, error):
     faults = [error]
 
     def function(x, *, approximate):
@@ -173,17 +174,17 @@ def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(proven, e
         assert torch.equal(ck.gelu(x), reference.gelu(x))
     assert ck.fallbacks()["gelu", "native"].startswith(f"fails here: {type(error).__name__}: ")
     ck.gelu(x[:2])  # another call of the kind
-    assert (len(calls), len(proven)) == (1, 1)
-    assert verdicts.store_for(CPU).cached_verdicts() == {}
+    assert (len(calls), len(tuned)) == (1, 1)
+    assert autotune.cache_for(CPU).cached_entries() == {}
     faults.clear()
     for _ in range(2):
         with new_process():
             ck.gelu(x)
-            assert only_answer().trials["native"].flaw is None
-    assert len(proven) == 2
+            assert only_answer().measurements["native"].flaw is None
+    assert len(tuned) == 2
 
 
-def test_a_warning_that_is_an_error_does_not_lose_the_verdict(proven):
+def test_a_warning_that_is_an_error_does_not_lose_the_entry(tuned):
     register(_one_wrong)
     x = torch.randn(3, 16)
     with warnings.catch_warnings():
@@ -191,10 +192,10 @@ def test_a_warning_that_is_an_error_does_not_lose_the_verdict(proven):
         with pytest.raises(RuntimeWarning):
             ck.gelu(x)
         assert torch.equal(ck.gelu(x), reference.gelu(x))
-    assert len(proven) == 1
+    assert len(tuned) == 1
 
 
-def test_a_slow_kernel_is_not_chosen(proven):
+def test_a_slow_kernel_is_not_chosen(tuned):
     calls = register(slow(reference.gelu, 0.1))
     x = torch.randn(3, 16)
     ck.gelu(x)
@@ -205,7 +206,7 @@ def test_a_slow_kernel_is_not_chosen(proven):
     assert ck.fallbacks()["gelu", "native"].endswith("(measured here)")
 
 
-def test_a_wrong_backward_serves_the_forward_only(proven):
+def test_a_wrong_backward_serves_the_forward_only(tuned):
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -222,28 +223,28 @@ def test_a_wrong_backward_serves_the_forward_only(proven):
     assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, reference.gelu(x))))
     with torch.no_grad():
         ck.gelu(x)
-    chosen = {question.split(", ")[1]: verdict.chosen for question, verdict in answers().items()}
+    chosen = {cache_key.split(", ")[1]: entry.chosen for cache_key, entry in answers().items()}
     assert chosen == {"forward": "native", "forward+backward": "reference"}
 
 
 # What the caller sees of a first call ---------------------------------------------------------------------
 
 
-def test_a_second_call_of_the_kind_proves_nothing(proven):
+def test_a_second_call_of_the_kind_tunes_nothing(tuned):
     calls = register(reference.gelu)
     for rows in (17, 18, 30):
         ck.gelu(torch.randn(rows, 16))
-    assert len(proven) == 1
+    assert len(tuned) == 1
     tried = len(calls)
     with new_process():
         ck.gelu(torch.randn(17, 16))
     assert len(calls) == tried + 1
     ck.gelu(torch.randn(170, 16))
-    assert len(proven) == 2
+    assert len(tuned) == 2
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_first_call_within_a_checkpoint(proven, autocast):
+def test_a_first_call_within_a_checkpoint(tuned, autocast):
     x, weight = torch.randn(5, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
 
     def block(x):
@@ -255,13 +256,13 @@ def test_a_first_call_within_a_checkpoint(proven, autocast):
         return torch.autograd.grad(out.float().square().sum(), (x, weight))
 
     first = gradients()
-    assert len(proven) == 3
+    assert len(tuned) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
-    assert len(proven) == 3
+    assert len(tuned) == 3
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func itself
-def test_function_transforms_and_forward_mode_take_pytorchs_own(proven):
+def test_function_transforms_and_forward_mode_take_pytorchs_own(tuned):
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
 
@@ -273,7 +274,7 @@ def test_function_transforms_and_forward_mode_take_pytorchs_own(proven):
             ck.gelu(torch.autograd.forward_ad.make_dual(x, x))
 
     transformed()
-    assert (calls, proven) == ([], [])
+    assert (calls, tuned) == ([], [])
     assert "forward-mode" in ck.fallbacks()["gelu", "native"]
     ck.gelu(x)
     ck.gelu(x.requires_grad_())
@@ -283,7 +284,7 @@ def test_function_transforms_and_forward_mode_take_pytorchs_own(proven):
     assert calls == []
 
 
-def test_subclasses_take_pytorchs_own(proven):
+def test_subclasses_take_pytorchs_own(tuned):
     from torch._subclasses import FakeTensorMode
 
     class Subclass(torch.Tensor):
@@ -298,15 +299,15 @@ def test_subclasses_take_pytorchs_own(proven):
             assert ck.gelu(mode.from_tensor(x)).shape == x.shape
         assert len(calls) == tried
         ck.gelu(x)
-    assert len(proven) == 1
+    assert len(tuned) == 1
 
 
-def test_an_empty_tensor_is_served_and_not_proven(proven):
+def test_an_empty_tensor_is_served_and_not_tuned(tuned):
     register(reference.gelu)
     assert ck.gelu(torch.zeros(0, 16)).shape == (0, 16)
-    assert proven == []
+    assert tuned == []
     assert ck.gelu(torch.tensor(1.0)).shape == ()
-    assert len(proven) == 1
+    assert len(tuned) == 1
 
 
 class Shown(Terminal):
@@ -322,7 +323,7 @@ class Shown(Terminal):
 
 
 @pytest.mark.parametrize("where", ["terminal", "quick", "pipe", "pytest"])
-def test_a_terminal_shows_once_what_takes_time(proven, monkeypatch, where):
+def test_a_terminal_shows_once_what_takes_time(tuned, monkeypatch, where):
     shown = Shown()
 
     def waits(x, *, approximate):
@@ -331,14 +332,14 @@ def test_a_terminal_shows_once_what_takes_time(proven, monkeypatch, where):
 
     if where != "pytest":
         monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(proofs, "_PATIENCE", 1e6 if where == "quick" else 0.0)
-    monkeypatch.setattr(proofs, "_is_noticed", False)
+    monkeypatch.setattr(tuner, "_PATIENCE", 1e6 if where == "quick" else 0.0)
+    monkeypatch.setattr(tuner, "_is_noticed", False)
     monkeypatch.setattr(shown, "isatty", lambda: where != "pipe")
     monkeypatch.setattr(sys, "stderr", shown)
     register(waits)
     for channels in (16, 17):
         ck.gelu(torch.randn(3, channels))
-    assert len(proven) == 2
+    assert len(tuned) == 2
     assert shown.getvalue().count("cvt_kernels: checking and timing kernels") == (where == "terminal")
 
 
@@ -355,7 +356,7 @@ def deterministic():
 
 
 @pytest.mark.parametrize("how", ["remembered", "not remembered", "does not last"])
-def test_deterministic_algorithms_take_what_every_process_will(proven, monkeypatch, tmp_path, how):
+def test_deterministic_algorithms_take_what_every_process_will(tuned, monkeypatch, tmp_path, how):
     def fails(x, *, approximate):
         raise OSError("no")
 
@@ -373,19 +374,19 @@ def test_deterministic_algorithms_take_what_every_process_will(proven, monkeypat
     with deterministic(), new_process():
         if how == "remembered":
             ck.gelu(x)
-            assert (len(proven), len(calls)) == (1, tried + 1)
+            assert (len(tuned), len(calls)) == (1, tried + 1)
         else:
             reason = (
-                "demanded, but verdicts cannot be remembered: "
+                "demanded, but entries cannot be remembered: "
                 if how == "not remembered"
                 else "demanded, but the"
             )
             assert reason in ck.fallbacks()["gelu", "native"]
-            assert len(proven) == (how == "does not last")
+            assert len(tuned) == (how == "does not last")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_holds_the_remembered_choice(proven, backend):
+def test_compiled_code_holds_the_remembered_choice(tuned, backend):
     def compiled():
         torch.compiler.reset()
         return torch.compile(lambda q: 2 * ck.attention(q, q, q), fullgraph=True, backend=backend)
@@ -393,14 +394,14 @@ def test_compiled_code_holds_the_remembered_choice(proven, backend):
     register(lambda q, k, v, **_: q + 10, operator="attention")
     q = torch.randn(1, 5, 2, 16)
     torch.testing.assert_close(compiled()(q), 2 * reference.attention(q, q, q))
-    reason = "has no verdict, and nothing is proven while torch.compile traces"
+    reason = "has no entry, and nothing is tuned while torch.compile traces"
     assert ck.fallbacks()["attention", "native"] == reason
-    remember_verdict("native", "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
+    remember_entry("native", "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
     assert torch.equal(compiled()(q), 2 * (q + 10))
-    assert proven == []
+    assert tuned == []
 
 
-def test_compiled_code_with_dynamic_sizes_is_compiled_once_per_class(proven):
+def test_compiled_code_with_dynamic_sizes_is_compiled_once_per_class(tuned):
     compilations = []
 
     def noted(graph, inputs):
@@ -413,14 +414,14 @@ def test_compiled_code_with_dynamic_sizes_is_compiled_once_per_class(proven):
         q = torch.randn(images, 3, 1, 16)
         torch.testing.assert_close(compiled(q), 2 * reference.attention(q, q, q))
         assert len(compilations) == count, images
-    assert proven == []
+    assert tuned == []
 
 
-def test_on_a_cpu_gelu_is_left_to_torch_compile(proven):
+def test_on_a_cpu_gelu_is_left_to_torch_compile(tuned):
     x, weight, bias = torch.randn(5, 16), torch.randn(16, 16), torch.randn(16)
     for operator, args in (("gelu", (x,)), ("bias_gelu", (x, bias))):
         register(lambda x, *_, **__: x + 10, operator=operator)
-        remember_verdict("native", operator, *args, approximate="none")
+        remember_entry("native", operator, *args, approximate="none")
         assert torch.equal(getattr(ck, operator)(*args), x + 10)
     targets = []
 
@@ -436,66 +437,66 @@ def test_on_a_cpu_gelu_is_left_to_torch_compile(proven):
     assert ck.fallbacks()["gelu", "native"] == "torch.compile fuses such calls with others on a CPU"
     with ck.use_backend("native", "reference"):  # who asks for a backend gets it
         torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight) + 10)
-    remember_verdict("native", "gelu", x.requires_grad_(), approximate="none")
+    remember_entry("native", "gelu", x.requires_grad_(), approximate="none")
     assert torch.equal(torch.compile(ck.gelu, fullgraph=True, backend=noted)(x), x + 10)  # with gradients
-    assert proven == []
+    assert tuned == []
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_hold_pytorchs_own(proven, strict):
+def test_exported_programs_hold_pytorchs_own(tuned, strict):
     class Model(nn.Module):
         def forward(self, x):
             return ck.gelu(x)
 
     x = torch.randn(5, 16)
     calls = register(lambda x, **_: x + 10)
-    remember_verdict("native", "gelu", x, approximate="none")
+    remember_entry("native", "gelu", x, approximate="none")
     batch = torch.export.Dim("batch", min=2, max=100_000)
     program = torch.export.export(Model(), (x,), dynamic_shapes=({0: batch},), strict=strict)
     for rows in (2, 5, 3000):
         x = torch.randn(rows, 16)
         torch.testing.assert_close(program.module()(x), reference.gelu(x))
-    assert (calls, proven) == ([], [])
+    assert (calls, tuned) == ([], [])
 
 
-def test_nothing_is_proven_while_a_graph_is_captured(proven, monkeypatch):
+def test_nothing_is_tuned_while_a_graph_is_captured(tuned, monkeypatch):
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
     capturing = [True]
     monkeypatch.setattr(machine, "is_capturing", lambda x: capturing[0])
     ck.gelu(x)
-    assert (calls, proven) == ([], [])
-    assert ck.fallbacks()["gelu", "native"].endswith("nothing is proven while a CUDA graph is captured")
+    assert (calls, tuned) == ([], [])
+    assert ck.fallbacks()["gelu", "native"].endswith("nothing is tuned while a CUDA graph is captured")
     capturing[0] = False
     ck.gelu(x)
-    assert len(proven) == 1
+    assert len(tuned) == 1
 
 
-def test_the_choice_for_graphs_serves_in_graphs(proven, monkeypatch):
+def test_the_choice_for_graphs_serves_in_graphs(tuned, monkeypatch):
     register(lambda x, **_: x + 10)
     x = torch.randn(5, 16)
-    trials = dict.fromkeys(("native", "reference"), TRIAL)
-    remember(verdicts.Verdict("reference", "native", trials), x)
+    measurements = dict.fromkeys(("native", "reference"), MEASUREMENT)
+    remember(autotune.Entry("reference", "native", measurements), x)
     for capturing, expected in ((False, reference.gelu(x)), (True, x + 10), (False, reference.gelu(x))):
         monkeypatch.setattr(machine, "is_capturing", lambda x, capturing=capturing: capturing)
         assert torch.equal(ck.gelu(x), expected)
 
 
-def test_a_backend_that_the_verdict_does_not_know_is_proven_too(proven):
+def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned):
     """A call before, which it could not serve, may have left it out."""
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
-    asked = remember(verdicts.Verdict("reference", "reference", {"reference": TRIAL}), x)
+    asked = remember(autotune.Entry("reference", "reference", {"reference": MEASUREMENT}), x)
     ck.gelu(x)
-    assert (len(proven), len(calls) > 0) == (1, True)
-    assert set(answers()[asked].trials) == {"native", "reference"}
+    assert (len(tuned), len(calls) > 0) == (1, True)
+    assert set(answers()[asked].measurements) == {"native", "reference"}
 
 
 @pytest.mark.parametrize("chosen", ["triton", "float32", "something"])
-def test_a_verdict_for_what_cannot_serve_here(proven, chosen):
+def test_a_entry_for_what_cannot_serve_here(tuned, chosen):
     register(reference.gelu)
     x = torch.randn(5, 16)
-    remember(verdicts.Verdict(chosen, chosen, {"native": TRIAL}), x)
+    remember(autotune.Entry(chosen, chosen, {"native": MEASUREMENT}), x)
     assert torch.equal(ck.gelu(x), reference.gelu(x))
 
 
@@ -503,17 +504,20 @@ def test_a_verdict_for_what_cannot_serve_here(proven, chosen):
 
 
 @pytest.fixture
-def unsure(proven, monkeypatch):
-    """Proves GELU on a busy machine; returns its input, and a list of whether later timings are disturbed."""
-    disturbed, time_in_turns = [True], proofs.time_in_turns
+def unsure(tuned, monkeypatch):
+    """Tunes GELU on a busy machine; returns its input, and a list of whether later timings are disturbed."""
+    disturbed, time_in_turns = [True], tuner.time_in_turns
 
     def timed(*arguments):
         is_disturbed = disturbed.pop(0)
-        trials = time_in_turns(*arguments)
-        return {name: trial._replace(is_disturbed=is_disturbed) for name, trial in trials.items()}
+        measurements = time_in_turns(*arguments)
+        return {
+            name: measurement._replace(is_disturbed=is_disturbed)
+            for name, measurement in measurements.items()
+        }
 
-    monkeypatch.setattr(verdicts, "_MOST_TIMINGS", 3)
-    monkeypatch.setattr(proofs, "time_in_turns", timed)
+    monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 3)
+    monkeypatch.setattr(tuner, "time_in_turns", timed)
     register(slow(reference.gelu, 0.1))
     x = torch.randn(5, 16)
     ck.gelu(x)
@@ -523,35 +527,35 @@ def unsure(proven, monkeypatch):
     return x, disturbed
 
 
-def test_a_choice_of_a_busy_machine_is_timed_again_by_the_next_process(proven, unsure):
+def test_a_choice_of_a_busy_machine_is_timed_again_by_the_next_process(tuned, unsure):
     x, disturbed = unsure
     ck.gelu(x[:4])  # by this process it is not
     disturbed.append(False)
     with new_process():
         ck.gelu(x)
         assert (only_answer().chosen, only_answer().is_unsure) == ("native", False)
-        assert verdicts.store_for(CPU).advice() is None
+        assert autotune.cache_for(CPU).advice() is None
     with new_process():
         ck.gelu(x)
-    assert (len(proven), disturbed, only_answer().timings) == (1, [], 2)
+    assert (len(tuned), disturbed, only_answer().timings) == (1, [], 2)
 
 
-@pytest.mark.parametrize("how", ["deterministic", "no proofs", "captured", "another proves", "no memory"])
+@pytest.mark.parametrize("how", ["deterministic", "no tunings", "captured", "another tunes", "no memory"])
 def test_when_a_choice_of_a_busy_machine_is_not_timed_again(unsure, monkeypatch, how):
     x, _ = unsure
     with contextlib.ExitStack() as stack:
         stack.enter_context(new_process())
         if how == "deterministic":
             stack.enter_context(deterministic())
-        elif how == "no proofs":
-            monkeypatch.setenv("CVT_KERNELS_PROVE", "0")
+        elif how == "no tunings":
+            monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "0")
         elif how == "captured":
             monkeypatch.setattr(machine, "is_capturing", lambda x: True)
-        elif how == "another proves":
-            other = FileLock(verdicts.store_for(CPU).path.with_suffix(".proving"))
+        elif how == "another tunes":
+            other = FileLock(autotune.cache_for(CPU).path.with_suffix(".tuning"))
             stack.enter_context(other)
         else:
-            monkeypatch.setattr(proofs, "time_again", lambda *_: torch.empty(2**60))
+            monkeypatch.setattr(tuner, "time_again", lambda *_: torch.empty(2**60))
         assert torch.equal(ck.gelu(x), reference.gelu(x))
     assert (only_answer().chosen, only_answer().timings) == ("reference", 1)
 
@@ -559,46 +563,46 @@ def test_when_a_choice_of_a_busy_machine_is_not_timed_again(unsure, monkeypatch,
 # Settings -------------------------------------------------------------------------------------------------
 
 
-def test_without_proofs_pytorchs_own_serve(proven, monkeypatch):
+def test_without_tunings_pytorchs_own_serve(tuned, monkeypatch):
     calls = register(reference.gelu)
-    monkeypatch.setenv("CVT_KERNELS_PROVE", "0")
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "0")
     ck.gelu(torch.randn(5, 16))
     q = torch.randn(1, 4, 1, 8)
     with recorded_operators() as operators:
         ck.attention(q, q, q)
     assert any("scaled_dot_product" in name for name in operators)
-    assert (calls, proven) == ([], [])
-    reason = "has no verdict, and CVT_KERNELS_PROVE=0 forbids proving it at first use"
+    assert (calls, tuned) == ([], [])
+    reason = "has no entry, and CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use"
     assert ck.fallbacks()["gelu", "native"] == ck.fallbacks()["attention", "native"] == reason
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), FloatingPointError("nothing finite")])
-def test_a_proof_that_fails_leaves_the_call_to_pytorch(proving, monkeypatch, error):
+def test_a_tuning_that_fails_leaves_the_call_to_pytorch(tuning, monkeypatch, error):
     attempts = []
 
-    def fails(proof):
-        attempts.append(proof)
+    def fails(task):
+        attempts.append(task)
         raise error
 
-    monkeypatch.setattr(proofs, "prove", fails)
+    monkeypatch.setattr(tuner, "tune", fails)
     register(reference.gelu)
     x = torch.randn(5, 16)
     for _ in range(3):
         assert torch.equal(ck.gelu(x), reference.gelu(x))
     assert len(attempts) == 1
-    assert ck.fallbacks()["gelu", "native"] == f"could not be proven: {type(error).__name__}: {error}"
+    assert ck.fallbacks()["gelu", "native"] == f"could not be tuned: {type(error).__name__}: {error}"
     assert answers() == {}
 
 
-def test_hooks_on_saved_tensors_may_be_forbidden(proven):
+def test_hooks_on_saved_tensors_may_be_forbidden(tuned):
     register(reference.gelu)
     x = torch.randn(5, 16, requires_grad=True)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert torch.equal(ck.gelu(x), reference.gelu(x))
-    assert ck.fallbacks()["gelu", "native"] == "could not be proven: RuntimeError: not here"
+    assert ck.fallbacks()["gelu", "native"] == "could not be tuned: RuntimeError: not here"
 
 
-def test_a_call_that_pytorch_refuses_raises_its_error(proving):
+def test_a_call_that_pytorch_refuses_raises_its_error(tuning):
     register(reference.gelu)
     register(lambda x, **_: [][x], "reference")
     with pytest.raises(TypeError, match="only integer tensors"):
@@ -617,31 +621,32 @@ def run_ranks(code: str, **environment: str) -> list[str]:
     return [out for out, _ in outputs]
 
 
-def test_one_of_two_processes_proves_and_both_choose_the_same(proving, tmp_path):
+def test_one_of_two_processes_tunes_and_both_choose_the_same(tuning, tmp_path):
     code = """
 import os, time, torch, cvt_kernels as ck
-from cvt_kernels import backends, proofs, verdicts
-prove, proven = proofs.prove, []
-proofs.prove = lambda proof: proven.append(1) or time.sleep(0.2) or prove(proof)
+from cvt_kernels import autotune, backends
+from cvt_kernels.autotune import tuner
+tune, tuned = tuner.tune, []
+tuner.tune = lambda tuning: tuned.append(1) or time.sleep(0.2) or tune(tuning)
 x = torch.randn(8, 256)
 rank, scratch = int(os.environ["RANK"]), os.environ["SCRATCH"]
 open(f"{scratch}/{rank}", "w").close()
 while not os.path.exists(f"{scratch}/{1 - rank}"):
     time.sleep(0.001)
 ck.gelu(x)
-[verdict] = verdicts.store_for(x.device).verdicts().values()
+[entry] = autotune.cache_for(x.device).entries().values()
 import json
-print(json.dumps([len(proven), verdict]))
+print(json.dumps([len(tuned), entry]))
 """
     results = [json.loads(out) for out in run_ranks(code, SCRATCH=str(tmp_path))]
-    assert sorted(proven for proven, _ in results) == [0, 1]
+    assert sorted(tuned for tuned, _ in results) == [0, 1]
     assert results[0][1] == results[1][1]
 
 
 GROUP = """
 import os, torch, torch.distributed as dist, cvt_kernels as ck
 from cvt_kernels import backends, reference
-from tests.checks import implementation, remember_verdict
+from tests.checks import implementation, remember_entry
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
 torch.manual_seed(rank)
@@ -663,7 +668,7 @@ os._exit(0)
 """
 
 
-def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(proving, tmp_path):
+def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(tuning, tmp_path):
     code = f"""{GROUP}
 os.environ["XDG_CACHE_HOME"] += str(rank)
 def native(*args, **kwargs):
@@ -673,7 +678,7 @@ conv, all_served = branch(), []
 for local in (("native", "reference"), ("reference", "native"), ("native", "native")):
     served = []
     backends.register("conv_projection", "native", implementation("conv_projection", native))
-    remember_verdict(local[rank], "conv_projection", x, (3, 4), (conv,), training=True)
+    remember_entry(local[rank], "conv_projection", x, (3, 4), (conv,), training=True)
     for _ in range(3):
         ck.conv_projection(x, (3, 4), [conv], training=True)
     all_served.append(served)
@@ -683,11 +688,11 @@ for local in (("native", "reference"), ("reference", "native"), ("native", "nati
     assert run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks")) == [served] * 2
 
 
-def test_synchronized_training_is_proven_and_right(proving, tmp_path):
+def test_synchronized_training_is_tuned_and_right(tuning, tmp_path):
     code = f"""{GROUP}
-from cvt_kernels import proofs
-prove, proven = proofs.prove, []
-proofs.prove = lambda proof: proven.append(1) or prove(proof)
+from cvt_kernels.autotune import tuner
+tune, tuned = tuner.tune, []
+tuner.tune = lambda tuning: tuned.append(1) or tune(tuning)
 backends.register("conv_projection", "native", implementation("conv_projection", reference.conv_projection))
 ours, theirs = branch(), branch()
 for _ in range(2):
@@ -698,7 +703,7 @@ torch.testing.assert_close(ours.running_var, theirs.running_var)
 assert ours.num_batches_tracked == 2
 one = torch.randn(1, 1, 8)  # a single value per channel in each process
 ck.conv_projection(one, (1, 1), [branch()], training=True)
-{FINISH.format("sum(proven)")}
+{FINISH.format("sum(tuned)")}
 """
     counts = run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks"))
     assert sum(map(int, counts)) >= 1
@@ -707,14 +712,14 @@ ck.conv_projection(one, (1, 1), [branch()], training=True)
 # Costs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_call_with_a_verdict_costs_as_one_by_request(proving):
+def test_a_call_with_a_entry_costs_as_one_by_request(tuning):
     x, conv, best = (
         torch.randn(1, 1, 8),
         ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), *torch.ones(4, 8), padding=1),
         {},
     )
-    remember_verdict("native", "gelu", x, approximate="none")
-    remember_verdict("native", "conv_projection", x, (1, 1), (conv,), training=False)
+    remember_entry("native", "gelu", x, approximate="none")
+    remember_entry("native", "conv_projection", x, (1, 1), (conv,), training=False)
     for _ in range(60):
         for backend in ("auto", "native"):
             with ck.use_backend(backend):

@@ -1,4 +1,4 @@
-"""The choice of backends, by request and by verdict, with made-up ones beside those of the project."""
+"""The choice of backends, by request and by entry, with made-up ones beside those of the project."""
 
 import _thread
 import math
@@ -12,33 +12,33 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, verdicts
+from cvt_kernels import autotune, backends, dispatch
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.kinds import size_class
-from tests.checks import add_marked_backend, not_built, remember_verdict
+from tests.checks import add_marked_backend, not_built, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
 from tests.fuzz.judge import call_public
 from tests.processes import run_python
 
 
-def test_auto_takes_pytorchs_own_without_a_verdict_and_records_why():
+def test_auto_takes_pytorchs_own_without_a_entry_and_records_why():
     x = torch.zeros(3)
     add_marked_backend("native", 10.0)
     add_marked_backend("triton", 20.0, devices=("cuda",))
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
     assert ck.fallbacks() == {
         ("gelu", "triton"): "serves cuda tensors, not cpu",
-        ("gelu", "native"): "has no verdict, and CVT_KERNELS_PROVE=0 forbids proving it at first use",
+        ("gelu", "native"): "has no entry, and CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use",
     }
 
 
-def test_auto_takes_the_backend_of_the_verdict_if_it_can_serve_the_call():
+def test_auto_takes_the_backend_of_the_entry_if_it_can_serve_the_call():
     x = torch.zeros(3)
     add_marked_backend("native", 10.0)
     add_marked_backend("triton", 20.0)
     for backend, mark in (("triton", 20), ("native", 10)):
-        remember_verdict(backend, "gelu", x, approximate="none")
+        remember_entry(backend, "gelu", x, approximate="none")
         assert torch.equal(ck.gelu(x), x + mark)
     add_marked_backend("native", 10.0, devices=("cuda",))
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
@@ -60,8 +60,8 @@ def no_tanh(x, *, approximate):
 def test_a_backend_may_refuse_one_call_and_serve_another(names):
     add_marked_backend("native", 10.0, why_unsupported=no_tanh)
     x = torch.ones(3)
-    remember_verdict("native", "gelu", x, approximate="none")
-    remember_verdict("native", "gelu", x, approximate="tanh")
+    remember_entry("native", "gelu", x, approximate="none")
+    remember_entry("native", "gelu", x, approximate="tanh")
     with ck.use_backend(*names):
         assert torch.equal(ck.gelu(x), x + 10)
         assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
@@ -260,12 +260,12 @@ print(sorted({"triton", "transformers", "cvt", "PIL", "sklearn"} & set(sys.modul
 # What is chosen -------------------------------------------------------------------------------------------
 
 
-def test_the_chosen_backends_are_counted_by_verdict():
+def test_the_chosen_backends_are_counted_by_entry():
     assert dispatch.chosen_backends("gelu", "cpu") == {}
     for shape, backend in (((3,), "native"), ((30,), "native"), ((300,), "reference")):
-        remember_verdict(backend, "gelu", torch.ones(shape), approximate="none")
-    remember_verdict("native", "bias_gelu", torch.ones(3), torch.ones(3), approximate="none")
-    remember_verdict("native", "layer_norm_gelu", torch.ones(3), eps=1e-5, approximate="none")
+        remember_entry(backend, "gelu", torch.ones(shape), approximate="none")
+    remember_entry("native", "bias_gelu", torch.ones(3), torch.ones(3), approximate="none")
+    remember_entry("native", "layer_norm_gelu", torch.ones(3), eps=1e-5, approximate="none")
     assert dispatch.chosen_backends("gelu", "cpu") == {"native": 2, "reference": 1}
     assert dispatch.chosen_backends("bias_gelu", "cpu") == {"native": 1}
     assert dispatch.chosen_backends("layer_norm", "cpu") == {}
@@ -274,7 +274,7 @@ def test_the_chosen_backends_are_counted_by_verdict():
 def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
     add_marked_backend("triton", 20.0, why_unavailable=lambda device_type: "no GPU")
     add_marked_backend("native", 10.0)
-    remember_verdict("native", "gelu", torch.ones(3), approximate="none")
+    remember_entry("native", "gelu", torch.ones(3), approximate="none")
     for names, expected in (
         (("reference",), {"reference": 0}),
         (("triton", "native"), {"native": 0}),
@@ -288,33 +288,33 @@ def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
         assert dispatch.chosen_backends("attention", "cpu") == {"sdpa": 0}
 
 
-def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_proven(monkeypatch):
+def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_tuned(monkeypatch):
     add_marked_backend("native", 10.0)
     for names, expected in (
         (("native",), True),
         (("reference", "native"), True),
         (("triton", "reference"), False),
         (("reference",), False),
-        (("auto",), False),  # nothing is proven, nor may it be
+        (("auto",), False),  # nothing is tuned, nor may it be
     ):
         with ck.use_backend(*names):
             assert dispatch.may_be_ours("gelu", "cpu") == expected
     assert not dispatch.may_be_ours("linear", "cpu")
-    remember_verdict("reference", "gelu", torch.ones(3), approximate="none")
+    remember_entry("reference", "gelu", torch.ones(3), approximate="none")
     assert not dispatch.may_be_ours("gelu", "cpu")
-    remember_verdict("native", "gelu", torch.ones(300), approximate="none")
+    remember_entry("native", "gelu", torch.ones(300), approximate="none")
     assert dispatch.may_be_ours("gelu", "cpu")
-    monkeypatch.setenv("CVT_KERNELS_PROVE", "1")
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
     assert dispatch.may_be_ours("bias_gelu", "cpu") == (not not_built())
     assert not dispatch.may_be_ours("linear", "cpu")
     add_marked_backend("native", 10.0, why_unavailable=lambda device_type: "is broken")
     assert not dispatch.may_be_ours("gelu", "cpu")
 
 
-def test_verdicts_are_asked_once_for_each_signature_and_again_once_forgotten(monkeypatch):
-    asked, get = [], verdicts.Store.get
+def test_entries_are_asked_once_for_each_signature_and_again_once_forgotten(monkeypatch):
+    asked, get = [], autotune.Cache.get
     monkeypatch.setattr(
-        verdicts.Store, "get", lambda store, question: asked.append(1) or get(store, question)
+        autotune.Cache, "get", lambda cache, cache_key: asked.append(1) or get(cache, cache_key)
     )
     add_marked_backend("native", 10.0)
     x = torch.ones(3)
@@ -324,9 +324,9 @@ def test_verdicts_are_asked_once_for_each_signature_and_again_once_forgotten(mon
     ck.gelu(torch.ones(4))
     assert len(asked) == 2
     # As another process would, which this one does not learn of by itself.
-    question = dispatch.question("gelu", x, approximate="none")
-    trials = dict.fromkeys(("native", "reference"), verdicts.Trial(0.0, 0.0, 1e-6, None, None))
-    verdicts.store_for(x.device).remember({question: verdicts.Verdict("native", "native", trials)})
+    cache_key = dispatch.cache_key("gelu", x, approximate="none")
+    measurements = dict.fromkeys(("native", "reference"), autotune.Measurement(0.0, 0.0, 1e-6, None, None))
+    autotune.cache_for(x.device).remember({cache_key: autotune.Entry("native", "native", measurements)})
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
     backends.forget()
     assert torch.equal(ck.gelu(x), x + 10)
@@ -346,7 +346,7 @@ def test_process_groups_agree_again_only_where_a_backend_is_registered(monkeypat
 def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
     x = torch.ones(3)
     add_marked_backend("native", 10.0)
-    remember_verdict("native", "gelu", x, approximate="none")
+    remember_entry("native", "gelu", x, approximate="none")
     assert torch.equal(ck.gelu(x), x + 10)
     with backends.replaced(lambda *_: Implementation(lambda call: call.x + 50)):
         assert torch.equal(ck.gelu(x), x + 50)
@@ -355,53 +355,53 @@ def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
     assert torch.equal(ck.gelu(x), x + 30)
 
 
-# Questions ------------------------------------------------------------------------------------------------
+# CacheKeys ------------------------------------------------------------------------------------------------
 
 
-def question_of(operator, **settings):
+def cache_key_of(operator, **settings):
     record = example(operator, "reference", "usual", **settings).call.record
-    return dispatch.question(operator, **record._asdict())
+    return dispatch.cache_key(operator, **record._asdict())
 
 
 @pytest.mark.parametrize("operator", backends.operators)
-def test_a_question_depends_on_the_class_of_sizes(operator):
+def test_a_cache_key_depends_on_the_class_of_sizes(operator):
     size = "rows" if "rows" in EXAMPLES[operator]["usual"] else "batch"
     others = {name: CHOICES[operator][name][2] for name in ("eps", "scale") if name in CHOICES[operator]}
-    questions = {n: question_of(operator, **{size: n}) for n in range(4, 65, 4)}
-    assert 3 <= len(set(questions.values())) <= 5  # operators on rows count two numbers of elements
+    cache_keys = {n: cache_key_of(operator, **{size: n}) for n in range(4, 65, 4)}
+    assert 3 <= len(set(cache_keys.values())) <= 5  # operators on rows count two numbers of elements
     for n in (4, 16):
-        assert questions[n].startswith(f"{operator}, forward, float32, ")
-        assert questions[n] == question_of(operator, **{size: n}, **others)
-        assert questions[n] != questions[4 * n]
+        assert cache_keys[n].startswith(f"{operator}, forward, float32, ")
+        assert cache_keys[n] == cache_key_of(operator, **{size: n}, **others)
+        assert cache_keys[n] != cache_keys[4 * n]
 
 
 @pytest.mark.parametrize("operator", backends.operators)
-def test_calls_of_other_economics_are_other_questions(operator):
+def test_calls_of_other_economics_are_other_cache_keys(operator):
     changes = [{}, {"dtype": "bfloat16"}, {"channels": 9}]
     if operator not in ROUNDING:
         changes.append({"gradient": "all"})
     if "height" in EXAMPLES[operator]["usual"]:
         changes.append({"height": 40})
-    questions = [question_of(operator, **change) for change in changes]
+    cache_keys = [cache_key_of(operator, **change) for change in changes]
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            questions.append(question_of(operator))
-    assert len(set(questions)) == len(questions)
+            cache_keys.append(cache_key_of(operator))
+    assert len(set(cache_keys)) == len(cache_keys)
 
 
-def test_what_other_kernels_compute_is_another_question():
+def test_what_other_kernels_compute_is_another_cache_key():
     x, row = torch.randn(2, 4, 8), torch.randn(8)
-    norms = [dispatch.question("layer_norm", x, *given, eps=1e-5) for given in ((row, row), (None, None))]
+    norms = [dispatch.cache_key("layer_norm", x, *given, eps=1e-5) for given in ((row, row), (None, None))]
     q, settings = torch.randn(2, 4, 1, 8), {"scale": None, "dropout_p": 0.0}
     biases = (None, torch.randn(4, 4), torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4, requires_grad=True))
-    attention = [dispatch.question("attention", q, q, q, bias=bias, **settings) for bias in biases]
+    attention = [dispatch.cache_key("attention", q, q, q, bias=bias, **settings) for bias in biases]
     strided = x.transpose(0, 1).contiguous().transpose(0, 1)
     conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), row, row, row, row.abs(), padding=1)
     projections = [
-        dispatch.question("conv_projection", t, (2, 2), (conv,), training=False) for t in (x, strided)
+        dispatch.cache_key("conv_projection", t, (2, 2), (conv,), training=False) for t in (x, strided)
     ]
-    for questions in (norms, attention, projections):
-        assert len(set(questions)) == len(questions)
+    for cache_keys in (norms, attention, projections):
+        assert len(set(cache_keys)) == len(cache_keys)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 15, 16, 1000, 4**10 - 1, 4**10])
@@ -412,12 +412,12 @@ def test_classes_of_sizes_go_from_one_power_to_the_next(size):
         assert math.log(least, factor) == pytest.approx(round(math.log(least, factor)))
 
 
-@pytest.mark.usefixtures("proving")
+@pytest.mark.usefixtures("tuning")
 @pytest.mark.parametrize("operator", backends.operators)
-def test_tensors_without_numbers_are_served_and_not_proven(operator):
+def test_tensors_without_numbers_are_served_and_not_tuned(operator):
     call = example(operator, "reference", "usual").call.map(lambda tensor: tensor.to("meta"))
     out = call_public(operator, call.record)
     assert all(t.is_meta for t in (out if isinstance(out, tuple) else (out,)))
-    assert verdicts.store_for(torch.device("meta")).verdicts() == {}
+    assert autotune.cache_for(torch.device("meta")).entries() == {}
     if operator == "attention":  # which alone has several backends that serve every device
-        assert "nothing is proven on meta tensors" in ck.fallbacks()[operator, "reference"]
+        assert "nothing is tuned on meta tensors" in ck.fallbacks()[operator, "reference"]

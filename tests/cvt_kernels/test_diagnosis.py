@@ -1,4 +1,4 @@
-"""The report of ``doctor``: what serves every operator, what is proven, and why not another."""
+"""The report of ``doctor``: what serves every operator, what is tuned, and why not another."""
 
 import json
 import subprocess
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, verdicts
-from tests.checks import add_marked_backend, not_built, remember_verdict
+from cvt_kernels import autotune, backends, machine
+from tests.checks import add_marked_backend, not_built, remember_entry
 from tests.processes import run_python
 
 CPU = torch.device("cpu")
-QUESTION = "gelu, forward, float32, exact, 1+ elements, 2 channels"
+KEY = "gelu, forward, float32, exact, 1+ elements, 2 channels"
 
 
 def table(report, device_type="cpu"):
@@ -39,8 +39,8 @@ def fact(report, name):
     return [line[9:] for line in report.splitlines() if line.startswith(f"{name:9}")]
 
 
-def trial(flaw=None):
-    return verdicts.Trial(error=None, allowed=None, seconds=None, host_seconds=None, flaw=flaw)
+def measurement(flaw=None):
+    return autotune.Measurement(error=None, allowed=None, seconds=None, host_seconds=None, flaw=flaw)
 
 
 def test_doctor_answers_every_operator_and_gives_every_reason():
@@ -49,8 +49,8 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     assert "passed over" not in ck.doctor()
     ck.gelu(torch.ones(2))
     report = ck.doctor()
-    assert section(report, "passed over")[-1].startswith("gelu, native: has no verdict")
-    assert fact(report, "proving")[0].startswith("off (CVT_KERNELS_PROVE=0)")
+    assert section(report, "passed over")[-1].startswith("gelu, native: has no entry")
+    assert fact(report, "tuning")[0].startswith("off (CVT_KERNELS_AUTOTUNE=0)")
     rows = table(report)
     assert set(rows) == set(backends.operators)
     assert rows["gelu"] == ("native, reference", "PyTorch's own operator")
@@ -63,29 +63,27 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     assert torch.__version__ in report
 
 
-def test_doctor_counts_the_verdicts_of_every_backend(proving):
+def test_doctor_counts_the_entries_of_every_backend(tuning):
     add_marked_backend("native", 10.0, operator="gelu")
     assert table(ck.doctor())["gelu"][1] == "not used yet"
     for channels in (2, 3):
-        remember_verdict("native", "gelu", torch.ones(channels), approximate="none")
-    remember_verdict("reference", "gelu", torch.ones(4), approximate="none")
+        remember_entry("native", "gelu", torch.ones(channels), approximate="none")
+    remember_entry("reference", "gelu", torch.ones(4), approximate="none")
     report = ck.doctor()
     assert table(report)["gelu"][1] == "native 2, reference 1"
-    assert fact(report, "proving") == [
-        "on: auto checks and times the backends at the first call of each kind"
+    assert fact(report, "tuning") == ["on: auto checks and times the backends at the first call of each kind"]
+    assert fact(report, "entries") == [
+        f"cpu: 3 known, 3 of them in the cache; new ones go to {autotune.cache_for(CPU).path}"
     ]
-    assert fact(report, "verdicts") == [
-        f"cpu: 3 known, 3 of them in the cache; new ones go to {verdicts.store_for(CPU).path}"
-    ]
-    assert str(proving) in report
+    assert str(tuning) in report
 
 
-def test_doctor_says_which_choices_are_unsure(proving):
-    remember_verdict("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
-    _, line = fact(ck.doctor(), "verdicts")
+def test_doctor_says_which_choices_are_unsure(tuning):
+    remember_entry("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
+    _, line = fact(ck.doctor(), "entries")
     assert line == (
-        "cpu: 1 choice was timed while other programs kept this machine busy: run `cvt prove` when it is "
-        f"idle, or remove {verdicts.store_for(CPU).path} and start again"
+        "cpu: 1 choice was timed while other programs kept this machine busy: run `cvt tune` when it is "
+        f"idle, or remove {autotune.cache_for(CPU).path} and start again"
     )
 
 
@@ -101,38 +99,38 @@ def test_doctor_shows_requests():
     assert (rows["attention"][1], rows["gelu"][1]) == ("sdpa", "none")
 
 
-def test_doctor_proves_nothing(proving):
+def test_doctor_tunes_nothing(tuning):
     report = ck.doctor()
-    assert fact(report, "verdicts") == [f"cpu: 0 known; new ones go to {verdicts.store_for(CPU).path}"]
-    assert not proving.exists()  # it makes no folders either
-    assert not verdicts.store_for(CPU).verdicts()
-    code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.proofs' in sys.modules)"
+    assert fact(report, "entries") == [f"cpu: 0 known; new ones go to {autotune.cache_for(CPU).path}"]
+    assert not tuning.exists()  # it makes no folders either
+    assert not autotune.cache_for(CPU).entries()
+    code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.autotune.tuner' in sys.modules)"
     assert run_python(code).stdout == "False\n"
 
 
-def test_doctor_says_why_verdicts_cannot_be_remembered(monkeypatch, tmp_path):
+def test_doctor_says_why_entries_cannot_be_remembered(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    [line] = fact(ck.doctor(), "verdicts")
+    [line] = fact(ck.doctor(), "entries")
     assert line.startswith("cpu: 0 known; new ones hold for one process only: ")
     assert line.endswith("Not a directory")
 
 
-@pytest.mark.filterwarnings("ignore:CVT_KERNELS_VERDICTS")
+@pytest.mark.filterwarnings("ignore:CVT_KERNELS_TUNED")
 def test_doctor_reads_shipped_files(monkeypatch, tmp_path):
     add_marked_backend("native", 10.0, operator="gelu")
-    remember_verdict("reference", "gelu", torch.ones(2), approximate="none")
+    remember_entry("reference", "gelu", torch.ones(2), approximate="none")
     good, foreign, missing = (tmp_path / name for name in ("good.json", "foreign.json", "missing.json"))
-    content = json.loads(verdicts.store_for(CPU).path.read_text())
+    content = json.loads(autotune.cache_for(CPU).path.read_text())
     good.write_text(json.dumps(content))
     content["machine"]["torch"] = "1.0"
     foreign.write_text(json.dumps(content))
-    monkeypatch.setenv("CVT_KERNELS_VERDICTS", f"{good}:{foreign}:{missing}")
+    monkeypatch.setenv("CVT_KERNELS_TUNED", f"{good}:{foreign}:{missing}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    verdicts.forget()
+    autotune.forget()
     report = ck.doctor()
-    known, *shipped = fact(report, "verdicts")
-    assert known == f"cpu: 1 known, none of them in the cache; new ones go to {verdicts.store_for(CPU).path}"
+    known, *shipped = fact(report, "entries")
+    assert known == f"cpu: 1 known, none of them in the cache; new ones go to {autotune.cache_for(CPU).path}"
     assert shipped[0] == f"{good}: 1 of them, read only"
     assert shipped[1].startswith(
         f"{foreign}: ignored: it was made for another machine or installation: torch: 1.0 in the file, "
@@ -141,27 +139,31 @@ def test_doctor_reads_shipped_files(monkeypatch, tmp_path):
     assert table(report)["gelu"][1] == "reference 1"
 
 
-def test_doctor_names_kernels_at_fault(proving):
+def test_doctor_names_kernels_at_fault(tuning):
     assert "failed their check" not in ck.doctor()
     wrong = "wrong: output is off by 1.0e+00, allowed are 1.0e-06"
-    trials = {"native": trial(wrong), "sdpa": trial("fails: RuntimeError: no"), "reference": trial()}
-    verdicts.store_for(CPU).remember({QUESTION: verdicts.Verdict("reference", "reference", trials)})
-    assert section(ck.doctor(), "failed their check") == [f"{QUESTION}, native on cpu: {wrong}"]
+    measurements = {
+        "native": measurement(wrong),
+        "sdpa": measurement("fails: RuntimeError: no"),
+        "reference": measurement(),
+    }
+    autotune.cache_for(CPU).remember({KEY: autotune.Entry("reference", "reference", measurements)})
+    assert section(ck.doctor(), "failed their check") == [f"{KEY}, native on cpu: {wrong}"]
 
 
-def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
+def test_doctor_of_a_machine_with_a_gpu(monkeypatch, tuning):
     gpu = "NVIDIA H200, sm_90, 140 GiB"
     facts = machine.facts()._replace(gpus=(gpu,))
     monkeypatch.setattr(machine, "facts", lambda: facts)
-    stores = {"cpu": verdicts.store_for(CPU), "cuda": verdicts.Store({"device": "cuda", "name": gpu})}
-    monkeypatch.setattr(verdicts, "store_for", lambda device: stores[device.type])
+    caches = {"cpu": autotune.cache_for(CPU), "cuda": autotune.Cache({"device": "cuda", "name": gpu})}
+    monkeypatch.setattr(autotune, "cache_for", lambda device: caches[device.type])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     lacks = {"cpu": None, "cuda": "built without CUDA"}
     add_marked_backend("triton", 1.0, operator="attention", devices=("cuda",))
     add_marked_backend("native", 1.0, operator="attention", devices=("cpu",))
     add_marked_backend("native", 1.0, devices=("cpu", "cuda"), why_unavailable=lacks.get)
-    verdict = verdicts.Verdict("triton", "triton", {"triton": trial(), "reference": trial()})
-    stores["cuda"].remember({"attention, forward, bfloat16, 1+ heads": verdict})
+    entry = autotune.Entry("triton", "triton", {"triton": measurement(), "reference": measurement()})
+    caches["cuda"].remember({"attention, forward, bfloat16, 1+ heads": entry})
     report = ck.doctor()
     assert table(report)["attention"][1] == "not used yet"
     assert table(report, "cuda")["attention"] == ("triton, sdpa, reference", "triton 1")
@@ -171,7 +173,7 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
     lacking = section(report, "not available here")
     assert "(gelu)" in lacking[lacking.index("native: built without CUDA") + 1 :]
     assert not any("attention" in line for line in lacking)
-    assert [line.split("; ")[0] for line in fact(report, "verdicts")] == [
+    assert [line.split("; ")[0] for line in fact(report, "entries")] == [
         "cpu: 0 known",
         "cuda: 1 known, 1 of them in the cache",
     ]
@@ -181,4 +183,4 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, proving):
 def test_the_package_run_as_a_module_prints_it():
     result = subprocess.run([sys.executable, "-m", "cvt_kernels"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("python   ")
-    assert "served by (number of verdicts)" in result.stdout
+    assert "served by (number of entries)" in result.stdout

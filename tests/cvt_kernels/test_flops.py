@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.evaluation import cost
-from cvt_kernels import backends, checks, proofs, reference
+from cvt_kernels import backends, checks, reference
+from cvt_kernels.autotune import tuner
 from tests.checks import recorded_operators
 from tests.contract.examples import example
 from tests.fuzz.judge import call_public
@@ -129,9 +130,9 @@ def test_each_operator_costs_what_its_reference_does(operator, name, count, back
         assert count(call_public, operator, made.call.record) == expected > 0
 
 
-@pytest.mark.usefixtures("proving")
-def test_nothing_is_proven_in_what_is_counted(monkeypatch):
-    monkeypatch.setattr(proofs, "prove", None)
+@pytest.mark.usefixtures("tuning")
+def test_nothing_is_tuned_in_what_is_counted(monkeypatch):
+    monkeypatch.setattr(tuner, "tune", None)
     x = torch.randn(2, 20, 2, 8)
     with ck.use_backend("auto"):
         assert other_flops(ck.attention, x, x, x) == flops(reference.attention, x, x, x)

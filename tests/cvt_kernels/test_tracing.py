@@ -5,14 +5,15 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, proofs
+from cvt_kernels import backends
+from cvt_kernels.autotune import tuner
 from cvt_kernels.records import ConvBatchNorm
 from tests.contract.examples import EXAMPLES, example
 from tests.fuzz.judge import call_public
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.usefixtures("proving"),
+    pytest.mark.usefixtures("tuning"),
 ]
 
 CASES = [(operator, "usual") for operator in backends.operators]
@@ -47,8 +48,8 @@ def assert_same(actual, expected):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_proven(monkeypatch):
-    monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question}"))
+def _nothing_tuned(monkeypatch):
+    monkeypatch.setattr(tuner, "tune", lambda task: pytest.fail(f"tunes {task.cache_key}"))
 
 
 def assert_recorded(recorded, model):

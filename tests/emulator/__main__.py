@@ -45,8 +45,8 @@ def _run(name: str, call: Call) -> int:
         print(f"{name}: unsupported: {error}", flush=True)
         return 1
     instructions = sum(ran.result.thread_instructions for ran in outcome.ran)
-    verdict = "ok" if outcome.is_good else "FAILED"
-    print(f"{name}: {verdict}: {instructions} instructions, {outcome.worst}", flush=True)
+    entry = "ok" if outcome.is_good else "FAILED"
+    print(f"{name}: {entry}: {instructions} instructions, {outcome.worst}", flush=True)
     for ran in outcome.ran:
         for fault in ran.result.faults[:4]:
             print(f"    {ran.kernel}: {fault}")
@@ -59,17 +59,17 @@ def _run(name: str, call: Call) -> int:
 
 
 def _plant(names: list[str] | tuple[str, ...], arch: int | None, most: int) -> int:
-    verdicts = []
+    entries = []
     for name in names:
         found = planted.plant_all(_call(name, arch), most)
         print(f"{name}: {sum(v.noticed for v in found)} of {len(found)} faults noticed", flush=True)
-        for verdict in found:
-            if verdict.matters and not verdict.noticed:
-                print(f"    missed: line {verdict.plant.line}: {verdict.plant.text}")
-        verdicts += found
-    print(planted.table(verdicts))
-    noticed, mattering = sum(v.noticed for v in verdicts), sum(v.matters for v in verdicts)
-    print(f"{noticed} of {mattering} that change anything are noticed, of {len(verdicts)} planted")
+        for entry in found:
+            if entry.matters and not entry.noticed:
+                print(f"    missed: line {entry.plant.line}: {entry.plant.text}")
+        entries += found
+    print(planted.table(entries))
+    noticed, mattering = sum(v.noticed for v in entries), sum(v.matters for v in entries)
+    print(f"{noticed} of {mattering} that change anything are noticed, of {len(entries)} planted")
     return int(noticed < 0.95 * mattering)
 
 

@@ -22,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import cvt_kernels as ck
 from cvt.commands.compile.triton_kernels import specialize
-from cvt_kernels import accuracy, backends, machine
+from cvt_kernels import backends, machine
+from cvt_kernels.autotune import accuracy
 from tests import accesses
 from tests.cvt_kernels.ops import test_accesses
 from tests.emulator import calls

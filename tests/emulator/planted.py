@@ -43,7 +43,7 @@ class Plant(NamedTuple):
     program: Program
 
 
-class Verdict(NamedTuple):
+class Entry(NamedTuple):
     """The outcome of a planted fault.
 
     Attributes:
@@ -90,7 +90,7 @@ def plants(programs: dict[str, Program], executed: dict[str, set[int]], most: in
             yield from found[::step]
 
 
-def plant_all(call: Call, most: int) -> list[Verdict]:
+def plant_all(call: Call, most: int) -> list[Entry]:
     """Plants faults in the kernels of a call; returns what came of each."""
     check, programs = Check(call), {}
     right = check.run(Runner(call.arch, programs))
@@ -101,13 +101,13 @@ def plant_all(call: Call, most: int) -> list[Verdict]:
         for ptx, program in programs.items()
     }
     limit = 4 * max(ran.result.warp_instructions for ran in right.ran) + 100_000
-    verdicts = []
+    entries = []
     for plant in plants(programs, executed, most):
         changed = {**programs, plant.ptx: plant.program}
         outcome = check.run(Runner(call.arch, changed, limit=limit))
         noticed = not outcome.is_good
-        verdicts.append(Verdict(plant, noticed, noticed or _differs(check, call, changed, right, limit)))
-    return verdicts
+        entries.append(Entry(plant, noticed, noticed or _differs(check, call, changed, right, limit)))
+    return entries
 
 
 def _differs(check: Check, call: Call, programs: dict[str, Program], right: Outcome, limit: int) -> bool:
@@ -123,10 +123,10 @@ def _differs(check: Check, call: Call, programs: dict[str, Program], right: Outc
     return False
 
 
-def table(verdicts: list[Verdict]) -> str:
+def table(entries: list[Entry]) -> str:
     """Returns a line for each kind: planted, noticed, and missed although results may differ."""
     planted, noticed, missed = Counter(), Counter(), Counter()
-    for plant, was_noticed, matters in verdicts:
+    for plant, was_noticed, matters in entries:
         planted[plant.kind] += 1
         noticed[plant.kind] += was_noticed
         missed[plant.kind] += matters and not was_noticed

@@ -29,8 +29,8 @@ _LINES = {
     "bench": "bench --compare results0.json results1.json",
     "bench_model": f"bench {_MODEL} --images photo.png --rounds 1 --image-size 16 --batch-size 1 "
     "--peers eager",
-    "prove": "prove --model cvt_13 --dtype float32 --batch-size 1 --image-size 32 --seconds 1 --device cpu "
-    "--json proofs.json",
+    "tune": "tune --model cvt_13 --dtype float32 --batch-size 1 --image-size 32 --seconds 1 --device cpu "
+    "--json tunings.json",
     "compile": "compile --arch sm_90 --model cvt_13 --dtype float32 --operator gather_rows --stage 1 "
     "--jobs 1 --json kernels.json",
 }

@@ -33,7 +33,7 @@ _FILES = {
     "results0.json": "bench --compare results0.json results1.json",
     "run/last.pth": f"{world.TRAIN} --epochs 2 --resume",
     "run/log.csv": f"{world.TRAIN} --epochs 2 --resume",
-    world.VERDICTS: "doctor",
+    world.ENTRIES: "doctor",
 }
 
 

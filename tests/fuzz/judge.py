@@ -1,6 +1,6 @@
 """The judge of a case: every backend that serves it against float64 and PyTorch, in guarded memory.
 
-The rule is that of ``cvt_kernels.accuracy`` where all numbers are finite. Elsewhere a number is right if it
+The rule is that of ``cvt_kernels.autotune.accuracy`` where all numbers are finite. Elsewhere a number is right if it
 is what PyTorch's operators give in the same dtype, or the exact one in that dtype; see docs/fuzz.md.
 """
 
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import cvt_kernels
-from cvt_kernels import accuracy, backends, proofs
-from cvt_kernels.proofs import Results
+from cvt_kernels import backends
+from cvt_kernels.autotune import accuracy, tuner
+from cvt_kernels.autotune.tuner import Results
 from cvt_kernels.records import LIMITS, QuantizedRows
 
 from .cases import Case
@@ -57,9 +58,9 @@ def judge(case: Case, *, triton: bool = False) -> Answer:
         public = functools.partial(call_public, case.subject)
         try:
             with backends.use_backend("reference"):
-                forward = made.call._replace(gradient=False).map(proofs._copied)
-                douts = [made.douts(out) for out in proofs.run(public, forward, []).outputs]
-                same = proofs.run(public, made.call.map(proofs._copied), douts)
+                forward = made.call._replace(gradient=False).map(tuner._copied)
+                douts = [made.douts(out) for out in tuner.run(public, forward, []).outputs]
+                same = tuner.run(public, made.call.map(tuner._copied), douts)
         except (ValueError, TypeError, RuntimeError):
             return Answer([], 0)  # the last is PyTorch's, as of half precision under autocast
         names = _able(case.subject, made.call, triton)
@@ -83,7 +84,7 @@ def _settings(case: Case) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _able(operator: str, call: proofs.Call, triton: bool) -> list[str]:
+def _able(operator: str, call: tuner.Call, triton: bool) -> list[str]:
     registered = backends.implementations[operator]
     names = [name for name in registered if name != "reference"]
     requested = [name for name in names if triton or name != "triton"]
@@ -107,16 +108,16 @@ def _standards(case: Case, made: Made, same: Results, douts: list[Tensor]) -> It
     plain = described.reference
     yield _standard(plain, described.exact or plain, made, same, douts)
     if described.unrounded is not None:
-        unrounded = proofs.run(described.unrounded, made.call.map(proofs._copied), douts)
+        unrounded = tuner.run(described.unrounded, made.call.map(tuner._copied), douts)
         yield _standard(described.unrounded, described.unrounded, made, unrounded, douts)
 
 
 def _standard(plain: Any, oracle: Any, made: Made, same: Results, douts: list[Tensor]) -> _Standards:
     wide = [dout.double() for dout in douts]
 
-    def run(change: Callable[[Tensor], Tensor], call: proofs.Call = made.call) -> Results:
+    def run(change: Callable[[Tensor], Tensor], call: tuner.Call = made.call) -> Results:
         with torch.autocast("cpu", enabled=False):
-            return proofs.run(oracle, call.map(change), wide)
+            return tuner.run(oracle, call.map(change), wide)
 
     @functools.cache
     def nudged(coarsely: bool, seed: int) -> Results:
@@ -128,14 +129,14 @@ def _standard(plain: Any, oracle: Any, made: Made, same: Results, douts: list[Te
         generator = torch.Generator().manual_seed(seed)
 
         def change(tensor: Tensor) -> Tensor:
-            changed = proofs._copied(tensor)
+            changed = tuner._copied(tensor)
             changed.data.copy_(_nudged(tensor, generator, True).detach())
             return changed
 
         call = made.call.map(change)
-        return proofs.run(plain, call, douts), run(proofs._in_float64, call)
+        return tuner.run(plain, call, douts), run(tuner._in_float64, call)
 
-    return _Standards(same, run(proofs._in_float64), nudged, beside)
+    return _Standards(same, run(tuner._in_float64), nudged, beside)
 
 
 def _nudged(tensor: Tensor, generator: torch.Generator, coarsely: bool) -> Tensor:
@@ -144,8 +145,8 @@ def _nudged(tensor: Tensor, generator: torch.Generator, coarsely: bool) -> Tenso
     They are a few of float32; coarsely, one of the dtype or of autocast, to which compositions round between
     their parts.
     """
-    exact = proofs._in_float64(tensor)
-    if proofs._is_fine(tensor):
+    exact = tuner._in_float64(tensor)
+    if tuner._is_fine(tensor):
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         most = 4 * torch.finfo(dtype).eps
         if coarsely:
@@ -166,8 +167,8 @@ def _judge_backend(
     try:
         with backends.use_backend(name, *_PARTS):
             torch.set_num_threads(1)
-            with proofs.guarded_memory() as memory:
-                mine = proofs.run(public, made.call.map(memory.copy), douts)
+            with tuner.guarded_memory() as memory:
+                mine = tuner.run(public, made.call.map(memory.copy), douts)
             if memory.is_overwritten():
                 return "writes outside of its tensors", 0.0
             if (flaw := _changed(case, made, mine, standards[0].same)) is not None:
@@ -176,18 +177,18 @@ def _judge_backend(
             flaw, ratio = next((each for each in found if each[0] is None), found[0])
             if flaw is None and name in backends.OURS:  # PyTorch's may depend on threads and addresses
                 torch.set_num_threads(threads)
-                again = proofs.run(public, made.call.map(_in_other_memory), douts)
+                again = tuner.run(public, made.call.map(_in_other_memory), douts)
                 pairs = zip(mine.outputs + mine.gradients, again.outputs + again.gradients, strict=True)
                 if not all(_same_numbers(*pair) for pair in pairs):
                     return f"gives other bits with {threads} threads than with 1 elsewhere in memory", 0.0
     except Exception as error:
-        return f"fails: {proofs.describe_error(error)}", 0.0
+        return f"fails: {tuner.describe_error(error)}", 0.0
     return flaw, ratio
 
 
 def _in_other_memory(tensor: Tensor) -> Tensor:
     """Returns a copy with the strides of a tensor, and with what lies between its numbers."""
-    flat = tensor.detach().as_strided((proofs._extent(tensor),), (1,)).clone()
+    flat = tensor.detach().as_strided((tuner._extent(tensor),), (1,)).clone()
     return flat.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
@@ -349,7 +350,7 @@ def _judge_tensor(
 def _error(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, finite: Tensor) -> accuracy.Error:
     """Returns the error of the numbers that are all finite."""
     dtype = mine.dtype
-    units = proofs._UNITS_OF_FLOAT64 if dtype == torch.float64 else accuracy.usual_units(mine.numel())
+    units = tuner._UNITS_OF_FLOAT64 if dtype == torch.float64 else accuracy.usual_units(mine.numel())
     factor = accuracy.VALUE_FACTOR if rule.others is None else accuracy.GRADIENT_FACTOR
     narrow = torch.bfloat16 if rule.autocast and dtype == torch.float32 else None
     if not bool(finite.all()):
@@ -360,8 +361,8 @@ def _error(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, finite: Tenso
         allowed += 4 * torch.finfo(dtype).tiny  # smaller numbers may be zeros
     if rule.others is not None:
         rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        cancels = _largest(exact) <= proofs._CANCELS * rule.others
-        allowed += (rounding**0.5 if cancels else proofs._UNITS_OF_OTHERS * rounding) * rule.others
+        cancels = _largest(exact) <= tuner._CANCELS * rule.others
+        allowed += (rounding**0.5 if cancels else tuner._UNITS_OF_OTHERS * rounding) * rule.others
     return error._replace(allowed=allowed * rule.slack)
 
 

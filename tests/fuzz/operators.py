@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cvt_kernels import backends, proofs, reference
+from cvt_kernels import backends, reference
+from cvt_kernels.autotune import tuner
 from cvt_kernels.records import (
     ConvBatchNorm,
     DepthwiseConv,
@@ -34,7 +35,7 @@ class Made(NamedTuple):
         ignored: (B, K) of the rows of the first output that mean nothing; None for none.
     """
 
-    call: proofs.Call
+    call: tuner.Call
     douts: Callable[[Tensor], Tensor]
     ignored: Tensor | None = None
 
@@ -43,7 +44,7 @@ def make(case: Case) -> Made:
     """Makes the tensors of a case."""
     maker = _Maker(case)
     args, kwargs = _BUILDERS[case.subject](maker)
-    call = proofs.Call(backends.operators[case.subject].bind(*args, **kwargs), False)
+    call = tuner.Call(backends.operators[case.subject].bind(*args, **kwargs), False)
     call = call._replace(gradient=any(tensor.requires_grad for tensor in call.tensors()))
     return Made(call, maker.dout, maker.ignored)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import backends, machine, proofs
+from cvt_kernels import backends, machine
+from cvt_kernels.autotune import tuner
 
 from .worker import Answer, limited_memory
 
@@ -76,7 +77,7 @@ def _right_calls() -> dict[str, list[list[Any]]]:
     recorder = _Recorder()
     for operator in backends.operators:
         for seed in range(_CASES):
-            call = make(parsed(f"{operator}:{seed}")).call.map(proofs._copied)
+            call = make(parsed(f"{operator}:{seed}")).call.map(tuner._copied)
             refused = contextlib.suppress(ValueError, TypeError, RuntimeError)
             with backends.use_backend("native", "reference"), refused, recorder:
                 outputs = pytree.tree_leaves(call_public(operator, call.record))
@@ -254,7 +255,7 @@ def judge(case: Case) -> Answer:
     expected = _expected(overload, arguments)
     large = _bytes_of(arguments) + (_MEMORY if expected is None else _bytes_of(expected)) > _FEW
     is_plain = _is_plain(arguments)
-    guards = proofs.guarded_memory if is_plain and not large else contextlib.nullcontext
+    guards = tuner.guarded_memory if is_plain and not large else contextlib.nullcontext
     arguments = _before_guard_pages(arguments, written)
     try:
         with limited_memory(_MEMORY), guards() as memory:
@@ -263,7 +264,7 @@ def judge(case: Case) -> Answer:
         if not is_plain:  # of the fake, which takes what its operator does
             return Answer([], 0)
         if not isinstance(error, RuntimeError | ValueError | TypeError):
-            return Answer([f"raises {proofs.describe_error(error)}"])
+            return Answer([f"raises {tuner.describe_error(error)}"])
         return Answer(_flaws_of_refusal(name, str(error), large), 0)
     if memory is not None and memory.is_overwritten():
         return Answer(["writes outside of its tensors"])

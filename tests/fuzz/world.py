@@ -23,8 +23,8 @@ from cvt import create_model, save_huggingface
 from cvt.card import ModelCard
 from cvt.commands import _parse, main, paths
 from cvt.factory import randomize
-from cvt_kernels import backends, verdicts
-from tests.checks import remember_verdict
+from cvt_kernels import autotune, backends
+from tests.checks import remember_entry
 from tests.cvt.models import SMALL
 
 from .worker import Answer, limited_memory
@@ -33,13 +33,13 @@ _SECONDS, _CPU_SECONDS = 100, 20  # after which a command is interrupted, as by 
 _INTERRUPTED = 130  # the exit code of such a command
 _MEMORY = 8 * 2**30  # bytes that a command may take beside what the process has
 #: Commands that say by exit code 1 that something was found.
-_MAY_RETURN_1 = ("compile", "prove", "quantize", "doctor")
+_MAY_RETURN_1 = ("compile", "tune", "quantize", "doctor")
 #: Makes the folder ``run``.
 TRAIN = (
     "train --data data --output run --model cvt_nano --image-size 16 --batch-size 4 --workers 0 --device cpu"
 )
-#: A pattern that the file of the verdicts of this machine matches.
-VERDICTS = "cache/cvt_kernels/verdicts/*.json"
+#: A pattern that the file of the entries of this machine matches.
+ENTRIES = "cache/cvt_kernels/entries/*.json"
 _RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -74,7 +74,7 @@ def template() -> Path:
             answer = run(place, line.split())
             assert not answer.flaws, answer
         with _bounded(place):
-            remember_verdict("reference", "gelu", torch.zeros(2), approximate="none")
+            remember_entry("reference", "gelu", torch.zeros(2), approximate="none")
         shutil.copytree(place, folder, dirs_exist_ok=True)
     return folder
 
@@ -182,7 +182,7 @@ def _bounded(place: Path) -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.set_num_threads(threads)
-        verdicts.forget()
+        autotune.forget()
         backends.forget()
         for name, value in previous.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -158,10 +158,10 @@ def test_the_operators_page_names_every_backend():
     assert named == set(backends.BACKENDS)
 
 
-def test_the_page_of_verdicts_shows_a_kind_of_call_as_files_write_it():
-    page = text_of("verdicts.md")
+def test_the_page_of_entries_shows_a_kind_of_call_as_files_write_it():
+    page = text_of("autotune.md")
     x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
-    assert f"\n{dispatch.question('linear', x, weight, None)}\n" in page
+    assert f"\n{dispatch.cache_key('linear', x, weight, None)}\n" in page
 
 
 def test_the_installation_page_names_every_environment_variable():

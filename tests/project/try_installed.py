@@ -67,7 +67,7 @@ def try_acceleration() -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error", RuntimeWarning)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # verdicts of this try are of no use to anybody
+        os.environ["XDG_CACHE_HOME"] = folder  # entries of this try are of no use to anybody
         try_package()
         try_command(f"{folder}/model")
         try_acceleration()

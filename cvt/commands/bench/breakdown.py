@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
-from cvt_kernels import backends, machine, measure
+from cvt_kernels import backends, machine
+from cvt_kernels.autotune import clock
 
 from ...config import CvTConfig
 from .contenders import COMPILED, Contender
@@ -56,10 +57,10 @@ def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
     contender.model.zero_grad(set_to_none=True)
     launched = contender.launched()  # a replay allocates nothing: its graph holds the memory all the time
     release_workspace()  # what another contender needed
-    peak = measure.peak_bytes(lambda: launched.step(batch), batch.device) if cuda else None
+    peak = clock.peak_bytes(lambda: launched.step(batch), batch.device) if cuda else None
     profiles = profiled_steps(contender, batch)
     workspace = workspace_bytes()
-    held = peak if cuda else measure.peak_of(profiles[0]) or None
+    held = peak if cuda else clock.peak_of(profiles[0]) or None
     seconds = min((by_place(each, cuda) for each in profiles), key=lambda places: sum(places.values()))
     return {
         "peak_bytes": None if held is None else held + workspace,
@@ -100,7 +101,7 @@ def profiled_steps(contender: Contender, batch: Tensor) -> list[profile]:
         for _ in range(_PROFILES):
             contender.model.zero_grad(set_to_none=True)
             step = functools.partial(contender.step, batch)
-            profiles.append(measure.profiled(step, batch.device, memory=batch.device.type != "cuda"))
+            profiles.append(clock.profiled(step, batch.device, memory=batch.device.type != "cuda"))
     return profiles
 
 

@@ -29,7 +29,7 @@ class Change(NamedTuple):
     is_judged: bool
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """``"faster"``, ``"slower"``, ``"within noise"``, or that there are too few rounds."""
         if not self.is_judged:
             return f"too few rounds, expected {LEAST_ROUNDS}"
@@ -98,7 +98,7 @@ def comparison(old: Results, new: Results) -> str:
     rows = [["", "batch", "old images/s", "new images/s", "new / old", ""]]
     for change in compare(old, new):
         numbers = [str(change.batch_size), f"{change.old:.2f}", f"{change.new:.2f}", str(change.factor)]
-        rows.append([change.contender, *numbers, change.verdict])
+        rows.append([change.contender, *numbers, change.summary])
     note = (
         "new / old: of the speed in multiples of Hugging Face's in the same rounds (hf: the speed itself).\n"
         "In parentheses, how far the quartiles of both runs would move it."

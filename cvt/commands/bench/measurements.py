@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels import __version__, machine, measure, verdicts
+from cvt_kernels import __version__, autotune, machine
+from cvt_kernels.autotune import clock
 
 from ...config import DTYPES
 from ...images import load_images, sample_photos
@@ -43,7 +44,7 @@ from .contenders import (
 )
 from .models import Subject, build_subject
 from .results import SCHEMA, VERSION, Results
-from .verdict import parity_errors
+from .summary import parity_errors
 
 _PACKAGES = ("torch", "transformers", "numpy")
 
@@ -98,7 +99,7 @@ def run(
     if ours is not None:
         ours = ours.to(device, DTYPES[dtype]).train(train)
     contenders = _built(keys, hf, ours, about)
-    product = measure.Product(device, DTYPES[dtype])
+    product = clock.Product(device, DTYPES[dtype])
     # A backward has two products for each of the forward's.
     operations = subject.operations * (3 if train else 1)
     batches = []
@@ -129,10 +130,10 @@ def run(
             "rounds": rounds,
             "depths": subject.depths,
             "backends": _served_backends(batches),
-            "advice": verdicts.store_for(device).advice(),
+            "advice": autotune.cache_for(device).advice(),
         },
         "ceilings": {
-            "bytes_per_second": measure.copy_bandwidth(device),
+            "bytes_per_second": clock.copy_bandwidth(device),
             "flops_per_second": max(
                 batch["product"]["operations"] / min(batch["product"]["seconds"]) for batch in batches
             ),
@@ -205,7 +206,7 @@ def _measure(
     photos: Tensor,
     batch_size: int,
     rounds: int,
-    product: measure.Product,
+    product: clock.Product,
     about: dict[str, Any],
     progress: Any,
 ) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def _measure(
     for contender, parity in _parities(contenders, exact, photos, batches, about, progress):
         rows[contender.key] = {"contender": contender.key, "parity": parity}
     contenders = [contender for contender in contenders if contender.key in rows]
-    seconds = measure.seconds_in_turns(
+    seconds = clock.seconds_in_turns(
         [*(functools.partial(contender.step, batches[0]) for contender in contenders), *product.ways],
         rounds,
         photos.device,

@@ -1,4 +1,4 @@
-"""The page of ``cvt bench --report``: its verdict, tables, plots and the machine, as one HTML file."""
+"""The page of ``cvt bench --report``: its summary, tables, plots and the machine, as one HTML file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files import filling
-from . import verdict
+from . import summary
 from .plots import draw, png
 from .results import MEMORY, Range, Results, advice, heading, meaning, parity_rows, products, speed_rows
 
@@ -43,22 +43,22 @@ def _page(results: Results, figures: list[dict[str, str]]) -> str:
     facts |= {"photographs": results["config"]["photos"], "backends": results["config"]["backends"]}
     batches = results["batches"]
     return environment.get_template("report.html").render(
-        verdict=verdict.sentence(results),
+        summary=summary.sentence(results),
         heading=heading(results),
         contenders=[["contender", ""], *([k, meaning(about)] for k, about in results["contenders"].items())],
         explained=" ".join([*products(results), MEMORY, *advice(results)]),
         speed=[speed_rows(results, batch, _marked) for batch in batches],
         parity=[parity_rows(results, batch) for batch in batches],
         figures=figures,
-        doubts={batch["batch_size"]: verdict.doubts(batch) for batch in batches},
-        doubts_explained=verdict.DOUBTS,
+        doubts={batch["batch_size"]: summary.doubts(batch) for batch in batches},
+        doubts_explained=summary.DOUBTS,
         machine=[["", ""], *([name, _plain(value)] for name, value in facts.items())],
     )
 
 
 def _marked(factor: Range) -> str | tuple[str, str]:
     """Returns a ratio, with the word for what is doubtful about it."""
-    word = verdict.doubt(factor)
+    word = summary.doubt(factor)
     return (str(factor), word) if word else str(factor)
 
 

@@ -99,7 +99,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     rows = jobs.compile_all(plan, arguments.jobs)
     with reporting(arguments.json, indent=1) as report_json:
         report_json(report.as_json(rows))
-    print_lines(arguments, [*report.table(rows), "", *report.verdict(rows)])
+    print_lines(arguments, [*report.table(rows), "", *report.entry(rows)])
     return int(any(row.flaws for row in rows))
 
 

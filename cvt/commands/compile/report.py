@@ -62,7 +62,7 @@ def purpose(cases: Iterable[LaunchCase], *, brief: bool) -> str:
     )
 
 
-def verdict(
+def entry(
     rows: Sequence[Any],
     purpose_of: Callable[..., str] = purpose,
     fine: str = "nothing spills, everything fits",

@@ -9,7 +9,7 @@ are three ways to the same product, each a backend of the operator:
 - ``float32``: 16 bits converted to float32 and back, which helps on a CPU without 16-bit products.
 
 :func:`linear_gelu`, :func:`linear_add` and :func:`linear_add_layer_norm` have kernels of their own on a GPU.
-Elsewhere, and where a verdict says so, they are the other operators one after the other.
+Elsewhere, and where an entry says so, they are the other operators one after the other.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _sample(factor: int, call: Record) -> Record:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
-    On a CPU it takes the fastest of PyTorch's primitives on this machine, by verdict; its results may differ
+    On a CPU it takes the fastest of PyTorch's primitives on this machine, by entry; its results may differ
     from those of ``F.linear`` in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``.
 
     Args:

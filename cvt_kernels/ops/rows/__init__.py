@@ -51,7 +51,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 def _check_unique(rows: Tensor, tokens: int) -> None:
-    """Raises for rows of which backends may make different things, so that no verdict comes from them."""
+    """Raises for rows of which backends may make different things, so that no entry comes from them."""
     rows = rows.cpu()
     checks.check_row_values("rows", rows, tokens)
     ordered = rows.sort(1).values

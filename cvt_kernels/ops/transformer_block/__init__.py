@@ -1,7 +1,7 @@
 """A block of CvT, SegFormer or PVT as one operator, for serving.
 
 ``onednn`` takes PyTorch's packed linear layers for CPUs. ``composed`` takes other operators of this package
-one after the other, each by its own verdict.
+one after the other, each by its own entry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A transformer block by other operators of this package one after the other, each by its own verdict."""
+"""A transformer block by other operators of this package one after the other, each by its own entry."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 See ``packed_linear``. Layers that read the same tokens are one product: K and V of a reduction, all three of
 all tokens. A reduction is a linear layer of squares of tokens. Everything else is done by this package's
-operators, each by its own verdict.
+operators, each by its own entry.
 """
 
 from __future__ import annotations

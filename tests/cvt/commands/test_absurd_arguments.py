@@ -93,7 +93,7 @@ _GOOD = {
     "export": ["--checkpoint", "digits", "--format", "pt2", "--output", "new.pt2"],
     "train": ["--data", "digits", "--output", "new", "--device", "cpu"],
     "doctor": [],
-    "prove": ["--device", "cpu"],
+    "tune": ["--device", "cpu"],
     "bench": ["--device", "cpu"],
     "compile": [],
 }

@@ -37,11 +37,11 @@ def test_kernels_of_a_model(tmp_path):
     assert (report["schema"], report["version"]) == (SCHEMA, VERSION)
     names = ["conv_embedding_embed", "conv_embedding_normalize", "conv_embedding_normalize"]
     assert [row["kernel"] for row in report["kernels"]] == names
-    heading, *cells, empty, verdict = lines
+    heading, *cells, empty, entry = lines
     assert re.split(r"  +", heading) == [
         "arch", "kernel", "dtype", "mode", "for", "registers", "spilled B", "shared B", "occupancy",
     ]  # fmt: skip
-    assert (empty, verdict) == ("", "3 kernels: nothing spills, everything fits")
+    assert (empty, entry) == ("", "3 kernels: nothing spills, everything fits")
     for number, (row, line) in enumerate(zip(report["kernels"], cells, strict=True), 1):
         resources = row["resources"]
         assert (row["flaws"], resources["stack"]) == ([], 0)

@@ -285,7 +285,7 @@ def test_tables_of_modules_with_hostile_names_command_no_terminal():
 def test_doctor_with_a_hostile_name(capsys, monkeypatch, tmp_path):
     path = tmp_path / "\x1b[31m.json"
     path.write_text(json.dumps({"schema": "\x1b[31m"}))
-    monkeypatch.setenv("CVT_KERNELS_VERDICTS", str(path))
+    monkeypatch.setenv("CVT_KERNELS_TUNED", str(path))
     with pytest.warns(RuntimeWarning, match="is ignored"):
         assert main(["doctor"]) == 0
     out = capsys.readouterr().out

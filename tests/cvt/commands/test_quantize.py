@@ -104,7 +104,7 @@ def test_it_is_not_trained(digits, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 78])
-def test_the_fewest_layers_are_found_by_few_trials(most):
+def test_the_fewest_layers_are_found_by_few_measurements(most):
     for right in range(most + 1):
         tried = []
 

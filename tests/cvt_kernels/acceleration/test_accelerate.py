@@ -13,8 +13,9 @@ from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt.factory import randomize
-from cvt_kernels import backends, proofs
+from cvt_kernels import backends
 from cvt_kernels.acceleration import matching
+from cvt_kernels.autotune import tuner
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_all_calls, record_calls
 from tests.conftest import DATA
@@ -223,16 +224,16 @@ def test_a_models_part_and_a_model_that_contains_one():
 
 
 @every_upstream
-def test_auto_proves_at_first_use_and_computes_the_same(make, proving, monkeypatch):
-    """Proofs draw no random numbers and leave gradients and statistics alone; a second model needs none."""
+def test_auto_tunes_at_first_use_and_computes_the_same(make, tuning, monkeypatch):
+    """Tuning draw no random numbers and leave gradients and statistics alone; a second model needs none."""
     ck.use_backend("auto")
     own, fused = pair(make, "train", **RANDOM)
     expected = copy.deepcopy(fused)
     assert_same_step(own, fused, images(), 2e-5)
     with torch.no_grad():
         assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
-    assert list((proving / "cvt_kernels" / "verdicts").glob("*.json"))
-    monkeypatch.setattr(proofs, "prove", lambda proof: pytest.fail(f"proves {proof.question} again"))
+    assert list((tuning / "cvt_kernels" / "entries").glob("*.json"))
+    monkeypatch.setattr(tuner, "tune", lambda task: pytest.fail(f"tunes {tuning.cache_key} again"))
     backends.forget()
     step(expected, images())
     for (name, a), b in zip(expected.named_buffers(), fused.buffers(), strict=True):

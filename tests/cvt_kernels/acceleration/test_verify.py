@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt_kernels import backends, measure, proofs, verdicts
-from tests.checks import Terminal, implementation, remember_verdict
+from cvt_kernels import autotune, backends
+from cvt_kernels.autotune import clock, tuner
+from tests.checks import Terminal, implementation, remember_entry
 from tests.cvt_kernels.acceleration.test_accelerate import inputs
 from tests.upstream import (
     KERNELS_FIRST,
@@ -74,21 +75,21 @@ def test_half_precision():
     assert report.layers[-1].evaluation.eager > 1e-4
 
 
-@pytest.mark.usefixtures("proving")
-def test_kernels_are_proven_before_models_are_timed(monkeypatch):
+@pytest.mark.usefixtures("tuning")
+def test_kernels_are_tuned_before_models_are_timed(monkeypatch):
     events = []
-    prove, time = proofs.prove, measure.seconds_in_turns
+    tune, time = tuner.tune, clock.seconds_in_turns
 
     def timed(*args, **options):
         events.append("timing")
         return time(*args, **options)
 
-    monkeypatch.setattr(proofs, "prove", lambda proof: events.append("proof") or prove(proof))
-    monkeypatch.setattr(measure, "seconds_in_turns", timed)
+    monkeypatch.setattr(tuner, "tune", lambda task: events.append("tuning") or tune(task))
+    monkeypatch.setattr(clock, "seconds_in_turns", timed)
     with ck.use_backend("auto"):
         report = ck.verify(microsoft(**RANDOM), images(), rounds=1)
     assert report.passed, str(report)
-    assert events[0] == "proof"
+    assert events[0] == "tuning"
     assert events[-2:] == ["timing", "timing"]
     assert events.count("timing") == 2
 
@@ -215,7 +216,7 @@ def test_checkpointing_asks_for_the_same_backends_again():
 
 
 def test_the_report_is_a_table():
-    remember_verdict("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
+    remember_entry("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
     report = ck.verify(ck.accelerate(microsoft()), images(), rounds=1)
     *lines, advice = str(report).splitlines()
     assert lines[0] == "ConvolutionalVisionTransformer, float32 on cpu, inputs 2×3×64×64"
@@ -228,7 +229,7 @@ def test_the_report_is_a_table():
     assert table[-1].startswith("(model)")
     assert "times as fast" in lines[-3]
     assert lines[-1] == "as accurate as it was"
-    assert advice == verdicts.store_for(torch.device("cpu")).advice()
+    assert advice == autotune.cache_for(torch.device("cpu")).advice()
     assert str(report._replace(advice=None)).splitlines() == lines
 
 

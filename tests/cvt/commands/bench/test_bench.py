@@ -20,10 +20,11 @@ from tqdm import tqdm
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt import commands as cli
-from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report, verdict
+from cvt.commands.bench import breakdown, compare, contenders, measurements, plots, report, summary
 from cvt.commands.bench import results as result_files
 from cvt.evaluation import cost
-from cvt_kernels import backends, coverage, graphs, machine, measure, proofs
+from cvt_kernels import backends, coverage, graphs, machine
+from cvt_kernels.autotune import clock, tuner
 from tests.checks import bad, not_built
 from tests.upstream import KERNELS_FIRST
 
@@ -37,7 +38,7 @@ def make_small(patch):
     """Lets cvt_13 be a small model, profiled once."""
     patch.setitem(PRESETS, "cvt_13", SMALL)
     patch.setattr(breakdown, "_PROFILES", 1)
-    patch.setitem(measure.PRODUCT_SIZE, "cpu", 64)
+    patch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
 
 
 @pytest.fixture
@@ -157,10 +158,10 @@ def test_results_tell_what_served(results):
     assert "transformer_block" in served
 
 
-@pytest.mark.usefixtures("small", "proving")
-def test_kernels_are_proven_before_anything_is_timed(monkeypatch):
-    timing, proven = [], []
-    prove, time = proofs.prove, measure.seconds_in_turns
+@pytest.mark.usefixtures("small", "tuning")
+def test_kernels_are_tuned_before_anything_is_timed(monkeypatch):
+    timing, tuned = [], []
+    tune, time = tuner.tune, clock.seconds_in_turns
 
     def timed(*args, **options):
         timing.append(True)
@@ -168,11 +169,11 @@ def test_kernels_are_proven_before_anything_is_timed(monkeypatch):
         timing.clear()
         return seconds
 
-    monkeypatch.setattr(measure, "seconds_in_turns", timed)
-    monkeypatch.setattr(proofs, "prove", lambda proof: proven.append(bool(timing)) or prove(proof))
+    monkeypatch.setattr(clock, "seconds_in_turns", timed)
+    monkeypatch.setattr(tuner, "tune", lambda task: tuned.append(bool(timing)) or tune(task))
     measurements.run(image_size=64, batch_sizes=(1, 2), rounds=1)
-    assert proven
-    assert not any(proven)
+    assert tuned
+    assert not any(tuned)
 
 
 def test_breakdown_finds_parts_and_kinds(results):
@@ -212,7 +213,7 @@ def test_peak_of_memory_is_exact():
 def test_memory_of_native_operators_is_seen():
     x = torch.randn(1000, 384)
     with ck.use_backend("native"):
-        assert 4 * x.numel() <= measure.peak_bytes(lambda: ck.layer_norm(x), x.device) < 4.4 * x.numel()
+        assert 4 * x.numel() <= clock.peak_bytes(lambda: ck.layer_norm(x), x.device) < 4.4 * x.numel()
 
 
 def test_workspace_of_the_extension_counts_as_memory(monkeypatch):
@@ -382,10 +383,10 @@ def test_advice_on_unsure_choices_and_results_from_before(results):
     assert old["config"].pop("advice") is None
     for batch in old["batches"]:
         del batch["product"]
-    assert not any(words in result_files.text(old) for words in ("of product", "cvt prove"))
-    old["config"]["advice"] = "run `cvt prove`"
-    assert "run `cvt prove`." in result_files.text(old).splitlines()
-    assert "run `cvt prove`." in report._page(old, [])
+    assert not any(words in result_files.text(old) for words in ("of product", "cvt tune"))
+    old["config"]["advice"] = "run `cvt tune`"
+    assert "run `cvt tune`." in result_files.text(old).splitlines()
+    assert "run `cvt tune`." in report._page(old, [])
 
 
 def test_numbers_are_of_each_round_by_itself():
@@ -404,12 +405,12 @@ def test_comparison_by_hand():
     new = made(hf=[8, 8, 8, 8], cvt=[5, 5, 5, 5], accelerate=[1, 1, 1, 1], eager=[2, 4, 6, 8])
     hf, cvt, eager = compare.compare(old, new)
     assert hf[:5] == (2, "hf", 0.5, 0.25, (0.5, 0.5, 0.5))
-    assert hf.verdict == "slower"
+    assert hf.summary == "slower"
     assert cvt[:5] == (2, "cvt", 1.0, 0.4, (0.8, 0.8, 0.8))
-    assert cvt.verdict == "slower"
+    assert cvt.summary == "slower"
     # Ratios to hf 4, 2, 4/3, 1 in both: median 5/3, quartiles 1.25 and 2.5.
     assert eager.factor == pytest.approx((1.0, 0.5, 2.0))
-    assert eager.verdict == "within noise"
+    assert eager.summary == "within noise"
     old["versions"]["torch"], old["config"]["dtype"] = "2.13", "bfloat16"
     lines = compare.comparison(old, new).splitlines()
     words = [line.split()[-1] for line in lines if line.startswith(("hf", "cvt", "eager"))]
@@ -417,8 +418,8 @@ def test_comparison_by_hand():
     differing = [line for line in lines if line.startswith("differs")]
     assert differing == ["differs: torch: 2.13 → 2.11", "differs: dtype: bfloat16 → float32"]
     better = compare.compare(made(cvt=[2, 2, 2, 2]), made(cvt=[1, 1, 1, 1]))
-    assert [(c.factor.median, c.verdict) for c in better] == [(2, "faster")]
-    assert compare.compare(made(cvt=[2, 2]), made(cvt=[1, 1]))[0].verdict == "too few rounds, expected 4"
+    assert [(c.factor.median, c.summary) for c in better] == [(2, "faster")]
+    assert compare.compare(made(cvt=[2, 2]), made(cvt=[1, 1]))[0].summary == "too few rounds, expected 4"
     with pytest.raises(ValueError, match="no contender in the same batch size in common"):
         compare.compare(made(cvt=[1]), made(hf=[1]))
     other = made(cvt=[1])
@@ -428,7 +429,7 @@ def test_comparison_by_hand():
         compare.compare(made(cvt=[1]), other)
 
 
-# Verdict --------------------------------------------------------------------------------------------------
+# Summary --------------------------------------------------------------------------------------------------
 
 
 def judged(batches=None, errors=None, **overrides):
@@ -452,48 +453,48 @@ def judged(batches=None, errors=None, **overrides):
     return found
 
 
-def test_the_verdict_names_the_machine_the_equality_and_the_fastest():
+def test_the_summary_names_the_machine_the_equality_and_the_fastest():
     fast = {"hf": [4.0] * 4, "cvt": [2.0] * 4, "eager": [3.0] * 4}
     slow = {"hf": [1.0] * 4, "cvt": [2.0] * 4, "accelerate": [4.0] * 4}
     close = {"hf": [4.0] * 4, "cvt": [2.0, 2.0, 2.1, 2.1], "accelerate": [2.1, 2.1, 2.0, 2.0]}
     few = {"hf": [4.0] * 2, "cvt": [2.0] * 2}
-    assert verdict.sentence(judged(fast)) == (
+    assert summary.sentence(judged(fast)) == (
         "In a forward on A CPU, 2 threads, all results equal Hugging Face's up to rounding, and the fastest "
         "is cvt in batches of 8 (2.00 times as fast as Hugging Face's)."
     )
-    both = verdict.sentence(judged({1: fast, 8: slow}, train=True, device="cuda:0"))
+    both = summary.sentence(judged({1: fast, 8: slow}, train=True, device="cuda:0"))
     assert both.startswith("In a training step on A GPU, ")
     assert both.endswith("and hf in batches of 8 (the best of ours is cvt, 0.50 times).")
-    assert "1.95 times as fast as Hugging Face's, too close to accelerate" in verdict.sentence(judged(close))
-    assert verdict.sentence(judged(few, rounds=2)).endswith(", as far as 2 rounds can tell.")
+    assert "1.95 times as fast as Hugging Face's, too close to accelerate" in summary.sentence(judged(close))
+    assert summary.sentence(judged(few, rounds=2)).endswith(", as far as 2 rounds can tell.")
 
 
-def test_the_verdict_names_whose_results_are_not_equal():
+def test_the_summary_names_whose_results_are_not_equal():
     seconds = {"hf": [4.0], "cvt": [2.0], "accelerate": [2.0], "eager": [3.0]}
     rule = 2 * 1e-6 + 8 * torch.finfo(torch.float32).eps * 4
-    assert "all results equal" in verdict.sentence(judged(seconds, {"cvt": 0.99 * rule}))
-    assert "the results of cvt do not equal" in verdict.sentence(judged(seconds, {"cvt": 1.01 * rule}))
+    assert "all results equal" in summary.sentence(judged(seconds, {"cvt": 0.99 * rule}))
+    assert "the results of cvt do not equal" in summary.sentence(judged(seconds, {"cvt": 1.01 * rule}))
     errors = {"cvt": 1.0, "accelerate": torch.nan, "eager": 1.0}
-    assert "of cvt, accelerate and eager do not" in verdict.sentence(judged(seconds, errors))
+    assert "of cvt, accelerate and eager do not" in summary.sentence(judged(seconds, errors))
 
 
 def test_doubts_are_as_they_are_defined():
-    assert verdict.doubt(result_files.Range(1.1, 1.0, 1.2)) == "too close"
-    assert verdict.doubt(result_files.Range(0.9, 0.8, 1.0)) == "too close"
-    assert verdict.doubt(result_files.Range(2.0, 1.81, 2.2)) == ""
-    assert verdict.doubt(result_files.Range(2.0, 1.79, 2.2)) == "rough"
-    assert "more than 20% of it apart" in verdict.DOUBTS
+    assert summary.doubt(result_files.Range(1.1, 1.0, 1.2)) == "too close"
+    assert summary.doubt(result_files.Range(0.9, 0.8, 1.0)) == "too close"
+    assert summary.doubt(result_files.Range(2.0, 1.81, 2.2)) == ""
+    assert summary.doubt(result_files.Range(2.0, 1.79, 2.2)) == "rough"
+    assert "more than 20% of it apart" in summary.DOUBTS
     seconds = {"hf": [4.0] * 4, "cvt": [2.0, 1.0] * 2, "eager": [4.0, 5.0, 3.0, 4.0], "accelerate": [2.0] * 4}
     (batch,) = judged(seconds)["batches"]
-    assert verdict.doubts(batch) == [
+    assert summary.doubts(batch) == [
         "The speed of cvt in multiples of hf's is rough: 3.00 (2.00–4.00).",
         "eager and hf are too close to tell apart: 1.00 (0.95–1.08) times as fast.",
         "cvt and accelerate are too close to tell apart: 1.50 (1.00–2.00) times as fast.",
     ]
     (batch,) = judged({"hf": [4.0] * 4, "cvt": [2.0] * 4})["batches"]
-    assert verdict.doubts(batch) == []
+    assert summary.doubts(batch) == []
     (batch,) = judged({"hf": [4.0] * 3, "cvt": [2.0] * 3})["batches"]
-    assert verdict.doubts(batch) == ["3 rounds are too few to conclude anything, expected 4 or more."]
+    assert summary.doubts(batch) == ["3 rounds are too few to conclude anything, expected 4 or more."]
 
 
 # Table, page and command ----------------------------------------------------------------------------------
@@ -526,7 +527,7 @@ def test_page_stands_alone(results, tmp_path):
         assert low < 100 < high == 255  # something is drawn
     assert "no C++ compiler" in text
     body = text[text.index("<body>") :]
-    assert body.index(html.escape(verdict.sentence(results), quote=False)[:40]) < body.index("<table")
+    assert body.index(html.escape(summary.sentence(results), quote=False)[:40]) < body.index("<table")
     assert text.count('<div class="scroll">\n<table') == text.count("<table")
     assert text.count("<tr>") > 5 * len(BATCHES)
 
@@ -544,7 +545,7 @@ def test_page_of_doubtful_results(results):
     assert "1.00 (1.00–1.00) <em>too close</em>" in text
     assert "<td>0.89 (0.89–0.89)</td>" in text
     assert "The speed of cvt in multiples of hf&#39;s is rough: 6.00 (4.00–8.00)." in text
-    assert text.count(verdict.DOUBTS) == 1
+    assert text.count(summary.DOUBTS) == 1
     seconds = {"hf": [2.0] * 4, "cvt": [1.0] * 4}
     for row in results["batches"][0]["rows"]:
         row["seconds"] = seconds.get(row["contender"], [4.0] * 4)

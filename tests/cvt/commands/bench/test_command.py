@@ -12,7 +12,7 @@ from cvt.commands import main
 from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.training.recipe import MODELS
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 from tests.checks import bad
 
 #: What is measured without being asked for, besides Hugging Face's model.
@@ -22,7 +22,7 @@ OURS = ("cvt", "accelerate")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Leaves the machine's ceiling out, and seven blocks of CvT-13's last stage: they are as the others."""
-    monkeypatch.setitem(measure.PRODUCT_SIZE, "cpu", 64)
+    monkeypatch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
     monkeypatch.setitem(PRESETS, "cvt_13", dataclasses.replace(PRESETS["cvt_13"], depths=(1, 2, 3)))
 
 

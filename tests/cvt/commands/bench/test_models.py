@@ -12,7 +12,7 @@ from cvt import commands as cli
 from cvt import hub
 from cvt.commands.bench import breakdown, contenders, measurements, models, plots, report
 from cvt.commands.bench import results as result_files
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 from tests.checks import bad
 from tests.upstream import KERNELS_FIRST
 
@@ -32,8 +32,8 @@ def _tiny(monkeypatch):
         sizes = {**pyramid.sizes, **TINY, **SMALL_HEAD.get(pyramid.model_class, {})}
         monkeypatch.setitem(models.PYRAMIDS, name, pyramid._replace(sizes=sizes))
     monkeypatch.setattr(breakdown, "_PROFILES", 1)
-    monkeypatch.setitem(measure.PRODUCT_SIZE, "cpu", 64)
-    monkeypatch.setattr(measure, "_copy_size", lambda device: 2**20)
+    monkeypatch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
+    monkeypatch.setattr(clock, "_copy_size", lambda device: 2**20)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_wrong_model_is_never_timed(train, monkeypatch):
             next(p for p in model.parameters() if p.ndim == 4).mul_(1.001)
 
     monkeypatch.setattr(contenders, "accelerate", accelerate)
-    monkeypatch.setattr(measure, "seconds_in_turns", lambda *arguments, **keywords: pytest.fail("timed"))
+    monkeypatch.setattr(clock, "seconds_in_turns", lambda *arguments, **keywords: pytest.fail("timed"))
     with pytest.raises(ValueError, match=r"accelerate: error \S+ against float64, .* nothing was timed"):
         measured("glpn", train=train)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy
+from cvt_kernels.autotune import accuracy
 from tests.checks import assert_accurate
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import verdicts
+from cvt_kernels import autotune
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
 from tests.checks import not_built, python_blocks, run_blocks
@@ -200,14 +200,14 @@ def test_gradients_of_the_table_alone_are_left_to_others():
 
 
 @pytest.mark.parametrize("with_rows", [False, True])
-@pytest.mark.usefixtures("proving")
-def test_proofs_take_a_table(with_rows):
+@pytest.mark.usefixtures("tuning")
+def test_tunings_take_a_table(with_rows):
     q, k, v, position = make(GRIDS[1], dtype=torch.float32, rows=ROWS.cpu() if with_rows else None)
     with torch.no_grad():
         out = ck.attention(q.cpu(), k.cpu(), v.cpu(), position=position)
     torch.testing.assert_close(out, attend("reference", q, k, v, position=position), rtol=1e-4, atol=1e-5)
-    (question,) = verdicts.store_for(torch.device("cpu")).verdicts()
-    assert question.endswith("fixed bias by position" + (" of chosen queries" if with_rows else ""))
+    (cache_key,) = autotune.cache_for(torch.device("cpu")).entries()
+    assert cache_key.endswith("fixed bias by position" + (" of chosen queries" if with_rows else ""))
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", NATIVE])

@@ -42,7 +42,7 @@ def test_accuracy_of_the_composition(dtype):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_kinds_of_calls(layout):
-    words = dispatch.question(
+    words = dispatch.cache_key(
         "conv_embedding", IMAGE.contiguous(memory_format=layout), WEIGHT, BIAS, GAMMA, BETA, **SETTINGS,
         eps=1e-5, class_token=TOKEN,
     )  # fmt: skip

@@ -34,4 +34,4 @@ def test_without_a_kernel_it_is_composed():
     assert called == ["conv_linear"]
     assert not dispatch.may_be_ours("conv_linear", "meta")
     ck.conv_linear(*arguments)
-    assert called == ["conv_linear"]  # auto without verdicts takes PyTorch's own operators
+    assert called == ["conv_linear"]  # auto without entries takes PyTorch's own operators

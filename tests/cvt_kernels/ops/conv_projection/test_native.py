@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, proofs, reference
+from cvt_kernels import backends, machine, reference
+from cvt_kernels.autotune import tuner
 from tests.checks import (
     assert_accurate,
     compiler,
@@ -195,9 +196,9 @@ def test_compiled_training():
         call = made_of("conv_projection", "native", batch=batch, training=True).call
         results = []
         for function in (ck.conv_projection, compiled):
-            copied = call.map(proofs._copied)
+            copied = call.map(tuner._copied)
             outs = function(*copied.record[:3], training=True)
-            results.append(proofs._results(copied, list(outs), [out.detach().sin() for out in outs]))
+            results.append(tuner._results(copied, list(outs), [out.detach().sin() for out in outs]))
         torch.testing.assert_close(*map(list, results), rtol=0, atol=0)
 
 

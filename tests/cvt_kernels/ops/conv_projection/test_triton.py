@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import machine, proofs
+from cvt_kernels import machine
+from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.conv_projection.triton import common, walk, why_unsupported
 from tests.contract.examples import assert_right, same_bits
 from tests.contract.test_contract import run, run_guarded
@@ -124,10 +125,10 @@ def test_compiled_training():
     call = made_with((1, 2), **sizes((2, 3), 4), training=True).call
     results = []
     for function in (ck.conv_projection, compiled):
-        copied = call.map(proofs._copied)
+        copied = call.map(tuner._copied)
         with ck.use_backend("triton"):
             outs = function(*copied.record[:3], training=True)
-        results.append(proofs._results(copied, list(outs), [out.detach().sin() for out in outs]))
+        results.append(tuner._results(copied, list(outs), [out.detach().sin() for out in outs]))
     assert same_bits(*results)
 
 
@@ -165,7 +166,7 @@ def test_training_in_a_cuda_graph():
     made = made_with((1, 2, 2), **sizes((6, 6), 64), dtype="float16", gradient="none", training=True)
     call, stream = made.call.record, torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        made.public(made.call.map(proofs._copied).record)
+        made.public(made.call.map(tuner._copied).record)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             outs = made.public(call)

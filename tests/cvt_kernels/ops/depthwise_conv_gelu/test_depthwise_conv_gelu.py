@@ -26,12 +26,12 @@ def test_the_reference_is_a_loop(approximate, bias):
 
 
 def test_the_words_for_a_kind_of_call():
-    def question(x=X, grid=GRID, bias=BIAS, approximate="none"):
-        return dispatch.question("depthwise_conv_gelu", x, grid, WEIGHT, bias, approximate=approximate)
+    def cache_key(x=X, grid=GRID, bias=BIAS, approximate="none"):
+        return dispatch.cache_key("depthwise_conv_gelu", x, grid, WEIGHT, bias, approximate=approximate)
 
-    plain = question()
-    assert plain == question(grid=(4, 3)) == question(X[:1].expand(3, -1, -1).contiguous())
-    kinds = [plain, question(bias=None), question(approximate="tanh"), question(X.mT.contiguous().mT)]
+    plain = cache_key()
+    assert plain == cache_key(grid=(4, 3)) == cache_key(X[:1].expand(3, -1, -1).contiguous())
+    kinds = [plain, cache_key(bias=None), cache_key(approximate="tanh"), cache_key(X.mT.contiguous().mT)]
     assert len({*kinds}) == 4
     assert "6 channels" in str(plain)
 

@@ -22,10 +22,10 @@ def test_kinds_of_calls(operator):
     """That of x is no dtype of its own on a CPU: it is what the call gives without one."""
     tensors = (X, W, B) if operator == "layer_norm" else (X, X + 1, W, B)
     plain, same, other = (
-        dispatch.question(operator, *tensors, eps=1e-3, dtype=dtype)
+        dispatch.cache_key(operator, *tensors, eps=1e-3, dtype=dtype)
         for dtype in (None, torch.float32, torch.bfloat16)
     )
     assert plain == same
     assert other == plain + ", to bfloat16"
     if operator == "layer_norm":
-        assert dispatch.question(operator, *tensors, eps=1e-3, shift=W) == plain + ", shifted"
+        assert dispatch.cache_key(operator, *tensors, eps=1e-3, shift=W) == plain + ", shifted"

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, proofs
-from tests.checks import assert_accurate, record_calls, remember_verdict
+from cvt_kernels import backends, dispatch
+from cvt_kernels.autotune import tuner
+from tests.checks import assert_accurate, record_calls, remember_entry
 
 FORMS = [
     ("convolution", torch.float32),
@@ -59,14 +60,14 @@ def test_accuracy(name, dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
-def test_every_form_passes_its_proof(dtype, gradient):
+def test_every_form_passes_its_tuning(dtype, gradient):
     x, weight, bias = make((2, 50, 64), 24, dtype)
-    proof = dispatch.proof_of("linear", x, weight.requires_grad_(gradient), bias)
+    task = dispatch.task_of("linear", x, weight.requires_grad_(gradient), bias)
     forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}
-    assert set(proof.candidates) == {*forms, "reference"}
-    standard = proofs.Standard.of(proof.reference, proof.sample)
-    flaws = {name: proofs.check(candidate, standard).flaw for name, candidate in proof.candidates.items()}
-    assert flaws == dict.fromkeys(proof.candidates)
+    assert set(task.candidates) == {*forms, "reference"}
+    expected = tuner.Expected.of(task.reference, task.sample)
+    flaws = {name: tuner.check(candidate, expected).flaw for name, candidate in task.candidates.items()}
+    assert flaws == dict.fromkeys(task.candidates)
 
 
 # The calls that have a choice -----------------------------------------------------------------------------
@@ -122,9 +123,9 @@ def test_a_subclass_of_tensor_computes_itself():
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*FORMS, ("reference", torch.float32)], ids=str)
-def test_the_verdict_chooses(name, dtype):
+def test_the_entry_chooses(name, dtype):
     x, weight, bias = make((3, 8), 5, dtype)
-    remember_verdict(name, "linear", x, weight, bias)
+    remember_entry(name, "linear", x, weight, bias)
     with counted_calls() as calls:
         ck.linear(x, weight, bias)
         ck.linear(x[:2], weight, None)  # of the same class
@@ -148,7 +149,7 @@ def test_requests_for_our_kernels_do_not_concern_it():
 
 
 @pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])
-def test_trials_in_place_do_not_change_what_the_caller_has(operator):
+def test_measurements_in_place_do_not_change_what_the_caller_has(operator):
     x, weight, residual = torch.randn(4, 3, 8), torch.randn(5, 8), torch.randn(4, 3, 5)
     declared = backends.operators[operator]
     for tensors in ((x, weight, None, residual), (x[0, 0], weight, None, residual[0, 0])):

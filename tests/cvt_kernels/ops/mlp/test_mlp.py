@@ -45,8 +45,8 @@ def test_calls_the_operators_one_after_the_other():
 def test_kinds_of_calls():
     tensors = make((2, 40), 64, 256, torch.float32)
     settings = {"eps": 1e-5, "approximate": "quick", "shift": None}
-    asked = dispatch.question("layer_norm_mlp", *tensors, **settings)
+    asked = dispatch.cache_key("layer_norm_mlp", *tensors, **settings)
     assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden")
     strided = tensors[0].transpose(0, 1)
-    asked = dispatch.question("layer_norm_mlp", strided, *tensors[1:], **settings)
+    asked = dispatch.cache_key("layer_norm_mlp", strided, *tensors[1:], **settings)
     assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden, strided")

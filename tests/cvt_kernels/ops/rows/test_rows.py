@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch, proofs, reference
+from cvt_kernels import dispatch, reference
+from cvt_kernels.autotune import tuner
 from tests.checks import not_built
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4
@@ -107,16 +108,16 @@ def test_torch_compile_writes_in_place(backend):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @torch.no_grad()
-def test_every_backend_passes_its_proof(inplace):
+def test_every_backend_passes_its_tuning(inplace):
     x, added = tokens(), values()
     given = x.clone()
     asked = {"gather_rows": (x, ROWS), "gather_add_layer_norm": (x, ROWS, added)}
     asked["scatter_rows"] = x, ROWS, added, None
     for operator, arguments in asked.items():
         settings = {"inplace": inplace} if operator == "scatter_rows" else {}
-        proof = dispatch.proof_of(operator, *arguments, **settings)
-        standard = proofs.Standard.of(proof.reference, proof.sample)
-        assert {proofs.check(each, standard).flaw for each in proof.candidates.values()} == {None}
+        task = dispatch.task_of(operator, *arguments, **settings)
+        expected = tuner.Expected.of(task.reference, task.sample)
+        assert {tuner.check(each, expected).flaw for each in task.candidates.values()} == {None}
     assert torch.equal(x, given)
 
 
@@ -129,10 +130,10 @@ def test_tokens_that_x_does_not_have(backend, row):
         ck.scatter_rows(tokens(), rows, values())
 
 
-def test_a_token_that_is_named_twice_leaves_no_verdict(proving):
+def test_a_token_that_is_named_twice_leaves_no_entry(tuning):
     ck.scatter_rows(tokens()[:1], torch.tensor([[1, 1]]), values()[:1, :2])
     assert "name a token twice" in " ".join(ck.fallbacks().values())
-    assert not list(proving.rglob("*.json"))
+    assert not list(tuning.rglob("*.json"))
 
 
 def test_values_in_the_memory_of_x_are_refused_in_place():

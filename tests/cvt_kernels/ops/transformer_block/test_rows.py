@@ -205,7 +205,7 @@ WRONG_ROWS = [
 @pytest.mark.parametrize("backend", ["reference", "composed", "native"])
 @pytest.mark.parametrize(("rows", "message", "of_kernel"), WRONG_ROWS)
 def test_every_backend_refuses_wrong_rows(backend, rows, message, of_kernel, monkeypatch):
-    """If some backends did not, those that do would lose their proof for good."""
+    """If some backends did not, those that do would lose their tuning for good."""
     x, grid, block = make(class_tokens=1)
     settings = {"rows": torch.tensor(rows), "scores": "cls"}
     with pytest.raises(ValueError, match=f"rows: {message}"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch, proofs, reference
+from cvt_kernels import dispatch, reference
+from cvt_kernels.autotune import tuner
 from cvt_kernels.ops import packing
 from tests.cvt_kernels.ops.transformer_block.calls import (
     BACKENDS,
@@ -112,26 +113,26 @@ def test_some_tokens_without_convolutions(backend, inplace):
         call("native", (x, (1, 1), block), rows=rows)
 
 
-# Proofs and kinds of calls --------------------------------------------------------------------------------
+# Tuning and kinds of calls --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized", "one scale"])
-def test_every_backend_passes_its_proof(kind, inplace):
+def test_every_backend_passes_its_tuning(kind, inplace):
     x, grid, block = pyramid() if kind == "pyramid" else make(class_tokens=1)
     if kind in ("quantized", "one scale"):
         _, _, block = with_quantized((x, grid, block), scale=0.1 if kind == "one scale" else None)
     settings = {"rows": some_rows(x, grid, 9), "scores": "cls"} if kind == "rows" else {}
-    x[:] = 1.0  # which the proof replaces by random numbers, and not the rows
+    x[:] = 1.0  # which the tuning replaces by random numbers, and not the rows
     given, before = x.clone(), set(packing._known)
-    with torch.no_grad(), proofs.undisturbed(x.device):
-        proof = dispatch.proof_of("transformer_block", x, grid, block, **settings, inplace=inplace)
-        standard = proofs.Standard.of(proof.reference, proof.sample)
-        trials = {name: proofs.check(function, standard) for name, function in proof.candidates.items()}
-        timed = proofs.time_in_turns(proof.candidates, proof.timed, trials)
-    assert len(standard.same.outputs) == (2 if settings else 1)
+    with torch.no_grad(), tuner.undisturbed(x.device):
+        task = dispatch.task_of("transformer_block", x, grid, block, **settings, inplace=inplace)
+        expected = tuner.Expected.of(task.reference, task.sample)
+        measurements = {name: tuner.check(function, expected) for name, function in task.candidates.items()}
+        timed = tuner.time_in_turns(task.candidates, task.timed, measurements)
+    assert len(expected.same.outputs) == (2 if settings else 1)
     serving = [name for name in BACKENDS if name != "onednn" or not block.quantized_layers()]
-    assert {name: trial.flaw for name, trial in timed.items()} == dict.fromkeys(serving)
+    assert {name: measurement.flaw for name, measurement in timed.items()} == dict.fromkeys(serving)
     assert torch.equal(x, given)
     assert set(packing._known) <= before  # timed runs pack copies of the tensors, which are gone
 
@@ -152,7 +153,7 @@ KINDS = {
 
 def test_kinds_of_calls():
     asked = {
-        (name, inplace): dispatch.question("transformer_block", *made(), inplace=inplace)
+        (name, inplace): dispatch.cache_key("transformer_block", *made(), inplace=inplace)
         for (name, made), inplace in itertools.product(KINDS.items(), (False, True))
     }
     assert len(set(asked.values())) == len(asked)
@@ -172,10 +173,10 @@ def test_kinds_of_calls_of_some_tokens():
     x, grid, _ = arguments = make(class_tokens=1)
     calls = [{}, *({"rows": some_rows(x, grid, kept)} for kept in (4, 7, 8, 17)), {"scores": "cls"}]
     calls.append({"rows": some_rows(x, grid, 8), "scores": "avg"})
-    questions = [dispatch.question("transformer_block", *arguments, **each) for each in calls]
-    assert questions[1] == questions[2] == questions[0] + ", 4+ tokens computed"
-    assert len(set(questions)) == len(calls) - 1
-    assert questions[-1] == questions[0] + ", 8+ tokens computed, with scores of avg"
+    cache_keys = [dispatch.cache_key("transformer_block", *arguments, **each) for each in calls]
+    assert cache_keys[1] == cache_keys[2] == cache_keys[0] + ", 4+ tokens computed"
+    assert len(set(cache_keys)) == len(calls) - 1
+    assert cache_keys[-1] == cache_keys[0] + ", 8+ tokens computed, with scores of avg"
 
 
 # Calls that are like an earlier one -----------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cvt_kernels import accuracy
+from cvt_kernels.autotune import accuracy
 
 from ...config import DTYPES
 from .results import LEAST_ROUNDS, Range, Results, ratio

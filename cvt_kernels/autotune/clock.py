@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from . import machine
+from .. import machine
 
 Device = torch.device | str
 

@@ -1,12 +1,12 @@
-"""The cache that tests of ``cvt prove`` write into, and quick starts of its processes."""
+"""The cache that tests of ``cvt tune`` write into, and quick starts of its processes."""
 
 import dataclasses
 
 import pytest
 
 from cvt import PRESETS
-from cvt.commands.prove import worker as worker_module
-from cvt_kernels import verdicts
+from cvt.commands.tune import worker as worker_module
+from cvt_kernels import autotune
 from tests.processes import CONTEXT
 
 
@@ -20,9 +20,9 @@ def _few_blocks():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Returns an empty cache directory; first-use proofs stay off."""
+    """Returns an empty cache directory; first-use tunings stay off."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    verdicts.forget()
+    autotune.forget()
     return tmp_path / "cache"
 
 

@@ -1,4 +1,4 @@
-"""Answers to questions: verdicts, and the trials of candidates that they are made of."""
+"""Answers to cache keys: entries, and the measurements of candidates that they are made of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 FAILS_HERE = "fails here: "
 
 
-class Trial(NamedTuple):
+class Measurement(NamedTuple):
     """The result of one candidate.
 
     Attributes:
@@ -16,7 +16,7 @@ class Trial(NamedTuple):
         allowed: The largest error that is allowed.
         seconds: Device time of a call, with a cold L2; None if it was not timed.
         host_seconds: Time that the host takes to start a call; None on a CPU.
-        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, ``fails here: …``, or from ``cvt prove``
+        flaw: Why it cannot serve: ``wrong: …``, ``fails: …``, ``fails here: …``, or from ``cvt tune``
             ``hangs: …`` or ``dies: …``; None if it can.
         is_disturbed: Whether other work on the machine disturbed the timing.
     """
@@ -39,28 +39,28 @@ class Trial(NamedTuple):
         return self.flaw is None or not self.flaw.startswith(FAILS_HERE)
 
 
-class Verdict(NamedTuple):
-    """The answer to one question.
+class Entry(NamedTuple):
+    """The answer to one cache key.
 
     Attributes:
         chosen: The backend that serves.
         chosen_in_graphs: The backend that serves in CUDA graphs and under ``torch.compile``, where the host
             costs nothing.
-        trials: Backend → its result.
+        measurements: Backend → its result.
         timings: How often they were timed: again by a later process where the timing is unsure.
     """
 
     chosen: str
     chosen_in_graphs: str
-    trials: dict[str, Trial]
+    measurements: dict[str, Measurement]
     timings: int = 1
 
     @property
     def is_lasting(self) -> bool:
-        """True if all its trials are; otherwise it holds for this process only."""
-        return all(trial.is_lasting for trial in self.trials.values())
+        """True if all its measurements are; otherwise it holds for this process only."""
+        return all(measurement.is_lasting for measurement in self.measurements.values())
 
     @property
     def is_unsure(self) -> bool:
         """True if other work on the machine disturbed the timing, so that another backend may be faster."""
-        return any(trial.is_disturbed for trial in self.trials.values())
+        return any(measurement.is_disturbed for measurement in self.measurements.values())

@@ -1,4 +1,4 @@
-"""A process that proves kernels, and that may hang or die of them: it is ended and started again."""
+"""A process that tunes kernels, and that may hang or die of them: it is ended and started again."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import backends, dispatch, machine, proofs, verdicts
-from cvt_kernels.verdicts import Trial
+from cvt_kernels import autotune, backends, dispatch, machine
+from cvt_kernels.autotune import Measurement, tuner
 
-from .questions import Question
+from .cache_keys import CacheKey
 
 _START_SECONDS = 300.0  # to import everything, from a slow disk too
-_COMPILE_SECONDS = 300.0  # to compile the kernels of one question
+_COMPILE_SECONDS = 300.0  # to compile the kernels of one cache key
 _END_SECONDS = 10.0  # for a process that has been killed to be gone, which a GPU may delay
 
-#: Prepares the process before its first question, in tests.
+#: Prepares the process before its first cache key, in tests.
 Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """A failure of the process, as the flaw of a :class:`~cvt_kernels.verdicts.Trial` says it."""
+    """A failure of the process, as the flaw of a :class:`~cvt_kernels.autotune.cache.Measurement` says it."""
 
 
 class NotEnoughMemory(Failure):
@@ -37,16 +37,16 @@ class NotEnoughMemory(Failure):
 
 
 class Candidates(NamedTuple):
-    """The backends that can serve the calls of a question, and PyTorch's own that serves by default."""
+    """The backends that can serve the calls of a cache key, and PyTorch's own that serves by default."""
 
     names: list[str]
     default: str
 
 
 class Worker:
-    """A process that proves kernels on a device, from the first command to the end of the context manager.
+    """A process that tunes kernels on a device, from the first command to the end of the context manager.
 
-    It may take ``seconds`` for each candidate, and to prepare a question; otherwise, or if it dies, the
+    It may take ``seconds`` for each candidate, and to prepare a cache key; otherwise, or if it dies, the
     method raises Failure, and another process starts. ``setup`` is called in each process first.
     """
 
@@ -62,33 +62,33 @@ class Worker:
     def __exit__(self, *exception: object) -> None:
         self.end()
 
-    def candidates(self, question: Question) -> Candidates:
-        """Returns the candidates for a question, and lets the reference compute the standard for them."""
+    def candidates(self, cache_key: CacheKey) -> Candidates:
+        """Returns the candidates for a cache key, and lets the reference compute the expected for them."""
         self._prepared = None
-        candidates = self._run("prepare", question, self._seconds)
-        self._prepared = question.text
+        candidates = self._run("prepare", cache_key, self._seconds)
+        self._prepared = cache_key.text
         return candidates
 
-    def compile(self, question: Question) -> None:
-        """Compiles the Triton kernels for a question into Triton's cache, without a launch."""
+    def compile(self, cache_key: CacheKey) -> None:
+        """Compiles the Triton kernels for a cache key into Triton's cache, without a launch."""
         self._prepared = None
-        self._run("compile", question, _COMPILE_SECONDS)
+        self._run("compile", cache_key, _COMPILE_SECONDS)
 
-    def check(self, question: Question, name: str) -> Trial:
+    def check(self, cache_key: CacheKey, name: str) -> Measurement:
         """Checks a candidate, and ends the process if that may have harmed it; a failure is its flaw."""
         try:
-            trial = self._prepare_and_run(question, "check", name)
+            measurement = self._prepare_and_run(cache_key, "check", name)
         except NotEnoughMemory:
             raise
         except Failure as failure:
-            return Trial(None, None, None, None, str(failure))
-        if trial.flaw == proofs.WRITES_OUTSIDE:
+            return Measurement(None, None, None, None, str(failure))
+        if measurement.flaw == tuner.WRITES_OUTSIDE:
             self.end()
-        return trial
+        return measurement
 
-    def time(self, question: Question, trials: dict[str, Trial]) -> dict[str, Trial]:
-        """Times candidates in turns, a single one beside itself; returns their trials with the seconds."""
-        return self._prepare_and_run(question, "time", trials, patience=len(trials))
+    def time(self, cache_key: CacheKey, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
+        """Times candidates in turns, a single one beside itself; returns their measurements with the seconds."""
+        return self._prepare_and_run(cache_key, "time", measurements, patience=len(measurements))
 
     def end(self) -> None:
         """Ends the process, whatever it does."""
@@ -100,10 +100,10 @@ class Worker:
             self._connection.close()
             self._connection = None
 
-    def _prepare_and_run(self, question: Question, command: str, argument: Any, patience: int = 1) -> Any:
-        """Runs a command about a question, which the process prepares first if it is new to it."""
-        if self._prepared != question.text:
-            self.candidates(question)
+    def _prepare_and_run(self, cache_key: CacheKey, command: str, argument: Any, patience: int = 1) -> Any:
+        """Runs a command about a cache key, which the process prepares first if it is new to it."""
+        if self._prepared != cache_key.text:
+            self.candidates(cache_key)
         return self._run(command, argument, self._seconds * patience)
 
     def _run(self, command: str, argument: Any, seconds: float) -> Any:
@@ -147,7 +147,7 @@ class Worker:
             self._send_and_receive(ours, None, _START_SECONDS)
         except Failure as failure:
             self.end()
-            raise OSError(f"the process that proves kernels does not start ({failure})") from None
+            raise OSError(f"the process that tunes kernels does not start ({failure})") from None
         except BaseException:
             self.end()
             raise
@@ -214,12 +214,12 @@ def _compile(launch: machine.Launch) -> None:
 
 
 class _Server:
-    """The commands, and the question that they are about."""
+    """The commands, and the cache key that they are about."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._proof: proofs.Proof
-        self._standard: proofs.Standard
+        self._tuning: tuner.Task
+        self._expected: tuner.Expected
         self._autocast: torch.dtype | None = None
 
     def run(self, command: str, argument: Any) -> _Answer:
@@ -228,51 +228,54 @@ class _Server:
         try:
             return _Answer(method(argument))
         except Exception as error:
-            failure = Failure(f"fails: {proofs.describe_error(error)}")
-            if proofs.is_out_of_memory(error):
+            failure = Failure(f"fails: {tuner.describe_error(error)}")
+            if tuner.is_out_of_memory(error):
                 return _Answer(None, NotEnoughMemory(*failure.args), is_sound=False)
-            return _Answer(None, failure, proofs.is_usable(self._device))
+            return _Answer(None, failure, tuner.is_usable(self._device))
 
-    def prepare(self, question: Question) -> Candidates:
+    def prepare(self, cache_key: CacheKey) -> Candidates:
         # What is composed of other operators is timed with the backends that serve these.
-        verdicts.store_for(self._device).read_again()
+        autotune.cache_for(self._device).read_again()
         backends.forget()
-        self._proof = proof = self._proof_of(question)
-        if len(proof.candidates) > 1:
+        self._tuning = task = self._task_of(cache_key)
+        if len(task.candidates) > 1:
             with self._undisturbed():
-                self._standard = proof.standard()
-        return Candidates(list(proof.candidates), proof.default)
+                self._expected = task.expected()
+        return Candidates(list(task.candidates), task.default)
 
-    def compile(self, question: Question) -> None:
-        proof = self._proof_of(question)
-        if "triton" not in proof.candidates:
+    def compile(self, cache_key: CacheKey) -> None:
+        task = self._task_of(cache_key)
+        if "triton" not in task.candidates:
             return
         # Without what serves later calls, which starts the same kernels in a way that is not seen here.
-        function = functools.partial(proof.candidates["triton"])
+        function = functools.partial(task.candidates["triton"])
         with self._undisturbed(), machine.intercepted_launches(_compile):
-            for call in (proof.sample, proof.timed):
-                proofs.runner_of(function, call.detached())()
+            for call in (task.sample, task.timed):
+                tuner.runner_of(function, call.detached())()
 
-    def _proof_of(self, question: Question) -> proofs.Proof:
-        self._autocast = question.autocast
-        arguments = question.make_arguments(self._device)
+    def _task_of(self, cache_key: CacheKey) -> tuner.Task:
+        self._autocast = cache_key.autocast
+        arguments = cache_key.make_arguments(self._device)
         with self._undisturbed():
-            return dispatch.proof_of(question.operator, **arguments)
+            return dispatch.task_of(cache_key.operator, **arguments)
 
-    def check(self, name: str) -> Trial:
+    def check(self, name: str) -> Measurement:
         with self._undisturbed():
-            return proofs.check(self._proof.candidates[name], self._standard)
+            return tuner.check(self._tuning.candidates[name], self._expected)
 
-    def time(self, trials: dict[str, Trial]) -> dict[str, Trial]:
-        functions = {name: self._proof.candidates[name] for name in trials}
-        if len(trials) == 1:  # alone it would not be timed
-            (name, trial) = next(iter(trials.items()))
-            functions["beside itself"], trials = functions[name], {**trials, "beside itself": trial}
+    def time(self, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
+        functions = {name: self._tuning.candidates[name] for name in measurements}
+        if len(measurements) == 1:  # alone it would not be timed
+            (name, measurement) = next(iter(measurements.items()))
+            functions["beside itself"], measurements = (
+                functions[name],
+                {**measurements, "beside itself": measurement},
+            )
         with self._undisturbed():
-            return proofs.time_in_turns(functions, self._proof.timed, trials, self._proof.default)
+            return tuner.time_in_turns(functions, self._tuning.timed, measurements, self._tuning.default)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         casts = torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
-        with casts, proofs.undisturbed(self._device):
+        with casts, tuner.undisturbed(self._device):
             yield

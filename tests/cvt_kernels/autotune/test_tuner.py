@@ -1,4 +1,4 @@
-"""The proofs of kernels: wrong ones are found, right ones pass, and the caller notices nothing."""
+"""The tunings of kernels: wrong ones are found, right ones pass, and the caller notices nothing."""
 
 import contextlib
 import ctypes
@@ -11,26 +11,27 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
-from cvt_kernels import accuracy, backends, dispatch, measure, proofs, reference
+from cvt_kernels import backends, dispatch, reference
+from cvt_kernels.autotune import accuracy, clock, tuner
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of
 from tests.fuzz.operators import laid_out
 
 
-def standard_of(operator, *args, gradient=False, **kwargs):
+def expected_of(operator, *args, gradient=False, **kwargs):
     declared = backends.operators[operator]
-    return proofs.Standard.of(declared.reference, proofs.Call(declared.bind(*args, **kwargs), gradient))
+    return tuner.Expected.of(declared.reference, tuner.Call(declared.bind(*args, **kwargs), gradient))
 
 
-def check(function, standard) -> proofs.Trial:
-    """Checks a function of the parameters of the operator of a standard."""
-    operator = type(standard.sample.record).__name__.removesuffix("_call")
-    return proofs.check(backends.operators[operator].passing_on(function), standard)
+def check(function, expected) -> tuner.Measurement:
+    """Checks a function of the parameters of the operator of a expected."""
+    operator = type(expected.sample.record).__name__.removesuffix("_call")
+    return tuner.check(backends.operators[operator].passing_on(function), expected)
 
 
 def gelu_flaw(function, x=None) -> str | None:
-    standard = standard_of("gelu", torch.randn(7, 24) if x is None else x, approximate="none")
-    return check(function, standard).flaw
+    expected = expected_of("gelu", torch.randn(7, 24) if x is None else x, approximate="none")
+    return check(function, expected).flaw
 
 
 def branches(channels=6, strides=(1, 2, 2), *, dtype=torch.float32, shared=False, affine=True):
@@ -91,11 +92,11 @@ def _changed(change):
         (_fails_silently, "fails: RuntimeError: no reason given"),
         (
             _changed(lambda out, x: setattr(ctypes.c_float.from_address(x.data_ptr() - 4), "value", 7.0)),
-            proofs.WRITES_OUTSIDE,
+            tuner.WRITES_OUTSIDE,
         ),
         (
             _changed(lambda out, x: ctypes.memset(out.data_ptr() + out.nbytes + 30_000, 0, 4)),
-            proofs.WRITES_OUTSIDE,
+            tuner.WRITES_OUTSIDE,
         ),
     ],
 )
@@ -185,9 +186,9 @@ def test_a_wrong_backward_is_found_only_where_it_is_wanted():
     def function(x, weight, bias, *, eps, **_):
         return _WrongBackward.apply(x, weight, bias, eps)
 
-    forward = standard_of("layer_norm", x.detach(), weight, bias, eps=1e-5)
+    forward = expected_of("layer_norm", x.detach(), weight, bias, eps=1e-5)
     assert check(function, forward).flaw is None
-    both = standard_of("layer_norm", x, weight, bias, eps=1e-5, gradient=True)
+    both = expected_of("layer_norm", x, weight, bias, eps=1e-5, gradient=True)
     assert check(function, both).flaw.startswith("wrong: gradient is off by")
 
 
@@ -201,8 +202,8 @@ def test_wrong_running_statistics_are_found(wrong):
             getattr(convs[1], wrong).add_(1)
         return outs
 
-    standard = standard_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
-    assert "of the arguments, after the call, is off by" in check(function, standard).flaw
+    expected = expected_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
+    assert "of the arguments, after the call, is off by" in check(function, expected).flaw
 
 
 @pytest.mark.parametrize("ignored", ["weight", "bias"])
@@ -211,8 +212,8 @@ def test_weights_as_they_begin_do_not_hide_that_they_are_ignored(ignored):
         weight, bias = (None, bias) if ignored == "weight" else (weight, None)
         return reference.layer_norm(x, weight, bias, eps=eps)
 
-    standard = standard_of("layer_norm", torch.randn(4, 8), torch.ones(8), torch.zeros(8), eps=1e-5)
-    assert check(function, standard).flaw.startswith("wrong: output is off by")
+    expected = expected_of("layer_norm", torch.randn(4, 8), torch.ones(8), torch.zeros(8), eps=1e-5)
+    assert check(function, expected).flaw.startswith("wrong: output is off by")
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, torch.nan, torch.inf, 1e30])
@@ -226,9 +227,9 @@ def test_data_that_tell_nothing_do_not_hide_a_wrong_kernel(value):
 
 def test_real_data_are_taken_where_they_tell():
     x, residual = torch.randn(4, 8), torch.zeros(4, 8)
-    standard = standard_of("add_layer_norm", x, residual, torch.ones(8), None, eps=1e-5)
-    assert torch.equal(standard.sample.record.x, x)
-    for replaced in standard.sample.record[1:3]:
+    expected = expected_of("add_layer_norm", x, residual, torch.ones(8), None, eps=1e-5)
+    assert torch.equal(expected.sample.record.x, x)
+    for replaced in expected.sample.record[1:3]:
         assert replaced.min() < replaced.max()
 
 
@@ -238,9 +239,9 @@ def test_where_results_overflow_others_are_computed_of_the_same_rows():
         torch.linspace(5e4, 6e4, 16).view(1, 2, 8).half(),
         [[0, 3]],
     )
-    standard = standard_of("gather_add_layer_norm", x, torch.tensor(rows), branch, None, None, eps=1e-5)
-    assert all(out.isfinite().all() for out in standard.same.outputs)
-    assert standard.sample.record.rows.tolist() == rows
+    expected = expected_of("gather_add_layer_norm", x, torch.tensor(rows), branch, None, None, eps=1e-5)
+    assert all(out.isfinite().all() for out in expected.same.outputs)
+    assert expected.sample.record.rows.tolist() == rows
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -254,13 +255,13 @@ def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
     x = torch.randn(7, 24, requires_grad=gradient)
     for backend, each in {"reference": counted, "native": reference.gelu, "triton": reference.gelu}.items():
         backends.register("gelu", backend, implementation("gelu", each))
-    proof = dispatch.proof_of("gelu", x, approximate="none")
-    standard = proof.standard()
-    trials = {name: proofs.check(function, standard) for name, function in proof.candidates.items()}
+    task = dispatch.task_of("gelu", x, approximate="none")
+    expected = task.expected()
+    measurements = {name: tuner.check(function, expected) for name, function in task.candidates.items()}
     assert dtypes == [torch.float32, torch.float64]
-    assert len(trials) == 3
-    assert len(set(trials.values())) == 1  # the reference has its error all the same
-    assert trials["reference"].error > 0
+    assert len(measurements) == 3
+    assert len(set(measurements.values())) == 1  # the reference has its error all the same
+    assert measurements["reference"].error > 0
 
 
 # Right kernels --------------------------------------------------------------------------------------------
@@ -277,10 +278,10 @@ DATA += [("usual", {"gradient": "all", "values": "nan"}), ("usual", {"parameters
 def flaws(made) -> dict[str, str | None]:
     """Checks every backend that can serve an example; returns their flaws."""
     with torch.set_grad_enabled(made.call.gradient):
-        proof = dispatch.proof_of(made.operator, **made.call.record._asdict())
-        with proofs.undisturbed(proof.sample.device):
-            standard = proof.standard()
-            return {name: proofs.check(each, standard).flaw for name, each in proof.candidates.items()}
+        task = dispatch.task_of(made.operator, **made.call.record._asdict())
+        with tuner.undisturbed(task.sample.device):
+            expected = task.expected()
+            return {name: tuner.check(each, expected).flaw for name, each in task.candidates.items()}
 
 
 @pytest.mark.parametrize("operator", NATIVE)
@@ -310,7 +311,7 @@ def test_gradients_that_cancel_are_no_flaw(keys):
 def test_what_pytorch_itself_cannot_compute_is_not_judged():
     x, weight = torch.randn(4, 1).half(), torch.randn(1).half().requires_grad_()
     with pytest.raises(FloatingPointError, match="PyTorch's own results are not finite"):
-        standard_of("layer_norm", x.requires_grad_(), weight, None, eps=1e-12, gradient=True)
+        expected_of("layer_norm", x.requires_grad_(), weight, None, eps=1e-12, gradient=True)
 
 
 # Guarded memory -------------------------------------------------------------------------------------------
@@ -330,27 +331,27 @@ def native(operator, gradient="none", name="usual"):
 
 @pytest.mark.parametrize("operator", NATIVE)
 def test_outputs_of_native_kernels_lie_in_guarded_memory(operator):
-    with proofs.guarded_memory() as memory:
+    with tuner.guarded_memory() as memory:
         assert all(is_guarded(out) for out in native(operator)[0])
     assert not memory.is_overwritten()
     assert not any(is_guarded(out) for out in native(operator)[0])
 
 
 def test_gradients_of_native_kernels_lie_in_guarded_memory():
-    with proofs.guarded_memory():
+    with tuner.guarded_memory():
         [out], leaves = native("gelu", "all")
         (gradient,) = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert is_guarded(gradient)
 
 
 def test_allocations_are_direct_again_after_an_error_and_after_the_last_of_nested_blocks():
-    with pytest.raises(ZeroDivisionError), proofs.guarded_memory():
+    with pytest.raises(ZeroDivisionError), tuner.guarded_memory():
         _ = 1 / 0
     with recorded_operators() as operators:
         native("gelu")[0][0]
     assert not any("empty" in name for name in operators)
-    with proofs.guarded_memory():
-        with proofs.guarded_memory():
+    with tuner.guarded_memory():
+        with tuner.guarded_memory():
             pass
         assert is_guarded(native("gelu")[0][0])
     assert not is_guarded(native("gelu")[0][0])
@@ -361,7 +362,7 @@ def test_guarded_memory_of_two_threads():
     seen = []
 
     def other():
-        with proofs.guarded_memory():
+        with tuner.guarded_memory():
             entered.set()
             left.wait(60)
             seen.append(is_guarded(native("gelu")[0][0]))
@@ -370,7 +371,7 @@ def test_guarded_memory_of_two_threads():
     thread.start()
     assert entered.wait(60)
     assert not is_guarded(native("gelu")[0][0])  # not in this thread
-    with proofs.guarded_memory():
+    with tuner.guarded_memory():
         assert is_guarded(native("gelu")[0][0])
     left.set()
     thread.join()
@@ -385,7 +386,7 @@ def test_guarded_memory_of_two_threads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_in_guarded_memory(layout, dtype):
     x = laid_out(torch.randn(3, 4, 5).to(dtype), layout)
-    memory = proofs.GuardedMemory()
+    memory = tuner.GuardedMemory()
     copy = memory.copy(x)
     assert torch.equal(copy, x)
     assert copy.stride() == x.stride()
@@ -397,10 +398,10 @@ def test_copies_in_guarded_memory(layout, dtype):
 # 8-bit numbers --------------------------------------------------------------------------------------------
 
 
-def standard_of_integers(operator, **settings):
-    return dispatch.proof_of(
+def expected_of_integers(operator, **settings):
+    return dispatch.task_of(
         operator, **example(operator, "reference", "usual", **settings).call.record._asdict()
-    ).standard()
+    ).expected()
 
 
 def with_results(change):
@@ -449,10 +450,10 @@ ROWS = {
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
 def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype, one_scale):
-    standard = standard_of_integers(operator, to=dtype, one_scale=one_scale, leading="tokens", rows=40)
+    expected = expected_of_integers(operator, to=dtype, one_scale=one_scale, leading="tokens", rows=40)
     for name, (make, is_right) in ROWS.items():
         if name != "truncated" or dtype == "int8":  # of others a step is not 1
-            flaw = check(make(operator), standard).flaw
+            flaw = check(make(operator), expected).flaw
             assert (flaw is None) == is_right, (name, flaw)
 
 
@@ -460,14 +461,14 @@ def test_rows_of_integers_that_lie_at_ties():
     """Halves of integers: all but the last bit of a product decides on them."""
     x = torch.randint(-254, 255, (40, 64)) / 2
     x[:, 0] = 127
-    standard = dispatch.proof_of("quantize_rows", x, scale=None, dtype=torch.int8).standard()
-    assert check(reference.quantize_rows, standard).flaw is None
+    expected = dispatch.task_of("quantize_rows", x, scale=None, dtype=torch.int8).expected()
+    assert check(reference.quantize_rows, expected).flaw is None
 
     def upwards(x, **settings):
         scales = reference.quantize_rows(x, **settings).scales
         return (x / scales + 0.5).floor().clamp(-127, 127).to(torch.int8), scales
 
-    assert check(upwards, standard).flaw is None  # the nearest as well
+    assert check(upwards, expected).flaw is None  # the nearest as well
 
 
 def _with_truncated_input(x, weight, *args, x_scales, input_scale, **settings):
@@ -494,23 +495,23 @@ def _dequantized(x, weight, scale, bias, *, x_scales, input_scale, approximate, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [{"one_scale": "none"}, {"one_scale": "0.05"}, {"rounded": True}], ids=str)
 def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
-    standard = standard_of_integers(
+    expected = expected_of_integers(
         "linear_int8", dtype=dtype, added=True, approximate="tanh", leading="tokens", rows=20, **rows
     )
     for right in (reference.linear_int8, _dequantized):
-        assert check(right, standard).flaw is None
+        assert check(right, expected).flaw is None
     wrong = [_without_a_row, lambda *args, **settings: torch.empty_like(settings["residual"])]
     if "rounded" not in rows and dtype == "float32":
         wrong.append(_with_truncated_input)
     for kernel in wrong:
-        assert "wrong: output is off by" in check(kernel, standard).flaw
+        assert "wrong: output is off by" in check(kernel, expected).flaw
 
 
 # The caller -----------------------------------------------------------------------------------------------
 
 
-def prove(operator, *args, **kwargs):
-    return proofs.prove(dispatch.proof_of(operator, *args, **kwargs))
+def tune(operator, *args, **kwargs):
+    return tuner.tune(dispatch.task_of(operator, *args, **kwargs))
 
 
 def test_arguments_statistics_gradients_and_random_numbers_stay():
@@ -527,8 +528,8 @@ def test_arguments_statistics_gradients_and_random_numbers_stay():
     before = [(t.clone(), t._version, t.grad) for t in tensors]
     state = torch.get_rng_state()
 
-    verdict = prove("conv_projection", x, (3, 4), convs, training=True)
-    assert verdict.trials.keys() == {"native", "reference"}
+    entry = tune("conv_projection", x, (3, 4), convs, training=True)
+    assert entry.measurements.keys() == {"native", "reference"}
     assert torch.equal(torch.get_rng_state(), state)
     for tensor, (value, version, gradient) in zip(tensors, before, strict=True):
         assert torch.equal(tensor, value)
@@ -545,12 +546,12 @@ class _Refuses(TorchFunctionMode):
 
 def test_modes_and_hooks_see_nothing():
     def seen(tensor):
-        raise AssertionError("the proof was seen")
+        raise AssertionError("the tuning was seen")
 
     x = torch.randn(4, 8, requires_grad=True)
-    proof = dispatch.proof_of("gelu", x, approximate="none")
+    task = dispatch.task_of("gelu", x, approximate="none")
     with recorded_operators() as operators, torch.autograd.graph.saved_tensors_hooks(seen, seen), _Refuses():
-        proofs.prove(proof)
+        tuner.tune(task)
     assert operators == []
 
 
@@ -576,24 +577,26 @@ def default_dtype(dtype):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_proofs_in_any_context(context):
+def test_tunings_in_any_context(context):
     x = torch.zeros(3, 8, requires_grad=True)
     with context():
-        verdict = prove("gelu", x, approximate="none")
+        entry = tune("gelu", x, approximate="none")
         grad_mode, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    assert {trial.flaw for trial in verdict.trials.values()} == {None}
+    assert {measurement.flaw for measurement in entry.measurements.values()} == {None}
     with context():
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad_mode, inference)
-    # Nothing that the proof has left is bound to its context.
-    assert {trial.flaw for trial in prove("gelu", x, approximate="tanh").trials.values()} == {None}
+    # Nothing that the tuning has left is bound to its context.
+    assert {
+        measurement.flaw for measurement in tune("gelu", x, approximate="tanh").measurements.values()
+    } == {None}
 
 
 def test_tensors_of_inference_mode():
     with torch.inference_mode():
         x, convs = torch.randn(2, 12, 6), tuple(conv._replace(weight=conv.weight + 0) for conv in branches())
-        assert prove("conv_projection", x, (3, 4), convs, training=False).trials["native"].flaw is None
+        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["native"].flaw is None
     with torch.no_grad():
-        assert prove("conv_projection", x, (3, 4), convs, training=False).trials["native"].flaw is None
+        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["native"].flaw is None
 
 
 def test_a_branch_without_gradients():
@@ -602,15 +605,15 @@ def test_a_branch_without_gradients():
     backends.register(
         "conv_projection", "native", implementation("conv_projection", reference.conv_projection)
     )
-    verdict = prove("conv_projection", x, (3, 4), (ck.ConvBatchNorm(*frozen), convs[1]), training=True)
-    assert verdict.trials["native"].flaw is None
-    assert verdict.trials["native"].seconds is not None
+    entry = tune("conv_projection", x, (3, 4), (ck.ConvBatchNorm(*frozen), convs[1]), training=True)
+    assert entry.measurements["native"].flaw is None
+    assert entry.measurements["native"].seconds is not None
 
 
-def test_no_call_of_a_proof_exchanges_data_with_other_processes():
+def test_no_call_of_a_tuning_exchanges_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
-    proof = dispatch.proof_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
-    for call in (proof.sample, proof.timed):
+    task = dispatch.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
+    for call in (task.sample, task.timed):
         assert call.record.x.shape[0] == 3
         assert all(conv.process_group is None for conv in call.record.convs)
 
@@ -650,11 +653,13 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
         taken.host.extend(each / 1000 for each in host_seconds)
         return 0.0
 
-    monkeypatch.setattr(measure, "_run_cold", run_cold)
+    monkeypatch.setattr(clock, "_run_cold", run_cold)
     candidates = {name: lambda x, name=name: ran.append(name) for name in milliseconds}
-    call = proofs.Call((torch.ones(2, 2),), False)
-    trials = proofs.time_in_turns(candidates, call, dict.fromkeys(candidates, trial(None)), "reference")
-    assert proofs.choose(trials, "reference").chosen == chosen
+    call = tuner.Call((torch.ones(2, 2),), False)
+    measurements = tuner.time_in_turns(
+        candidates, call, dict.fromkeys(candidates, measurement(None)), "reference"
+    )
+    assert tuner.choose(measurements, "reference").chosen == chosen
     assert ran.count(chosen) == 1 + rounds  # the first run is not timed
     assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 1])
 
@@ -679,64 +684,66 @@ def test_what_serves_later_calls_is_timed(is_planned, gradient):
     record = backends.operators["bias_gelu"].bind(
         torch.randn(3, 4, requires_grad=gradient), torch.randn(4), approximate="tanh"
     )
-    call = proofs.Call(record, gradient)
-    trials = dict.fromkeys(("native", "reference"), trial(None))
-    proofs.time_in_turns({"native": function, "reference": lambda call: call.x + 1}, call, trials)
+    call = tuner.Call(record, gradient)
+    measurements = dict.fromkeys(("native", "reference"), measurement(None))
+    tuner.time_in_turns({"native": function, "reference": lambda call: call.x + 1}, call, measurements)
     assert set(ran) == {"planned" if is_planned and not gradient else "by name"}
 
 
 # Choice ---------------------------------------------------------------------------------------------------
 
 
-def trial(seconds, host_seconds=None, flaw=None):
-    return proofs.Trial(0.0, 0.0, seconds, host_seconds, flaw)
+def measurement(seconds, host_seconds=None, flaw=None):
+    return tuner.Measurement(0.0, 0.0, seconds, host_seconds, flaw)
 
 
 def test_the_fastest_is_chosen_if_it_wins_clearly():
-    verdict = proofs.choose({"native": trial(1.0), "reference": trial(1.09)}, "reference")
-    assert verdict.chosen == verdict.chosen_in_graphs == "reference"
-    verdict = proofs.choose({"native": trial(1.0), "reference": trial(1.11)}, "reference")
-    assert verdict.chosen == verdict.chosen_in_graphs == "native"
+    entry = tuner.choose({"native": measurement(1.0), "reference": measurement(1.09)}, "reference")
+    assert entry.chosen == entry.chosen_in_graphs == "reference"
+    entry = tuner.choose({"native": measurement(1.0), "reference": measurement(1.11)}, "reference")
+    assert entry.chosen == entry.chosen_in_graphs == "native"
 
 
 def test_the_host_counts_outside_of_graphs_only():
-    trials = {"triton": trial(1.0, 9.0), "reference": trial(3.0, 2.0)}
-    verdict = proofs.choose(trials, "reference")
-    assert (verdict.chosen, verdict.chosen_in_graphs) == ("reference", "triton")
+    measurements = {"triton": measurement(1.0, 9.0), "reference": measurement(3.0, 2.0)}
+    entry = tuner.choose(measurements, "reference")
+    assert (entry.chosen, entry.chosen_in_graphs) == ("reference", "triton")
 
 
 def test_a_timing_that_was_disturbed_is_noted(monkeypatch):
     for waits in (False, True):
         seconds = itertools.count(step=1e6 * waits)
-        monkeypatch.setattr(measure, "waited_seconds", lambda seconds=seconds: next(seconds))
-        monkeypatch.setattr(measure, "_is_disturbed", lambda times: False)
-        verdict = prove("linear", torch.randn(40, 16), torch.randn(8, 16), None)
-        assert verdict.is_unsure is waits
+        monkeypatch.setattr(clock, "waited_seconds", lambda seconds=seconds: next(seconds))
+        monkeypatch.setattr(clock, "_is_disturbed", lambda times: False)
+        entry = tune("linear", torch.randn(40, 16), torch.randn(8, 16), None)
+        assert entry.is_unsure is waits
 
 
 def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
     x = torch.randn(7, 24)
     backends.register("gelu", "native", implementation("gelu", lambda x, **_: pytest.fail("is wrong")))
     backends.register("gelu", "triton", implementation("gelu", reference.gelu))
-    proof = dispatch.proof_of("gelu", x, approximate="none")
-    wrong, busy = trial(None, flaw="wrong: all of it"), trial(9.0)._replace(is_disturbed=True)
-    known = proofs.Verdict("triton", "triton", {"native": wrong, "triton": busy, "reference": trial(10.0)})
-    monkeypatch.setattr(measure, "waited_seconds", lambda: 0.0)
-    monkeypatch.setattr(measure, "_is_disturbed", lambda times: False)
-    again = proofs.time_again(proof, known)
-    assert again.trials["native"] == wrong
+    task = dispatch.task_of("gelu", x, approximate="none")
+    wrong, busy = measurement(None, flaw="wrong: all of it"), measurement(9.0)._replace(is_disturbed=True)
+    known = tuner.Entry("triton", "triton", {"native": wrong, "triton": busy, "reference": measurement(10.0)})
+    monkeypatch.setattr(clock, "waited_seconds", lambda: 0.0)
+    monkeypatch.setattr(clock, "_is_disturbed", lambda times: False)
+    again = tuner.time_again(task, known)
+    assert again.measurements["native"] == wrong
     assert (again.timings, again.is_unsure) == (2, False)
-    assert max(again.trials[name].seconds for name in ("triton", "reference")) < 1.0
-    monkeypatch.setattr(measure, "_is_disturbed", lambda times: True)  # again
-    assert proofs.time_again(proof, known) == known._replace(timings=2)
+    assert max(again.measurements[name].seconds for name in ("triton", "reference")) < 1.0
+    monkeypatch.setattr(clock, "_is_disturbed", lambda times: True)  # again
+    assert tuner.time_again(task, known) == known._replace(timings=2)
 
 
 def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
-    wrong = trial(None, flaw="wrong: all of it")
-    assert proofs.choose({"native": trial(5.0), "reference": wrong}, "reference").chosen == "native"
-    assert proofs.choose({"sdpa": wrong, "reference": trial(None)}, "sdpa").chosen == "reference"  # not timed
-    assert proofs.choose({"native": wrong, "reference": wrong}, "reference").chosen == "reference"
-    assert proofs.choose({}, "reference").chosen == "reference"
+    wrong = measurement(None, flaw="wrong: all of it")
+    assert tuner.choose({"native": measurement(5.0), "reference": wrong}, "reference").chosen == "native"
+    assert (
+        tuner.choose({"sdpa": wrong, "reference": measurement(None)}, "sdpa").chosen == "reference"
+    )  # not timed
+    assert tuner.choose({"native": wrong, "reference": wrong}, "reference").chosen == "reference"
+    assert tuner.choose({}, "reference").chosen == "reference"
 
 
 def test_a_lack_of_memory_is_no_flaw():
@@ -745,6 +752,6 @@ def test_a_lack_of_memory_is_no_flaw():
 
     with pytest.raises(RuntimeError) as caught:
         gelu_flaw(lacks)
-    assert proofs.is_out_of_memory(caught.value)
-    assert proofs.is_out_of_memory(torch.OutOfMemoryError())
-    assert not proofs.is_out_of_memory(RuntimeError("no memory of it"))
+    assert tuner.is_out_of_memory(caught.value)
+    assert tuner.is_out_of_memory(torch.OutOfMemoryError())
+    assert not tuner.is_out_of_memory(RuntimeError("no memory of it"))

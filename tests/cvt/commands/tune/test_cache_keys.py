@@ -1,4 +1,4 @@
-"""The questions that are collected without memory are those that models ask when they run."""
+"""The cache keys that are collected without memory are those that models ask when they run."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
-from cvt.commands.prove.questions import COMPOSED, TensorLike, Workload, collect
+from cvt.commands.tune.cache_keys import COMPOSED, TensorLike, Workload, collect
 from cvt_kernels import backends, dispatch
 from tests.checks import operators_asked_on_a_cpu
 from tests.upstream import huggingface, microsoft
@@ -16,14 +16,14 @@ CPU = torch.device("cpu")
 
 
 def asked_by(model, images):
-    """Returns the questions of a forward, with the operators that have kernels on this machine."""
+    """Returns the cache keys of a forward, with the operators that have kernels on this machine."""
     asked = set()
 
     def recording(operator, backend, implementation):
         plain = backends.operators[operator].reference
 
         def serve(call):
-            asked.add(dispatch.question(operator, **call._asdict()))
+            asked.add(dispatch.cache_key(operator, **call._asdict()))
             return (implementation.function if backend == "composed" else plain)(call)
 
         return dataclasses.replace(implementation, function=serve, why_unsupported=None)
@@ -45,8 +45,8 @@ def models():
     ("dtype", "train", "batch_size"),
     [("bfloat16", False, 2), ("float32", True, 1), ("bfloat16", True, 2)],  # training has a forward too
 )
-def test_questions_are_those_of_the_models(models, dtype, train, batch_size):
-    questions = {q.text for q in collect(Workload("cvt_13", 64, [batch_size], [dtype], train=train), CPU)}
+def test_cache_keys_are_those_of_the_models(models, dtype, train, batch_size):
+    cache_keys = {q.text for q in collect(Workload("cvt_13", 64, [batch_size], [dtype], train=train), CPU)}
     steps = [False, True] if train else [False]
     expected = set()
     for training in steps:
@@ -63,36 +63,36 @@ def test_questions_are_those_of_the_models(models, dtype, train, batch_size):
                 ck.restore(model)
     more = set()
     if batch_size > 1:  # later stages are strided for a single image only
-        more |= {q for q in questions if q.endswith(("192 channels, strided", "384 channels, strided"))}
-    assert questions == expected | more
-    assert {q.split(", ")[0] for q in questions} == operators_asked_on_a_cpu()
+        more |= {q for q in cache_keys if q.endswith(("192 channels, strided", "384 channels, strided"))}
+    assert cache_keys == expected | more
+    assert {q.split(", ")[0] for q in cache_keys} == operators_asked_on_a_cpu()
 
 
-def test_questions_of_a_quantized_model_are_asked_too():
+def test_cache_keys_of_a_quantized_model_are_asked_too():
     workload = Workload("cvt_13", 64, [2], ["float32"], train=False)
     plain, both = (collect(workload._replace(quantized=quantized), CPU) for quantized in (False, True))
-    more = {question.text for question in both} - {question.text for question in plain}
+    more = {cache_key.text for cache_key in both} - {cache_key.text for cache_key in plain}
     model, images = create_model("cvt_13").eval(), torch.randn(2, 3, 64, 64)
     ck.quantize(model)
     with torch.no_grad():
         asked = asked_by(model, images) | asked_by(ck.accelerate(model, freeze=True), images)
-    assert asked - {question.text for question in plain} <= more
+    assert asked - {cache_key.text for cache_key in plain} <= more
     assert {q.split(", ")[0] for q in more} >= {"linear_int8", "layer_norm_quantize", "transformer_block"}
     others = {q.replace("quick", "exact") for q in asked}
     assert more <= asked | others
-    for question in both:
-        if question.operator == "linear_int8":
-            weight = question.make_arguments(CPU)["weight"]
+    for cache_key in both:
+        if cache_key.operator == "linear_int8":
+            weight = cache_key.make_arguments(CPU)["weight"]
             assert weight.dtype == torch.int8
             assert weight.unique().numel() > 100
 
 
-def test_each_question_is_asked_once_for_all_sizes_of_its_class():
+def test_each_cache_key_is_asked_once_for_all_sizes_of_its_class():
     workload = Workload("cvt_13", 64, [2, 3], ["float32"], train=False)
-    texts = [question.text for question in collect(workload, CPU)]
+    texts = [cache_key.text for cache_key in collect(workload, CPU)]
     assert len(texts) == len(set(texts))
     parts = [collect(workload._replace(batch_sizes=[batch]), CPU) for batch in (2, 3)]
-    alone = [question.text for part in parts for question in part]
+    alone = [cache_key.text for part in parts for cache_key in part]
     assert set(alone) == set(texts)
     assert len(texts) < len(alone)
 
@@ -100,35 +100,35 @@ def test_each_question_is_asked_once_for_all_sizes_of_its_class():
 def test_what_matters_most_is_asked_first():
     workload = Workload("cvt_13", 64, [2], ["bfloat16", "float32"], train=True, quantized=True)
     asked = collect(workload, CPU)
-    trained = ["forward+backward" in question.text for question in asked]
+    trained = ["forward+backward" in cache_key.text for cache_key in asked]
     assert not any(trained[: trained.index(True)])
     inference = workload._replace(train=False, quantized=False)
     first, other = (collect(inference._replace(dtypes=[dtype]), CPU) for dtype in workload.dtypes)
     for alone in (first, other):
-        operators = [question.operator for question in alone]
+        operators = [cache_key.operator for cache_key in alone]
         assert operators.index("transformer_block") > operators.index("attention")
         assert operators.index("conv_embedding") > operators.index("layer_norm")
-    assert [question.text for question in asked[: len(first)]] == [question.text for question in first]
+    assert [cache_key.text for cache_key in asked[: len(first)]] == [cache_key.text for cache_key in first]
 
 
 @pytest.mark.gpu
-def test_questions_are_those_of_the_model_on_a_gpu():
+def test_cache_keys_are_those_of_the_model_on_a_gpu():
     model = create_model("cvt_13").cuda()
     images = torch.randn(2, 3, 64, 64, device="cuda")
     before = torch.cuda.memory_allocated()
     collected = collect(Workload("cvt_13", 64, [2], ["bfloat16"], train=True), images.device)
     assert torch.cuda.memory_allocated() == before
-    questions = {question.text for question in collected}
+    cache_keys = {cache_key.text for cache_key in collected}
     with torch.autocast("cuda", torch.bfloat16):
-        assert asked_by(model.train(), images) <= questions
+        assert asked_by(model.train(), images) <= cache_keys
     with torch.no_grad():
-        assert asked_by(model.bfloat16().eval(), images.bfloat16()) <= questions
+        assert asked_by(model.bfloat16().eval(), images.bfloat16()) <= cache_keys
 
 
 def test_arguments_are_made_as_they_were():
-    for question in collect(Workload("cvt_13", 32, [2], ["float32"], train=True), CPU):
-        made, again = (question.make_arguments(CPU) for _ in range(2))
-        assert dispatch.question(question.operator, **made) == question.text
+    for cache_key in collect(Workload("cvt_13", 32, [2], ["float32"], train=True), CPU):
+        made, again = (cache_key.make_arguments(CPU) for _ in range(2))
+        assert dispatch.cache_key(cache_key.operator, **made) == cache_key.text
         first = next(iter(made))
         assert torch.equal(made[first], again[first])
 

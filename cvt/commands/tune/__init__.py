@@ -1,4 +1,4 @@
-"""``cvt prove``: proves and times every kernel that a model needs on this machine, ahead of its first use."""
+"""``cvt tune``: tunes and times every kernel that a model needs on this machine, ahead of its first use."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _DAY = 24 * 60 * 60
 def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser(
-        "prove",
-        help="prove every kernel that a model needs on this machine against float64, time it, and remember "
+        "tune",
+        help="tune every kernel that a model needs on this machine against float64, time it, and remember "
         "which backend serves",
-        description="Proves every kernel that a model needs on this machine, and times it beside PyTorch's "
+        description="Tunes every kernel that a model needs on this machine, and times it beside PyTorch's "
         "own operators, in a separate process, so that a kernel that hangs or crashes does no harm. The "
-        "verdicts are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
-        "cvt_kernels/verdicts/; auto then takes the fastest backend. With Triton, the kernels are compiled "
-        "into its cache meanwhile. Exit codes: 0: everything is proven; 1: a kernel of this project has a "
-        "flaw, or a question could not be proven; 2: it could not begin.",
+        "entries are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
+        "cvt_kernels/entries/; auto then takes the fastest backend. With Triton, the kernels are compiled "
+        "into its cache meanwhile. Exit codes: 0: everything is tuned; 1: a kernel of this project has a "
+        "flaw, or a cache key could not be tuned; 2: it could not begin.",
     )
     parser.add_argument("--model", choices=tuple(PRESETS), default="cvt_13", help="default: cvt_13")
     parser.add_argument(
@@ -57,12 +57,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--train",
         action="store_true",
-        help="prove a training step too; 16-bit dtypes then mean autocast",
+        help="tune a training step too; 16-bit dtypes then mean autocast",
     )
     parser.add_argument(
         "--quantized",
         action="store_true",
-        help="prove the calls of the model that cvt quantize makes too",
+        help="tune the calls of the model that cvt quantize makes too",
     )
     parser.add_argument(
         "--token-keep",
@@ -83,26 +83,26 @@ def add_parser(commands: Any) -> None:
         "--time-limit",
         type=integer(1, _DAY),
         metavar="SECONDS",
-        help="begin nothing new after so many seconds; what is proven already comes last (default: no limit)",
+        help="begin nothing new after so many seconds; what is tuned already comes last (default: no limit)",
     )
     add_json_argument(parser, "every result as JSON")
     add_device_argument(parser)
-    parser.set_defaults(run=_prove)
+    parser.set_defaults(run=_tune)
 
 
-def _prove(arguments: argparse.Namespace) -> int:
-    """Proves and prints a table; returns 1 if a kernel has a flaw or a question no proof, else 0."""
+def _tune(arguments: argparse.Namespace) -> int:
+    """Tunes and prints a table; returns 1 if a kernel has a flaw or a cache key no tuning, else 0."""
     until = time.monotonic() + (arguments.time_limit or math.inf)
     device = resolve_device(arguments.device)
     if arguments.json not in (None, STDOUT):
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
     from tqdm import tqdm
 
-    from cvt_kernels import backends, machine, verdicts
+    from cvt_kernels import autotune, backends, machine
 
     from . import report
-    from .proving import Result, compile_ahead, prove_all
-    from .questions import Workload, collect
+    from .cache_keys import Workload, collect
+    from .tuning import Result, compile_ahead, tune_all
     from .worker import Worker
 
     backends.requested_backends()  # a wrong CVT_KERNELS_BACKEND too fails now
@@ -117,22 +117,22 @@ def _prove(arguments: argparse.Namespace) -> int:
         token_keep=arguments.token_keep,
     )
     with naming_options("token_keep"):
-        questions = collect(workload, device)
-    store = verdicts.store_for(device)
+        cache_keys = collect(workload, device)
+    cache = autotune.cache_for(device)
     if arguments.time_limit is not None:
-        questions.sort(key=lambda question: store.get(question.text) is not None)
+        cache_keys.sort(key=lambda cache_key: cache.get(cache_key.text) is not None)
     if is_gpu and not machine.INTERPRETING:
-        compile_ahead(questions, device, until)
+        compile_ahead(cache_keys, device, until)
     with (
         temporary_files_together(),
         Worker(device, arguments.seconds) as worker,
-        tqdm(questions, desc="prove", unit="question", leave=False, disable=None) as progress,
+        tqdm(cache_keys, desc="tune", unit="cache_key", leave=False, disable=None) as progress,
     ):
         results: list[Result] = []
         try:
-            results.extend(prove_all(progress, worker, store, until))
+            results.extend(tune_all(progress, worker, cache, until))
         finally:  # what is known when someone interrupts it is worth keeping too
             with reporting(arguments.json, indent=1) as report_json:
-                report_json(report.as_json(results, workload, store))
-    print_lines(arguments, [*report.table(results), "", *report.summary(results, store)])
+                report_json(report.as_json(results, workload, cache))
+    print_lines(arguments, [*report.table(results), "", *report.summary(results, cache)])
     return int(not all(result.is_good for result in results))

@@ -1,4 +1,4 @@
-"""The proof of kernels on this machine: they run in guarded memory, are compared with float64, and timed.
+"""The tuning of kernels on this machine: they run in guarded memory, are compared with float64, and timed.
 
 A candidate is a function that computes an operator from the record of a call. It passes if its outputs, its
 gradients and what it leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it
@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import accuracy, checks, machine, measure
-from .verdicts import FAILS_HERE, Trial, Verdict
+from .. import checks, machine
+from . import accuracy, clock
+from .entries import FAILS_HERE, Entry, Measurement
 
 #: A candidate takes the place of the default only if it wins by this factor. A smaller one lets noise decide:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
@@ -85,11 +86,11 @@ class Call(NamedTuple):
         return checks.tensors_of(self.record)
 
 
-class Proof(NamedTuple):
+class Task(NamedTuple):
     """The candidates for one kind of calls, and what they are tried on.
 
     Attributes:
-        question: The question that the verdict answers.
+        cache_key: The cache key that the entry answers.
         reference: The operator in plain PyTorch: in float64 the oracle, in the call's dtypes the measure.
         candidates: By the name of their backend.
         default: The candidate that serves unless another wins by ``MARGIN``.
@@ -99,7 +100,7 @@ class Proof(NamedTuple):
         unrounded: Computes what results may be as well; see :class:`backends.Operator`.
     """
 
-    question: str
+    cache_key: str
     reference: Function
     candidates: Mapping[str, Function]
     default: str
@@ -108,13 +109,13 @@ class Proof(NamedTuple):
     exact: Function | None = None
     unrounded: Function | None = None
 
-    def standard(self) -> Standard:
+    def expected(self) -> Expected:
         """Returns the results by which the candidates are judged."""
-        return Standard.of(self.reference, self.sample, self.exact, self.unrounded)
+        return Expected.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
-def prove(proof: Proof) -> Verdict:
-    """Checks and times the candidates of a proof, and chooses the one that serves.
+def tune(task: Task) -> Entry:
+    """Checks and times the candidates of a tuning, and chooses the one that serves.
 
     Arguments, random numbers and gradients of the caller stay as they are, and its hooks on saved tensors and
     its modes see nothing of it.
@@ -123,45 +124,45 @@ def prove(proof: Proof) -> Verdict:
         Exception: The reference cannot compute the sample, or there is not enough memory
             (:func:`is_out_of_memory`).
     """
-    with undisturbed(proof.sample.device):
-        standard = proof.standard()
-        trials = {name: check(function, standard) for name, function in proof.candidates.items()}
-        return choose({**trials, **_time_sound(proof, trials)}, proof.default)
+    with undisturbed(task.sample.device):
+        expected = task.expected()
+        measurements = {name: check(function, expected) for name, function in task.candidates.items()}
+        return choose({**measurements, **_time_sound(task, measurements)}, task.default)
 
 
-def time_again(proof: Proof, verdict: Verdict) -> Verdict:
-    """Times the candidates of a proof that passed it before, where other work disturbed the timing then.
+def time_again(task: Task, entry: Entry) -> Entry:
+    """Times the candidates of a tuning that passed it before, where other work disturbed the timing then.
 
     Returns:
-        The verdict by the new times; the old one, but for the number of timings, if these are disturbed too.
+        The entry by the new times; the old one, but for the number of timings, if these are disturbed too.
 
     Raises:
-        Exception: As :func:`prove`.
+        Exception: As :func:`tune`.
     """
-    with undisturbed(proof.sample.device):
-        timed = _time_sound(proof, verdict.trials)
-    is_disturbed = any(trial.is_disturbed for trial in timed.values())
-    if is_disturbed and all(trial.flaw is None for trial in timed.values()):
-        return verdict._replace(timings=verdict.timings + 1)
-    return choose({**verdict.trials, **timed}, proof.default)._replace(timings=verdict.timings + 1)
+    with undisturbed(task.sample.device):
+        timed = _time_sound(task, entry.measurements)
+    is_disturbed = any(measurement.is_disturbed for measurement in timed.values())
+    if is_disturbed and all(measurement.flaw is None for measurement in timed.values()):
+        return entry._replace(timings=entry.timings + 1)
+    return choose({**entry.measurements, **timed}, task.default)._replace(timings=entry.timings + 1)
 
 
-def _time_sound(proof: Proof, trials: Mapping[str, Trial]) -> dict[str, Trial]:
-    sound = {name: each for name, each in proof.candidates.items() if trials[name].flaw is None}
-    timed = time_in_turns(sound, proof.timed, trials, proof.default)
-    measure.release_memory(proof.sample.device)
+def _time_sound(task: Task, measurements: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    sound = {name: each for name, each in task.candidates.items() if measurements[name].flaw is None}
+    timed = time_in_turns(sound, task.timed, measurements, task.default)
+    clock.release_memory(task.sample.device)
     return timed
 
 
 # What a terminal shows --------------------------------------------------------------------------------------
 
-_PATIENCE = 2.0  # seconds of proofs in a process that go by in silence
+_PATIENCE = 2.0  # seconds of tunings in a process that go by in silence
 _NOTICE = (
     "cvt_kernels: checking and timing kernels, at the first call of each kind on this machine. That takes "
     "some seconds for a model, longer for a training step or on a busy machine. The result is remembered; "
-    "`cvt prove` does it ahead.\n"
+    "`cvt tune` does it ahead.\n"
 )
-_seconds = 0.0  # of proofs at first use, of all threads
+_seconds = 0.0  # of tunings at first use, of all threads
 _is_noticed = False
 
 
@@ -204,19 +205,19 @@ def _notice(stream: TextIO) -> None:
 
 # The caller -----------------------------------------------------------------------------------------------
 
-#: What is called at the end of the proofs that go on, by the threads that they began in.
+#: What is called at the end of the tunings that go on, by the threads that they began in.
 _endings: dict[int, contextlib.ExitStack] = {}
 
 
-def is_proving() -> bool:
-    """Says whether this thread is within a proof: an operator may be composed of others."""
+def is_tuning() -> bool:
+    """Says whether this thread is within a tuning: an operator may be composed of others."""
     return bool(_endings) and _endings_here() is not None
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Calls a function when the proof that this thread is within has ended."""
+    """Calls a function when the tuning that this thread is within has ended."""
     endings = _endings_here()
-    assert endings is not None, "there is no proof"
+    assert endings is not None, "there is no tuning"
     endings.callback(function)
 
 
@@ -227,8 +228,8 @@ def _endings_here() -> contextlib.ExitStack | None:
 
 
 @contextlib.contextmanager
-def _proving() -> Iterator[None]:
-    if is_proving():
+def _tuning() -> Iterator[None]:
+    if is_tuning():
         yield
         return
     with contextlib.ExitStack() as endings:
@@ -246,7 +247,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     The caller's random numbers go on afterwards as if nothing had been drawn.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_proving())
+        stack.enter_context(_tuning())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.inference_mode(False))
@@ -265,17 +266,25 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def choose(trials: dict[str, Trial], default: str) -> Verdict:
-    """Returns the verdict on trials: the fastest without a flaw, but the default if it is as fast.
+def choose(measurements: dict[str, Measurement], default: str) -> Entry:
+    """Returns the entry on measurements: the fastest without a flaw, but the default if it is as fast.
 
     In a graph the device alone counts; elsewhere a call takes as long as the slower of host and device.
     """
-    sound = [name for name, trial in trials.items() if trial.flaw is None]
+    sound = [name for name, measurement in measurements.items() if measurement.flaw is None]
     if len(sound) == 1:  # which is not timed
-        return Verdict(sound[0], sound[0], trials)
-    on_device = {name: trial.seconds for name, trial in trials.items() if trial.seconds is not None}
-    launched = {name: trial.call_seconds for name, trial in trials.items() if trial.call_seconds is not None}
-    return Verdict(_fastest(launched, default), _fastest(on_device, default), trials)
+        return Entry(sound[0], sound[0], measurements)
+    on_device = {
+        name: measurement.seconds
+        for name, measurement in measurements.items()
+        if measurement.seconds is not None
+    }
+    launched = {
+        name: measurement.call_seconds
+        for name, measurement in measurements.items()
+        if measurement.call_seconds is not None
+    }
+    return Entry(_fastest(launched, default), _fastest(on_device, default), measurements)
 
 
 def _fastest(seconds: dict[str, float], default: str) -> str:
@@ -297,7 +306,7 @@ class Results(NamedTuple):
 
 
 @dataclass
-class Standard:
+class Expected:
     """The results by which candidates are judged on a sample of a call.
 
     Attributes:
@@ -325,7 +334,7 @@ class Standard:
         sample: Call,
         oracle: Function | None = None,
         unrounded: Function | None = None,
-    ) -> Standard:
+    ) -> Expected:
         """Runs the reference; on random numbers where those of the call could not tell right from wrong.
 
         Raises:
@@ -334,19 +343,19 @@ class Standard:
         sample = sample.detached()
         generator = torch.Generator(sample.device).manual_seed(0)
         varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
-        standard = cls._run(reference, varied, oracle or reference, unrounded)
-        if standard._is_near_exact():
-            return standard
+        expected = cls._run(reference, varied, oracle or reference, unrounded)
+        if expected._is_near_exact():
+            return expected
         randomized = sample.map(lambda tensor: _randomized(tensor, generator))
-        standard = cls._run(reference, randomized, oracle or reference, unrounded)
-        if not all(bool(t.isfinite().all()) for t in (*standard.same.outputs, *standard.same.gradients)):
+        expected = cls._run(reference, randomized, oracle or reference, unrounded)
+        if not all(bool(t.isfinite().all()) for t in (*expected.same.outputs, *expected.same.gradients)):
             raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
-        return standard
+        return expected
 
     @classmethod
     def _run(
         cls, reference: Function, sample: Call, oracle: Function, unrounded: Function | None = None
-    ) -> Standard:
+    ) -> Expected:
         generator = torch.Generator(sample.device).manual_seed(1)
         call = sample.map(_copied)
         outputs = _forward(reference, call)
@@ -356,8 +365,8 @@ class Standard:
         return cls(reference, oracle, sample, douts, same, exact, unrounded)
 
     @functools.cached_property
-    def other(self) -> Standard | None:
-        """The standard of results in which nothing is rounded; None if there are no such."""
+    def other(self) -> Expected | None:
+        """The expected of results in which nothing is rounded; None if there are no such."""
         return None if self.unrounded is None else self._run(self.unrounded, self.sample, self.unrounded)
 
     @functools.cached_property
@@ -431,36 +440,36 @@ def _gradients(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> list[T
     ]
 
 
-def check(function: Function, standard: Standard) -> Trial:
-    """Runs a candidate on the sample in guarded memory, and compares it with the standard.
+def check(function: Function, expected: Expected) -> Measurement:
+    """Runs a candidate on the sample in guarded memory, and compares it with the expected.
 
-    The reference does not run again: what it returned is part of the standard.
+    The reference does not run again: what it returned is part of the expected.
     """
-    results = standard.same if function is standard.reference else _run_guarded(function, standard)
+    results = expected.same if function is expected.reference else _run_guarded(function, expected)
     if isinstance(results, str):
-        return Trial(None, None, None, None, results)
-    trial = _compare(results, standard)
-    if trial.flaw is None or standard.other is None:
-        return trial
-    other = _compare(results, standard.other)
-    return other if other.flaw is None else trial
+        return Measurement(None, None, None, None, results)
+    measurement = _compare(results, expected)
+    if measurement.flaw is None or expected.other is None:
+        return measurement
+    other = _compare(results, expected.other)
+    return other if other.flaw is None else measurement
 
 
-def _run_guarded(function: Function, standard: Standard) -> Results | str:
+def _run_guarded(function: Function, expected: Expected) -> Results | str:
     """Returns the results of a candidate in guarded memory, or the flaw that leaves none to compare."""
     try:
         with guarded_memory() as memory:
-            results = run(function, standard.sample.map(memory.copy), standard.douts)
-            _wait_for_stream(standard.sample.device)
+            results = run(function, expected.sample.map(memory.copy), expected.douts)
+            _wait_for_stream(expected.sample.device)
     except Exception as error:
-        if is_out_of_memory(error) or not is_usable(standard.sample.device):
+        if is_out_of_memory(error) or not is_usable(expected.sample.device):
             raise
         return _flaw_of(error)
     return WRITES_OUTSIDE if memory.is_overwritten() else results
 
 
 def _wait_for_stream(device: torch.device) -> None:
-    """Waits for the work of the current stream: others may wait for processes that wait for this proof."""
+    """Waits for the work of the current stream: others may wait for processes that wait for this tuning."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -507,51 +516,51 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED"))
 
 
-def _compare(results: Results, standard: Standard) -> Trial:
-    """Returns the trial of results: their largest error, or the first one that is not allowed."""
+def _compare(results: Results, expected: Expected) -> Measurement:
+    """Returns the measurement of results: their largest error, or the first one that is not allowed."""
     shapes = [(out.dtype, out.shape) for out in results.outputs]
-    expected = [(out.dtype, out.shape) for out in standard.same.outputs]
-    if shapes != expected:
-        return Trial(None, None, None, None, f"wrong: returns {shapes}, expected {expected}")
+    due = [(out.dtype, out.shape) for out in expected.same.outputs]
+    if shapes != due:
+        return Measurement(None, None, None, None, f"wrong: returns {shapes}, expected {due}")
     errors = [
-        *_errors("output", results.outputs, standard, "outputs"),
-        *_gradient_errors(results.gradients, standard),
-        *_argument_errors(results.arguments, standard),
+        *_errors("output", results.outputs, expected, "outputs"),
+        *_gradient_errors(results.gradients, expected),
+        *_argument_errors(results.arguments, expected),
     ]
     failed = [pair for pair in errors if not pair[1].passed]
     name, worst = failed[0] if failed else max(errors, key=lambda pair: pair[1].ours)
     if not failed:
-        return Trial(worst.ours, worst.allowed, None, None, None)
+        return Measurement(worst.ours, worst.allowed, None, None, None)
     flaw = f"wrong: {name} is off by {worst.ours:.1e}, allowed are {worst.allowed:.1e}"
-    return Trial(worst.ours, worst.allowed, None, None, flaw)
+    return Measurement(worst.ours, worst.allowed, None, None, flaw)
 
 
-def _argument_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[str, accuracy.Error]]:
+def _argument_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
     """Yields the errors of what a run left in its arguments, where that is not what the reference left."""
     for i, (given, mine, same) in enumerate(
-        zip(standard.sample.tensors(), ours, standard.same.arguments, strict=True)
+        zip(expected.sample.tensors(), ours, expected.same.arguments, strict=True)
     ):
         if mine is same or torch.equal(mine, same):
             continue
         if torch.equal(given, same) or not given.is_floating_point():
             error = accuracy.compare(mine.double(), same.double(), same.double(), factor=0.0, units=0.0)
         else:
-            error = _error(mine, standard, "arguments", i)
+            error = _error(mine, expected, "arguments", i)
             # A sum with the old value is as coarse as that.
             coarseness = _UNITS * torch.finfo(given.dtype).eps * given.abs().max().item()
             error = error._replace(allowed=error.allowed + coarseness)
         yield f"tensor {i} of the arguments, after the call,", error
 
 
-def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[str, accuracy.Error]]:
+def _gradient_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
     """Yields the errors of gradients.
 
     Some gradients are sums that cancel, as those of q for a single key: PyTorch's may then be exact by luck,
     and the rounding that is left to ours depends on the size of other numbers.
     """
-    exact = standard.exact.gradients
-    others = max((t.abs().max().item() for t in (*exact, *standard.douts) if t.numel()), default=0.0)
-    errors = _errors("gradient", ours, standard, "gradients", accuracy.GRADIENT_FACTOR)
+    exact = expected.exact.gradients
+    others = max((t.abs().max().item() for t in (*exact, *expected.douts) if t.numel()), default=0.0)
+    errors = _errors("gradient", ours, expected, "gradients", accuracy.GRADIENT_FACTOR)
     for (name, error), mine, truth in zip(errors, ours, exact, strict=True):
         rounding = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
         cancels = not truth.numel() or truth.abs().max().item() <= _CANCELS * others
@@ -560,25 +569,25 @@ def _gradient_errors(ours: list[Tensor], standard: Standard) -> Iterator[tuple[s
 
 
 def _errors(
-    name: str, ours: list[Tensor], standard: Standard, kind: str, factor: float = accuracy.VALUE_FACTOR
+    name: str, ours: list[Tensor], expected: Expected, kind: str, factor: float = accuracy.VALUE_FACTOR
 ) -> Iterator[tuple[str, accuracy.Error]]:
     """Yields the errors of all results of a kind, a field of :class:`Results`, each with its name."""
     for i, mine in enumerate(ours):
-        error = _error(mine, standard, kind, i, factor)
+        error = _error(mine, expected, kind, i, factor)
         yield f"{name} {i}" if len(ours) > 1 else name, error
 
 
 def _error(
-    mine: Tensor, standard: Standard, kind: str, i: int, factor: float = accuracy.VALUE_FACTOR
+    mine: Tensor, expected: Expected, kind: str, i: int, factor: float = accuracy.VALUE_FACTOR
 ) -> accuracy.Error:
-    same, exact = getattr(standard.same, kind)[i], getattr(standard.exact, kind)[i]
+    same, exact = getattr(expected.same, kind)[i], getattr(expected.exact, kind)[i]
     units = max(_UNITS, accuracy.usual_units(mine.numel()))
     if mine.dtype == torch.float64:
         units = _UNITS_OF_FLOAT64
     error = accuracy.compare(mine, same, exact, factor=factor, units=units)
     if error.passed:
         return error
-    nudged = accuracy.rounded(getattr(standard.nudged, kind)[i], mine.dtype)
+    nudged = accuracy.rounded(getattr(expected.nudged, kind)[i], mine.dtype)
     by_rounding = accuracy.compare(mine, nudged, exact, factor=factor, units=units)
     return max(error, by_rounding, key=lambda each: each.allowed if each.allowed < math.inf else 0.0)
 
@@ -665,7 +674,7 @@ class GuardedMemory(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or each first proof would import torch._dynamo, which takes seconds
+        return False  # or each first tuning would import torch._dynamo, which takes seconds
 
     def __init__(self) -> None:
         super().__init__()
@@ -744,12 +753,15 @@ _FILLED = {
 
 
 def time_in_turns(
-    candidates: Mapping[str, Function], call: Call, trials: Mapping[str, Trial], default: str | None = None
-) -> dict[str, Trial]:
+    candidates: Mapping[str, Function],
+    call: Call,
+    measurements: Mapping[str, Measurement],
+    default: str | None = None,
+) -> dict[str, Measurement]:
     """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
 
     Returns:
-        Their trials so far with the seconds of the fastest run, or with a flaw if a candidate fails, which
+        Their measurements so far with the seconds of the fastest run, or with a flaw if a candidate fails, which
         may happen to a large call only; a single candidate is not timed.
     """
     if len(candidates) < 2:
@@ -766,9 +778,9 @@ def time_in_turns(
             if is_out_of_memory(error) or not is_usable(call.device):
                 raise
             runners.pop(name, None)
-            results[name] = trials[name]._replace(flaw=_flaw_of(error))
+            results[name] = measurements[name]._replace(flaw=_flaw_of(error))
     names = list(runners)
-    measured = measure.cold_seconds_in_turns(
+    measured = clock.cold_seconds_in_turns(
         list(runners.values()),
         call.device,
         _SECONDS,
@@ -778,13 +790,13 @@ def time_in_turns(
     )
     for name, times in zip(names, measured, strict=True):
         seconds, host_seconds = min(times.device, default=None), min(times.host, default=None)
-        results[name] = trials[name]._replace(
+        results[name] = measurements[name]._replace(
             seconds=seconds, host_seconds=host_seconds, is_disturbed=times.is_disturbed
         )
     return results
 
 
-def _losers(timed: Mapping[int, measure.ColdTimes], default: int | None) -> list[int]:
+def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[int]:
     """Returns which of some candidates have lost against another one, after as many rounds of each.
 
     The fastest runs are compared, as :func:`choose` does: other work on the machine only ever adds to a run.

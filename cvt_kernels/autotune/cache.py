@@ -1,9 +1,9 @@
-"""Verdicts: which backend serves which calls on this machine, and their store on disk.
+"""Entries: which backend serves which calls on this machine, and their cache on disk.
 
-A *question* is a plain string that names an operator and a class of its calls; a :class:`Verdict` answers it
-for one machine. The verdicts of a machine are one JSON file in the user's cache directory, named by a digest
+A *cache_key* is a plain string that names an operator and a class of its calls; a :class:`Entry` answers it
+for one machine. The entries of a machine are one JSON file in the user's cache directory, named by a digest
 of everything that they depend on (:func:`machine_key`). Processes share it: each reads it once, and merges
-what it has proven into it under a lock. ``CVT_KERNELS_VERDICTS`` names files that are read but never written.
+what it has tuned into it under a lock. ``CVT_KERNELS_TUNED`` names files that are read but never written.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from pathlib import Path
 
 import torch
 
+from ..caller import stacklevel_of_caller
 from . import files
-from .answers import FAILS_HERE, Trial, Verdict
-from .caller import stacklevel_of_caller
+from .entries import FAILS_HERE, Entry, Measurement
 from .key import digest, machine_key
 from .locks import held
 
 __all__ = (
     "FAILS_HERE",
-    "Store",
-    "Trial",
-    "Verdict",
+    "Cache",
+    "Entry",
+    "Measurement",
     "cache_directory",
+    "cache_for",
     "machine_key",
-    "proving_enabled",
     "stacklevel_of_caller",
-    "store_for",
+    "tuning_enabled",
 )
 
 #: How often the candidates of a call are timed, by as many processes, where other work disturbs the timing.
 _MOST_TIMINGS = 3
 
-#: Seconds that a process waits while another one proves, and while another one writes; and how often it looks
-#: meanwhile whether its own question has been answered.
-_PROVING_SECONDS, _WRITING_SECONDS, _TURN_SECONDS = 300.0, 10.0, 0.2
+#: Seconds that a process waits while another one tunes, and while another one writes; and how often it looks
+#: meanwhile whether its own cache key has been answered.
+_TUNING_SECONDS, _WRITING_SECONDS, _TURN_SECONDS = 300.0, 10.0, 0.2
 
 
 # Settings -------------------------------------------------------------------------------------------------
 
 
-def proving_enabled() -> bool:
-    """Returns whether kernels may be proven at first use: unless ``CVT_KERNELS_PROVE`` is 0.
+def tuning_enabled() -> bool:
+    """Returns whether kernels may be tuned at first use: unless ``CVT_KERNELS_AUTOTUNE`` is 0.
 
     Raises:
         ValueError: The variable is neither 0 nor 1.
     """
-    requested = os.environ.get("CVT_KERNELS_PROVE") or "1"
+    requested = os.environ.get("CVT_KERNELS_AUTOTUNE") or "1"
     if requested not in ("0", "1"):
-        raise ValueError(f"CVT_KERNELS_PROVE: got {requested!r}, expected 0 or 1")
+        raise ValueError(f"CVT_KERNELS_AUTOTUNE: got {requested!r}, expected 0 or 1")
     return requested == "1"
 
 
@@ -73,11 +73,11 @@ def cache_directory() -> Path:
     return cache / "cvt_kernels"
 
 
-# The store ------------------------------------------------------------------------------------------------
+# The cache ------------------------------------------------------------------------------------------------
 
-#: Guards what follows, and the fields of every store.
+#: Guards what follows, and the fields of every cache.
 _guard = threading.RLock()
-_stores: dict[tuple[torch.device, int], Store] = {}
+_caches: dict[tuple[torch.device, int], Cache] = {}
 _warned: set[str] = set()
 
 
@@ -91,32 +91,32 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
     os.register_at_fork(after_in_child=_renew_guard)
 
 
-def store_for(device: torch.device) -> Store:
-    """Returns the store of a device: the same object in a process as long as its key is the same."""
+def cache_for(device: torch.device) -> Cache:
+    """Returns the cache of a device: the same object in a process as long as its key is the same."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     device_and_threads = device, torch.get_num_threads()
-    return _stores.get(device_and_threads) or _new_store(device_and_threads)
+    return _caches.get(device_and_threads) or _new_cache(device_and_threads)
 
 
-def _new_store(device_and_threads: tuple[torch.device, int]) -> Store:
+def _new_cache(device_and_threads: tuple[torch.device, int]) -> Cache:
     with _guard:
         key = machine_key(device_and_threads[0])
-        same = next((store for store in _stores.values() if store.key == key), None)
-        return _stores.setdefault(device_and_threads, same or Store(key))
+        same = next((cache for cache in _caches.values() if cache.key == key), None)
+        return _caches.setdefault(device_and_threads, same or Cache(key))
 
 
 def forget() -> None:
     """Forgets what this process has read from disk, and which warnings it has given."""
     with _guard:
-        _stores.clear()
+        _caches.clear()
         _warned.clear()
 
 
-class Store:
-    """The verdicts of one machine key.
+class Cache:
+    """The entries of one machine key.
 
-    Those of the files in ``CVT_KERNELS_VERDICTS`` win over those of the cache, and of several such files the
+    Those of the files in ``CVT_KERNELS_TUNED`` win over those of the cache, and of several such files the
     earlier one wins. A file that is damaged or was made for another machine is ignored, with one warning per
     process.
 
@@ -127,65 +127,65 @@ class Store:
 
     def __init__(self, key: Mapping[str, object]):
         self.key = dict(key)
-        self.path = cache_directory() / "verdicts" / f"{digest(key)}.json"
-        names = os.environ.get("CVT_KERNELS_VERDICTS", "").split(os.pathsep)
+        self.path = cache_directory() / "entries" / f"{digest(key)}.json"
+        names = os.environ.get("CVT_KERNELS_TUNED", "").split(os.pathsep)
         self._shipped_paths = [Path(name) for name in names if name]
-        self._shipped: dict[str, Verdict] | None = None
-        self._cached: dict[str, Verdict] = {}  # are in the cache's file, as it was last read or written
-        self._unwritten: dict[str, Verdict] = {}  # could not be written
-        self._passing: dict[str, Verdict] = {}  # are not to be written, since they hold for this process only
+        self._shipped: dict[str, Entry] | None = None
+        self._cached: dict[str, Entry] = {}  # are in the cache's file, as it was last read or written
+        self._unwritten: dict[str, Entry] = {}  # could not be written
+        self._passing: dict[str, Entry] = {}  # are not to be written, since they hold for this process only
         self._is_tried = False  # whether the next field holds
         self._why_not_written: str | None = None
-        self._settled: set[str] = set()  # were proven or timed in this process
+        self._settled: set[str] = set()  # were tuned or timed in this process
         self._is_disturbed = False  # whether other work disturbed a timing in this process
         # Replaced and never changed, so that get() needs no lock; None before the files have been read.
-        self._known: dict[str, Verdict] | None = None
+        self._known: dict[str, Entry] | None = None
 
-    def get(self, question: str) -> Verdict | None:
-        """Returns the verdict on a question; None if there is none."""
+    def get(self, cache_key: str) -> Entry | None:
+        """Returns the entry on a cache key; None if there is none."""
         known = self._known
         if known is None:
             known = self._read()
-        return known.get(question)
+        return known.get(cache_key)
 
     def read_again(self) -> None:
-        """Takes in what other processes have proven meanwhile."""
+        """Takes in what other processes have tuned meanwhile."""
         self._read()
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """Returns every verdict by its question."""
+    def entries(self) -> dict[str, Entry]:
+        """Returns every entry by its cache key."""
         return dict(self._read() if self._known is None else self._known)
 
-    def cached_verdicts(self) -> dict[str, Verdict]:
-        """Returns the verdicts that are in the file of the cache, by their questions."""
+    def cached_entries(self) -> dict[str, Entry]:
+        """Returns the entries that are in the file of the cache, by their cache keys."""
         if self._known is None:
             self._read()
         return dict(self._cached)
 
     def shipped_files(self) -> dict[Path, int | str]:
-        """Returns the files of ``CVT_KERNELS_VERDICTS``: path → number of its verdicts, or why it is ignored.
+        """Returns the files of ``CVT_KERNELS_TUNED``: path → number of its entries, or why it is ignored.
 
-        The verdicts of another type of device do not count.
+        The entries of another type of device do not count.
         """
         contents = {path: files.read(path, self.key) for path in self._shipped_paths}
         return {path: found if isinstance(found, str) else len(found) for path, found in contents.items()}
 
-    def remember(self, verdicts: Mapping[str, Verdict], *, replace: bool = False) -> None:
-        """Merges verdicts into the file of the cache, but keeps those that do not last in this process only.
+    def remember(self, entries: Mapping[str, Entry], *, replace: bool = False) -> None:
+        """Merges entries into the file of the cache, but keeps those that do not last in this process only.
 
         Where it cannot be written all are kept in this process, and one warning per process says so.
 
         Args:
-            verdicts: Question → verdict. Numbers that are not finite become None, and such an error is also a
+            entries: CacheKey → entry. Numbers that are not finite become None, and such an error is also a
                 flaw.
             replace: Whether they replace those that are already known; otherwise those stay.
         """
-        new = {question: files.storable(verdict) for question, verdict in verdicts.items()}
+        new = {cache_key: files.storable(entry) for cache_key, entry in entries.items()}
         with _guard:
             self._settled |= new.keys()
-            self._is_disturbed |= any(verdict.is_unsure for verdict in new.values())
+            self._is_disturbed |= any(entry.is_unsure for entry in new.values())
             new = self._without_passing(new, replace)
-            if verdicts and not new:
+            if entries and not new:
                 return
             if self._why_not_written is not None:
                 self._why_not_written = files.why_not_writable(self.path.parent)  # it may be possible now
@@ -195,7 +195,7 @@ class Store:
                 return
             known = {**self._read_cache(), **self._unwritten}
             self._unwritten |= {
-                question: new[question] for question in new if replace or question not in known
+                cache_key: new[cache_key] for cache_key in new if replace or cache_key not in known
             }
             self._read()
         self._warn_not_remembered(self._why_not_written)
@@ -203,43 +203,43 @@ class Store:
     def _warn_not_remembered(self, reason: str | None) -> None:
         _warn_once(
             "not remembered",
-            f"{self.path}: verdicts cannot be remembered there, so that each process proves its kernels "
+            f"{self.path}: entries cannot be remembered there, so that each process tunes its kernels "
             f"again: {reason}. Let XDG_CACHE_HOME name a directory of your own that can be written, or "
-            "CVT_KERNELS_VERDICTS a file of verdicts",
+            "CVT_KERNELS_TUNED a file of entries",
         )
 
-    def times_again(self, question: str) -> bool:
-        """Says whether this process is to time the candidates of a known question again; once, if so.
+    def times_again(self, cache_key: str) -> bool:
+        """Says whether this process is to time the candidates of a known cache key again; once, if so.
 
-        It is where other work disturbed an earlier process, and has not disturbed this one yet. Verdicts of
-        ``CVT_KERNELS_VERDICTS`` stay as they are.
+        It is where other work disturbed an earlier process, and has not disturbed this one yet. Entries of
+        ``CVT_KERNELS_TUNED`` stay as they are.
         """
         with _guard:
-            verdict = self.get(question)
-            if verdict is None or not verdict.is_unsure or question in (self._shipped or {}):
+            entry = self.get(cache_key)
+            if entry is None or not entry.is_unsure or cache_key in (self._shipped or {}):
                 return False
-            if self._is_disturbed or question in self._settled:
+            if self._is_disturbed or cache_key in self._settled:
                 return False
-            self._settled.add(question)
-            return verdict.timings < _MOST_TIMINGS
+            self._settled.add(cache_key)
+            return entry.timings < _MOST_TIMINGS
 
     def advice(self) -> str | None:
         """Says how many choices are unsure since the machine was busy, and what to do; None if none is."""
-        known, shipped = self.verdicts(), self._shipped or {}
-        if not (unsure := sum(known[question].is_unsure for question in known if question not in shipped)):
+        known, shipped = self.entries(), self._shipped or {}
+        if not (unsure := sum(known[cache_key].is_unsure for cache_key in known if cache_key not in shipped)):
             return None
         were = "1 choice was" if unsure == 1 else f"{unsure} choices were"
         return (
-            f"{were} timed while other programs kept this machine busy: run `cvt prove` when it is idle, or "
+            f"{were} timed while other programs kept this machine busy: run `cvt tune` when it is idle, or "
             f"remove {self.path} and start again"
         )
 
-    def _without_passing(self, new: dict[str, Verdict], replace: bool) -> dict[str, Verdict]:
-        """Keeps the verdicts that do not last, and returns the others."""
-        lasting = {question: verdict for question, verdict in new.items() if verdict.is_lasting}
+    def _without_passing(self, new: dict[str, Entry], replace: bool) -> dict[str, Entry]:
+        """Keeps the entries that do not last, and returns the others."""
+        lasting = {cache_key: entry for cache_key, entry in new.items() if entry.is_lasting}
         if replace:
-            for question in new:
-                self._passing.pop(question, None)
+            for cache_key in new:
+                self._passing.pop(cache_key, None)
         if len(lasting) < len(new):
             known = {} if replace else self._read()
             self._passing |= {q: new[q] for q in new if q not in lasting and q not in known}
@@ -247,9 +247,9 @@ class Store:
         return lasting
 
     def why_not_remembered(self, *, may_write: bool = True) -> str | None:
-        """Says why verdicts cannot be written here; None if they can.
+        """Says why entries cannot be written here; None if they can.
 
-        The answer is kept until verdicts are written, or cannot be.
+        The answer is kept until entries are written, or cannot be.
 
         Args:
             may_write: Whether to make the folder and a file in it, in order to find out. Otherwise the
@@ -263,14 +263,14 @@ class Store:
             return self._why_not_written
 
     @contextlib.contextmanager
-    def proving(
+    def tuning(
         self, is_answered: Callable[[], bool] = lambda: False, *, waits: bool = True
     ) -> Iterator[bool]:
-        """Lets one thread of one process at a time prove kernels for this key, within a block.
+        """Lets one thread of one process at a time tune kernels for this key, within a block.
 
-        The block begins with what others have proven meanwhile, and may be nested. It goes on without the
-        lock after 300 s, at once where nothing can be written, and as soon as there is nothing left to prove:
-        the process that proves may itself wait for this one, in an exchange of data.
+        The block begins with what others have tuned meanwhile, and may be nested. It goes on without the
+        lock after 300 s, at once where nothing can be written, and as soon as there is nothing left to tune:
+        the process that tunes may itself wait for this one, in an exchange of data.
 
         Its value is False where another thread or process has the lock.
 
@@ -281,8 +281,8 @@ class Store:
         with contextlib.ExitStack() as stack:
             has_turn = True
             if self.why_not_remembered() is None:
-                path = self.path.with_suffix(".proving")
-                until = time.monotonic() + _PROVING_SECONDS * waits
+                path = self.path.with_suffix(".tuning")
+                until = time.monotonic() + _TUNING_SECONDS * waits
                 has_turn = stack.enter_context(held(path, _TURN_SECONDS * waits))
                 while not has_turn and time.monotonic() < until:
                     self._read()
@@ -292,19 +292,19 @@ class Store:
             self._read()
             yield has_turn
 
-    def _read(self) -> dict[str, Verdict]:
+    def _read(self) -> dict[str, Entry]:
         """Reads the cache's file again, and the others the first time; returns all that is known then."""
         with _guard:
             return self._combine(self._read_cache())
 
-    def _read_cache(self) -> dict[str, Verdict]:
+    def _read_cache(self) -> dict[str, Entry]:
         if (reason := files.why_folder_not_trusted(self.path.parent)) is not None:
             if os.path.lexists(self.path):
                 self._warn_not_remembered(reason)
             return {}
         return _read_or_warn(self.path, self.key, is_shipped=False)
 
-    def _combine(self, cached: dict[str, Verdict]) -> dict[str, Verdict]:
+    def _combine(self, cached: dict[str, Entry]) -> dict[str, Entry]:
         if self._shipped is None:
             self._shipped = {}
             for path in reversed(self._shipped_paths):
@@ -313,11 +313,11 @@ class Store:
         self._known = {**cached, **self._unwritten, **self._passing, **self._shipped}
         return self._known
 
-    def _merge(self, new: dict[str, Verdict], replace: bool) -> None:
-        """Merges verdicts into the file, and notes why if it cannot be written."""
+    def _merge(self, new: dict[str, Entry], replace: bool) -> None:
+        """Merges entries into the file, and notes why if it cannot be written."""
         try:
             files.make_folder(self.path.parent)
-            # If the lock does not come in time, the file stays whole all the same: a verdict may be lost.
+            # If the lock does not come in time, the file stays whole all the same: an entry may be lost.
             with held(self.path.with_suffix(".writing"), _WRITING_SECONDS):
                 cached = self._read_cache()
                 old = {**cached, **self._unwritten}
@@ -332,13 +332,13 @@ class Store:
         self._combine(merged)
 
 
-def _read_or_warn(path: Path, key: Mapping[str, object], *, is_shipped: bool) -> dict[str, Verdict]:
-    """Reads the verdicts of a file; none, with a warning, if it cannot be used."""
+def _read_or_warn(path: Path, key: Mapping[str, object], *, is_shipped: bool) -> dict[str, Entry]:
+    """Reads the entries of a file; none, with a warning, if it cannot be used."""
     found = files.read(path, key, may_be_missing=not is_shipped)
     if not isinstance(found, str):
         return found
-    source = "CVT_KERNELS_VERDICTS: " if is_shipped else ""
-    _warn_once(str(path), f"{source}{path}: this file of verdicts is ignored: {found}")
+    source = "CVT_KERNELS_TUNED: " if is_shipped else ""
+    _warn_once(str(path), f"{source}{path}: this file of entries is ignored: {found}")
     return {}
 
 

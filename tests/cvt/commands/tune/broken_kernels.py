@@ -1,4 +1,4 @@
-"""Kernels with flaws, for the processes of ``cvt prove``: each serves GELU of its own number of channels."""
+"""Kernels with flaws, for the processes of ``cvt tune``: each serves GELU of its own number of channels."""
 
 import os
 import signal

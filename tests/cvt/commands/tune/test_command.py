@@ -1,4 +1,4 @@
-"""``cvt prove``: the table, the JSON, the exit code, and what a later process makes of it."""
+"""``cvt tune``: the table, the JSON, the exit code, and what a later process makes of it."""
 
 import functools
 import json
@@ -13,57 +13,60 @@ import pytest
 import torch
 
 from cvt.commands import main
-from cvt.commands.prove import proving, questions, worker
-from cvt.commands.prove.report import SCHEMA, VERSION
-from cvt_kernels import backends, verdicts
+from cvt.commands.tune import cache_keys, tuning, worker
+from cvt.commands.tune.report import SCHEMA, VERSION
+from cvt_kernels import autotune, backends
 from tests.checks import Terminal, bad, operators_asked_on_a_cpu
-from tests.cvt.commands.prove import broken_kernels
+from tests.cvt.commands.tune import broken_kernels
 from tests.processes import run_python
 
 CPU = torch.device("cpu")
-SMALL = ["prove", "--device", "cpu", "--image-size", "32", "--batch-size", "2", "--dtype", "float32"]
+SMALL = ["tune", "--device", "cpu", "--image-size", "32", "--batch-size", "2", "--dtype", "float32"]
 
 
 @pytest.fixture
-def few_questions(monkeypatch, quick_start):
-    """Lets the command prove the questions of one operator only."""
-    collect = questions.collect
+def few_cache_keys(monkeypatch, quick_start):
+    """Lets the command tune the cache keys of one operator only."""
+    collect = cache_keys.collect
 
     def collect_few(workload, device):
         return [q for q in collect(workload, device) if q.operator == "bias_gelu"]
 
-    monkeypatch.setattr(questions, "collect", collect_few)
+    monkeypatch.setattr(cache_keys, "collect", collect_few)
 
 
 @pytest.fixture
-def wrong_gelu(monkeypatch, few_questions):
+def wrong_gelu(monkeypatch, few_cache_keys):
     broken = functools.partial(worker.Worker, setup=broken_kernels.register_wrong_gelu)
     monkeypatch.setattr(worker, "Worker", broken)
 
 
-def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
+def test_tunes_a_model_for_later_processes(cache, tmp_path, capsys):
     report = tmp_path / "report.json"
     assert main([*SMALL, "--json", str(report)]) == 0
     out, err = capsys.readouterr()
     assert err == ""  # no progress bar where nobody sees it
     content = json.loads(report.read_text())
     assert (content["schema"], content["version"]) == (SCHEMA, VERSION)
-    assert content["machine"] == verdicts.machine_key(CPU)
+    assert content["machine"] == autotune.machine_key(CPU)
     assert content["workload"]["batch_sizes"] == [2]
     assert content["why_not_remembered"] is None
-    rows = content["questions"]
-    assert {row["question"].split(", ")[0] for row in rows} == operators_asked_on_a_cpu()
+    rows = content["cache_keys"]
+    assert {row["cache_key"].split(", ")[0] for row in rows} == operators_asked_on_a_cpu()
     for row in rows:
-        trials = row["trials"]
-        assert len(trials) > 1
-        assert "triton" not in trials  # its interpreter serves only who asks for it
-        assert all(trial["flaw"] is None and trial["seconds"] > 0 for trial in trials.values())
-        assert all(trial["error"] <= trial["allowed"] for trial in trials.values())
-        assert {row["chosen"], row["chosen_in_graphs"]} <= set(trials)
+        measurements = row["measurements"]
+        assert len(measurements) > 1
+        assert "triton" not in measurements  # its interpreter serves only who asks for it
+        assert all(
+            measurement["flaw"] is None and measurement["seconds"] > 0
+            for measurement in measurements.values()
+        )
+        assert all(measurement["error"] <= measurement["allowed"] for measurement in measurements.values())
+        assert {row["chosen"], row["chosen_in_graphs"]} <= set(measurements)
     (path,) = cache.rglob("*.json")
-    fields = ("chosen", "chosen_in_graphs", "trials")
-    expected = {row["question"]: {"timings": 1} | {name: row[name] for name in fields} for row in rows}
-    assert json.loads(path.read_text())["verdicts"] == expected
+    fields = ("chosen", "chosen_in_graphs", "measurements")
+    expected = {row["cache_key"]: {"timings": 1} | {name: row[name] for name in fields} for row in rows}
+    assert json.loads(path.read_text())["entries"] == expected
 
     *blocks, (count, place, *_) = (block.splitlines() for block in out.split("\n\n"))
     headings = [block[0] for block in blocks]
@@ -73,7 +76,7 @@ def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
     lines = [line for _, _, *lines in blocks for line in lines]
     assert len(lines) == len(rows)
     assert [line.split()[-1] for line in lines] == [row["chosen"] for row in rows]
-    assert count.startswith(f"{len(rows)} questions, {len(rows)} proven; chosen: native ")
+    assert count.startswith(f"{len(rows)} cache keys, {len(rows)} tuned; chosen: native ")
     assert place == f"remembered in {path}"
 
     code = (
@@ -82,9 +85,9 @@ def test_proves_a_model_for_later_processes(cache, tmp_path, capsys):
         "print(*backends.fallbacks().values(), sep='\\n')"
     )
     later = run_python(code)
-    assert "has no verdict" not in later.stdout
+    assert "has no entry" not in later.stdout
     assert "measured here" in later.stdout
-    assert "has no verdict" in run_python(code, XDG_CACHE_HOME=str(tmp_path / "other")).stdout
+    assert "has no entry" in run_python(code, XDG_CACHE_HOME=str(tmp_path / "other")).stdout
 
 
 def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
@@ -92,48 +95,48 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert main([*SMALL, "--json", str(report)]) == 1
     out = capsys.readouterr().out
     assert " wrong " in out.split("\n\n")[0]
-    question = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
-    assert f"\ntriton, {question}: wrong: output is off by " in out
+    cache_key = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
+    assert f"\ntriton, {cache_key}: wrong: output is off by " in out
     assert "Please report the lines of triton and native with the output of `cvt doctor`." in out
-    row = next(row for row in json.loads(report.read_text())["questions"] if row["question"] == question)
-    assert row["trials"]["triton"]["flaw"].startswith("wrong: ")
+    row = next(row for row in json.loads(report.read_text())["cache_keys"] if row["cache_key"] == cache_key)
+    assert row["measurements"]["triton"]["flaw"].startswith("wrong: ")
     assert row["chosen"] != "triton"
-    assert verdicts.store_for(CPU).get(question).chosen == row["chosen"]
+    assert autotune.cache_for(CPU).get(cache_key).chosen == row["chosen"]
 
 
-def test_with_a_time_limit_what_is_known_comes_last(cache, few_questions, capsys, monkeypatch):
+def test_with_a_time_limit_what_is_known_comes_last(cache, few_cache_keys, capsys, monkeypatch):
     assert main(SMALL) == 0
-    asked = questions.collect(questions.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)
-    store = verdicts.store_for(CPU)
-    verdict = store.get(asked[-1].text)
-    store.path.unlink()
-    store.remember({asked[0].text: verdict}, replace=True)
+    asked = cache_keys.collect(cache_keys.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)
+    cache = autotune.cache_for(CPU)
+    entry = cache.get(asked[-1].text)
+    cache.path.unlink()
+    cache.remember({asked[0].text: entry}, replace=True)
     seen = []
 
-    def prove_all(progress, *others):
-        seen.extend(question.text for question in progress)
+    def tune_all(progress, *others):
+        seen.extend(cache_key.text for cache_key in progress)
         return []
 
-    monkeypatch.setattr(proving, "prove_all", prove_all)
+    monkeypatch.setattr(tuning, "tune_all", tune_all)
     main([*SMALL, "--time-limit", "60"])
-    assert seen == [*(question.text for question in asked[1:]), asked[0].text]
+    assert seen == [*(cache_key.text for cache_key in asked[1:]), asked[0].text]
 
 
-def test_it_replaces_what_is_remembered(cache, few_questions, monkeypatch):
+def test_it_replaces_what_is_remembered(cache, few_cache_keys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    question = questions.collect(questions.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)[0]
-    store = verdicts.store_for(CPU)
-    store.remember({question.text: verdicts.Verdict("triton", "triton", {})})
+    cache_key = cache_keys.collect(cache_keys.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)[0]
+    cache = autotune.cache_for(CPU)
+    cache.remember({cache_key.text: autotune.Entry("triton", "triton", {})})
     assert main(SMALL) == 0
-    assert len(store.get(question.text).trials) > 1
-    assert "prove:   0%|" in sys.stderr.getvalue()
+    assert len(cache.get(cache_key.text).measurements) > 1
+    assert "tune:   0%|" in sys.stderr.getvalue()
     assert not sys.stderr.getvalue().split("\r")[-1].strip()
 
 
-def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_questions, capsys, recwarn):
+def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_cache_keys, capsys, recwarn):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    verdicts.forget()
+    autotune.forget()
     report = tmp_path / "report.json"
     assert main([*SMALL, "--json", str(report)]) == 0
     assert f"\nnot remembered in {tmp_path}" in capsys.readouterr().out
@@ -141,18 +144,18 @@ def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_questions, c
     assert not recwarn.list
 
 
-def test_settings_that_keep_the_verdicts_from_serving_are_told(
-    cache, few_questions, monkeypatch, tmp_path, capsys
+def test_settings_that_keep_the_entries_from_serving_are_told(
+    cache, few_cache_keys, monkeypatch, tmp_path, capsys
 ):
-    store = verdicts.store_for(CPU)
-    store.remember({"a question": verdicts.Verdict("native", "native", {})})
-    shipped = store.path.rename(tmp_path / "shipped.json")
-    verdicts.forget()
-    monkeypatch.setenv("CVT_KERNELS_VERDICTS", str(shipped))
+    cache = autotune.cache_for(CPU)
+    cache.remember({"a cache key": autotune.Entry("native", "native", {})})
+    shipped = cache.path.rename(tmp_path / "shipped.json")
+    autotune.forget()
+    monkeypatch.setenv("CVT_KERNELS_TUNED", str(shipped))
     with backends.use_backend("native", "reference"):
         assert main(SMALL) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"CVT_KERNELS_VERDICTS is set: the verdicts in {shipped} go before them" in lines
+    assert f"CVT_KERNELS_TUNED is set: the entries in {shipped} go before them" in lines
     assert lines[-1].startswith("CVT_KERNELS_BACKEND is native,reference")
 
 
@@ -172,7 +175,7 @@ def processes_of_group(group):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.slow
-def test_interrupted_it_leaves_its_verdicts_and_no_process(cache, number):
+def test_interrupted_it_leaves_its_entries_and_no_process(cache, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "cvt", *SMALL],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -196,17 +199,17 @@ def test_interrupted_it_leaves_its_verdicts_and_no_process(cache, number):
     finally:
         for left in processes_of_group(process.pid):
             os.kill(left, signal.SIGKILL)
-    assert verdicts.store_for(CPU).verdicts()
+    assert autotune.cache_for(CPU).entries()
 
 
 def test_bad_arguments(cache, capsys, monkeypatch):
-    assert "1×1 pixels are too few" in bad(capsys, main, "prove", "--image-size", "1")
-    assert "--json: /no/x.json cannot be written" in bad(capsys, main, "prove", "--json", "/no/x.json")
+    assert "1×1 pixels are too few" in bad(capsys, main, "tune", "--image-size", "1")
+    assert "--json: /no/x.json cannot be written" in bad(capsys, main, "tune", "--json", "/no/x.json")
     monkeypatch.setattr(backends, "_requested", ("cuda",))
-    assert "CVT_KERNELS_BACKEND: got 'cuda'" in bad(capsys, main, "prove")
+    assert "CVT_KERNELS_BACKEND: got 'cuda'" in bad(capsys, main, "tune")
     assert not list(cache.rglob("*"))
 
 
-def test_a_process_that_does_not_start_is_one_line(cache, few_questions, capsys, monkeypatch):
+def test_a_process_that_does_not_start_is_one_line(cache, few_cache_keys, capsys, monkeypatch):
     monkeypatch.setattr(worker, "Worker", functools.partial(worker.Worker, setup=broken_kernels.die))
     assert "does not start (dies: exit code 5)" in bad(capsys, main, *SMALL)

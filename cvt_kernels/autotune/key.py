@@ -1,4 +1,4 @@
-"""The machine's key: everything that the verdicts of a device depend on."""
+"""The machine's key: everything that the entries of a device depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import machine
 
 
 def machine_key(device: torch.device) -> dict[str, object]:
-    """Returns everything that the verdicts of a device depend on, ready for JSON."""
+    """Returns everything that the entries of a device depend on, ready for JSON."""
     return {**_installation(), **_device_facts(device)}
 
 
@@ -47,7 +47,8 @@ def _cudnn() -> int | str | None:
 def _source_files() -> list[Path]:
     """Returns the sources that decide what a kernel computes, whether it passes and how it is timed."""
     package = Path(__file__).parents[1]
-    return [*sorted((package / "ops").rglob("*.py")), *sorted(package.glob("*.py"))]
+    folders = (package / "ops").rglob("*.py"), package.glob("*.py"), (package / "autotune").glob("*.py")
+    return [path for files in folders for path in sorted(files)]
 
 
 def _extension_file() -> Path | None:
@@ -119,5 +120,5 @@ def _hash_of_instruction_sets() -> str:
 
 
 def digest(key: Mapping[str, object]) -> str:
-    """Returns the hash of a key, which names the file of its verdicts."""
+    """Returns the hash of a key, which names the file of its entries."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

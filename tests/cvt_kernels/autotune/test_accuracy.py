@@ -5,8 +5,15 @@ import math
 import pytest
 import torch
 
-from cvt_kernels import accuracy, measure
-from cvt_kernels.accuracy import GRADIENT_FACTOR, VALUE_FACTOR, Error, allowed_error, compare, usual_units
+from cvt_kernels.autotune import accuracy, clock
+from cvt_kernels.autotune.accuracy import (
+    GRADIENT_FACTOR,
+    VALUE_FACTOR,
+    Error,
+    allowed_error,
+    compare,
+    usual_units,
+)
 from tests.checks import assert_accurate
 
 HALF = (torch.float16, torch.bfloat16)
@@ -161,7 +168,7 @@ def test_strides_and_gradients_do_not_matter_and_nothing_is_changed():
 def test_memory_is_that_of_a_few_copies():
     exact = exact_values(10**5)
     same = exact.half()
-    assert measure.peak_bytes(lambda: compare(same, same, exact), "cpu") < 3 * exact.nbytes
+    assert clock.peak_bytes(lambda: compare(same, same, exact), "cpu") < 3 * exact.nbytes
 
 
 @pytest.mark.gpu

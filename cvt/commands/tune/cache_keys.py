@@ -1,4 +1,4 @@
-"""The questions that a model asks of the operators, with the arguments of one call for each."""
+"""The cache keys that a model asks of the operators, with the arguments of one call for each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPOSED: tuple[backends.Backend, ...] = ("composed", "native", "reference")
 
 
 class Workload(NamedTuple):
-    """The steps of a model whose calls are proven: a forward, and if wanted a training step.
+    """The steps of a model whose calls are tuned: a forward, and if wanted a training step.
 
     ``quantized`` adds the forward of the quantized model; ``token_keep`` is as of ``CvTConfig``.
     """
@@ -71,11 +71,11 @@ class TensorLike:
         return tensor.copy_(numbers).requires_grad_(self.requires_grad)
 
 
-class Question(NamedTuple):
+class CacheKey(NamedTuple):
     """One kind of calls, by the arguments of one of them; plain data, which can go to another process.
 
     Attributes:
-        text: The question as the files of verdicts have it.
+        text: The cache key as the files of entries have it.
         arguments: The arguments by name, with a :class:`TensorLike` for every tensor.
         autocast: The dtype of autocast around the call; None without it.
     """
@@ -91,27 +91,27 @@ class Question(NamedTuple):
         return pytree.tree_map_only(TensorLike, lambda like: like.make(device, generator), self.arguments)
 
 
-def collect(workload: Workload, device: torch.device) -> list[Question]:
-    """Runs the steps of a workload on tensors without memory, and lists every question once.
+def collect(workload: Workload, device: torch.device) -> list[CacheKey]:
+    """Runs the steps of a workload on tensors without memory, and lists every cache key once.
 
     Inference comes before training, dtypes are in the order of the workload, and the parts of a composition
     come before it, since it is timed with the backends that serve them.
     """
     collector = _Collector()
-    questions: dict[str, Question] = {}
+    cache_keys: dict[str, CacheKey] = {}
     modes = ["inference", *["quantized"] * workload.quantized, *["train"] * workload.train]
     for mode, name in itertools.product(modes, workload.dtypes):
         for known, batch_size in itertools.product(_without_entropy(workload), workload.batch_sizes):
             is_train, is_quantized = mode == "train", mode == "quantized"
             collector.run(known, device, DTYPES[name], batch_size, train=is_train, quantized=is_quantized)
-        questions |= {each.text: each for each in sorted(collector.questions.values(), key=_rank)}
-    return list(questions.values())
+        cache_keys |= {each.text: each for each in sorted(collector.cache_keys.values(), key=_rank)}
+    return list(cache_keys.values())
 
 
-def _rank(question: Question) -> tuple[bool, int]:
+def _rank(cache_key: CacheKey) -> tuple[bool, int]:
     """Returns what parts have less of than what is composed of them."""
-    composed = "composed" in backends.implementations[question.operator]
-    return composed, list(backends.operators).index(question.operator)
+    composed = "composed" in backends.implementations[cache_key.operator]
+    return composed, list(backends.operators).index(cache_key.operator)
 
 
 def _without_entropy(workload: Workload) -> list[Workload]:
@@ -135,10 +135,10 @@ def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Collector:
-    """The calls of models to the operators, by their questions."""
+    """The calls of models to the operators, by their cache keys."""
 
     def __init__(self) -> None:
-        self.questions: dict[str, Question] = {}
+        self.cache_keys: dict[str, CacheKey] = {}
         self._autocast: torch.dtype | None = None
         self._first_layers: dict[Tensor, nn.Linear] = {}  # by the weight of the LayerNorm before
 
@@ -200,7 +200,7 @@ class _Collector:
     ) -> backends.Implementation:
         """Returns an implementation that notes its calls and computes what the reference does.
 
-        A composition calls other operators, whose questions are asked too.
+        A composition calls other operators, whose cache keys are asked too.
         """
         plain: Any = backends.operators[operator]
         function = implementation.function if backend == "composed" else plain.reference
@@ -234,8 +234,8 @@ class _Collector:
             self._record("linear", x, weight, bias)
 
     def _record(self, operator: str, *args: Any, **kwargs: Any) -> None:
-        text = dispatch.question(operator, *args, **kwargs)
-        if text not in self.questions:
+        text = dispatch.cache_key(operator, *args, **kwargs)
+        if text not in self.cache_keys:
             arguments = backends.operators[operator].bind(*args, **kwargs)._asdict()
             like = pytree.tree_map_only(Tensor, TensorLike.of, arguments)
-            self.questions[text] = Question(text, operator, like, self._autocast)
+            self.cache_keys[text] = CacheKey(text, operator, like, self._autocast)

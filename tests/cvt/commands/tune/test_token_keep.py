@@ -1,10 +1,10 @@
-"""cvt prove of models that drop tokens."""
+"""cvt tune of models that drop tokens."""
 
 import torch
 
 from cvt.commands import main
-from cvt.commands.prove import questions
-from cvt.commands.prove.questions import Workload, _without_entropy, collect
+from cvt.commands.tune import cache_keys
+from cvt.commands.tune.cache_keys import Workload, _without_entropy, collect
 
 ON_ROWS = ["gather_rows", "gather_add_layer_norm", "scatter_rows"]
 
@@ -39,7 +39,7 @@ def test_the_command_takes_what_other_commands_take(monkeypatch):
         asked.append(workload.token_keep)
         return []
 
-    monkeypatch.setattr(questions, "collect", collect)
+    monkeypatch.setattr(cache_keys, "collect", collect)
     for text in ("0.7", "entropy", "1,entropy,0.5,1"):
-        assert main(["prove", "--token-keep", text]) == 0
+        assert main(["tune", "--token-keep", text]) == 0
     assert asked == [0.7, "entropy", (1.0, "entropy", 0.5, 1.0)]

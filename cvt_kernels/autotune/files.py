@@ -1,4 +1,4 @@
-"""Files of verdicts: how they are written and read, why that may not be possible, and what is left over."""
+"""Files of entries: how they are written and read, why that may not be possible, and what is left over."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from . import locks
-from .answers import Trial, Verdict
+from .entries import Entry, Measurement
 
-_SCHEMA, _VERSION = "cvt-kernels verdicts", 2
+_SCHEMA, _VERSION = "cvt-kernels entries", 2
 _NUMBERS = ("error", "allowed", "seconds", "host_seconds")
-_MOST_BYTES = 2**24  # of a file; a verdict takes about a thousand
+_MOST_BYTES = 2**24  # of a file; an entry takes about a thousand
 _OLD_SECONDS = 3600.0  # after which a file that was to live for moments is left over
 _IS_POSIX = hasattr(os, "geteuid")
 
 # Writing --------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, key: Mapping[str, object], verdicts: Mapping[str, Verdict]) -> None:
+def write(path: Path, key: Mapping[str, object], entries: Mapping[str, Entry]) -> None:
     """Writes a file in one piece, whatever other processes do, and removes what killed ones have left."""
     content = {
         "schema": _SCHEMA,
         "version": _VERSION,
         "machine": key,
-        "verdicts": {
-            question: {
-                **verdict._asdict(),
-                "trials": {name: trial._asdict() for name, trial in verdict.trials.items()},
+        "entries": {
+            cache_key: {
+                **entry._asdict(),
+                "measurements": {
+                    name: measurement._asdict() for name, measurement in entry.measurements.items()
+                },
             }
-            for question, verdict in verdicts.items()
+            for cache_key, entry in entries.items()
         },
     }
     text = json.dumps(content, sort_keys=True, indent=1, allow_nan=False)
@@ -53,20 +55,20 @@ def write(path: Path, key: Mapping[str, object], verdicts: Mapping[str, Verdict]
             scratch.unlink()
 
 
-def storable(verdict: Verdict) -> Verdict:
-    """Returns a verdict as its file has it: without NaN and infinity, which JSON does not have."""
-    trials = {}
-    for name, trial in verdict.trials.items():
-        flaw = trial.flaw
-        if flaw is None and trial.error is not None and not math.isfinite(trial.error):
-            flaw = f"wrong: its error is {trial.error}"
-        values = {each: getattr(trial, each) for each in _NUMBERS}
+def storable(entry: Entry) -> Entry:
+    """Returns an entry as its file has it: without NaN and infinity, which JSON does not have."""
+    measurements = {}
+    for name, measurement in entry.measurements.items():
+        flaw = measurement.flaw
+        if flaw is None and measurement.error is not None and not math.isfinite(measurement.error):
+            flaw = f"wrong: its error is {measurement.error}"
+        values = {each: getattr(measurement, each) for each in _NUMBERS}
         numbers: dict[str, Any] = {
             each: None if value is None or not math.isfinite(value) else float(value)
             for each, value in values.items()
         }
-        trials[name] = trial._replace(**numbers, flaw=flaw)
-    return verdict._replace(trials=trials)
+        measurements[name] = measurement._replace(**numbers, flaw=flaw)
+    return entry._replace(measurements=measurements)
 
 
 def make_folder(folder: Path) -> None:
@@ -134,7 +136,7 @@ def reason(error: OSError) -> str:
 
 #: The names of files that live for moments, with the number of their process, and of the locks of a file.
 _SCRATCH = re.compile(r"\.(?:tried|\w+\.json)\.(?:(\d+)\.)?\w+")
-_LOCK = re.compile(r"(\w+)\.(?:proving|writing)")
+_LOCK = re.compile(r"(\w+)\.(?:tuning|writing)")
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -172,11 +174,11 @@ def _runs(process: int) -> bool:
 # Reading --------------------------------------------------------------------------------------------------
 
 
-def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False) -> dict[str, Verdict] | str:
-    """Reads the verdicts of a file with a machine's key.
+def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False) -> dict[str, Entry] | str:
+    """Reads the entries of a file with a machine's key.
 
     Returns:
-        Question → verdict, nothing from a file of another type of device, or from none that may be missing;
+        CacheKey → entry, nothing from a file of another type of device, or from none that may be missing;
         or why the file cannot be used.
     """
     try:
@@ -216,18 +218,18 @@ def _open_at_once(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _parse(text: str, key: Mapping[str, object]) -> dict[str, Verdict]:
-    """Returns the verdicts of a file's text, none if it is of another type of device.
+def _parse(text: str, key: Mapping[str, object]) -> dict[str, Entry]:
+    """Returns the entries of a file's text, none if it is of another type of device.
 
     Raises:
-        ValueError: The text is no file of verdicts, or one that was made for another machine.
+        ValueError: The text is no file of entries, or one that was made for another machine.
     """
     content = _checked(json.loads(text), dict, "file")
     found = _fields(content, {"schema": str, "version": int}, "")
     for name, expected in (("schema", _SCHEMA), ("version", _VERSION)):
         if found[name] != expected:
             raise ValueError(f"{name}: got {found[name]!r}, expected {expected!r}")
-    theirs, verdicts = _fields(content, {"machine": dict, "verdicts": dict}, "").values()
+    theirs, entries = _fields(content, {"machine": dict, "entries": dict}, "").values()
     if theirs.get("device") != key.get("device"):
         return {}
     differences = [
@@ -237,24 +239,27 @@ def _parse(text: str, key: Mapping[str, object]) -> dict[str, Verdict]:
     ]
     if differences:
         raise ValueError(f"it was made for another machine or installation: {'; '.join(differences)}")
-    return {question: _parse_verdict(value, repr(question)) for question, value in verdicts.items()}
+    return {cache_key: _parse_entry(value, repr(cache_key)) for cache_key, value in entries.items()}
 
 
 def _told(fact: object) -> str:
     return "none" if fact in (None, "") else str(fact)
 
 
-_KINDS_OF_VERDICT = {"chosen": str, "chosen_in_graphs": str, "trials": dict, "timings": int}
+_KINDS_OF_ENTRY = {"chosen": str, "chosen_in_graphs": str, "measurements": dict, "timings": int}
 _KINDS_OF_TRIAL = dict.fromkeys(_NUMBERS, float | int | None) | {"flaw": str | None, "is_disturbed": bool}
 
 
-def _parse_verdict(content: object, where: str) -> Verdict:
-    verdict = Verdict(**_fields(content, _KINDS_OF_VERDICT, f"{where}, "))
-    trials = {name: _parse_trial(trial, f"{where}, {name}") for name, trial in verdict.trials.items()}
-    return verdict._replace(trials=trials)
+def _parse_entry(content: object, where: str) -> Entry:
+    entry = Entry(**_fields(content, _KINDS_OF_ENTRY, f"{where}, "))
+    measurements = {
+        name: _parse_measurement(measurement, f"{where}, {name}")
+        for name, measurement in entry.measurements.items()
+    }
+    return entry._replace(measurements=measurements)
 
 
-def _parse_trial(content: object, where: str) -> Trial:
+def _parse_measurement(content: object, where: str) -> Measurement:
     fields = _fields(content, _KINDS_OF_TRIAL, f"{where}, ")
     for name in _NUMBERS:
         value = fields[name]
@@ -262,7 +267,7 @@ def _parse_trial(content: object, where: str) -> Trial:
             if isinstance(value, bool) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"{where}, {name}: got {value!r:.60}, expected a finite number or null")
             fields[name] = float(value)
-    return Trial(**fields)
+    return Measurement(**fields)
 
 
 def _fields(content: object, kinds: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import os
 import pytest
 import torch
 
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 from tests.processes import run_python
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def timer(monkeypatch):
     """Replaces the wall clock by one that only what is measured moves on."""
 
     class Clock:
@@ -20,33 +20,33 @@ def clock(monkeypatch):
         def spend(self, seconds):
             self.now += seconds
 
-    clock = Clock()
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
-    return clock
+    timer = Clock()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: timer.now)
+    return timer
 
 
 # Clocks ---------------------------------------------------------------------------------------------------
 
 
-def costing(clock, calls, name, costs):
+def costing(timer, calls, name, costs):
     """Returns a function that notes its name and takes one of these times after the other."""
 
     def call():
         calls.append(name)
-        clock.spend(costs[calls.count(name) - 1])
+        timer.spend(costs[calls.count(name) - 1])
 
     return call
 
 
-def test_functions_take_turns_and_the_first_round_warms_up(clock):
+def test_functions_take_turns_and_the_first_round_warms_up(timer):
     calls, rounds = [], []
 
     def before_run(i):
         rounds.append(i)
-        clock.spend(1000.0)  # is not measured
+        timer.spend(1000.0)  # is not measured
 
-    functions = [costing(clock, calls, "a", [100.0, 1.0, 3.0]), costing(clock, calls, "b", [50.0, 2.0, 4.0])]
-    assert measure.seconds_in_turns(functions, 2, "cpu", before_run=before_run) == [[1.0, 3.0], [2.0, 4.0]]
+    functions = [costing(timer, calls, "a", [100.0, 1.0, 3.0]), costing(timer, calls, "b", [50.0, 2.0, 4.0])]
+    assert clock.seconds_in_turns(functions, 2, "cpu", before_run=before_run) == [[1.0, 3.0], [2.0, 4.0]]
     assert "".join(calls) == "abbaab"
     assert rounds == [0, 0, 1, 1, 2, 2]
 
@@ -55,10 +55,10 @@ def test_functions_take_turns_and_the_first_round_warms_up(clock):
     ("costs", "rounds", "fastest"),
     [([0.01, 0.3, 0.2, 0.4], 3, 0.2), ([9.0, 1.5, 1.0], 20, 1.0)],  # the second ends after two seconds
 )
-def test_the_fastest_call_after_one_that_warms_up(clock, costs, rounds, fastest):
+def test_the_fastest_call_after_one_that_warms_up(timer, costs, rounds, fastest):
     calls = []
-    function = costing(clock, calls, "a", costs)
-    assert measure.fastest(function, "cpu", rounds=rounds) == pytest.approx(fastest)
+    function = costing(timer, calls, "a", costs)
+    assert clock.fastest(function, "cpu", rounds=rounds) == pytest.approx(fastest)
     assert len(calls) == len(costs)
 
 
@@ -79,31 +79,31 @@ def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
             return other.at - self.at
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(measure, "_flush_cache", lambda: None)
-    clock = measure.DeviceClock()
-    assert clock.read() == clock.read() == 0.0  # pytest-benchmark reads it at other times too
+    monkeypatch.setattr(clock, "_flush_cache", lambda: None)
+    timer = clock.DeviceClock()
+    assert timer.read() == timer.read() == 0.0  # pytest-benchmark reads it at other times too
     for measured in (3.0, 4.0):
-        clock.arm()
-        before = clock.read()
+        timer.arm()
+        before = timer.read()
         Event.now += measured
-        assert clock.read() - before == pytest.approx(measured / 1e3)
-        assert clock.read() == clock.read()
+        assert timer.read() - before == pytest.approx(measured / 1e3)
+        assert timer.read() == timer.read()
 
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def flushed(clock, monkeypatch):
+def flushed(timer, monkeypatch):
     """Lists "flush" where the CPU's caches are flushed, which takes a second of the replaced clock."""
     events = []
 
     class Buffer:
         def zero_(self):
             events.append("flush")
-            clock.spend(1.0)
+            timer.spend(1.0)
 
-    monkeypatch.setattr(measure, "_flush_buffer", lambda kind, number: Buffer())
+    monkeypatch.setattr(clock, "_flush_buffer", lambda kind, number: Buffer())
     return events
 
 
@@ -111,24 +111,24 @@ def flushed(clock, monkeypatch):
     ("seconds", "rounds"),
     [(0.0, 3), (30.0, 3), (31.0, 4), (1e9, 8)],  # of ten seconds each, flushes included
 )
-def test_cold_runs_take_turns_until_the_time_is_over(clock, flushed, seconds, rounds):
-    functions = [costing(clock, flushed, "a", [3.0] * 8), costing(clock, flushed, "b", [5.0] * 8)]
-    times = measure.cold_seconds_in_turns(functions, CPU, seconds, fewest=3, most=8)
-    assert times == [measure.ColdTimes([3.0] * rounds, []), measure.ColdTimes([5.0] * rounds, [])]
+def test_cold_runs_take_turns_until_the_time_is_over(timer, flushed, seconds, rounds):
+    functions = [costing(timer, flushed, "a", [3.0] * 8), costing(timer, flushed, "b", [5.0] * 8)]
+    times = clock.cold_seconds_in_turns(functions, CPU, seconds, fewest=3, most=8)
+    assert times == [clock.ColdTimes([3.0] * rounds, []), clock.ColdTimes([5.0] * rounds, [])]
     forth, back = ["flush", "a", "flush", "b"], ["flush", "b", "flush", "a"]
     assert flushed == ([*forth, *back] * 4)[: 4 * rounds]
 
 
 @pytest.mark.usefixtures("flushed")
-def test_cold_runs_of_those_that_have_not_lost(clock):
+def test_cold_runs_of_those_that_have_not_lost(timer):
     seen = []
 
     def losers(timed):
         seen.append({i: len(times.device) for i, times in timed.items()})
         return [0] if len(seen) == 2 else [2] if len(seen) == 3 else []
 
-    functions = [lambda: clock.spend(3.0), lambda: clock.spend(1.0), lambda: clock.spend(2.0)]
-    times = measure.cold_seconds_in_turns(functions, CPU, 1e9, fewest=5, most=8, losers=losers)
+    functions = [lambda: timer.spend(3.0), lambda: timer.spend(1.0), lambda: timer.spend(2.0)]
+    times = clock.cold_seconds_in_turns(functions, CPU, 1e9, fewest=5, most=8, losers=losers)
     assert seen == [{0: 1, 1: 1, 2: 1}, {0: 2, 1: 2, 2: 2}, {1: 3, 2: 3}]
     assert [each.device for each in times] == [[3.0] * 2, [1.0] * 3, [2.0] * 3]
 
@@ -143,17 +143,17 @@ def test_cold_runs_of_those_that_have_not_lost(clock):
     ],
     ids=["best", "spread", "waits"],
 )
-def test_cold_runs_that_other_work_disturbs(clock, monkeypatch, costs, waits, disturbed):
+def test_cold_runs_that_other_work_disturbs(timer, monkeypatch, costs, waits, disturbed):
     waited = [0.0]
-    monkeypatch.setattr(measure, "waited_seconds", lambda: waited[0])
+    monkeypatch.setattr(clock, "waited_seconds", lambda: waited[0])
     runs = iter(zip(costs, waits, strict=True))
 
     def run():
         seconds, waits = next(runs)
-        clock.spend(seconds)
+        timer.spend(seconds)
         waited[0] += waits
 
-    times, other = measure.cold_seconds_in_turns([run, lambda: clock.spend(1.0)], CPU, 0.0, fewest=3, most=3)
+    times, other = clock.cold_seconds_in_turns([run, lambda: timer.spend(1.0)], CPU, 0.0, fewest=3, most=3)
     assert (times.is_disturbed, other.is_disturbed) == (disturbed, False)
 
 
@@ -162,28 +162,28 @@ def test_seconds_that_threads_wait_for_a_cpu():
     """Two threads that compute on one CPU wait for each other half of the time."""
     code = """
 import hashlib, os, threading, time
-from cvt_kernels import measure
+from cvt_kernels.autotune import clock
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 data, end = bytes(2**20), time.monotonic() + 0.2
 def compute():
     while time.monotonic() < end:
         hashlib.sha256(data).digest()  # without the GIL
 threads = [threading.Thread(target=compute) for _ in range(2)]
-before = measure.waited_seconds()
+before = clock.waited_seconds()
 for thread in threads:
     thread.start()
 time.sleep(0.15)
-print(measure.waited_seconds() - before)
+print(clock.waited_seconds() - before)
 """
     result = run_python(code)
     assert float(result.stdout) > 0.03, result.stderr
 
 
 def test_caches_of_every_thread_are_flushed_by_the_real_clock():
-    assert measure._flush_buffer("cpu", 3).nbytes == 3 * 2**22
+    assert clock._flush_buffer("cpu", 3).nbytes == 3 * 2**22
     calls = []
-    slow, fast = measure.cold_seconds_in_turns(
-        [lambda: measure.time.sleep(0.02), lambda: calls.append(1)], CPU, 0.0, fewest=2, most=2
+    slow, fast = clock.cold_seconds_in_turns(
+        [lambda: clock.time.sleep(0.02), lambda: calls.append(1)], CPU, 0.0, fewest=2, most=2
     )
     assert min(slow.device) >= 0.02 > min(fast.device) > 0
     assert (len(calls), slow.host, fast.host) == (2, [], [])
@@ -192,10 +192,10 @@ def test_caches_of_every_thread_are_flushed_by_the_real_clock():
 @pytest.mark.gpu
 def test_a_gpu_is_timed_with_and_without_a_graph():
     x = torch.randn(4096, 4096, device="cuda")
-    alone = measure.fastest(lambda: x @ x, "cuda")
-    replay = measure.graph_replay(lambda: x @ x)
+    alone = clock.fastest(lambda: x @ x, "cuda")
+    replay = clock.graph_replay(lambda: x @ x)
     assert replay is not None
-    assert 0.5 < measure.fastest(replay, "cuda") / alone < 2
+    assert 0.5 < clock.fastest(replay, "cuda") / alone < 2
 
 
 @pytest.mark.gpu
@@ -203,10 +203,10 @@ def test_what_cannot_be_captured_leaves_the_process_as_it_was():
     def asks_the_host():
         torch.rand(2**26, device="cuda").sum().item()
 
-    numbers = measure.graph_replay(lambda: torch.rand(4, device="cuda"))
+    numbers = clock.graph_replay(lambda: torch.rand(4, device="cuda"))
     stream = torch.cuda.current_stream()
     for _ in range(8):
-        assert measure.graph_replay(asks_the_host) is None
+        assert clock.graph_replay(asks_the_host) is None
         assert torch.cuda.current_stream() == stream
         torch.rand(1, device="cuda")
     numbers()  # its random numbers go on from those outside
@@ -225,8 +225,8 @@ def test_peak_memory_counts_tensors_that_live_at_once():
         del first, second
         return torch.empty(1200, dtype=torch.float64)
 
-    assert measure.peak_bytes(call, "cpu") == 12000
-    assert measure.peak_bytes(lambda: None, "cpu") == 0
+    assert clock.peak_bytes(call, "cpu") == 12000
+    assert clock.peak_bytes(lambda: None, "cpu") == 0
 
 
 @pytest.mark.gpu
@@ -236,7 +236,7 @@ def test_peak_of_memory_on_a_gpu():
         del first
         return torch.empty(2**19, dtype=torch.uint8, device="cuda")
 
-    assert measure.peak_bytes(call, "cuda") == 2**20
+    assert clock.peak_bytes(call, "cuda") == 2**20
 
 
 # Ceilings -------------------------------------------------------------------------------------------------
@@ -250,15 +250,15 @@ def test_rates_by_a_clock_that_stands(monkeypatch):
         calls.append(function)
         return 0.5 * len(calls)
 
-    monkeypatch.setattr(measure, "fastest", fastest)
-    assert measure.copy_bandwidth("cpu", 1000) == 2 * 1000 / 0.5
+    monkeypatch.setattr(clock, "fastest", fastest)
+    assert clock.copy_bandwidth("cpu", 1000) == 2 * 1000 / 0.5
     # The product by a linear layer, and the same by a convolution, which is slower here.
-    assert measure.product_rate("cpu", torch.float32, 16) == 2 * 16**3 / 1.0
+    assert clock.product_rate("cpu", torch.float32, 16) == 2 * 16**3 / 1.0
     assert len(calls) == 3
 
 
 def test_both_ways_to_a_product_compute_it():
-    product, pixels = (way() for way in measure.Product("cpu", torch.float64, 16).ways)
+    product, pixels = (way() for way in clock.Product("cpu", torch.float64, 16).ways)
     torch.testing.assert_close(pixels[0, :, :, 0].T, product)
 
 
@@ -266,5 +266,5 @@ def test_both_ways_to_a_product_compute_it():
 
 
 def test_nothing_is_measured_at_import():
-    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.measure' in sys.modules)"
+    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.autotune.clock' in sys.modules)"
     assert run_python(code).returncode == 0
