@@ -30,7 +30,7 @@ import cvt_kernels as ck
 from cvt import PRESETS
 from cvt.commands.bench.contenders import HUGGINGFACE, build_contender, build_huggingface, build_ours
 from cvt.evaluation import cost
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching, machine
 from cvt_kernels.autotune import clock
 from cvt_kernels.ops.conv_projection import modules
 
@@ -250,13 +250,13 @@ def test_layer_norm(benchmark, launches):
 def test_launch(benchmark, launches, way):
     """The launch of the projection alone: as Triton binds it, and planned."""
     with torch.inference_mode(), ck.use_backend("triton" if suites.CUDA else "auto"):
-        taken: list[machine.Launch] = []
-        with machine.intercepted_launches(taken.append):
+        taken: list[launching.Launch] = []
+        with launching.intercepted_launches(taken.append):
             projection("stage1")()
     kernel, grid, arguments, options = taken[0]
     x = arguments["x_ptr"]
     if way == "by name":
-        by_name = functools.partial(machine.launch, kernel, grid, x, options, **arguments)
+        by_name = functools.partial(launching.launch, kernel, grid, x, options, **arguments)
         timer(benchmark, "launch by name", by_name, launches)
         return
     from cvt_kernels.ops.planned_launches import planned
@@ -266,7 +266,7 @@ def test_launch(benchmark, launches, way):
 
     @planned
     def function(call):
-        machine.launch(kernel, grid, call.x_ptr, options, **arguments | call._asdict())
+        launching.launch(kernel, grid, call.x_ptr, options, **arguments | call._asdict())
         return call.y_ptrs
 
     run = function.prepare(call)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import machine
+from cvt_kernels import launching
 from cvt_kernels.autotune import clock
 
 from . import suites
@@ -98,7 +98,7 @@ def configuration_module(operator: str) -> Any:
 
 def shipped_configuration(operator: str, kernel: str) -> Any:
     """Returns the configuration that ships for a kernel on this machine."""
-    capability = machine.chip(torch.empty(0, device=suites.DEVICE).device).capability
+    capability = launching.chip(torch.empty(0, device=suites.DEVICE).device).capability
     if operator == "attention":
         return configuration_module(operator).configuration(
             kernel, HEAD_DIM, suites.dtypes()[0].itemsize, capability
@@ -108,13 +108,13 @@ def shipped_configuration(operator: str, kernel: str) -> Any:
 
 def shipped(operator: str, stage: str) -> dict[str, Any]:
     """Returns the configurations of the kernels that a step launches."""
-    launched: list[machine.Launch] = []
+    launched: list[launching.Launch] = []
 
-    def note(launch: machine.Launch) -> None:
+    def note(launch: launching.Launch) -> None:
         launched.append(launch)
         launch.start()
 
-    with machine.intercepted_launches(note):
+    with launching.intercepted_launches(note):
         step(operator, stage)
     return {
         kernel: shipped_configuration(operator, kernel)
@@ -123,16 +123,16 @@ def shipped(operator: str, stage: str) -> dict[str, Any]:
     }
 
 
-def is_of(job: Job, launch: machine.Launch) -> bool:
+def is_of(job: Job, launch: launching.Launch) -> bool:
     """Returns whether a launch is of the kernel that a job is about."""
     return launch.kernel.__name__ == f"_{job.operator}_{job.kernel}_kernel"
 
 
-def work(job: Job, candidate: Any, take: Callable[[machine.Launch], Any]) -> tuple[torch.Tensor, ...]:
+def work(job: Job, candidate: Any, take: Callable[[launching.Launch], Any]) -> tuple[torch.Tensor, ...]:
     """Runs the step with a candidate for one kernel; ``take`` gets the launches instead of the GPU."""
     with (
         configuration_module(job.operator).overridden(job.kernel, candidate),
-        machine.intercepted_launches(take),
+        launching.intercepted_launches(take),
     ):
         return step(job.operator, job.stage)
 
@@ -140,7 +140,7 @@ def work(job: Job, candidate: Any, take: Callable[[machine.Launch], Any]) -> tup
 def compile_ahead(job: Job, candidate: Any) -> None:
     """Compiles a candidate into Triton's cache, and launches nothing."""
 
-    def compile_only(launch: machine.Launch) -> None:
+    def compile_only(launch: launching.Launch) -> None:
         if is_of(job, launch):
             launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
@@ -153,9 +153,9 @@ def seconds_of(job: Job, candidate: Any, expected: tuple[torch.Tensor, ...]) -> 
     Raises:
         ValueError: It is not launched at all, or the results are others.
     """
-    launches: list[machine.Launch] = []
+    launches: list[launching.Launch] = []
 
-    def note(launch: machine.Launch) -> None:
+    def note(launch: launching.Launch) -> None:
         launch.start()
         if is_of(job, launch):
             launches.append(launch)

@@ -17,7 +17,8 @@ from cvt_kernels.acceleration.blocks import BATCH_NORMS
 from cvt_kernels.acceleration.cvt import OWN_BLOCK
 from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
 from cvt_kernels.acceleration.matching import parts_if_fused
-from cvt_kernels.checks import autocast_enabled, check_kind, check_tensor, is_transformed
+from cvt_kernels.checks import check_kind, check_tensor
+from cvt_kernels.modes import autocast_enabled, is_transformed
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.layer_norm_gelu import gelu
 from cvt_kernels.ops.rows import gather_rows, scatter_rows

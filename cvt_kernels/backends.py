@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 
-from . import checks, machine
+from . import machine, modes
 
 #: The name of a backend, or ``"auto"``. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of
 #: this package one after the other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other
@@ -458,9 +458,9 @@ def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
 
 def _why_transformed() -> str | None:
     """Says what goes on around a call that only PyTorch's own operators know; None if nothing does."""
-    if checks.forward_mode_enabled():
+    if modes.forward_mode_enabled():
         return "forward-mode differentiation is not supported"
-    return "function transforms (torch.func) are not supported" if checks.is_transformed() else None
+    return "function transforms (torch.func) are not supported" if modes.is_transformed() else None
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, machine, reference
+from . import backends, checks, dispatch, launching, machine, reference
 from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -301,7 +301,7 @@ _transform = torch._C._functorch.maybe_current_level
 def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
     """Returns the state on which choices and plans depend; None where nothing is remembered."""
     # Every call asks, so that these are not functions of machine and checks.
-    if machine.interception is not None or _transform() is not None or _modes():
+    if launching.interception is not None or _transform() is not None or _modes():
         return None
     if getattr(forward_ad, "_current_level", 0) >= 0:
         return None

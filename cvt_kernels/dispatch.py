@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import autotune, backends, caller, checks, machine
+from . import autotune, backends, caller, checks, machine, modes
 from .backends import (
     BACKENDS,
     OURS,
@@ -55,7 +55,7 @@ def choose(operator: str, call: Record) -> Choice:
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
     """
-    if checks.is_counted():
+    if modes.is_counted():
         return _choice(operator, "reference", lasts=False)
     if not backends.is_auto():
         return _choice(operator, _first_able(operator, _names_requested(operator), call))
@@ -96,7 +96,7 @@ def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Cho
     if torch.compiler.is_compiling():
         return _choice(operator, _first_able(operator, defaults, call), lasts=False)
     agreed = backends.agreements.setdefault(group, {})
-    key = operator, shared, x.dtype, x.device, wants_gradient(call), checks.autocast_dtype(x)
+    key = operator, shared, x.dtype, x.device, wants_gradient(call), modes.autocast_dtype(x)
     if key not in agreed:
         if machine.is_capturing(x):
             return _choice(operator, _first_able(operator, defaults, call), lasts=False)
@@ -112,7 +112,7 @@ def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Cho
 
 def wants_gradient(call: Record) -> bool:
     """Says whether autograd has to record a call, in reverse or forward mode."""
-    return checks.wants_gradient(*checks.tensors_of(call))
+    return modes.wants_gradient(*checks.tensors_of(call))
 
 
 def _names_requested(operator: str) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _names_requested(operator: str) -> tuple[str, ...]:
 def _choose_traced(operator: str, call: Record) -> str:
     """Chooses for a call that torch.compile or torch.export traces; an entry is a constant of the trace."""
     described, x = backends.operators[operator], call[0]
-    if checks.is_exporting():  # for whatever machine, and for sizes that may not be asked for
+    if modes.is_exporting():  # for whatever machine, and for sizes that may not be asked for
         return _first_able(operator, described.defaults, call, notes=False)
     gradient = wants_gradient(call)
     if not gradient and _is_left_to_compiler(operator, x.device.type):
@@ -306,7 +306,7 @@ def _why_not_for_kernels(call: Record) -> str | None:
     tensors = checks.tensors_of(call)
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "entries do not hold for subclasses of tensors"
-    if checks.is_transformed() or checks.forward_mode_enabled():
+    if modes.is_transformed() or modes.forward_mode_enabled():
         return "entries do not hold within function transforms and forward-mode differentiation"
     return None
 
@@ -450,10 +450,10 @@ def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bo
 
     Whether they want a gradient matters where torch.compile traces them.
     """
-    if checks.is_counted():
+    if modes.is_counted():
         return False
     if backends.is_auto():
-        if checks.is_exporting():
+        if modes.is_exporting():
             return False
         if not gradient and torch.compiler.is_compiling() and _is_left_to_compiler(operator, device_type):
             return False

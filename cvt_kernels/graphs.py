@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from . import backends, caller, checks, machine
+from . import backends, caller, checks, machine, modes
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import packing
 from .structure import Structure
@@ -351,11 +351,11 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
         return "the model is a replica of DataParallel, which lives for one call"
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return "the call is traced"
-    if checks.is_transformed() or checks.forward_mode_enabled():
+    if modes.is_transformed() or modes.forward_mode_enabled():
         return "it is within a function transform or forward-mode differentiation"
     if torch._C._len_torch_dispatch_stack():
         return "a torch dispatch mode watches the operators"
-    if checks.wants_gradient(*call.tensors):
+    if modes.wants_gradient(*call.tensors):
         return "an argument requires a gradient"
     return None
 
@@ -440,7 +440,7 @@ class _Snapshot(Structure):
         if not self._devices <= {device}:
             other = next(each for each in self._devices if each != device)
             return f"a parameter or buffer of the model is on {other}, the arguments are on {device}"
-        if checks.wants_gradient(*self._tensors):
+        if modes.wants_gradient(*self._tensors):
             return "a gradient is wanted; call the model within torch.inference_mode() or torch.no_grad()"
         if self.is_training():
             return "a module of the model is in training mode"

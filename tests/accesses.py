@@ -23,7 +23,7 @@ from triton import language
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cvt_kernels import machine
+from cvt_kernels import launching
 
 # What is logged -------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Traffic(NamedTuple):
         total: Bytes loaded and stored, repeated ones included.
     """
 
-    launch: machine.Launch
+    launch: launching.Launch
     memory: _Memory
     loaded: np.ndarray
     stored: np.ndarray
@@ -232,7 +232,7 @@ class Accesses:
             if missing:
                 self.faults.append(f"{missing} bytes of an output {tuple(tensor.shape)} are never written")
 
-    def check_launch(self, launch: machine.Launch, log: _Log) -> None:
+    def check_launch(self, launch: launching.Launch, log: _Log) -> None:
         """Notes what a launch moved, and its faults."""
         _LaunchCheck(self, launch, log).run()
 
@@ -240,7 +240,7 @@ class Accesses:
 class _LaunchCheck:
     """The checks of one launch, which is over."""
 
-    def __init__(self, accesses: Accesses, launch: machine.Launch, log: _Log) -> None:
+    def __init__(self, accesses: Accesses, launch: launching.Launch, log: _Log) -> None:
         self._accesses, self._launch, self._log = accesses, launch, log
         self._tensors = tensors_of(launch.arguments)
         self._loads, self._stores = _lanes(log.loads), _lanes(log.stores)
@@ -403,7 +403,7 @@ def recorded_accesses() -> Iterator[Accesses]:
         log = _Log(tensors_of(given))
         with _disable_current_modes():
             run_launch(executor, *args, **kwargs)
-            accesses.check_launch(machine.Launch(executor.fn, executor.grid, given, {}), log)
+            accesses.check_launch(launching.Launch(executor.fn, executor.grid, given, {}), log)
 
     def logged_load(self: Any, pointers: Any, mask: Any, *others: Any, **named: Any) -> Any:
         return load(self, pointers, log.note(log.loads, self, pointers, mask), *others, **named)

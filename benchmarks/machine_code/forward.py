@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from cvt.commands.compile.gpus import LIMITS
 from cvt.config import default_image_size
 from cvt.factory import create_model
-from cvt_kernels import accelerate, backends, machine
+from cvt_kernels import accelerate, backends, launching
 from cvt_kernels.tables import markdown
 
 from .page import put_into
@@ -76,7 +76,7 @@ def forward_launches(
     """
     size = image_size or default_image_size(model)
     recorder = _Recorder()
-    chip = machine.Chip(arch, LIMITS[arch].multiprocessors)
+    chip = launching.Chip(arch, LIMITS[arch].multiprocessors)
     with torch.device("meta"):
         built = accelerate(create_model(model).to(dtype).eval(), freeze=True)
         images = torch.empty(batch, 3, size, size, dtype=dtype)
@@ -87,7 +87,7 @@ def forward_launches(
         torch.no_grad(),
         backends.replaced(recorder.serving_everywhere),
         backends.requesting(*_BACKENDS),
-        machine.intercepted_launches(recorder.take, chip),
+        launching.intercepted_launches(recorder.take, chip),
     ):
         built(images)  # folds the weights
         recorder.launches.clear()
@@ -132,7 +132,7 @@ class _Recorder(TorchDispatchMode):
         finally:
             self._operator = outer
 
-    def take(self, launch: machine.Launch) -> None:
+    def take(self, launch: launching.Launch) -> None:
         """Notes the launch of a Triton kernel."""
         work = work_of(launch)
         name = launch.kernel.__name__.strip("_").removesuffix("_kernel")

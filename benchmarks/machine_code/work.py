@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cvt_kernels import machine
+from cvt_kernels import launching
 
 from .cuda_kernels import CudaCase
 
@@ -56,25 +56,25 @@ class Work(NamedTuple):
     speed: float = 1.0
 
 
-def work_of(launch: machine.Launch) -> Work | None:
+def work_of(launch: launching.Launch) -> Work | None:
     """Returns the work of a launch; None for a kernel that nothing here describes."""
     name = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
     describe = _WORK.get(name.replace("_walk_", "_"))  # a walk moves what the kernels over regions move
     return None if describe is None else describe(launch)
 
 
-def _programs(launch: machine.Launch) -> int:
+def _programs(launch: launching.Launch) -> int:
     return math.prod(launch.grid)
 
 
 def _work(
-    launch: machine.Launch, outputs: int, size: int, trips: tuple[float, ...] = (), *, flops: int = 0,
+    launch: launching.Launch, outputs: int, size: int, trips: tuple[float, ...] = (), *, flops: int = 0,
     scores: float = 0, conditional: float = 1.0, speed: float = 1.0,
 ) -> Work:  # fmt: skip
     return Work(_programs(launch), outputs, size, trips, flops, scores, conditional, speed)
 
 
-def _pointers(launch: machine.Launch, *names: str) -> list[Any]:
+def _pointers(launch: launching.Launch, *names: str) -> list[Any]:
     """Returns the tensors of the parameters ``<name>_ptr``."""
     return [launch.arguments[f"{name}_ptr"] for name in names]
 
@@ -150,7 +150,7 @@ def _convolution_outputs(arguments: dict[str, Any]) -> int:
     return batch * channels * sum(height * width for height, width in grids)
 
 
-def _projection_forward(launch: machine.Launch) -> Work:
+def _projection_forward(launch: launching.Launch) -> Work:
     arguments = launch.arguments
     outs = _each_once(arguments["y_ptrs"])
     trips = _projection_trips(arguments, rows_of_lane=True)
@@ -165,7 +165,7 @@ def _walk_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
     )
 
 
-def _projection_sums(launch: machine.Launch) -> Work:
+def _projection_sums(launch: launching.Launch) -> Work:
     """Describes sums over outputs, for the statistics of the batch and for the backward."""
     arguments = launch.arguments
     sums = [arguments[name] for name in ("partial_ptr", "counts_ptr") if name in arguments]
@@ -173,14 +173,14 @@ def _projection_sums(launch: machine.Launch) -> Work:
     return _work(launch, _convolution_outputs(arguments), _inputs_bytes(arguments) + _bytes(sums), trips)
 
 
-def _projection_backward_convolution(launch: machine.Launch) -> Work:
+def _projection_backward_convolution(launch: launching.Launch) -> Work:
     arguments = launch.arguments
     dconvs = arguments["dconv_ptrs"]
     size = _inputs_bytes(arguments) + _bytes(dconvs, arguments["partial_ptr"])
     return _work(launch, _elements(dconvs), size, _projection_trips(arguments, rows_of_lane=False))
 
 
-def _projection_backward_input(launch: machine.Launch) -> Work:
+def _projection_backward_input(launch: launching.Launch) -> Work:
     arguments = launch.arguments
     dx, dys = arguments["dx_ptr"], _each_once(arguments["dy_ptrs"])
     size = _bytes(dx, arguments["dconv_ptrs"])
@@ -199,7 +199,7 @@ def _block_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
     )
 
 
-def _over_regions(launch: machine.Launch, read: tuple[str, ...], results: tuple[str, ...]) -> Work:
+def _over_regions(launch: launching.Launch, read: tuple[str, ...], results: tuple[str, ...]) -> Work:
     """Describes a kernel that adds up what the regions have left."""
     written = _pointers(launch, *results)
     trips = (-(-launch.arguments["regions"] // launch.arguments["TILE"].pixels),)
@@ -209,7 +209,7 @@ def _over_regions(launch: machine.Launch, read: tuple[str, ...], results: tuple[
 # Depthwise convolution and GELU ---------------------------------------------------------------------------
 
 
-def _conv_gelu(launch: machine.Launch, results: tuple[str, ...]) -> Work:
+def _conv_gelu(launch: launching.Launch, results: tuple[str, ...]) -> Work:
     """Describes a walk that reads the first tensors and writes ``results``, the first of which counts."""
     arguments = launch.arguments
     moved = [arguments[name] for name in ("x_ptr", "dy_ptr", *results) if name in arguments]
@@ -219,7 +219,7 @@ def _conv_gelu(launch: machine.Launch, results: tuple[str, ...]) -> Work:
 # The projection with its linear layers --------------------------------------------------------------------
 
 
-def _conv_linear(launch: machine.Launch) -> Work:
+def _conv_linear(launch: launching.Launch) -> Work:
     """Describes the forward, whose loops are those of the class tokens, then those of each group.
 
     The former are a loop over blocks of images and, unless there is one chunk of channels, one over chunks
@@ -252,7 +252,7 @@ def _product_flops(arguments: dict[str, Any], products: int) -> int:
     return 2 * products * q.numel() * arguments["keys"]
 
 
-def _attention_forward(launch: machine.Launch) -> Work:
+def _attention_forward(launch: launching.Launch) -> Work:
     """Describes the forward with all keys on the chip; its loop goes over tiles of queries."""
     arguments = launch.arguments
     block_q, keys = arguments["BLOCK_Q"], sum(arguments["TILES"].widths)
@@ -260,7 +260,7 @@ def _attention_forward(launch: machine.Launch) -> Work:
     return _attention_work(launch, ("q", "k", "v", "out", "stats"), 2, (tiles,), tiles * block_q * keys)
 
 
-def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
+def _attention_over_keys(launch: launching.Launch, tensors: tuple[str, ...], products: int) -> Work:
     """Describes a loop over whole tiles of keys; a masked last one is apart, or in the loop."""
     arguments = launch.arguments
     block_kv, keys = arguments["BLOCK_KV"], arguments["keys"]
@@ -268,7 +268,7 @@ def _attention_over_keys(launch: machine.Launch, tensors: tuple[str, ...], produ
     return _attention_work(launch, tensors, products, (tiles,), tiles * arguments["BLOCK_Q"] * block_kv)
 
 
-def _attention_over_queries(launch: machine.Launch, tensors: tuple[str, ...], products: int) -> Work:
+def _attention_over_queries(launch: launching.Launch, tensors: tuple[str, ...], products: int) -> Work:
     """Describes a kernel that owns a tile of keys and loops over the queries."""
     arguments = launch.arguments
     block_q, block_kv = arguments["BLOCK_Q"], arguments["BLOCK_KV"]
@@ -276,7 +276,7 @@ def _attention_over_queries(launch: machine.Launch, tensors: tuple[str, ...], pr
     return _attention_work(launch, tensors, products, (tiles,), tiles * block_q * block_kv)
 
 
-def _attention_backward_bias(launch: machine.Launch) -> Work:
+def _attention_backward_bias(launch: launching.Launch) -> Work:
     """Describes the bias's gradient, whose loop goes over the tiles that share the bias."""
     arguments = launch.arguments
     parts = arguments["shared_images"] * arguments["shared_heads"] * arguments["shared_blocks"]
@@ -285,7 +285,7 @@ def _attention_backward_bias(launch: machine.Launch) -> Work:
     return _attention_work(launch, ("q", "k", "v", "dout", "stats", "delta", "dbias"), 2, (tiles,), scores)
 
 
-def _attention_backward_table(launch: machine.Launch) -> Work:
+def _attention_backward_table(launch: launching.Launch) -> Work:
     """Describes the gradient of a bias by position; its loop goes over a split's images and pairs of rows."""
     arguments = launch.arguments
     places = arguments["SPEC"].position
@@ -296,7 +296,7 @@ def _attention_backward_table(launch: machine.Launch) -> Work:
 
 
 def _attention_work(
-    launch: machine.Launch, tensors: tuple[str, ...], products: int, trips: tuple[float, ...], scores: float
+    launch: launching.Launch, tensors: tuple[str, ...], products: int, trips: tuple[float, ...], scores: float
 ) -> Work:
     """Returns the work of a kernel of attention.
 
@@ -321,7 +321,7 @@ def _attention_work(
 # The MLP --------------------------------------------------------------------------------------------------
 
 
-def _layer_norm_mlp(launch: machine.Launch) -> Work:
+def _layer_norm_mlp(launch: launching.Launch) -> Work:
     """Describes both kernels: the loop over tiles of rows and, where weights are streamed, over chunks."""
     arguments = launch.arguments
     x, weights = arguments["x_ptr"], (arguments["fc1_weight_ptr"], arguments["fc2_weight_ptr"])
@@ -336,7 +336,7 @@ def _layer_norm_mlp(launch: machine.Launch) -> Work:
 # Linear layers --------------------------------------------------------------------------------------------
 
 
-def _linear(launch: machine.Launch, results: tuple[str, ...]) -> Work:
+def _linear(launch: launching.Launch, results: tuple[str, ...]) -> Work:
     """Returns the work of a linear layer: a loop over the inputs, or one over the inputs of all tiles.
 
     Args:
@@ -369,31 +369,31 @@ def _matrix(argument: Tensor | TensorDescriptor) -> Tensor:
 # Numbers of 8 bits, and rows of tokens --------------------------------------------------------------------
 
 
-def _once(launch: machine.Launch, read: tuple[str, ...], results: tuple[str, ...]) -> Work:
+def _once(launch: launching.Launch, read: tuple[str, ...], results: tuple[str, ...]) -> Work:
     """Describes a kernel without loops that reads and writes each element of its tensors once."""
     written = _pointers(launch, *results)
     return _work(launch, _elements(written), _bytes(_pointers(launch, *read), written))
 
 
-def _gathered_rows(launch: machine.Launch) -> Work:
+def _gathered_rows(launch: launching.Launch) -> Work:
     rows, out = _pointers(launch, "rows", "out")
     return _work(launch, out.numel(), _bytes(rows, out, out))
 
 
-def _gathered_and_normalized_rows(launch: machine.Launch) -> Work:
+def _gathered_and_normalized_rows(launch: launching.Launch) -> Work:
     x, rows, *moved = _pointers(launch, "x", "rows", "branch", "h", "y")
     size = _bytes(rows, moved) + moved[0].numel() * x.element_size()
     return _work(launch, _elements(moved[1:]), size)
 
 
-def _inverted_index(launch: machine.Launch) -> Work:
+def _inverted_index(launch: launching.Launch) -> Work:
     """Describes the kernel whose loops go over the tokens and over the index of an image."""
     rows, places = _pointers(launch, "rows", "places")
     trips = tuple(-(-tensor.shape[1] // launch.arguments["CHUNK"]) for tensor in (places, rows))
     return _work(launch, places.numel(), _bytes(rows, places), trips)
 
 
-def _scattered_rows(launch: machine.Launch) -> Work:
+def _scattered_rows(launch: launching.Launch) -> Work:
     x, places, values, branch, out = _pointers(launch, "x", "places", "values", "branch", "out")
     size = _bytes(places, out, *(tensor for tensor in (values, branch) if tensor is not None))
     if x is not None:  # but for the tokens of the index
@@ -401,12 +401,12 @@ def _scattered_rows(launch: machine.Launch) -> Work:
     return _work(launch, out.numel(), size)
 
 
-def _scattered_rows_in_place(launch: machine.Launch) -> Work:
+def _scattered_rows_in_place(launch: launching.Launch) -> Work:
     rows, *values = _pointers(launch, "rows", "values", "branch")
     return _work(launch, values[0].numel(), _bytes(rows, values, values[0]))
 
 
-def _normalized_rows_backward(launch: machine.Launch) -> Work:
+def _normalized_rows_backward(launch: launching.Launch) -> Work:
     """Describes the kernel whose loop goes over a program's tiles."""
     moved = _pointers(launch, "dy", "dh", "h", "out", "sums")
     trips = (launch.arguments["tiles"] / _programs(launch),)
@@ -416,7 +416,7 @@ def _normalized_rows_backward(launch: machine.Launch) -> Work:
 # The embedding --------------------------------------------------------------------------------------------
 
 
-def _embedding_in_one(launch: machine.Launch) -> Work:
+def _embedding_in_one(launch: launching.Launch) -> Work:
     """Describes the kernel that convolves too; its loop goes over a program's tiles of an image."""
     arguments = launch.arguments
     image, weight, out = _pointers(launch, "image", "w", "out")
@@ -460,7 +460,7 @@ _ROUNDING = functools.partial(_once, read=("x", "scales"), results=("values",))
 _STATISTICS = functools.partial(_over_regions, read=("partial", "counts"), results=("mean", "var"))
 _OF_QUERIES = ("q", "k", "v", "dout", "stats", "delta")
 #: The description of each kernel, by its name without ``_kernel``.
-_WORK: dict[str, Callable[[machine.Launch], Work]] = {
+_WORK: dict[str, Callable[[launching.Launch], Work]] = {
     "conv_projection_fwd": _projection_forward,
     "conv_projection_stats": _projection_sums,
     "conv_projection_bwd_sums": _projection_sums,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .. import checks
+from .. import modes
 from ..caller import stacklevel_of_caller
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
@@ -283,7 +283,7 @@ def tokens_served(
     stage: nn.Module, entry: ServedEntry, x: Any, grid: Any = None
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """Computes the tokens of a frozen stage or layer and their grid; None where its own forward has to."""
-    if torch_module._has_any_global_hook() or checks.autocast_enabled(x) or checks.is_transformed():
+    if torch_module._has_any_global_hook() or modes.autocast_enabled(x) or modes.is_transformed():
         return None
     found = _frozen_or_why_not(stage, entry)
     if isinstance(found, str):
@@ -299,7 +299,7 @@ def tokens_served(
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:
     """Says whether autograd has to record a call of a stage or a layer."""
-    if checks.forward_mode_enabled():
+    if modes.forward_mode_enabled():
         return True
     if not torch.is_grad_enabled():
         return False
@@ -414,9 +414,9 @@ def try_to_trace_as_one(
     number = getattr(stage, NUMBER)
     call = entry.call_of(args, kwargs)
     # An exported program may run anywhere, and so holds the model's own modules.
-    if call is None or checks.is_exporting() or number is None or call[0].device.type != "cpu":
+    if call is None or modes.is_exporting() or number is None or call[0].device.type != "cpu":
         return None
-    if torch_module._has_any_global_hook() or checks.autocast_enabled(call[0]) or checks.is_transformed():
+    if torch_module._has_any_global_hook() or modes.autocast_enabled(call[0]) or modes.is_transformed():
         return None
     if _why_not_freezable(number) is not None or (not stage.training and has_gradient(stage, call[0])):
         return None

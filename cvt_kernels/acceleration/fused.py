@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
+from .. import modes
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_projection import conv_projection
@@ -56,7 +56,7 @@ def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVarian
 
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Computes LayerNorm for the layers after it, on a GPU in the dtype that autocast has for them."""
-    return normalize(norm, x, checks.dtype_for_layers(x))
+    return normalize(norm, x, modes.dtype_for_layers(x))
 
 
 def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tup
     if casts or (mixed and (_dtypes_differ(branch, stream) or _dtypes_differ(branch, weight))):
         stream = branch + stream
         return stream, normalize_for_layers(norm, stream)
-    for_layers = checks.dtype_for_layers(stream)
+    for_layers = modes.dtype_for_layers(stream)
     return add_layer_norm(branch, stream, weight, norm.bias, eps=norm.eps, dtype=for_layers)
 
 
@@ -78,7 +78,7 @@ def add_and_normalize_for(
     if type(layer) is Linear or not is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
         return add_and_normalize(norm, branch, stream)
     differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
-    if differ or checks.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
+    if differ or modes.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
         return add_and_normalize(norm, branch, stream)
     stream = branch + stream
     settings: dict[str, Any] = {"scale": layer.input_scale, "dtype": layer.weight.dtype}
@@ -87,7 +87,7 @@ def add_and_normalize_for(
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
     """Says whether the dtypes differ and autocast does not see to it."""
-    return other is not None and other.dtype != x.dtype and not checks.autocast_enabled(x)
+    return other is not None and other.dtype != x.dtype and not modes.autocast_enabled(x)
 
 
 def apply_linear(module: Any, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate
         if _dtypes_differ(x, module.weight):
             return gelu(F.linear(x, module.weight, module.bias), approximate=approximate)
         return linear_gelu(x, module.weight, module.bias, approximate=approximate)
-    if is_plain_int8(module) and not checks.wants_gradient(x, module.bias):
+    if is_plain_int8(module) and not modes.wants_gradient(x, module.bias):
         return module.product(x, approximate=approximate)
     return gelu(module(x), approximate=approximate)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .. import checks
+from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from . import cvt, pyramids
@@ -210,7 +210,7 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
         if known is None:
             known = _examine(block, entry)
             # A transform and a mode have put tensors in the places of parameters, which must not be kept.
-            if not checks.is_transformed() and not torch._C._len_torch_dispatch_stack():
+            if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
                 vars(block)[known.attribute] = known
         parts = known.parts
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:

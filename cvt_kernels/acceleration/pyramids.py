@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import checks
+from .. import modes
 from ..ops.linear import linear
 from .blocks import (
     GELU_VARIANTS,
@@ -66,7 +66,7 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
     activation = head.activation
     # A map that BatchNorm has returned may be kept by its hooks.
     in_place = folds and type(activation) is nn.ReLU and not is_watched(activation)
-    image = image.relu_() if in_place and not checks.wants_gradient(image) else activation(image)
+    image = image.relu_() if in_place and not modes.wants_gradient(image) else activation(image)
     layer = head.classifier
     logits = linear(_tokens_of(drop(head.dropout, image)), layer.weight.flatten(1), layer.bias)
     return as_map(logits, image.shape[2:])
@@ -85,7 +85,7 @@ def _parts_of_fusion(head: Any, linears: list[Any], folds: bool) -> tuple[list[T
     """
     weight, norm = head.linear_fuse.weight, head.batch_norm
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    with checks.without_autocast(weight):
+    with modes.without_autocast(weight):
         fusion, shift = weight.flatten(1).to(dtype), None
         if folds:
             scale = (norm.running_var.to(dtype) + norm.eps).rsqrt()
@@ -107,7 +107,7 @@ def _through_both(
     """Adds a projection and a part of the fusion to ``total``: as one layer, or as two if that is less."""
     dtype = weight.dtype
     if tokens.shape[0] * tokens.shape[1] > weight.shape[1]:
-        with checks.without_autocast(tokens):
+        with modes.without_autocast(tokens):
             part = part @ weight.to(part.dtype)
     else:
         tokens = linear(tokens, weight)
@@ -119,13 +119,13 @@ def _through_both(
 
 
 def _can_multiply_into(total: Tensor, tokens: Tensor, part: Tensor) -> bool:
-    same = total.dtype == tokens.dtype == part.dtype and not checks.autocast_enabled(total)
-    return same and total.is_contiguous() and checks.may_change(total, tokens, part)
+    same = total.dtype == tokens.dtype == part.dtype and not modes.autocast_enabled(total)
+    return same and total.is_contiguous() and modes.may_change(total, tokens, part)
 
 
 def _add(total: Tensor, tokens: Tensor) -> Tensor:
     # Of the first nobody else has a reference.
-    return total.add_(tokens) if checks.may_change(total, tokens) else total + tokens
+    return total.add_(tokens) if modes.may_change(total, tokens) else total + tokens
 
 
 def _tokens_of(image: Tensor) -> Tensor:

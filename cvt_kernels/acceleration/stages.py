@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends, checks
+from .. import backends, modes
 from ..ops.attention import attention
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
@@ -278,7 +278,7 @@ def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor
             stream, norm2.weight, norm2.bias, eps=norm2.eps, shift=shift, scale=fc1.input_scale,
             dtype=fc1.weight.dtype,
         )  # fmt: skip
-        dtype = checks.autocast_dtype(stream) or stream.dtype
+        dtype = modes.autocast_dtype(stream) or stream.dtype
         approximate = gelu if isinstance(fc2, Linear) else None
         args = fc1.weight, fc1.weight_scale, fc1.bias
         hidden = linear_int8(rows, *args, approximate=approximate, dtype=dtype)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..autotune import accuracy, cache_for
 from ..autotune.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
-from ..checks import autocast_dtype, check_flag, check_int, dtype_name
+from ..checks import check_flag, check_int, dtype_name
 from ..classes import is_fused, original_class
+from ..modes import autocast_dtype
 from ..tables import aligned
 from . import accelerate, give_classes_back
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped

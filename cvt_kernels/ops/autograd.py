@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import function
 
-from .. import checks
+from .. import modes
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ def check_inplace(name: str, written: Tensor, *tensors: Tensor | None) -> None:
         written: The tensor.
         tensors: All tensors of the call, of which one may want a gradient.
     """
-    if checks.wants_gradient(*tensors):
+    if modes.wants_gradient(*tensors):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if not written.is_contiguous():
         raise ValueError(f"{name}: is not contiguous, expected it to be with inplace=True")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from .. import checks, modes
 from ..records import AnyLinear
 from .packing import packed
 
@@ -95,9 +95,9 @@ def why_unsupported(x: Tensor, weights: Sequence[Tensor], tensors: Sequence[Tens
     assert library is not None
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which packs weights by itself"
-    if checks.wants_gradient(*tensors, x):
+    if modes.wants_gradient(*tensors, x):
         return "has no gradients"
-    if checks.autocast_enabled(x):
+    if modes.autocast_enabled(x):
         return "does not follow autocast"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"has no products of {checks.dtype_name(x.dtype)}"

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import machine
+from .. import launching
 from ..backends import Record, prepared_by
 
 _Function = TypeVar("_Function", bound=Callable[[Record], Any])
@@ -69,10 +69,10 @@ def _plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any]
     leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if not all(type(leaf) in (Tensor, nn.Parameter) and leaf.numel() for leaf in leaves):
         return None
-    launches: list[machine.Launch] = []
+    launches: list[launching.Launch] = []
     # Tensors of its own tell apart what in this call may be one and the same.
     alone = pytree.tree_map_only(Tensor, _like, call)
-    with machine.planned_launches(launches.append), _Noted() as noted:
+    with launching.planned_launches(launches.append), _Noted() as noted:
         out = function(alone)
     if noted.computes or not launches:
         return None
@@ -103,7 +103,7 @@ class _Writer:
     def __init__(self, function: Callable[[Record], Any], call: Record, noted: _Noted) -> None:
         self._record, self._casts = type(call), noted.casts
         self._scope: dict[str, Any] = {
-            "_function": function, "_record": type(call), "_on": machine.current_device_of,
+            "_function": function, "_record": type(call), "_on": launching.current_device_of,
             "_empty": torch.empty,
             "_descriptor": _descriptor, "_changed": torch.autograd.graph.increment_version,
         }  # fmt: skip
@@ -114,7 +114,7 @@ class _Writer:
             self._add_leaves(name, value)
         self._of_call = {source.expression for source in self._sources.values()}
 
-    def plan(self, launches: list[machine.Launch], out: Any) -> Callable[..., Any]:
+    def plan(self, launches: list[launching.Launch], out: Any) -> Callable[..., Any]:
         """Returns the function, which takes the values of the record of a call."""
         results = self._results(out)  # first, since what is returned has its own shape
         starts = [self._start(i, launch) for i, launch in enumerate(launches)]
@@ -194,7 +194,7 @@ class _Writer:
         self._scope[name] = value
         return name
 
-    def _start(self, number: int, launch: machine.Launch) -> str:
+    def _start(self, number: int, launch: launching.Launch) -> str:
         """Returns the line that starts a launch: by Triton until it is compiled, then directly."""
         kernel, grid, options = launch.kernel, (*launch.grid, 1, 1)[:3], launch.options
         runs: list[Any] = [None]

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import modes
 from ..machine import is_capturing
 from ..records import Pool
 from ..reference import attended_keys
@@ -81,7 +81,7 @@ def score_tokens(
 def scores_of_tokens(received: Tensor, grid: Grid, stride: int) -> Tensor:
     """Returns the scores of tokens (B, H·W) from what their keys receive (B, Nkv), a class token left out."""
     spread = spread_keys(grid, stride, class_token=False, device=received.device).to(received.dtype)
-    autocast = checks.autocast_enabled(received)  # which would round them, so that more are equal
+    autocast = modes.autocast_enabled(received)  # which would round them, so that more are equal
     with torch.autocast(received.device.type, enabled=False) if autocast else contextlib.nullcontext():
         return received[:, -spread.shape[0] :] @ spread
 
@@ -158,7 +158,7 @@ def _ranked(scores: Tensor, present: Tensor) -> Tensor:
 
 def _with_a_row(x: Tensor) -> Tensor:
     """Returns x with a row more where it is exported: without rows, sorting ends onnxruntime by a signal."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])]) if checks.is_exporting() else x
+    return torch.cat([x, x.new_zeros(1, x.shape[1])]) if modes.is_exporting() else x
 
 
 def _needs_known_shapes(x: Tensor) -> bool:

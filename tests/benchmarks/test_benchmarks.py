@@ -19,7 +19,7 @@ import cvt_kernels as ck
 from benchmarks import archive, auto, run, suites, tune, variants
 from benchmarks import tabulate_results as tabulate
 from cvt.commands.bench import models
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
@@ -600,7 +600,7 @@ def test_candidates_and_their_combination():
 
 
 def test_the_kernel_of_a_job_is_told_by_its_name():
-    launch = machine.Launch(SimpleNamespace(__name__="_attention_bwd_kernel"), (1,), {}, {})
+    launch = launching.Launch(SimpleNamespace(__name__="_attention_bwd_kernel"), (1,), {}, {})
     found = [
         name for name in tune.KERNELS["attention"] if tune.is_of(tune.Job("attention", "", name), launch)
     ]

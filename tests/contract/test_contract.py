@@ -12,7 +12,7 @@ from torch.func import jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.autotune import tuner
 from tests.checks import WIDEST, needs_float64, recorded_operators
 from tests.contract.examples import (
@@ -226,7 +226,7 @@ def test_the_kernels_do_the_work(operator, backend):
     call = made.call.map(tuner._copied)
     for work in (lambda: tuner._forward(made.public, call), lambda: run(made)):
         started.clear()
-        with recorded_operators() as called, machine.intercepted_launches(take):
+        with recorded_operators() as called, launching.intercepted_launches(take):
             work()
         ours = [name for name in called if name.startswith("cvt_kernels.")]
         found.append(len(ours) + len(started))

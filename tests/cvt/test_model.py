@@ -15,7 +15,7 @@ from cvt import PRESETS, CvT, CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
 from cvt.training.recipe import MODELS
-from cvt_kernels import backends, checks, dispatch
+from cvt_kernels import backends, dispatch, modes
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
 from tests.upstream import KERNELS_FIRST, assert_same_step, microsoft_numbers, relative
@@ -406,7 +406,7 @@ class OwnNorm(nn.LayerNorm):
 @pytest.mark.parametrize("norm", [None, OwnNorm], ids=["own", "replaced"])
 def test_under_autocast_a_gpus_norms_write_what_their_layers_read(monkeypatch, norm):
     """On a CPU, with a GPU's choice of dtype; a norm that someone put in its place is called as a module."""
-    monkeypatch.setattr(checks, "dtype_for_layers", checks.autocast_dtype)
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
     block = Block(PRESETS["cvt_13"].stages[0], 0.0)
     if norm is not None:
         block.norm1 = norm(block.norm1.normalized_shape)

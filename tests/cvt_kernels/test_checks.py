@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import checks
+from cvt_kernels import checks, modes
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 from cvt_kernels.records import PositionBias
 
@@ -36,7 +36,7 @@ def test_autocast_leaves_float64(backend):
     with ck.use_backend(backend):
         (expected,) = ck.conv_projection(x, (4, 4), [conv], training=False)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert checks.autocast_dtype(x.half()) == torch.bfloat16
+            assert modes.autocast_dtype(x.half()) == torch.bfloat16
             (y,) = ck.conv_projection(x, (4, 4), [conv], training=False)
     assert torch.equal(y, expected)
 

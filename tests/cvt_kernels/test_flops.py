@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.evaluation import cost
-from cvt_kernels import backends, checks, reference
+from cvt_kernels import backends, modes, reference
 from cvt_kernels.autotune import tuner
 from tests.checks import recorded_operators
 from tests.contract.examples import example
@@ -141,7 +141,7 @@ def test_nothing_is_tuned_in_what_is_counted(monkeypatch):
 def test_other_modes_see_what_runs():
     x = torch.randn(2, 20, 2, 8)
     with ck.use_backend("native"), recorded_operators() as names:
-        assert not checks.is_counted()
+        assert not modes.is_counted()
         ck.attention(x, x, x)
     assert "cvt_kernels.attention_inference.default" in names
 

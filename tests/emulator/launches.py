@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import cvt_kernels as ck
 from cvt.commands.compile.triton_kernels import specialize
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching, machine
 from cvt_kernels.autotune import accuracy
 from tests import accesses
 from tests.cvt_kernels.ops import test_accesses
@@ -73,7 +73,7 @@ class Runner:
         self._order = {"seed": seed, "limit": limit}
         self.ran: list[Ran] = []
 
-    def run(self, launch: machine.Launch) -> None:
+    def run(self, launch: launching.Launch) -> None:
         """Compiles a launch, and runs it."""
         kernel = specialize(launch, self._arch)
         compiled = triton.compile(
@@ -124,7 +124,7 @@ def _bytes(value: Any, kind: Any, boxes: Iterator[dict[str, Any]]) -> Iterator[b
         raise UnsupportedError(f"an argument of {kind}")
 
 
-def _regions(launch: machine.Launch) -> list[Region]:
+def _regions(launch: launching.Launch) -> list[Region]:
     """Returns the storages of a launch's tensors; only the elements of the tensors may be touched."""
     allowed: dict[int, np.ndarray] = {}
     for tensor in accesses.tensors_of(launch.arguments):
@@ -254,7 +254,7 @@ class Check:
         runner = runner or Runner(self._call.arch)
         with (
             self._precision(), _enabled(), ck.use_backend("triton"),
-            machine.intercepted_launches(
+            launching.intercepted_launches(
                 runner.run, self._call.case.chip._replace(capability=self._call.arch)
             ),
         ):  # fmt: skip

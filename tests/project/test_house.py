@@ -20,12 +20,13 @@ FILES = sorted(path for package in ("cvt_kernels", "cvt") for path in (ROOT / pa
 
 #: From the ground up: a room imports from itself and from rooms of earlier lines.
 FLOORS = (
-    {"cvt_kernels.autotune.accuracy", "cvt_kernels.checks"},
-    {"cvt_kernels.records", "cvt_kernels.tables", "cvt_kernels.toolkit"},
+    {"cvt_kernels.caller", "cvt_kernels.modes", "cvt_kernels.toolkit"},
+    {"cvt_kernels.checks"},
+    {"cvt_kernels.records", "cvt_kernels.tables"},
     {"cvt_kernels.reference"},
     {"cvt_kernels.machine"},
-    {"cvt_kernels.autotune.clock", "cvt_kernels.missing", "cvt_kernels.autotune.cache"},
-    {"cvt_kernels.autotune.tuner"},
+    {"cvt_kernels.launching", "cvt_kernels.missing"},
+    {"cvt_kernels.autotune"},
     {"cvt_kernels.backends"},
     {"cvt_kernels.dispatch"},
     {"cvt_kernels.declaration"},

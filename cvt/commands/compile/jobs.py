@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from cvt_kernels import machine
+from cvt_kernels import launching
 
 from ...config import DTYPES
 from ..process import temporary_files_together
@@ -58,7 +58,7 @@ class Job(NamedTuple):
     """One compilation, and the cases that the kernel serves, with its launches in each."""
 
     source: TritonKernel
-    cases: dict[LaunchCase, list[machine.Launch]]
+    cases: dict[LaunchCase, list[launching.Launch]]
 
 
 class Row(NamedTuple):
@@ -89,7 +89,7 @@ def triton_jobs(selection: Selection) -> list[Job]:
     return list(jobs.values())
 
 
-def launches_of(case: LaunchCase, arch: int) -> list[machine.Launch]:
+def launches_of(case: LaunchCase, arch: int) -> list[launching.Launch]:
     """Returns the launches of a case; none for an operator or a stage that its model does not have."""
     stage = stages_of(case.model, case.image_size)[case.stage - 1 : case.stage]
     if not stage or not is_of(case.operator, case.model):
@@ -97,7 +97,7 @@ def launches_of(case: LaunchCase, arch: int) -> list[machine.Launch]:
     return TRITON_OPERATORS[case.operator](
         *stage,
         DTYPES[case.dtype],
-        machine.Chip(arch, LIMITS[arch].multiprocessors),
+        launching.Chip(arch, LIMITS[arch].multiprocessors),
         batch=case.batch_size,
         training=case.mode == "training",
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.records import ConvBatchNorm, PositionBias
 
 from ...config import PRESETS, default_image_size
@@ -137,10 +137,10 @@ class _Step:
 
 
 #: Operators with Triton kernels, by name.
-TRITON_OPERATORS: dict[str, Callable[..., list[machine.Launch]]] = {}
+TRITON_OPERATORS: dict[str, Callable[..., list[launching.Launch]]] = {}
 
 
-def _operator(run: Callable[..., None]) -> Callable[..., list[machine.Launch]]:
+def _operator(run: Callable[..., None]) -> Callable[..., list[launching.Launch]]:
     """Turns a function that runs a :class:`_Step` into one that returns its launches, and lists it.
 
     That takes the stage, the dtype and the GPU, and by keyword ``batch``, ``training`` and the settings.
@@ -150,13 +150,13 @@ def _operator(run: Callable[..., None]) -> Callable[..., list[machine.Launch]]:
     def launches_of(
         stage: Stage,
         dtype: torch.dtype,
-        chip: machine.Chip,
+        chip: launching.Chip,
         *,
         batch: int = 256,
         training: bool = True,
         **settings: Any,
-    ) -> list[machine.Launch]:
-        with machine.recorded_launches(chip) as launches, torch.set_grad_enabled(training):
+    ) -> list[launching.Launch]:
+        with launching.recorded_launches(chip) as launches, torch.set_grad_enabled(training):
             run(_Step(stage, dtype, batch, training), **settings)
         return launches
 
@@ -309,7 +309,7 @@ def linear_int8_launches(step: _Step, *, numbers: torch.dtype = torch.int8) -> N
         )  # fmt: skip
 
 
-def linear_float8_launches(*args: Any, **options: Any) -> list[machine.Launch]:
+def linear_float8_launches(*args: Any, **options: Any) -> list[launching.Launch]:
     """Returns the launches of these four with float8_e4m3fn; none on chips without such products."""
     operators = (
         quantize_rows_launches,

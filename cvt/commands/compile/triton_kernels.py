@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from cvt_kernels import machine
+from cvt_kernels import launching
 
 from .resources import Resources, Usage, usages_of
 
@@ -76,7 +76,7 @@ class TritonKernel(NamedTuple):
         )
 
 
-def specialize(launch: machine.Launch, arch: int) -> TritonKernel:
+def specialize(launch: launching.Launch, arch: int) -> TritonKernel:
     """Returns the kernel of a launch, specialized as Triton specializes it for these arguments."""
     kernel, backend = launch.kernel, make_backend(GPUTarget("cuda", arch, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import autotune, backends, dispatch, machine
+from cvt_kernels import autotune, backends, dispatch, launching
 from cvt_kernels.autotune import Measurement, tuner
 
 from .cache_keys import CacheKey
@@ -209,7 +209,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _compile(launch: machine.Launch) -> None:
+def _compile(launch: launching.Launch) -> None:
     launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
 
@@ -249,7 +249,7 @@ class _Server:
             return
         # Without what serves later calls, which starts the same kernels in a way that is not seen here.
         function = functools.partial(task.candidates["triton"])
-        with self._undisturbed(), machine.intercepted_launches(_compile):
+        with self._undisturbed(), launching.intercepted_launches(_compile):
             for call in (task.sample, task.timed):
                 tuner.runner_of(function, call.detached())()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, reference
+from ... import checks, modes, reference
 from ...backends import Implementation, Record
 from ...declaration import native_kernels, operator, triton_kernels
 from ...records import PositionBias
@@ -32,7 +32,7 @@ def sdpa(call: Record) -> Tensor:
         places = position_bias(position, q.shape[1], k.shape[1])
         mask = places if bias is None else places + bias
     if mask is not None:
-        mask = mask.to(checks.autocast_dtype(q) or q.dtype)
+        mask = mask.to(modes.autocast_dtype(q) or q.dtype)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -46,9 +46,9 @@ def _why_sdpa_unsupported(call: Record) -> str | None:
     q, _, _, _, bias, dropout_p, _ = call
     if bias is not None and q.device.type != "cpu":
         return "may give no zeros where the bias excludes every key"
-    if checks.forward_mode_enabled():
+    if modes.forward_mode_enabled():
         return "has no derivatives in forward mode"
-    if q.device.type == "cpu" and checks.is_transformed():
+    if q.device.type == "cpu" and modes.is_transformed():
         return "computes one call of a vmap after the other on a CPU"
     return "draws other random numbers than the reference" if dropout_p > 0 else None
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from ...records import PositionBias
 from ...reference import position_bias
 from . import check_attention_map
@@ -80,7 +80,7 @@ def attention_map(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if scale is None:
         scale = head_dim**-0.5
-    autocast = checks.autocast_enabled(q)
+    autocast = modes.autocast_enabled(q)
     with torch.autocast(q.device.type, enabled=False) if autocast else contextlib.nullcontext():
         scores = torch.einsum("bqhd,bkhd->bhqk", q[:, index].to(dtype) * scale, k.to(dtype))
     if bias is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import machine, modes
 from ...backends import Record, prepared_by
 from . import why_scale_too_small
 
@@ -38,7 +38,7 @@ def _(q: Tensor, *others: Any) -> Tensor:
 def why_unsupported(call: Record) -> str | None:
     """Says why these kernels cannot serve a call; None if they can."""
     q, k, v, scale, bias, dropout_p, position = call
-    if checks.wants_gradient(q, k, v, None if position is None else position.table):
+    if modes.wants_gradient(q, k, v, None if position is None else position.table):
         return "has no gradients on a CPU"
     if bias is not None:
         return "takes no bias on a CPU"
@@ -51,7 +51,7 @@ def why_unsupported(call: Record) -> str | None:
 
 def _prepare(call: Record) -> Callable[..., Tensor] | None:
     q, scale, position = call.q, call.scale, call.position
-    if position is not None or checks.autocast_dtype(q) is not None:
+    if position is not None or modes.autocast_dtype(q) is not None:
         return None
     factor = q.shape[3] ** -0.5 if scale is None else scale
     return lambda q, k, v, *_: _op(q, k, v, factor)
@@ -63,7 +63,7 @@ def attention(call: Record) -> Tensor:
     q, k, v, scale, _, _, position = call
     if scale is None:
         scale = q.shape[3] ** -0.5
-    if (dtype := checks.autocast_dtype(q)) is not None:
+    if (dtype := modes.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if position is None:
         return _op(q, k, v, scale)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import checks, machine
+from ... import machine, modes
 from ...backends import Record, bound_by
 from .. import packing
 
@@ -41,9 +41,9 @@ def why_unsupported(call: Record) -> str | None:
         return "packs plain tensors only"
     if image.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
-    if checks.autocast_enabled(image):
+    if modes.autocast_enabled(image):
         return "is not for autocast: convert the model to bfloat16 instead"
-    if checks.wants_gradient(*tensors):
+    if modes.wants_gradient(*tensors):
         return "has no gradients"
     return None
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, dispatch
+from ... import checks, dispatch, modes
 from ...backends import Record
 from ...declaration import facts_of, facts_of_tensor, native_kernels, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
@@ -152,7 +152,7 @@ def conv_projection(
         BackendUnavailable: The requested backend cannot serve the call.
     """
     height, width = grid
-    tokens, channels = x.shape[1], checks.plain_size(x.shape[2])
+    tokens, channels = x.shape[1], modes.plain_size(x.shape[2])
     class_token, spatial = x.split([tokens - height * width, height * width], dim=1)
     # In this order: for B = 1, the strides that transpose and unflatten would leave make the CPU's
     # batch_norm compute wrong gradients in evaluation (seen in torch 2.13).

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import machine, modes
 from ...backends import Record, prepared_by
 from ...records import ConvBatchNorm, flattened, summands
 from ..autograd import once_differentiable
@@ -180,14 +180,14 @@ def why_unsupported(call: Record) -> str | None:
 
 
 def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
-    return checks.wants_gradient(
+    return modes.wants_gradient(
         x, *(t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias))
     )
 
 
 def _prepare(call: Record) -> Callable[..., tuple[Tensor, ...]] | None:
     x, grid, convs, training = call
-    if checks.autocast_dtype(x) is not None or any(type(branch) is not ConvBatchNorm for branch in convs):
+    if modes.autocast_dtype(x) is not None or any(type(branch) is not ConvBatchNorm for branch in convs):
         return None
     height, width, geometry, eps, constant, summed = _Settings.of(grid, *flattened(convs), training)
     if not all(constant):
@@ -215,7 +215,7 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     wants_gradient = _wants_gradient(x, convs)
     settings = _Settings.of(grid, convs, lengths, training)
     weights = [conv.weight for conv in convs]
-    if (dtype := checks.autocast_dtype(x)) is not None:
+    if (dtype := modes.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     if not wants_gradient and all(settings.constant):
         return tuple(_infer(x, settings, weights, [t for conv in convs for t in conv[1:5]]))

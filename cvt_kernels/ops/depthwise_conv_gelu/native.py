@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import machine, modes
 from ...backends import Record, prepared_by
 from ..autograd import once_differentiable
 
@@ -69,7 +69,7 @@ def _(
 
 def _prepare(call: Record) -> Callable[..., Tensor]:
     operator, approximate = _ops.depthwise_conv_gelu.default, call.approximate
-    dtype = checks.autocast_dtype(call.x)
+    dtype = modes.autocast_dtype(call.x)
     if dtype is None:
         return lambda x, grid, weight, bias, _: operator(x, *grid, weight, bias, approximate)
     return lambda x, grid, weight, bias, _: operator(*_cast(dtype, x, grid, weight, bias), approximate)
@@ -89,8 +89,8 @@ def depthwise_conv_gelu(call: Record) -> Tensor:
     computed in autocast's dtype, as convolutions are.
     """
     x, grid, weight, bias, approximate = call
-    wants_gradient = checks.wants_gradient(x, weight, bias)
-    dtype = checks.autocast_dtype(x)
+    wants_gradient = modes.wants_gradient(x, weight, bias)
+    dtype = modes.autocast_dtype(x)
     args = (x, *grid, weight, bias) if dtype is None else _cast(dtype, x, grid, weight, bias)
     if wants_gradient:
         return _DepthwiseConvGelu.apply(*args, approximate)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, reference
+from ... import checks, modes, reference
 from ...backends import Record
 from ...declaration import native_kernels, operator
 from ...records import GeluVariant, Norm
@@ -103,7 +103,7 @@ def layer_norm(
     """
     if shift is not None:
         x = (x + shift).to(x.dtype)
-    shape = (checks.plain_size(x.shape[-1]),)
+    shape = (modes.plain_size(x.shape[-1]),)
     if _are_wider(x, weight, bias):
         weight, bias = (None if t is None else t.float() for t in (weight, bias))
         out = F.layer_norm(x.float(), shape, weight, bias, eps).to(x.dtype)
@@ -114,7 +114,7 @@ def layer_norm(
 
 def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
     """Says whether parameters are of float32 and x is not: F.layer_norm takes them on a CPU only."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or checks.autocast_enabled(x):
+    if x.dtype not in (torch.bfloat16, torch.float16) or modes.autocast_enabled(x):
         return False
     return any(p is not None and p.dtype == torch.float32 for p in parameters)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks, machine
+from ... import machine, modes
 from ...backends import Record, prepared_by
 from ..autograd import once_differentiable
 
@@ -198,7 +198,7 @@ def _prepare_layer_norm(call: Record) -> Callable[..., Tensor] | None:
 def layer_norm(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
     x, weight, bias, eps, dtype, shift = call
-    if shift is not None and checks.wants_gradient(x, weight, bias, shift):
+    if shift is not None and modes.wants_gradient(x, weight, bias, shift):
         x, shift = (x + shift).to(x.dtype), None
     return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
 
@@ -236,7 +236,7 @@ def _call_layer_norm(
     dtype: torch.dtype,
     shift: Tensor | None = None,  # None where a gradient is wanted
 ) -> Tensor:
-    if checks.wants_gradient(x, weight, bias):
+    if modes.wants_gradient(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, activation, dtype)
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
 
@@ -261,7 +261,7 @@ def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
         if result != stream:
             h = x + residual
             return h, _normalize(h, weight, bias, eps, result)
-    if checks.wants_gradient(x, residual, weight, bias):
+    if modes.wants_gradient(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps, result)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps, result)
 
@@ -298,6 +298,6 @@ def bias_gelu(call: Record) -> Tensor:
 
 
 def _gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    if checks.wants_gradient(x, bias):
+    if modes.wants_gradient(x, bias):
         return _Gelu.apply(x, bias, approximate)
     return _ops.gelu.default(x, bias, approximate)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks, dispatch, reference
+from ... import checks, dispatch, modes, reference
 from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
@@ -159,7 +159,7 @@ def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
     A matrix product adds its bias for free.
     """
-    gradient = checks.wants_gradient(x, weight, bias)
+    gradient = modes.wants_gradient(x, weight, bias)
     return bias is not None and dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
 
 
@@ -182,7 +182,7 @@ def _compose_add(call: Record) -> Tensor:
     if not inplace:
         return residual + linear(x, weight, bias)
     differ = residual.dtype != x.dtype or weight.dtype != x.dtype
-    if bias is not None or differ or checks.autocast_enabled(x) or checks.is_counted():
+    if bias is not None or differ or modes.autocast_enabled(x) or modes.is_counted():
         return residual.add_(linear(x, weight, bias))
     rows = residual.view(-1, residual.shape[-1])
     rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks
+from ... import modes
 from ...backends import Record
 
 _CHUNK = 1024  # rows that are converted at a time, which bounds the memory beside the result
@@ -40,6 +40,6 @@ def why_float32_unsupported(call: Record) -> str | None:
     """Says why :func:`by_float32` cannot serve a call; None if it can."""
     if call.x.dtype not in (torch.bfloat16, torch.float16):
         return "serves 16-bit tensors only"
-    if checks.wants_gradient(*call):
+    if modes.wants_gradient(*call):
         return "has no gradients"
-    return "autocast would convert the float32 numbers again" if checks.autocast_enabled(call.x) else None
+    return "autocast would convert the float32 numbers again" if modes.autocast_enabled(call.x) else None

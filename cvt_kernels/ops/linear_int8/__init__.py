@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, reference
+from ... import checks, modes, reference
 from ...backends import Implementation, Record
 from ...declaration import native_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
@@ -291,7 +291,7 @@ _EXACT = 1024
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x · weightᵀ of 8-bit numbers in float32, rounded once."""
-    with checks.without_autocast(x):
+    with modes.without_autocast(x):
         parts = zip(x.split(_EXACT, -1), weight.split(_EXACT, -1), strict=True)
         sums = [F.linear(a.float(), b.float()) for a, b in parts]
     if len(sums) == 1:
@@ -366,7 +366,7 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
     """Returns the dtype of a result for which none was named."""
     if x_scales is None:
         checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
-        return checks.autocast_dtype(x) or x.dtype
+        return modes.autocast_dtype(x) or x.dtype
     if residual is not None:
         checks.check_float_tensor("residual", residual, "(..., outputs)")
         return residual.dtype
@@ -450,11 +450,11 @@ def _check_residual(residual: Tensor, x: Tensor, weight: Tensor, dtype: torch.dt
     checks.check_float_tensor("residual", residual, "(..., outputs)")
     checks.check_shape("residual", residual, (*x.shape[:-1], weight.shape[0]), "(..., outputs)")
     checks.check_device("residual", residual, "x", x)
-    if residual.dtype != dtype and not checks.autocast_enabled(x):
+    if residual.dtype != dtype and not modes.autocast_enabled(x):
         got, expected = checks.dtype_name(residual.dtype), checks.dtype_name(dtype)
         raise TypeError(f"residual: has dtype {got}, expected {expected} as the result")
 
 
 def _check_no_gradient(*tensors: Tensor | None) -> None:
-    if checks.wants_gradient(*tensors):
+    if modes.wants_gradient(*tensors):
         raise ValueError("x: wants a gradient, expected none, since rounding has no useful one")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks, reference
+from ... import checks, modes, reference
 from ...records import GeluVariant, QuantizedLinear, QuantizedRows
 from . import MOST_INPUTS, check_format, linear_int8
 
@@ -92,11 +92,11 @@ class QuantizedLayer(nn.Module):
         layer = self.weight, self.weight_scale, self.bias
         if not isinstance(x, QuantizedRows):
             return linear_int8(x, *layer, input_scale=self.input_scale, approximate=approximate)
-        dtype = checks.autocast_dtype(x.values) or (None if self.bias is None else self.bias.dtype)
+        dtype = modes.autocast_dtype(x.values) or (None if self.bias is None else self.bias.dtype)
         return linear_int8(x, *layer, approximate=approximate, dtype=dtype)
 
     def _call(self, x: Tensor | QuantizedRows) -> Tensor:
-        if isinstance(x, QuantizedRows) or not checks.wants_gradient(x, self.bias):
+        if isinstance(x, QuantizedRows) or not modes.wants_gradient(x, self.bias):
             return self.product(x)
         return self._product_with_gradient(x)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import modes
 from ...backends import Record
 from ..autograd import once_differentiable
 
@@ -122,14 +122,14 @@ class _Scatter(torch.autograd.Function):
 def gather_rows(backend: str, call: Record) -> Tensor:
     """Computes ``cvt_kernels.gather_rows`` by the kernels of a backend."""
     x, rows = call
-    return _Gather.apply(backend, x, rows) if checks.wants_gradient(x) else KERNELS[backend].gather(x, rows)
+    return _Gather.apply(backend, x, rows) if modes.wants_gradient(x) else KERNELS[backend].gather(x, rows)
 
 
 def gather_add_layer_norm(backend: str, call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.gather_add_layer_norm`` by the kernels of a backend."""
     x, rows, branch, weight, bias, eps, named = call
     dtype = _result_dtype(x, branch, named)
-    if checks.wants_gradient(x, branch, weight, bias):
+    if modes.wants_gradient(x, branch, weight, bias):
         return _GatherAddLayerNorm.apply(backend, x, rows, branch, weight, bias, eps, dtype)
     run = KERNELS[backend].gather_add_layer_norm
     h, y, _ = run(x, rows, branch, weight, bias, eps, dtype, False)
@@ -142,7 +142,7 @@ def scatter_rows(backend: str, call: Record) -> Tensor:
     if inplace:
         KERNELS[backend].scatter_(x, rows, values, branch)
         return x
-    if checks.wants_gradient(x, values, branch):
+    if modes.wants_gradient(x, values, branch):
         return _Scatter.apply(backend, x, rows, values, branch)
     return KERNELS[backend].scatter(x, rows, values, branch, x.shape[1])
 

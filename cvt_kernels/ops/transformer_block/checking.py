@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from ...backends import Record
 from ...records import (
     LIMITS,
@@ -48,7 +48,7 @@ def check(call: Record) -> None:
     if scores is not None:
         _check_scores(scores, block, x.shape[1] - grid[0] * grid[1])
     checks.check_flag("inplace", inplace)
-    if block.quantized_layers() and checks.wants_gradient(x, *block.tensors()):
+    if block.quantized_layers() and modes.wants_gradient(x, *block.tensors()):
         raise ValueError("x: a gradient is wanted, expected none, since quantized layers have none")
     if inplace:
         check_inplace("x", x, x, *block.tensors())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import modes
 from ...backends import Record
 from ...records import AnyLinear, Linear, QuantizedLinear, Reduction, TransformerBlock
 from ...reference import attended_keys
@@ -34,7 +34,7 @@ def transformer_block(call: Record) -> Any:
         out = x.copy_(out) if inplace and out is not x else out
     else:
         gathered = gather_rows(x, rows)
-        may_replace = checks.may_change(gathered, *block.tensors())
+        may_replace = modes.may_change(gathered, *block.tensors())
         out = scatter_rows(x, rows, _finish(y, gathered, grid, block, may_replace), inplace=inplace)
     return with_scores(out, q, k, call)
 
@@ -72,7 +72,7 @@ def _finish(y: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock
     """Returns x after the block, from the result of attention."""
     stream, hidden = _add_and_hide(y, x, grid, block, inplace)
     # PyTorch lays out a sum as its first summand.
-    may_replace = stream.is_contiguous() and checks.may_change(stream, hidden, *block.fc2)
+    may_replace = stream.is_contiguous() and modes.may_change(stream, hidden, *block.fc2)
     return _add(hidden, block.fc2, stream, inplace=may_replace)
 
 
@@ -112,5 +112,5 @@ def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
     """Returns the sum of the stream and a linear layer, for a float layer in the place of the stream."""
     if isinstance(layer, Linear):
         return linear_add(y, *layer, stream, inplace=inplace)
-    dtype = torch.promote_types(stream.dtype, checks.autocast_dtype(stream) or stream.dtype)
+    dtype = torch.promote_types(stream.dtype, modes.autocast_dtype(stream) or stream.dtype)
     return linear_int8(y, **layer._asdict(), residual=stream, dtype=dtype)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checks, machine
+from ... import checks, machine, modes
 from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
 from .. import packing
@@ -48,9 +48,9 @@ def why_unsupported(call: Record) -> str | None:
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
-    if checks.autocast_enabled(x):
+    if modes.autocast_enabled(x):
         return "is not for autocast: convert the model to bfloat16 instead"
-    if checks.wants_gradient(x, *block.tensors()):
+    if modes.wants_gradient(x, *block.tensors()):
         return "has no gradients"
     head_dim = block.linears[0].weight.shape[0] // block.num_heads
     if head_dim > _MAX_HEAD_DIM:

@@ -23,7 +23,7 @@ from cvt.commands.compile import launches, resources
 from cvt.commands.compile.jobs import LaunchCase
 from cvt.commands.compile.resources import Resources, Usage
 from cvt.commands.compile.triton_kernels import TritonKernel
-from cvt_kernels.machine import Chip
+from cvt_kernels.launching import Chip
 from cvt_kernels.ops.triton_launch import Budget
 
 

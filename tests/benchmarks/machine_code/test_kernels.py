@@ -120,13 +120,13 @@ def last_launches(operator, count):
 WITHOUT_BIAS = """
 import torch
 from cvt.commands.compile import launches
-from cvt_kernels import machine
+from cvt_kernels import launching, machine
 from cvt_kernels.ops.depthwise_conv_gelu.triton import forward
 
 listed = launches.TRITON_OPERATORS["depthwise_conv_gelu"]
 
 def both(stage, dtype, chip, *, batch, training):
-    with machine.recorded_launches(chip) as others:
+    with launching.recorded_launches(chip) as others:
         if not training:
             x = torch.empty(batch, 128 * 128, stage.channels, dtype=dtype, device="meta")
             forward.conv_gelu_forward(x, stage.grid, x.new_empty(stage.channels, 1, 3, 3), None, "tanh")

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.machine_code import work
 from cvt.commands.compile import launches
-from cvt_kernels.machine import Chip
+from cvt_kernels.launching import Chip
 from cvt_kernels.ops.conv_projection.triton import forward
 
 STAGES = launches.stages("cvt_13")

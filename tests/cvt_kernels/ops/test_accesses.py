@@ -17,14 +17,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
 from benchmarks.machine_code import work
-from cvt_kernels import machine, ops
+from cvt_kernels import launching, machine, ops
 from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
 
 pytestmark = pytest.mark.skipif(not machine.INTERPRETING, reason="the kernels are compiled, not interpreted")
 #: Few multiprocessors, so that programs that take several tiles are several all the same.
-CHIP = machine.Chip(90, 2)
+CHIP = launching.Chip(90, 2)
 FLOAT16, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
     call: Callable[[], Any]
     kernels: str
-    chip: machine.Chip = CHIP
+    chip: launching.Chip = CHIP
     is_dense: bool = True
 
 
@@ -239,7 +239,7 @@ LINEAR = {
     "GELU of half a tile": Case(lambda: linear_gelu(5, 20, 384, dtype=FLOAT16), "linear_gelu"),
     "sum of two thirds of a tile": Case(lambda: linear_add(5, 24, 1024, dtype=FLOAT16), "linear_add"),
     "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
-    "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", machine.Chip(80, 2)),
+    "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", launching.Chip(80, 2)),
     "sum in place by descriptors": Case(
         lambda: linear_add(131, 72, 200, dtype=FLOAT16, inplace=True), "linear_add"
     ),
@@ -317,11 +317,13 @@ CASES = ATTENTION | CONVOLUTIONS | LINEAR | ROWS
 # The tests ------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, change: Callable[[machine.Launch], machine.Launch] = lambda launch: launch) -> Accesses:
+def run(
+    case: Case, change: Callable[[launching.Launch], launching.Launch] = lambda launch: launch
+) -> Accesses:
     """Returns what a case touches, its results included, with changed launches."""
     torch.manual_seed(0)
     with (
-        machine.intercepted_launches(lambda launch: change(launch).start(), case.chip),
+        launching.intercepted_launches(lambda launch: change(launch).start(), case.chip),
         ck.use_backend("triton"),
         recorded_accesses() as accesses,
     ):
@@ -336,7 +338,7 @@ def accesses_of(name: str) -> Accesses:
     return run(CASES[name])
 
 
-def name_of(launch: machine.Launch) -> str:
+def name_of(launch: launching.Launch) -> str:
     return launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
 
 
@@ -367,7 +369,7 @@ DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
 def test_sizes_that_are_drawn(data):
     """``--hypothesis-profile default`` tries others every time."""
     call = data.draw(st.sampled_from(DRAWN))
-    chip = machine.Chip(data.draw(st.sampled_from([80, 90, 100])), data.draw(st.sampled_from([1, 3])))
+    chip = launching.Chip(data.draw(st.sampled_from([80, 90, 100])), data.draw(st.sampled_from([1, 3])))
     case = Case(lambda: call(lambda choices: data.draw(st.sampled_from(choices))), "", chip)
     assert run(case).faults == []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from tests.contract.examples import served, tensors_of
 
 pytest.importorskip("triton")
@@ -44,7 +44,7 @@ def kernel():
 
 
 def launch(kernel, x, parts, out, grid=(3, 2)):
-    machine.launch(
+    launching.launch(
         kernel, grid, on=x, options={"num_warps": 4},
         BLOCK=16, rows=7, x_ptr=x, y_ptrs=parts, absent_ptr=None, out_ptr=out,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_descriptors_are_made_anew(kernel):
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "current_device_of", lambda on: machine._NOTHING)
+        patch.setattr(launching, "current_device_of", lambda on: launching._NOTHING)
         run = function.prepare(make_call())
         for _ in range(2):
             call = make_call()

@@ -67,7 +67,7 @@ def printed_by(program):
 ONES = """
 import torch
 from cvt.commands.compile import launches, triton_kernels
-from cvt_kernels.machine import Chip
+from cvt_kernels.launching import Chip
 
 def with_ones(value):
     if isinstance(value, tuple):
@@ -133,7 +133,7 @@ def _asks_for_none(statement):
 ONE_REGION = """
 import torch
 from cvt.commands.compile import launches, triton_kernels
-from cvt_kernels.machine import Chip
+from cvt_kernels.launching import Chip
 
 stage = launches.Stage((4, 4), 64, 0, None)
 launch = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, hybrid=True)[0]
@@ -152,7 +152,7 @@ PRODUCTS = """
 import torch
 from benchmarks.machine_code.examined import examine
 from cvt.commands.compile import triton_kernels
-from cvt_kernels import machine
+from cvt_kernels import launching
 from cvt_kernels.ops.linear_int8.triton import common, forward
 
 def meta(*shape, dtype=torch.float32):
@@ -168,7 +168,7 @@ for number in (torch.int8, torch.float8_e4m3fn):
         (192, 768, torch.bfloat16), (100, 50, torch.bfloat16), (768, 384, torch.float32),
         (768, 192, torch.bfloat16), (192, 448, torch.float16),
     ):
-        with machine.recorded_launches(machine.Chip(90, 132)) as launches:
+        with launching.recorded_launches(launching.Chip(90, 132)) as launches:
             x, weight = meta(4096, inputs, dtype=number), meta(outputs, inputs, dtype=number)
             scales = meta(4096, 1), meta(outputs)
             forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt_kernels import backends, machine, quantization
+from cvt_kernels import backends, launching, quantization
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 from cvt_kernels.quantization import calibration
 from tests.checks import Terminal
@@ -288,7 +288,7 @@ def test_tritons_kernels_calibrate_as_the_others(monkeypatch, scheme):
         launched.append(launch.kernel.__name__)
         launch.start()
 
-    with machine.intercepted_launches(take):
+    with launching.intercepted_launches(take):
         reports = [ck.quantize(copy.deepcopy(model), images(1, 16, 16), scheme=scheme)]
         assert bool(launched) == torch.cuda.is_available()
         monkeypatch.setattr(calibration, "requesting", backends.requesting)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .... import checks
+from .... import modes
 from ....backends import Record
 from ....records import PositionBias
 from ...planned_launches import planned
@@ -167,12 +167,12 @@ def attention(call: Record) -> Tensor:
     q, k, v, scale, bias, _, position = call
     if scale is None:
         scale = q.shape[3] ** -0.5
-    if (dtype := checks.autocast_dtype(q)) is not None:
+    if (dtype := modes.autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if abs(scale) > _LARGEST_SCALE:
         q, scale = q * scale, 1.0
     table, rows, places = _parts_of(position)
-    needs_gradient = checks.wants_gradient(q, k, v, bias, table)
+    needs_gradient = modes.wants_gradient(q, k, v, bias, table)
     if torch.compiler.is_compiling():
         return _forward_op(q, k, v, bias, scale, needs_gradient, table, rows, places)[0]
     if needs_gradient:

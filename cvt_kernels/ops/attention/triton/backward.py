@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import machine
+from .... import launching
 from ....records import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
@@ -147,7 +147,7 @@ def _launch_dq(arguments: dict[str, Any], out: Tensor, dq: Tensor) -> None:
     batch, queries, heads, _ = dq.shape
     config = configuration_for("bwd_dq", dq)
     blocks = -(-queries // config.block_q)
-    machine.launch(
+    launching.launch(
         _attention_bwd_dq_kernel, (batch * heads * blocks,), on=dq, options=config.options,
         **arguments, out_ptr=out, dq_ptr=dq, blocks=blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
         TAIL=tail_width(arguments["keys"], config.block_kv, dq.element_size()),
@@ -208,7 +208,7 @@ def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
     batch, keys, heads, _ = dk.shape
     config = configuration_for("bwd_dkdv", dk, arguments["SPEC"])
     blocks = -(-keys // config.block_kv)
-    machine.launch(
+    launching.launch(
         _attention_bwd_dkdv_kernel, (batch * heads * blocks,), on=dk, options=config.options,
         **arguments, dk_ptr=dk, dv_ptr=dv, blocks=blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
     )  # fmt: skip
@@ -253,7 +253,7 @@ def _attention_bwd_kernel(
 def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     batch, keys, heads, _ = dk.shape
     config = configuration_for("bwd", dq)
-    machine.launch(
+    launching.launch(
         _attention_bwd_kernel, (batch * heads,), on=dq, options=config.options,
         **arguments, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, BLOCK_Q=config.block_q, BLOCK_KV=padded(keys),
     )  # fmt: skip
@@ -328,7 +328,7 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
     splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), shared_images * shared_heads * shared_blocks)
     dtype = bias.dtype if splits == 1 else accumulator_dtype(q)
     dbias = bias.new_empty(splits, bias_images, bias_heads, bias_queries, bias_keys, dtype=dtype)
-    machine.launch(
+    launching.launch(
         _attention_bwd_bias_kernel, (splits * tiles,), on=q, options=config.options,
         **arguments, dbias_ptr=dbias, splits=splits, query_blocks=query_blocks, key_blocks=key_blocks,
         bias_images=bias_images, bias_heads=bias_heads, bias_queries=bias_queries,
@@ -418,7 +418,7 @@ def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) 
         splits, heads, places.table_height, places.width, places.key_width, dtype=accumulator_dtype(q)
     )
     slots = q if position.rows is None else _slots(position.rows, places)
-    machine.launch(
+    launching.launch(
         _attention_bwd_table_kernel, (splits * tiles,), on=q, options=options,
         **arguments, slots_ptr=slots, dtiles_ptr=dtiles, splits=splits, images=batch,
         BLOCK_Q=block_q, BLOCK_KV=block_kv,

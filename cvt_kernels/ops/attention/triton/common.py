@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ....records import PositionBias
 from ...triton_launch import Budget, Overrides, product_types
 
@@ -162,7 +162,7 @@ overridden = _overrides.replaced
 def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> LaunchConfig:
     """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
     by_position = spec is not None and spec.position is not None
-    capability = machine.chip(q.device).capability
+    capability = launching.chip(q.device).capability
     return configuration(kernel, q.shape[3], q.element_size(), capability, by_position=by_position)
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ....records import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
@@ -252,7 +252,7 @@ def attention_forward(
     else:
         config = configuration_for("fwd_loop", out)
         settings = _settings_of_loop(config, arguments, out.element_size())
-    machine.launch(
+    launching.launch(
         kernel, (batch * heads * settings["blocks"],), on=out, options=config.options,
         **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats,
         STORE_STATS=need_stats, **settings,

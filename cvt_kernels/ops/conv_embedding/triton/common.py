@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a token: a row is held in the registers of a program.
@@ -89,7 +89,7 @@ _overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, *_ in CONFIG
 
 def configuration(kernel: str, channels: int, x: Tensor) -> LaunchConfig | None:
     """Returns the configuration of a kernel for tensors like ``x``; None for too many channels."""
-    capability = machine.chip(x.device).capability
+    capability = launching.chip(x.device).capability
     generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
     shipped = CONFIGS[kernel, generation, min(x.element_size(), 4)]
     config = next((config for config in shipped if channels <= config.channels), None)

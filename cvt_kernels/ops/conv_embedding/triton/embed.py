@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching, machine
 from ...triton_launch import product_types
 from .common import (
     Parts,
@@ -341,13 +341,13 @@ def embed(
     if config.registers is not None and image.element_size() == 2 and window.word == 1:
         options["maxnreg"] = max(config.registers, 168)  # which single elements take
     tiles = -(-tokens // (16 * config.num_warps))
-    programs = config.resident_programs * machine.chip(image.device).multiprocessors
+    programs = config.resident_programs * launching.chip(image.device).multiprocessors
     splits = _splits(batch, tiles, programs)
     out = image.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
     strides = [stride // window.word for stride in image.stride()]
     if window.inner > 1 or window.word > 1:
         strides[3] = 1
-    machine.launch(
+    launching.launch(
         _conv_embedding_embed_kernel, (batch * splits,), on=image, options=options,
         image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias,
         class_token_ptr=class_token, out_ptr=out, eps=eps,

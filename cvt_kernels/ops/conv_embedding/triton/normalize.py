@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from .common import (
     MAX_CHANNELS,
     Parts,
@@ -74,7 +74,7 @@ def normalize(
     repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)
     tiles = -(-tokens // (rows * repeats))
     out = x.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
-    machine.launch(
+    launching.launch(
         _conv_embedding_normalize_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias, class_token_ptr=class_token,
         out_ptr=out, eps=eps, tokens=tokens, tiles=tiles, REPEATS=repeats, ROWS=rows, PARTS=parts,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import checks
+from .... import modes
 from ....backends import Record
 from ...planned_launches import planned
 from .common import MAX_CHANNELS
@@ -51,7 +51,7 @@ def why_unsupported(call: Record) -> str | None:
     image, weight, bias, norm_weight, norm_bias, stride, padding, _, class_token = call
     batch, _, height, width = image.shape
     channels, kernel_size = weight.shape[0], weight.shape[3]
-    if checks.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
+    if modes.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
         return "gradients are not computed"
     if batch == 0:
         return "the batch is empty"
@@ -74,7 +74,7 @@ def conv_embedding(call: Record) -> Tensor:
     """
     image, weight, bias, *others = call
     dtype: torch.dtype = image.dtype
-    if (lower := checks.autocast_dtype(image)) is not None:
+    if (lower := modes.autocast_dtype(image)) is not None:
         image, weight, bias = image.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
         dtype = torch.float32 if image.is_cuda else lower
     operator: Any = _embedding_op if torch.compiler.is_compiling() else _embedding

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.walk import WalkTile
 from ...triton_launch import Budget, Overrides, product_types
@@ -182,7 +182,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...]) -> Plan:
         """Returns the plan for tokens ``x`` (B, T, C), of which ``outputs`` channels are made."""
-        chip = machine.chip(x.device)
+        chip = launching.chip(x.device)
         config = configuration(max(x.shape[2], *outputs), x.element_size(), chip.capability)
         is_packed = (
             x.element_size() == 2
@@ -196,7 +196,7 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _plan(
     config: LaunchConfig, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
-    geometry: Geometry, outputs: tuple[int, ...], chip: machine.Chip,
+    geometry: Geometry, outputs: tuple[int, ...], chip: launching.Chip,
 ) -> Plan:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid

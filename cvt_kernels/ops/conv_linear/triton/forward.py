@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import checks, machine
+from .... import launching, modes
 from ....backends import Record
 from ....records import ConvBatchNorm
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
@@ -378,7 +378,7 @@ def conv_linear_forward(
     tokens = [h * w + class_tokens(x, geometry) for h, w in geometry.output_grids]
     outs = [x.new_empty(x.shape[0], n, w.shape[0]) for n, w in zip(tokens, linears, strict=True)]
     plan = Plan.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]))
-    machine.launch(
+    launching.launch(
         _conv_linear_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), linear_ptrs=tuple(linears),
@@ -428,7 +428,7 @@ def why_unsupported(call: Record) -> str | None:
     batch, tokens, channels = x.shape
     outputs = [weight.shape[0] for weight, _ in linears]
     parameters = [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
-    if checks.wants_gradient(x, *parameters, *(t for each in linears for t in each)):
+    if modes.wants_gradient(x, *parameters, *(t for each in linears for t in each)):
         return "there are no gradients"
     if x.numel() == 0 or 0 in outputs:
         return "the batch or an output is empty"
@@ -453,7 +453,7 @@ def conv_linear(call: Record) -> tuple[Tensor, ...]:
     otherwise it is copied first. Under autocast it computes in autocast's dtype, as its parts do.
     """
     x, grid, convs, linears = call
-    dtype = checks.autocast_dtype(x) or x.dtype
+    dtype = modes.autocast_dtype(x) or x.dtype
     x = x.to(dtype)
     weights = [conv.weight.to(dtype).contiguous() for conv in convs]
     products = [weight.to(dtype).contiguous() for weight, _ in linears]

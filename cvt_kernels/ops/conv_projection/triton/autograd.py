@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .... import checks
+from .... import modes
 from ....backends import Record
 from ....records import ConvBatchNorm, flattened
 from ...planned_launches import planned
@@ -240,7 +240,7 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     geometry = Geometry.of(grid, convs)
     convs, _ = flattened(convs)
     weights = [conv.weight for conv in convs]
-    if (dtype := checks.autocast_dtype(x)) is not None:
+    if (dtype := modes.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     gammas = [conv.bn_weight if conv.bn_weight is not None else x.new_ones(x.shape[2]) for conv in convs]
     betas = [conv.bn_bias if conv.bn_bias is not None else x.new_zeros(x.shape[2]) for conv in convs]
@@ -255,7 +255,7 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         constants = _pack_geometry(geometry), list(geometry.epss)
         return tuple(_forward_op(x, weights, gammas, betas, means, variances, *constants, batch_stats))
-    if not checks.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes the host long
+    if not modes.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes the host long
         return tuple(projection_forward(x, geometry, weights, gammas, betas, means, variances))
     return _ConvProjection.apply(
         x, geometry, batch_stats, synchronized, *weights, *gammas, *betas, *means, *variances

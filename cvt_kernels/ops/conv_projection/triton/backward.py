@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
@@ -64,9 +64,9 @@ def sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Te
     """Returns (rows, regions, C) summed over regions in a fixed order: (C, n) per group of n rows, flat."""
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
-    config = configuration("sum_regions", machine.chip(partial.device).capability)
+    config = configuration("sum_regions", launching.chip(partial.device).capability)
     assert isinstance(config, LaunchConfig)
-    machine.launch(
+    launching.launch(
         _sum_regions_kernel, (-(-channels // config.channels), rows), on=partial, options=config.options,
         partial_ptr=partial, sum_ptr=total, channels=channels, regions=regions,
         STARTS=tuple(sum(sizes[:i]) for i in range(len(sizes))), SIZES=tuple(sizes),
@@ -140,7 +140,7 @@ def backward_sums(
     else:
         plan = LaunchPlan.of("bwd_sums", x, geometry)
         partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-        machine.launch(
+        launching.launch(
             _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
             x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), dy_ptrs=tuple(dys),
             mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial,
@@ -265,7 +265,7 @@ def backward_conv(
         plan = LaunchPlan.of("bwd_conv", x, geometry)
         partial = x.new_empty(sum(taps), plan.regions, channels, dtype=accumulator_dtype(x))
         tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
-        machine.launch(
+        launching.launch(
             _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows), on=x, options=plan.config.options,
             x_ptr=x, w_ptrs=packed(weights, plan.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
             mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
@@ -420,7 +420,7 @@ def backward_input(
         return dx
     plan = LaunchPlan.of("bwd_input", dx, geometry)
     block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1
-    machine.launch(
+    launching.launch(
         _conv_projection_bwd_input_kernel, (plan.programs,), on=dx, options=plan.config.options,
         dx_ptr=dx, w_ptrs=packed(weights, plan.config), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys),
         COLS=plan.columns(-(-width // block)), BLOCK=block, WIDTH=min(plan.config.rows, block),

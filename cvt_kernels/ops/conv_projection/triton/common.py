@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import machine, records
+from .... import launching, records
 from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class LaunchPlan(NamedTuple):
     @classmethod
     def of(cls, kernel: str, x: Tensor, geometry: Geometry) -> LaunchPlan:
         """Returns the plan of a kernel for tokens like ``x`` (B, T, C)."""
-        chip = machine.chip(x.device)
+        chip = launching.chip(x.device)
         config = configuration(kernel, chip.capability)
         assert isinstance(config, RegionConfig), kernel
         return _plan(config, x.shape, x.dtype, geometry, chip)
@@ -267,7 +267,7 @@ class LaunchPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: machine.Chip
+    config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: launching.Chip
 ) -> LaunchPlan:
     """Returns a plan whose regions shrink until every multiprocessor has two programs, for small batches."""
     batch, tokens, channels = shape

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
@@ -148,7 +148,7 @@ def projection_forward(
         walk_forward(x, geometry, weights, gammas, betas, means, variances, outs)
         return outs
     plan = LaunchPlan.of("fwd", x, geometry)
-    machine.launch(
+    launching.launch(
         _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas),
         beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances),
@@ -275,7 +275,7 @@ def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -
     plan = LaunchPlan.of("stats", x, geometry)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), plan.regions)
-    machine.launch(
+    launching.launch(
         _conv_projection_stats_kernel, (plan.programs,), on=x, options=plan.config.options,
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, counts_ptr=counts,
         regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
@@ -287,9 +287,9 @@ def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance (branches, C), from those of the regions and their counts."""
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
-    config = configuration("merge_stats", machine.chip(partial.device).capability)
+    config = configuration("merge_stats", launching.chip(partial.device).capability)
     assert isinstance(config, LaunchConfig)
-    machine.launch(
+    launching.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
         partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance, channels=channels,
         regions=regions, TILE=Tile.of(config, partial.dtype),
@@ -345,9 +345,9 @@ def update_running_statistics(
         momenta: Below 0 for the average over all batches.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
-    config = configuration("update_running", machine.chip(mean.device).capability)
+    config = configuration("update_running", launching.chip(mean.device).capability)
     assert isinstance(config, LaunchConfig)
-    machine.launch(
+    launching.launch(
         _update_running_kernel, (len(rows),), on=mean, options=config.options,
         mean_ptr=mean, var_ptr=variance, running_mean_ptrs=tuple(running_means),
         running_var_ptrs=tuple(running_vars), tracked_ptrs=tuple(tracked),

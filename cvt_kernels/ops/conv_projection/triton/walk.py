@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_launch import ELEMENTS
 from .common import Geometry, WalkConfig, configuration, is_of_walk
 
@@ -80,7 +80,7 @@ class WalkPlan(NamedTuple):
             geometry: One that :func:`is_walk` accepts.
             others: The other tensors that it reads or writes two channels at a time.
         """
-        config = configuration(kernel, machine.chip(x.device).capability)
+        config = configuration(kernel, launching.chip(x.device).capability)
         assert isinstance(config, WalkConfig), kernel
         return cls.by(config, x, geometry, others)
 
@@ -88,7 +88,7 @@ class WalkPlan(NamedTuple):
     def by(cls, config: WalkConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
         """Returns the plan by a configuration, of what :meth:`of` takes."""
         alignment = alignment_of(x, others)
-        return _plan(config, x.shape, x.dtype, alignment, geometry, machine.chip(x.device))
+        return _plan(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
 
 
 def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
@@ -109,7 +109,7 @@ def is_walk(geometry: Geometry) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _plan(
     config: WalkConfig, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
-    chip: machine.Chip,
+    chip: launching.Chip,
 ) -> WalkPlan:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
@@ -164,7 +164,7 @@ def walk_backward_sums(
     elif x.dtype == torch.float16:
         registers = max(registers, 136)
     partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-    machine.launch(
+    launching.launch(
         _conv_projection_walk_bwd_sums_kernel, (plan.programs,), on=x,
         options=plan.options | {"maxnreg": registers},
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
@@ -349,7 +349,7 @@ def walk_backward_conv(
     """
     plan = WalkPlan.of("walk_bwd_conv", x, geometry, (*weights, *dys))
     partial = x.new_empty(9 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-    machine.launch(
+    launching.launch(
         _conv_projection_walk_bwd_conv_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
@@ -488,7 +488,7 @@ def walk_backward_input(
 ) -> None:
     """Writes the input's gradient ``dx`` (B, T, C), all branches summed, class token included."""
     plan = WalkPlan.of("walk_bwd_input", dx, geometry, (*weights, *dconvs))
-    machine.launch(
+    launching.launch(
         _conv_projection_walk_bwd_input_kernel, (plan.programs,), on=dx, options=plan.options,
         dx_ptr=dx, w_ptrs=tuple(weights), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys), **plan.arguments,
     )  # fmt: skip

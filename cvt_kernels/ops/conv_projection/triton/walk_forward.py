@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import Geometry
 from .walk import (
@@ -97,7 +97,7 @@ def walk_forward(
 ) -> None:  # fmt: skip
     """Writes every branch (B, Tᵢ, C) to ``outs``, normalized by the given statistics (C,)."""
     plan = WalkPlan.of("walk_fwd", x, geometry, weights)
-    machine.launch(
+    launching.launch(
         _conv_projection_walk_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
@@ -214,7 +214,7 @@ def walk_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) ->
     plan = WalkPlan.of("walk_stats", x, geometry, weights)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), plan.regions)
-    machine.launch(
+    launching.launch(
         _conv_projection_walk_stats_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), partial_ptr=partial, counts_ptr=counts, regions=plan.regions,
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import checks
+from .... import modes
 from ....backends import Record
 from ...autograd import once_differentiable
 from ...conv_projection.triton.common import maybe_contiguous
@@ -120,12 +120,12 @@ def depthwise_conv_gelu(call: Record) -> Tensor:
     otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
     """
     x, grid, weight, bias, approximate = call
-    dtype = checks.autocast_dtype(x) or x.dtype
+    dtype = modes.autocast_dtype(x) or x.dtype
     x, weight = x.to(dtype), weight.to(dtype).contiguous()
     bias = None if bias is None else bias.to(dtype).contiguous()
     if torch.compiler.is_compiling():
         return _forward_op(x, list(grid), weight, bias, approximate)
     x = maybe_contiguous(x)
-    if checks.wants_gradient(x, weight, bias):  # an autograd function takes the host long
+    if modes.wants_gradient(x, weight, bias):  # an autograd function takes the host long
         return _DepthwiseConvGelu.apply(x, grid, weight, bias, approximate)
     return conv_gelu_forward(x, grid, weight, bias, approximate)

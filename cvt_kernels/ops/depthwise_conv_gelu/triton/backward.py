@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...conv_projection.triton.backward import sum_regions
 from ...conv_projection.triton.walk import (
     SIZES,
@@ -112,7 +112,7 @@ def conv_gelu_backward(
     plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
     da = x.new_empty(x.shape)
     partial = x.new_empty(9 + has_bias, plan.walk.regions, channels, dtype=accumulator_dtype(x))
-    machine.launch(
+    launching.launch(
         _depthwise_conv_gelu_bwd_conv_kernel, (plan.walk.programs,), on=x, options=plan.walk.options,
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, dy_ptr=dy, da_ptr=da,
         partial_ptr=partial, regions=plan.walk.regions, **plan.others,

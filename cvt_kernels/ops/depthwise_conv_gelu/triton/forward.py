@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...conv_projection.triton.walk import (
     SIZES,
     add_row,
@@ -93,7 +93,7 @@ def conv_gelu_forward(
     """Returns y for tokens ``x`` whose channels are adjacent, and contiguous parameters of their dtype."""
     plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     y = x.new_empty(x.shape)
-    machine.launch(
+    launching.launch(
         _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), on=x, options=plan.walk.options,
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, y_ptr=y, **plan.others,
     )  # fmt: skip

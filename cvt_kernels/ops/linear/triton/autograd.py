@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .... import checks, machine
+from .... import machine, modes
 from ....backends import Record
 from ...autograd import count_change
 from ...planned_launches import planned
@@ -186,7 +186,7 @@ def why_unsupported(call: Record) -> str | None:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
     if "eps" in given and weight.shape[0] > MAX_NORMALIZED:
         return f"rows of {weight.shape[0]} channels, more than {MAX_NORMALIZED}, do not fit on the chip"
-    if residual is not None and checks.wants_gradient(*call):
+    if residual is not None and modes.wants_gradient(*call):
         return "has no gradients"
     if residual is not None and call.inplace and _sum_dtype(x, residual) != residual.dtype:
         return "autocast would round the sum before it is written in place"
@@ -195,7 +195,7 @@ def why_unsupported(call: Record) -> str | None:
 
 def _matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns x as (M, K), weight and bias, contiguous and in the dtype in which the product is computed."""
-    dtype = checks.autocast_dtype(x) or x.dtype
+    dtype = modes.autocast_dtype(x) or x.dtype
     x = x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
     return x, weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype).contiguous()
 
@@ -206,7 +206,7 @@ def linear_gelu(call: Record) -> Tensor:
     x, weight, bias, approximate = call
     shape = (*x.shape[:-1], weight.shape[0])
     x, weight, bias = _matrices(x, weight, bias)
-    needs_gradient = checks.wants_gradient(x, weight, bias)
+    needs_gradient = modes.wants_gradient(x, weight, bias)
     if torch.compiler.is_compiling():
         out, _ = _linear_gelu_op(x, weight, bias, approximate, needs_gradient)
     elif needs_gradient:
@@ -218,7 +218,7 @@ def linear_gelu(call: Record) -> Tensor:
 
 def _sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     """Returns the dtype of residual + linear(x), as PyTorch promotes it."""
-    return torch.promote_types(checks.autocast_dtype(x) or x.dtype, residual.dtype)
+    return torch.promote_types(modes.autocast_dtype(x) or x.dtype, residual.dtype)
 
 
 @planned
@@ -250,7 +250,7 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """
     x, weight, bias, residual, norm_weight, norm_bias, eps, shift, inplace = call
     dtype = _sum_dtype(x, residual)
-    norm_dtype = torch.float32 if x.is_cuda and checks.autocast_dtype(x) is not None else dtype
+    norm_dtype = torch.float32 if x.is_cuda and modes.autocast_dtype(x) is not None else dtype
     x, weight, bias = _matrices(x, weight, bias)
     norm = contiguous(norm_weight), contiguous(norm_bias), contiguous(shift), eps
     if not inplace:

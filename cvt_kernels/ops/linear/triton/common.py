@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .... import machine
+from .... import launching, machine
 from ...triton_launch import Budget, Overrides
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
@@ -114,7 +114,7 @@ def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
         kernel = f"{operator}_narrow"
     elif operator == "add_layer_norm" and outputs > _WIDE:
         kernel = f"{operator}_wide"
-    generation = generation_of(machine.chip(x.device).capability)
+    generation = generation_of(launching.chip(x.device).capability)
     return _overrides.get(kernel) or CONFIGS[generation, min(x.element_size(), 4)][kernel]
 
 
@@ -223,7 +223,7 @@ class Plan(NamedTuple):
     @classmethod
     def by(cls, config: LaunchConfig, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
         """Returns the plan of a configuration; x and weight may have 8 bits."""
-        chip = machine.chip(x.device)
+        chip = launching.chip(x.device)
         (rows, inputs), outputs = x.shape, weight.shape[0]
         width = part_width(outputs, config.width, config.parts)
         columns = -(-outputs // (width * config.parts))

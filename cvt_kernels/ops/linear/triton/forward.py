@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...triton_gelu import activate
 from .common import (
     Plan,
@@ -76,7 +76,7 @@ def linear_gelu_forward(
     out = x.new_empty(x.shape[0], weight.shape[0])
     pre = torch.empty_like(out) if need_pre else None
     plan = Plan.of("gelu", x, weight, (out,) if pre is None else (out, pre))
-    machine.launch(
+    launching.launch(
         _linear_gelu_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias,
         out=plan.result(out), pre=None if pre is None else plan.result(pre),
@@ -116,7 +116,7 @@ def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual:
     """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
     out = out.view(x.shape[0], -1)
     plan = Plan.of("add", x, weight, (out,))
-    machine.launch(
+    launching.launch(
         _linear_add_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual,
         out=plan.result(out), rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, SPEC=plan.spec,
@@ -202,7 +202,7 @@ def linear_add_layer_norm_forward(
     """Writes h = residual + x · weightᵀ + bias, which may take the residual's place, and its LayerNorm y."""
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     plan = Plan.of("add_layer_norm", x, weight, (h, y))
-    machine.launch(
+    launching.launch(
         _linear_add_layer_norm_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,
         norm_weight_ptr=norm_weight, norm_bias_ptr=norm_bias, h=plan.result(h), y=plan.result(y),

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .... import machine
+from .... import launching, machine
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
 from ...linear.triton.common import LaunchConfig, generation_of
@@ -107,7 +107,7 @@ def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Launch
         kernel = "linear_float32"
     elif out.shape[1] % 256 == 0 and residual is None:
         kernel = "linear_wide"
-    generation = generation_of(machine.chip(x.device).capability)
+    generation = generation_of(launching.chip(x.device).capability)
     return _overrides.get(kernel) or CONFIGS[generation, x.dtype][kernel]
 
 
@@ -152,6 +152,6 @@ class RowSpec(NamedTuple):
             limit=LIMITS[dtype],
             is_float8=dtype == torch.float8_e4m3fn,
             interpreted=machine.INTERPRETING,
-            converts_exactly=not machine.INTERPRETING and machine.chip(x.device).capability >= 90,
+            converts_exactly=not machine.INTERPRETING and launching.chip(x.device).capability >= 90,
         )
         return spec, config

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...linear.triton.common import (
     Plan,
     add_products,
@@ -97,7 +97,7 @@ def linear_int8_forward(
     """Returns the layer's result for contiguous values x (M, K) with their scales (M, 1)."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
     plan = Plan.by(configuration_for(x, out, residual), x, weight, (out,))
-    machine.launch(
+    launching.launch(
         _linear_int8_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), x_scales_ptr=x_scales, weight_scale_ptr=weight_scale,
         bias_ptr=bias, residual_ptr=residual, out=plan.result(out),

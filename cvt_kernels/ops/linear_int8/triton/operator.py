@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ....backends import Record
 from ....records import QuantizedRows
 from ...planned_launches import planned
@@ -71,7 +71,7 @@ def _why_not_rounded(x: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def _why_dtype_unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
-    if dtype == torch.float8_e4m3fn and (capability := machine.chip(x.device).capability) < 89:
+    if dtype == torch.float8_e4m3fn and (capability := launching.chip(x.device).capability) < 89:
         return f"float8_e4m3fn needs compute capability 8.9, got {capability / 10}"
     return None
 

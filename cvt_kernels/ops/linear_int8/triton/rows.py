@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ....records import LEAST
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
 from ...triton_gelu import activate
@@ -221,7 +221,7 @@ def _launch(
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(rows, 1, dtype=torch.float32)
     spec, config = RowSpec.of(x, dtype)
-    machine.launch(
+    launching.launch(
         kernel, (-(-rows // (spec.repeats * spec.rows)),), on=x, options=config.options,
         x_ptr=x, scale_ptr=scale, values_ptr=values, scales_ptr=scales, rows=rows, SPEC=spec, **given,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching, machine
 from ...linear.triton.common import ELEMENTS, generation_of, padded
 from ...triton_launch import Budget, Overrides
 
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
 
 def plan_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Plan:
     """Returns the plan for rows ``x``, hidden features and a dtype of operands, on the device of ``x``."""
-    generation = generation_of(machine.chip(x.device).capability)
+    generation = generation_of(launching.chip(x.device).capability)
     channels, size = x.shape[-1], dtype.itemsize
     is_small = padded(channels) <= 64 and weights(channels, hidden) <= 2**14 and x.element_size() == size
     ((kernel, config),) = CONFIGS[generation, min(size, 4), "small" if is_small else "large"].items()

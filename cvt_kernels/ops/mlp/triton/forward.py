@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import checks, machine
+from .... import launching, modes
 from ....backends import Record
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
@@ -192,10 +192,10 @@ def layer_norm_mlp_forward(
     out = torch.empty_like(x)
     rows = x.numel() // channels
     kernel, config = plan_for(x, hidden, dtype)
-    programs = min(-(-rows // config.block_rows), config.programs * machine.chip(x.device).multiprocessors)
+    programs = min(-(-rows // config.block_rows), config.programs * launching.chip(x.device).multiprocessors)
     # The bound of a loop that must not be unrolled, as one of constant bounds would be.
     bound = {"hidden": hidden} if kernel == "fwd" else {}
-    machine.launch(
+    launching.launch(
         _KERNELS[kernel], (programs,), on=x, options=config.options,
         x_ptr=x, out_ptr=out, norm_weight_ptr=contiguous(norm_weight), norm_bias_ptr=contiguous(norm_bias),
         shift_ptr=contiguous(shift), fc1_weight_ptr=fc1_weight.contiguous(),
@@ -230,7 +230,7 @@ def why_unsupported(call: Record) -> str | None:
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, _, _, shift = call
     tensors = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
-    if checks.wants_gradient(x, *tensors):
+    if modes.wants_gradient(x, *tensors):
         return "has no gradients"
     if x.numel() == 0 or hidden == 0:
         return "there are no rows, or none of their features"
@@ -252,7 +252,7 @@ def layer_norm_mlp(call: Record) -> Tensor:
     Under autocast the products are in autocast's dtype; x is read and the result written in that of x.
     """
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, eps, approximate, shift = call
-    dtype = checks.autocast_dtype(x) or x.dtype
+    dtype = modes.autocast_dtype(x) or x.dtype
     launch = _forward_op if torch.compiler.is_compiling() else layer_norm_mlp_forward
     return launch(
         x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...conv_embedding.triton.common import channels_of
 from ...triton_launch import accumulator_dtype
 from .common import RowSpec
@@ -105,10 +105,10 @@ def layer_norm_backward(
     out = h.new_empty(h.shape)
     spec, config = RowSpec.of("backward", h)
     tiles = spec.tiles(rows)
-    programs = min(tiles, config.resident_programs * machine.chip(h.device).multiprocessors)
+    programs = min(tiles, config.resident_programs * launching.chip(h.device).multiprocessors)
     has_sums = weight is not None or bias is not None
     sums = h.new_empty(programs, 2, channels, dtype=accumulator_dtype(h)) if has_sums else None
-    machine.launch(
+    launching.launch(
         _gather_add_layer_norm_backward_kernel, (programs,), on=h, options=config.options,
         dy_ptr=dy, dh_ptr=dh, h_ptr=h, gamma_ptr=weight, out_ptr=out, sums_ptr=sums, eps=eps, rows=rows,
         tiles=tiles, SPEC=spec,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import machine
+from .... import launching
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
 from ..autograd import sum_dtype
 from .common import RowSpec
@@ -125,7 +125,7 @@ def gather_rows_forward(x: Tensor, rows: Tensor) -> Tensor:
     out = x.new_empty(batch, count, channels)
     spec, config = RowSpec.of("gather", x)
     tiles = spec.tiles(count)
-    machine.launch(
+    launching.launch(
         _gather_rows_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, rows_ptr=rows, out_ptr=out, image_stride=x.stride(0), token_stride=x.stride(1),
         tokens=tokens, count=count, tiles=tiles, SPEC=spec,
@@ -164,7 +164,7 @@ def gather_add_layer_norm_forward(
     y = torch.empty_like(branch, dtype=dtype)
     spec, config = RowSpec.of("normalize", h)
     tiles = spec.tiles(count)
-    machine.launch(
+    launching.launch(
         _gather_add_layer_norm_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, rows_ptr=rows, branch_ptr=branch, gamma_ptr=weight, beta_ptr=bias, h_ptr=h, y_ptr=y, eps=eps,
         image_stride=x.stride(0), token_stride=x.stride(1), tokens=tokens, count=count, tiles=tiles,
@@ -229,11 +229,11 @@ def scatter_rows_forward(
     tiles = spec.tiles(tokens)
     image_stride, token_stride = (0, 0) if x is None else x.stride()[:2]
     places = rows.new_empty(batch, tokens, dtype=torch.int32)
-    machine.launch(
+    launching.launch(
         _scatter_rows_places_kernel, (batch,), on=like, options=config.options,
         rows_ptr=rows, places_ptr=places, tokens=tokens, count=count, CHUNK=CHUNK,
     )  # fmt: skip
-    machine.launch(
+    launching.launch(
         _scatter_rows_kernel, (batch * tiles,), on=like, options=config.options,
         x_ptr=x, places_ptr=places, values_ptr=values, branch_ptr=branch, out_ptr=out,
         image_stride=image_stride, token_stride=token_stride, tokens=tokens, count=count, tiles=tiles,
@@ -264,7 +264,7 @@ def scatter_rows_inplace_forward(x: Tensor, rows: Tensor, values: Tensor, branch
     count = rows.shape[1]
     spec, config = RowSpec.of("scatter", x)
     tiles = spec.tiles(count)
-    machine.launch(
+    launching.launch(
         _scatter_rows_inplace_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, rows_ptr=rows, values_ptr=values, branch_ptr=branch, tokens=tokens, count=count, tiles=tiles,
         SPEC=spec,

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.attention.triton import backward, common, forward, why_unsupported
 from tests.checks import WIDEST
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-H200 = machine.Chip(90, 132)
+H200 = launching.Chip(90, 132)
 
 
 def make(queries, keys, heads=2, dim=16, *, batch=2, bias=None, dtype=WIDEST):
@@ -166,7 +166,7 @@ def test_no_gradient_is_computed_that_nobody_needs():
         launched.append(launch.kernel.__name__)
         launch.start()
 
-    with machine.intercepted_launches(take), ck.use_backend("triton"):
+    with launching.intercepted_launches(take), ck.use_backend("triton"):
         ck.attention(q.requires_grad_(), k, v, bias=bias).sum().backward()
     assert launched == ["_attention_fwd_loop_kernel", "_attention_bwd_dq_kernel"]
     assert q.grad is not None
@@ -190,7 +190,7 @@ def test_inference_gives_the_same_without_statistics(keys, shape):
         return ck.attention(q, k, v, bias=biases[0] if biases else None)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    with machine.intercepted_launches(take), ck.use_backend("triton"):
+    with launching.intercepted_launches(take), ck.use_backend("triton"):
         trained = attend(q.clone().requires_grad_())
         inferred = [attend(q), compiled(q)]
         with torch.no_grad():
@@ -210,7 +210,7 @@ def test_tiles_of_keys_waste_less_than_16(keys, widest):
 
 def test_float32_follows_pytorch_on_tf32():
     def precision(dtype):
-        with machine.recorded_launches(H200) as launches, ck.use_backend("triton"):
+        with launching.recorded_launches(H200) as launches, ck.use_backend("triton"):
             ck.attention(*make(5, 4, dtype=dtype))
         return [launch.arguments["SPEC"].precision for launch in launches]
 
@@ -226,7 +226,7 @@ def test_float32_follows_pytorch_on_tf32():
 
 def test_a_configuration_is_overridden_for_a_while():
     def warps():
-        with machine.recorded_launches(H200) as launches:
+        with launching.recorded_launches(H200) as launches:
             run("triton", make(70, 150, dtype=torch.float16))
         return [launch.options["num_warps"] for launch in launches]
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_embedding.triton import common, embed, operator
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
@@ -36,7 +36,7 @@ def run(call):
 
 
 def launched_by(call):
-    with machine.recorded_launches(machine.Chip(90, 132)) as launches:
+    with launching.recorded_launches(launching.Chip(90, 132)) as launches:
         run(call)
     return launches
 
@@ -127,9 +127,9 @@ def test_pixels_beside_a_window_do_not_matter(channels_last, dtype):
     assert torch.equal(tokens[:, 1:][~spread], expected[:, 1:][~spread])
 
 
-@pytest.mark.parametrize("chip", [machine.Chip(90, 1), machine.Chip(90, 132)])
+@pytest.mark.parametrize("chip", [launching.Chip(90, 1), launching.Chip(90, 132)])
 def test_programs_share_an_image(chip, monkeypatch):
-    monkeypatch.setattr(machine, "chip", lambda device: chip)
+    monkeypatch.setattr(launching, "chip", lambda device: chip)
     assert_agrees("conv_embedding", "triton", **FIRST | sizes(64, 40), batch=3)
 
 
@@ -178,7 +178,7 @@ def test_float32_without_tf32_is_left_to_pytorch():
 def test_what_is_refused():
     image = torch.empty(1, 3, 2**15, 2**15, dtype=torch.float16, device="meta")
     weight = torch.empty(64, 3, 7, 7, dtype=torch.float16, device="meta")
-    with machine.recorded_launches(machine.Chip(90, 132)):
+    with launching.recorded_launches(launching.Chip(90, 132)):
         reason = embed.why_not_embedded(image, weight, 4, 2)
     assert reason == "the image is too large for 32-bit offsets"
     bind = backends.operators["conv_embedding"].bind

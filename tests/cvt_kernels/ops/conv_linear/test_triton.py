@@ -5,7 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_linear.triton import common, forward, why_unsupported
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
@@ -112,7 +112,7 @@ def plan_of(stage, batch, dtype=torch.bfloat16):
     geometry = Geometry((height, width), (3,) * 3, (1, 2, 2), (1,) * 3, (1,) * 3, (1e-5,) * 3)
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = common.shipped(channels, dtype.itemsize, 90)
-    with machine.recorded_launches(machine.Chip(90, 132)), common.overridden("fwd", config):
+    with launching.recorded_launches(launching.Chip(90, 132)), common.overridden("fwd", config):
         return common.Plan.of(x, geometry, [], (channels,) * 3)
 
 
@@ -149,7 +149,7 @@ def test_blocks_of_outputs(outputs, widths):
 def test_one_launch_reads_its_arguments_as_they_lie():
     """The linear weights are the model's own, and nothing is computed before the launch."""
     call = made_of("conv_linear", "triton").call.record
-    with machine.recorded_launches(machine.Chip(90, 132)) as recorded:
+    with launching.recorded_launches(launching.Chip(90, 132)) as recorded:
         forward.conv_linear(call)
     (launch,) = recorded
     assert launch.arguments["x_ptr"] is call.x

@@ -11,7 +11,7 @@ import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import read_checkpoint
 from cvt.commands.compile.launches import conv_projection_launches, stages
-from cvt_kernels import backends, machine, reference
+from cvt_kernels import backends, launching, reference
 from cvt_kernels.ops.conv_projection import geometry_of, modules
 from tests.checks import not_built, recorded_operators
 from tests.cvt.models import small
@@ -105,7 +105,7 @@ def test_native_evaluates_all_in_one_pass():
 
 
 def test_triton_evaluates_all_in_one_launch():
-    stage, chip = stages("cvt_13")[2], machine.Chip(90, 132)
+    stage, chip = stages("cvt_13")[2], launching.Chip(90, 132)
     (launch,) = conv_projection_launches(stage, torch.bfloat16, chip, training=False, hybrid=True)
     assert [branch.summands for branch in launch.arguments["BRANCHES"]] == [2, 0] * 3
 

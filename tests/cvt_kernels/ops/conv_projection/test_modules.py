@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_projection.modules import project
 from cvt_kernels.ops.conv_projection.triton import common
 
@@ -195,8 +195,8 @@ def test_launches_are_intercepted_all_the_same_and_another_configuration_is_noti
     x, branches = make()
     assert_served(x, branches)
     assert_served(x, branches)
-    taken: list[machine.Launch] = []
-    with ck.use_backend("triton"), machine.intercepted_launches(taken.append, machine.Chip(100, 148)):
+    taken: list[launching.Launch] = []
+    with ck.use_backend("triton"), launching.intercepted_launches(taken.append, launching.Chip(100, 148)):
         project(x, GRID, branches)
     assert [launch.arguments["x_ptr"] for launch in taken] == [x]
     config = common.WalkConfig(pairs=1, channels=32, registers=128, resident_warps=16)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import machine
+from cvt_kernels import launching
 from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.conv_projection.triton import common, walk, why_unsupported
 from tests.contract.examples import assert_right, same_bits
@@ -187,9 +187,9 @@ def name_of(kernel):
 
 def test_small_batches_get_smaller_regions():
     """Every multiprocessor gets two programs while a strip still has two rows."""
-    x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), machine.Chip(90, 132)
+    x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), launching.Chip(90, 132)
     geometry = common.Geometry((56, 56), (3,), (1,), (1,), (1,), (1e-5,))
-    with machine.recorded_launches(chip):
+    with launching.recorded_launches(chip):
         plans = [common.LaunchPlan.of("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 256)]
     assert [plan.programs for plan in plans[:2]] == [28 // 2 * 2, 8 * 14 * 2]
     assert plans[2].arguments["strips"] == 4

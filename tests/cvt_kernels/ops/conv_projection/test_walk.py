@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cvt.commands.compile import launches
-from cvt_kernels import machine
+from cvt_kernels import launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk
 from tests.contract.examples import assert_right, same_bits
 from tests.contract.test_contract import run, run_guarded
@@ -26,7 +26,7 @@ def assert_launches(made, *names):
         launched.append(launch)
         launch.start()
 
-    with machine.intercepted_launches(take, machine.Chip(90, 1)):
+    with launching.intercepted_launches(take, launching.Chip(90, 1)):
         results = run_guarded(made)
     assert_right(made, results)
     assert {name_of(launch.kernel) for launch in launched} >= set(names)
@@ -86,7 +86,7 @@ def test_pairs_of_columns_of_a_program(needed, pairs):
 
 def plan_of(grid, channels, batch, class_tokens=0):
     x = torch.empty(batch, grid[0] * grid[1] + class_tokens, channels, device="meta", dtype=torch.bfloat16)
-    with machine.recorded_launches(machine.Chip(90, 132)):
+    with launching.recorded_launches(launching.Chip(90, 132)):
         return walk.WalkPlan.of("walk_fwd", x, geometry(grid), [])
 
 

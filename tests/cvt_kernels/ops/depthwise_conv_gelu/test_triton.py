@@ -9,7 +9,7 @@ import triton
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_projection.triton import walk
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
 from tests.cvt_kernels.ops.agreement import assert_agrees
@@ -80,7 +80,7 @@ def launched_by(function):
         launched.append(launch)
         launch.start()
 
-    with machine.intercepted_launches(take, machine.Chip(90, 1)):
+    with launching.intercepted_launches(take, launching.Chip(90, 1)):
         return function(), launched
 
 
@@ -142,7 +142,7 @@ def test_calls_that_the_kernels_do_not_serve():
 @pytest.mark.parametrize("model", launches.PYRAMIDS)
 def test_walks_of_real_shapes(model):
     """Every pixel has one program; the blocks of channels are full, and columns hardly overlap a map."""
-    chip = machine.Chip(90, 132)
+    chip = launching.Chip(90, 132)
     for stage in launches.stages_of(model, launches.image_size_of(model)):
         for launch in launches.depthwise_conv_gelu_launches(stage, torch.bfloat16, chip, batch=8):
             if "WALK" not in launch.arguments:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends, launching, machine
 from cvt_kernels.ops.linear import triton as triton_backend
 from cvt_kernels.ops.linear.triton import common, forward
 from tests.checks import WIDEST, assert_accurate
@@ -62,7 +62,7 @@ def launches_of(function, *args, chip=None, **options):
         if chip is None:
             launch.start()
 
-    with machine.intercepted_launches(take, chip), ck.use_backend("triton"):
+    with launching.intercepted_launches(take, chip), ck.use_backend("triton"):
         function(*args, **options)
     return launches
 
@@ -118,7 +118,7 @@ def test_weights_that_are_not_aligned_are_read_without_descriptors():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_chips_with_descriptors(capability, dtype):
     x, weight, bias, residual = (t.to("meta") for t in make_layer(300, 64, 64, dtype))
-    with machine.recorded_launches(machine.Chip(capability, 2)) as launches:
+    with launching.recorded_launches(launching.Chip(capability, 2)) as launches:
         forward.linear_gelu_forward(x, weight, bias, "quick")
         forward.linear_add_forward(x, weight, bias, residual, torch.empty_like(residual))
     expected = capability in (90, 100) and dtype == torch.float16

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from triton import language as tl
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine, reference
+from cvt_kernels import backends, launching, machine, reference
 from cvt_kernels.ops.linear.triton.common import LaunchConfig
 from cvt_kernels.ops.linear_int8 import triton as kernels
 from cvt_kernels.ops.linear_int8.triton import common, forward
@@ -266,7 +266,7 @@ def linear(x, outputs=4):
 
 def test_float8_needs_a_chip_that_has_it():
     call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
-    with machine.recorded_launches(machine.Chip(80, 108)):
+    with launching.recorded_launches(launching.Chip(80, 108)):
         assert "needs compute capability 8.9, got 8.0" in kernels.why_rows_unsupported(call)
         assert kernels.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
 
@@ -283,7 +283,7 @@ def test_configurations(capability, number):
         x, weight = (torch.empty(n, inputs, dtype=number, device="meta") for n in (3000, outputs))
         vector = torch.empty(outputs, device="meta")
         residual = torch.empty(3000, outputs, dtype=dtype, device="meta") if adds else None
-        with machine.recorded_launches(machine.Chip(capability, 2)) as launches:
+        with launching.recorded_launches(launching.Chip(capability, 2)) as launches:
             forward.linear_int8_forward(x, vector, weight, vector, vector, None, residual, dtype)
         return launches[0].arguments["SPEC"], launches[0].grid[0]
 
@@ -324,7 +324,7 @@ def test_other_configurations():
 @every_number
 @every_dtype
 def test_cvts_shapes_on_a_gpu(dtype, number):
-    if number == torch.float8_e4m3fn and machine.chip(torch.device("cuda", 0)).capability < 89:
+    if number == torch.float8_e4m3fn and launching.chip(torch.device("cuda", 0)).capability < 89:
         pytest.skip("needs compute capability 8.9")
     for channels in (64, 192, 384):
         for inputs, outputs in ((channels, channels), (channels, 4 * channels), (4 * channels, channels)):
@@ -365,6 +365,6 @@ def test_float8_is_rounded_once(capability, converts_exactly, monkeypatch):
     """The conversion of sm_89 rounds to float16 first: there the kernel rounds before it."""
     monkeypatch.setattr(machine, "INTERPRETING", False)
     x = torch.empty(8, 64, device="meta")
-    with machine.recorded_launches(machine.Chip(capability, 1)) as launches:
+    with launching.recorded_launches(launching.Chip(capability, 1)) as launches:
         rounding.quantize_rows_forward(x, None, torch.float8_e4m3fn)
     assert launches[0].arguments["SPEC"].converts_exactly == converts_exactly

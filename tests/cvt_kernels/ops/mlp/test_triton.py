@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import machine
+from cvt_kernels import launching
 from cvt_kernels.ops import triton_gelu
 from cvt_kernels.ops.mlp.triton import common, forward
 from tests.checks import WIDEST, assert_accurate, needs_float64
@@ -98,8 +98,8 @@ def test_refusals():
 def test_launches_of_every_generation(capability, dtype):
     x = torch.empty(1000, 64, dtype=dtype, device="meta")
     weight = torch.empty(256, 64, dtype=dtype, device="meta")
-    chip = machine.Chip(capability, 10)
-    with machine.recorded_launches(chip) as launches:
+    chip = launching.Chip(capability, 10)
+    with launching.recorded_launches(chip) as launches:
         forward.layer_norm_mlp_forward(
             x, None, None, weight, None, weight.t(), None, None, 1e-5, "none", dtype
         )

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import cvt_kernels as ck
-from cvt_kernels import checks, machine, reference
+from cvt_kernels import checks, launching, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,7 +42,7 @@ def test_programs_of_several_tiles_add_up_all_rows():
         return torch.autograd.grad(y.sin().sum(), leaves)
 
     with ck.use_backend("triton"):
-        with machine.intercepted_launches(lambda launch: launches.append(launch) or launch.start()):
+        with launching.intercepted_launches(lambda launch: launches.append(launch) or launch.start()):
             launches = []
             first = gradients()
         again = gradients()
@@ -63,7 +63,7 @@ def test_tokens_are_read_where_they_lie():
         lambda: ck.gather_add_layer_norm(x[:, 1:], rows, values),
         lambda: ck.scatter_rows(x[:, 1:], rows, values),
     ):
-        with ck.use_backend("triton"), machine.recorded_launches(machine.Chip(90, 132)) as launches:
+        with ck.use_backend("triton"), launching.recorded_launches(launching.Chip(90, 132)) as launches:
             call()
         assert launches[-1].arguments["x_ptr"].data_ptr() == x[:, 1:].data_ptr()
 
