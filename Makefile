@@ -10,7 +10,7 @@ export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap -
 
 .PHONY: demo test test-all combinations suite smoke sanitize fuzz matrix docs bench gpu gpu-pack results lint wheel clean
 
-# The main job on two real photographs: parity and speed against Hugging Face's model, which tunes the kernels; what this
+# The main job on two real photographs: parity and speed against Hugging Face's model, which autotunes the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
 demo: $(INSTALLED)
 	$(BIN)/cvt bench $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
@@ -63,7 +63,7 @@ matrix:
 	$(PYTHON) tests/matrix.py $(ONLY)
 
 # On a machine with an NVIDIA GPU: four commands of at most 570 seconds each, of which STAGE names some. 1 checks memory and
-# tunes inference in bfloat16, 2 tunes the rest and tests, 3 measures, 4 profiles and tunes. Each leaves build/gpu/stageN.tar.gz
+# autotunes inference in bfloat16, 2 the rest and tests, 3 measures, 4 profiles and tunes. Each leaves build/gpu/stageN.tar.gz
 # however it ends. It takes $(PYTHON) as it is, with torch and triton, and no network; RESULTS=DIR puts the JSON elsewhere.
 # Without make: python3 benchmarks/run.py --stage 1
 RESULTS ?= benchmarks/results
@@ -87,9 +87,9 @@ build/gpu-pack-env/bin/python:
 	$@ -m pip install --quiet torch==2.11.0
 	$@ -m pip install --quiet triton==3.7.1 numpy pillow safetensors tabulate tqdm setuptools ninja
 
-# The same tunings, suites and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
+# The same autotuning, suites and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts tune \
+	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts autotune \
 		ceilings auto bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear fused host \
 		profile model bench_segformer_b0 bench_pvt_v2_b2 bench_pvt_v2_b2_training quantization variants
 

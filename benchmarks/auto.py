@@ -28,8 +28,8 @@ from cvt_kernels.tables import aligned
 from . import suites
 
 SCHEMA, VERSION = "benchmarks auto", 1
-#: A call is slow if PyTorch's time divided by ours is below this. A tuning takes differences of up to 10 % for
-#: noise (``tunings.MARGIN``), and so does this.
+#: A call is slow if PyTorch's time divided by ours is below this. Autotuning takes up to 10 % for
+#: noise (``tuner.MARGIN``), and so does this.
 TOLERANCE = 0.9
 #: Seconds that a call may lose all the same: the public functions check their arguments and look the entry
 #: up. Where ``auto`` took the very function that it is compared with, that was 6 to 21 µs on two cores of a

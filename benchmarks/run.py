@@ -1,10 +1,10 @@
-"""Builds, tunes, tests, measures, profiles and tunes here, in parts, and leaves the results as JSON.
+"""Builds, autotunes, tests, measures and profiles here, in parts, and leaves the results as JSON.
 
 ``make gpu`` is this script, run by a python3 that has torch and triton already; no network is needed. On a
 GPU it takes four commands, ``--stage 1`` to ``4``, each of at most 570 seconds. Each part is a process of its
 own with a time limit; one that fails or takes too long costs the others nothing. What ``cvt tune`` remembers
 the later parts find where every process looks for it, in the user's cache. ``summary.json`` (how each part
-went) and a file from each part that tunes or measures go into ``benchmarks/results/<device>/<date>/``.
+went) and a file from each part that autotunes or measures go into ``benchmarks/results/<device>/<date>/``.
 However a stage ends, ``build/gpu/stage<N>.tar.gz`` holds these, the entries and the kernels that Triton
 compiled; ``--from`` gives them to a later stage on another machine. With the pack of ``make gpu-pack``
 nothing needs to be compiled.
@@ -41,7 +41,7 @@ PACK = ROOT / "build" / "gpu-pack"
 SCHEMA, VERSION = "benchmarks summary", 1
 #: The parts, in the order in which they run.
 NAMES = (
-    *("build", "memcheck", "tune_bfloat16", "tune", "gpu_tests", "triton_tests", "ceilings", "auto"),
+    *("build", "memcheck", "autotune_bfloat16", "autotune", "gpu_tests", "triton_tests", "ceilings", "auto"),
     *("conv_projection", "attention", "layer_norm_gelu", "linear", "fused", "host"),
     *("bench", "bench_bfloat16", "bench_training", "profile", "model"),
     *(
@@ -56,8 +56,8 @@ NAMES = (
 #: The commands of a session on a GPU, and their parts, the most valuable ones first. Each command
 #: builds, since it may run on another machine than the last one.
 STAGES = {
-    1: ("build", "memcheck", "tune_bfloat16"),
-    2: ("build", "tune", "gpu_tests", "triton_tests"),
+    1: ("build", "memcheck", "autotune_bfloat16"),
+    2: ("build", "autotune", "gpu_tests", "triton_tests"),
     3: (
         *("build", "ceilings", "bench_bfloat16", "bench_training", "bench", "auto", "attention"),
         *("conv_projection", "fused", "linear", "layer_norm_gelu", "host", "model"),
@@ -102,7 +102,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     """Returns every part by name, in the order of ``NAMES``.
 
     Limits are for a GPU: those of a stage leave its archive some time, and a build too, but that of the last
-    parts. The longest are those of ``tune`` and ``tune_bfloat16``, which compile the Triton kernels for the
+    parts. The longest are ``autotune`` and ``autotune_bfloat16``, which compile the Triton kernels for the
     parts after them. On a CPU each part may take all the time that there is.
     """
     cvt_benches, pyramid_benches = benches(device, results, tiny=tiny)
@@ -113,7 +113,7 @@ def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str,
     parts = [
         build(device),
         memcheck(results),
-        *tunings(device, results, tiny=tiny),
+        *autotuned(device, results, tiny=tiny),
         *kernel_tests(),
         script("ceilings", "ceilings", 15),
         script("auto", "auto", 80, planned, needs=("pytest",)),
@@ -158,19 +158,22 @@ def memcheck(results: Path) -> Part:
     return Part("memcheck", command, 170, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
-def tunings(device: str, results: Path, *, tiny: bool) -> list[Part]:
-    """Returns the parts that tune what CvT-13 needs: in bfloat16 inference, and besides in all the rest."""
+def autotuned(device: str, results: Path, *, tiny: bool) -> list[Part]:
+    """Returns the parts that autotune CvT-13: in bfloat16 inference, and in all the rest."""
     cuda = device == "cuda"
     dtypes = ["float32"] if tiny else ["bfloat16", "float32"] if cuda else ["float32", "bfloat16"]
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8"]
 
-    def tune(name: str, seconds: float, dtypes: list[str], *options: str) -> Part:
+    def autotune(name: str, seconds: float, dtypes: list[str], *options: str) -> Part:
         command = [*MODULE, "cvt", "tune", "--device", device, "--json", str(results / f"{name}.json")]
         command += ["--model", "cvt_13", "--dtype", *dtypes, "--batch-size", *batches, *options]
         command += ["--time-limit={seconds}"]
         return Part(name, [*command, *(["--image-size", "64"] if tiny else [])], seconds)
 
-    return [tune("tune_bfloat16", 380, ["bfloat16"]), tune("tune", 300, dtypes, "--train")]
+    return [
+        autotune("autotune_bfloat16", 380, ["bfloat16"]),
+        autotune("autotune", 300, dtypes, "--train"),
+    ]
 
 
 def kernel_tests() -> list[Part]:

@@ -107,7 +107,7 @@ class Operator:
             as suffice to check it on a CPU, with 32 about as many as change its speed there.
         defaults: PyTorch's own backends, of which the first that can serves where there is no entry; before
             them ``composed``, if other operators are to serve then.
-        exact: Computes the exact result for tunings, from a record in float64; None for the reference.
+        exact: Computes the exact result for autotuning, from a record in float64; None for the reference.
         unrounded: Computes results that are right as well, of implementations that do not round where the
             operator does.
         fused_by_compiler: Whether torch.compile's own code for a CPU fuses it with what is around it.

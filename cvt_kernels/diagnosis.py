@@ -19,8 +19,8 @@ def doctor() -> str:
         Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
 
     Raises:
-        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_AUTOTUNE`` has a value that is
-            unknown here.
+        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_AUTOTUNE`` has an
+            unknown value.
     """
     facts = machine.facts()
     device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)

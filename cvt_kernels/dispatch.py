@@ -1,8 +1,8 @@
 """The choice of the backend that serves a call.
 
 The first call of a key (``declaration``) asks :func:`choose`; a plan serves the others. Under ``auto``
-the choice is an entry: tuned and measured on this machine at the first call of its kind (``tunings``),
-and remembered on disk (``entries``). It is plain Python over module globals and the request of the
+the choice is the entry of the call's cache key: autotuned on this machine at the first call (``autotune``),
+and cached on disk. It is plain Python over module globals and the request of the
 context, so that ``torch.compile(fullgraph=True)`` traces through it.
 """
 
@@ -312,7 +312,7 @@ def _why_not_for_kernels(call: Record) -> str | None:
 
 
 def task_of(operator: str, *args: Any, **kwargs: Any) -> tuner.Task:
-    """Returns the tuning of all backends that can serve calls with such arguments.
+    """Returns the tuning task of all backends that can serve calls with such arguments.
 
     It is to be run by ``tuner.tune``, or in parts.
     """
@@ -394,8 +394,8 @@ def _warn_of_wrong_kernels(asked: str, entry: autotune.Entry) -> None:
         if measurement.is_lasting:
             message = (
                 f"failed its check on this machine and is not used for calls of this kind ({asked}): "
-                f"{measurement.flaw}. {entry.chosen} serves instead, so that results are right. Please report "
-                "this line with the output of `cvt doctor`."
+                f"{measurement.flaw}. {entry.chosen} serves instead, so that results are right. Please "
+                "report this line with the output of `cvt doctor`."
             )
         else:
             message = (

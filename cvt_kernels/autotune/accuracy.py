@@ -1,4 +1,4 @@
-"""The accuracy rule of the project, which tests, benchmarks, reports and tunings share.
+"""The accuracy rule of the project, which tests, benchmarks, reports and autotuning share.
 
 Against a float64 result, our largest error is at most a factor times the largest error of PyTorch's own
 operators in the same dtype, plus a few units in the last place of the largest exact value.

@@ -156,13 +156,13 @@ def _time_sound(task: Task, measurements: Mapping[str, Measurement]) -> dict[str
 
 # What a terminal shows --------------------------------------------------------------------------------------
 
-_PATIENCE = 2.0  # seconds of tunings in a process that go by in silence
+_PATIENCE = 2.0  # seconds of tuning in a process without a notice
 _NOTICE = (
     "cvt_kernels: checking and timing kernels, at the first call of each kind on this machine. That takes "
     "some seconds for a model, longer for a training step or on a busy machine. The result is remembered; "
     "`cvt tune` does it ahead.\n"
 )
-_seconds = 0.0  # of tunings at first use, of all threads
+_seconds = 0.0  # of tuning at first use, of all threads
 _is_noticed = False
 
 
@@ -205,7 +205,7 @@ def _notice(stream: TextIO) -> None:
 
 # The caller -----------------------------------------------------------------------------------------------
 
-#: What is called at the end of the tunings that go on, by the threads that they began in.
+#: Functions to call when a thread's tuning ends.
 _endings: dict[int, contextlib.ExitStack] = {}
 
 
@@ -761,8 +761,8 @@ def time_in_turns(
     """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
 
     Returns:
-        Their measurements so far with the seconds of the fastest run, or with a flaw if a candidate fails, which
-        may happen to a large call only; a single candidate is not timed.
+        Their measurements so far with the seconds of the fastest run, or with a flaw if a candidate fails,
+        which may happen to a large call only; a single candidate is not timed.
     """
     if len(candidates) < 2:
         return {}

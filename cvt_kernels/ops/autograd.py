@@ -1,4 +1,4 @@
-"""What the operators share that deals with autograd."""
+"""Autograd helpers that the operators share."""
 
 from __future__ import annotations
 

@@ -180,8 +180,8 @@ def test_stages_keep_to_their_time_and_tune_before_anything_else_runs(plan):
     chosen = [name for names in run.STAGES.values() for name in names if name != "build"]
     assert sorted(["build", *chosen]) == sorted(run.NAMES)  # each part in one stage
     assert all(names[0] == "build" for names in run.STAGES.values())
-    assert run.STAGES[1][1:] == ("memcheck", "tune_bfloat16")
-    assert run.STAGES[2][1] == "tune"
+    assert run.STAGES[1][1:] == ("memcheck", "autotune_bfloat16")
+    assert run.STAGES[2][1] == "autotune"
     assert run.LIMIT <= 570
     for names in run.STAGES.values():
         assert sum(parts[name].seconds for name in names if name != "build") <= run.LIMIT - run.RESERVE
@@ -195,16 +195,16 @@ def test_stages_keep_to_their_time_and_tune_before_anything_else_runs(plan):
 )
 def test_what_is_tuned_and_benched(device, dtypes, batches, tmp_path, plan):
     words = {name: " ".join(part.command) for name, part in plan(device).items()}
-    for name, tuned in (("tune_bfloat16", "bfloat16"), ("tune", dtypes)):
+    for name, tuned in (("autotune_bfloat16", "bfloat16"), ("autotune", dtypes)):
         assert f"-m cvt tune --device {device} --json {tmp_path}/{name}.json" in words[name]
         assert f"--model cvt_13 --dtype {tuned} --batch-size {batches}" in words[name]
-        assert (" --train " in words[name]) == (name == "tune")
+        assert (" --train " in words[name]) == (name == "autotune")
         assert words[name].endswith(" --time-limit={seconds}")
     for name in tabulate.PYRAMID_BENCHES:
         assert f" --json {tmp_path}/{name}.json " in words[name]
         assert re.search(r"--model (\w+)", words[name])[1] in models.PYRAMIDS
         assert words[name].endswith("--train") == name.endswith("training")
-    assert {"tune", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
+    assert {"autotune", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
     tiny = plan(device, tiny=True)["bench_pvt_v2_b2"].command
     assert " ".join(tiny).endswith("--batch-size 2 --peers hf --image-size 64 --rounds 4")
 

@@ -50,7 +50,7 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     ck.gelu(torch.ones(2))
     report = ck.doctor()
     assert section(report, "passed over")[-1].startswith("gelu, native: has no entry")
-    assert fact(report, "tuning")[0].startswith("off (CVT_KERNELS_AUTOTUNE=0)")
+    assert fact(report, "autotune")[0].startswith("off (CVT_KERNELS_AUTOTUNE=0)")
     rows = table(report)
     assert set(rows) == set(backends.operators)
     assert rows["gelu"] == ("native, reference", "PyTorch's own operator")
@@ -71,7 +71,9 @@ def test_doctor_counts_the_entries_of_every_backend(tuning):
     remember_entry("reference", "gelu", torch.ones(4), approximate="none")
     report = ck.doctor()
     assert table(report)["gelu"][1] == "native 2, reference 1"
-    assert fact(report, "tuning") == ["on: auto checks and times the backends at the first call of each kind"]
+    assert fact(report, "autotune") == [
+        "on: auto checks and times the backends at the first call of each kind"
+    ]
     assert fact(report, "entries") == [
         f"cpu: 3 known, 3 of them in the cache; new ones go to {autotune.cache_for(CPU).path}"
     ]

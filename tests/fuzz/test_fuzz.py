@@ -207,11 +207,11 @@ def test_an_error_of_4_units_is_found():
 
 def test_a_read_out_of_bounds_is_found():
     def fault(function, x, *others, **settings):
-        if x.shape[0] == 3 and x.is_contiguous() and x.storage_offset() > _GUARDED:
+        if x.shape[0] == 1 and x.is_contiguous() and x.storage_offset() > _GUARDED:
             x = x.as_strided(x.shape, x.stride(), x.storage_offset() + 1)
         return function(x, *others, **settings)
 
-    assert "is nan where PyTorch has" in found("layer_norm", fault, trials=40)["layer_norm rows=3 seed=0"]
+    assert "is nan where PyTorch has" in found("layer_norm", fault, trials=40)["layer_norm seed=0"]
 
 
 def test_a_write_out_of_bounds_is_found():

@@ -1,4 +1,4 @@
-"""``cvt tune``: tunes and times every kernel that a model needs on this machine, ahead of its first use."""
+"""``cvt tune``: checks and times every kernel that a model needs on this machine, ahead of its first use."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def add_parser(commands: Any) -> None:
     """Adds the command to those of ``cvt``."""
     parser = commands.add_parser(
         "tune",
-        help="tune every kernel that a model needs on this machine against float64, time it, and remember "
+        aliases=["prove"],  # its name before 0.1.0
+        help="check every kernel that a model needs on this machine against float64, time it, and cache "
         "which backend serves",
-        description="Tunes every kernel that a model needs on this machine, and times it beside PyTorch's "
+        description="Checks every kernel that a model needs on this machine, and times it beside PyTorch's "
         "own operators, in a separate process, so that a kernel that hangs or crashes does no harm. The "
         "entries are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
         "cvt_kernels/entries/; auto then takes the fastest backend. With Triton, the kernels are compiled "
@@ -91,7 +92,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """Tunes and prints a table; returns 1 if a kernel has a flaw or a cache key no tuning, else 0."""
+    """Tunes and prints a table; returns 1 if a kernel has a flaw or a cache key has no entry, else 0."""
     until = time.monotonic() + (arguments.time_limit or math.inf)
     device = resolve_device(arguments.device)
     if arguments.json not in (None, STDOUT):
@@ -126,7 +127,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     with (
         temporary_files_together(),
         Worker(device, arguments.seconds) as worker,
-        tqdm(cache_keys, desc="tune", unit="cache_key", leave=False, disable=None) as progress,
+        tqdm(cache_keys, desc="tune", unit="call", leave=False, disable=None) as progress,
     ):
         results: list[Result] = []
         try:

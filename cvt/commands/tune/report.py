@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Returns the lines of a table: a block for each operator, direction and dtype, a line for each cache key.
+    """Returns the lines of a table: a block for each operator, direction and dtype, a line for each key.
 
     A backend's column has microseconds, or its flaw in a word; the error is the largest of our kernels'.
     """

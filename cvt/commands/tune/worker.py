@@ -87,7 +87,7 @@ class Worker:
         return measurement
 
     def time(self, cache_key: CacheKey, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
-        """Times candidates in turns, a single one beside itself; returns their measurements with the seconds."""
+        """Times candidates in turns, a single one beside itself; returns measurements with seconds."""
         return self._prepare_and_run(cache_key, "time", measurements, patience=len(measurements))
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The tunings of kernels: wrong ones are found, right ones pass, and the caller notices nothing."""
+"""The tuner: wrong kernels are found, right ones pass, and the caller notices nothing."""
 
 import contextlib
 import ctypes

@@ -19,7 +19,7 @@ def test_the_page_runs_as_it_stands(capsys):
 
 @pytest.mark.parametrize("operator", ["layer_norm", "add_layer_norm"])
 def test_kinds_of_calls(operator):
-    """That of x is no dtype of its own on a CPU: it is what the call gives without one."""
+    """On a CPU the dtype of x, given by name, is what the call gives without one."""
     tensors = (X, W, B) if operator == "layer_norm" else (X, X + 1, W, B)
     plain, same, other = (
         dispatch.cache_key(operator, *tensors, eps=1e-3, dtype=dtype)

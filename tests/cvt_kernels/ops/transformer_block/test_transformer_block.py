@@ -242,6 +242,7 @@ def test_wrong_arguments_after_a_right_call(backend, made):
 
 CONVOLUTIONAL, PYRAMID = make(), pyramid()
 CONVS, LAYERS = CONVOLUTIONAL[2].convs, CONVOLUTIONAL[2].linears
+TRAINED = CONVS[0]._replace(running_mean=None, running_var=None)
 LARGE = PYRAMID[2].reduce._replace(weight=torch.ones(24, 24, 6, 6))
 ROWS = torch.tensor([[0], [1]])
 
@@ -254,6 +255,7 @@ ROWS = torch.tensor([[0], [1]])
         (CONVOLUTIONAL, {"reduce": ()}, {}, "block.reduce: got 0"),
         (CONVOLUTIONAL, {"linears": LAYERS[:2]}, {}, "block.linears: got 2"),
         (CONVOLUTIONAL, {"linears": (ck.Linear(torch.ones(30, 24)), *LAYERS[1:])}, {}, "got 30, 24 and 24"),
+        (CONVOLUTIONAL, {"reduce": (TRAINED, *CONVS[1:])}, {}, r"reduce\[0\].running_mean: got None"),
         (CONVOLUTIONAL, {"num_heads": 5}, {}, "block.num_heads: got 5, expected a divisor of 24"),
         (CONVOLUTIONAL, {}, {"rows": torch.arange(21).expand(2, 21) - 1}, r"rows: .* \(2, 1 to 20\)"),
         (CONVOLUTIONAL, {}, {"scores": "cls"}, "scores: got 'cls' for tokens without a class token"),
