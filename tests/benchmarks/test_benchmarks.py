@@ -288,9 +288,9 @@ def test_an_archive_has_results_entries_and_new_kernels(stage, tmp_path, monkeyp
     passed, files = stage(python(COMPILES))
     assert passed
     assert sorted(files) == [
+        "entries/key.json",
         "results/a-gpu/2026-01-01-0000/summary.json",
         "triton/new/kernel.cubin",
-        "entries/key.json",
     ]
     # Another machine takes over what it lacks.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
