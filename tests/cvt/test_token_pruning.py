@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.training.recipe import MODELS
 from cvt_kernels.ops.token_selection import select_tokens, spread_keys
-from tests.checks import bad, python_blocks, run_blocks
+from tests.checks import bad, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
 DEEP = CvTConfig(embed_dims=(8, 16), num_heads=(1, 2), depths=(1, 4), num_classes=5, drop_path_rate=0.0,
@@ -209,7 +208,7 @@ def test_settings_that_are_refused(overrides, message):
 
 
 def test_multiply_adds_of_cvt_13_are_those_of_the_page():
-    page = Path(__file__).parents[2].joinpath("docs", "token_pruning.md").read_text(encoding="utf-8")
+    page = section_of("pruning.md", "## Token pruning")
     keeps = (1.0, 0.9, 0.7, 0.5)
     dense, *others = (
         cost(dataclasses.replace(PRESETS["cvt_13"], token_keep=keep), 224).multiply_adds for keep in keeps

@@ -1,7 +1,6 @@
 """The Python of the documentation runs as it stands."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from cvt import create_model
 from cvt_kernels.acceleration.blocks import block_of
 from cvt_kernels.acceleration.freezing import STAGES
 from cvt_kernels.acceleration.matching import TABLE
-from tests.checks import python_blocks, run_blocks
+from tests.checks import python_blocks, run_blocks, section_of
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "accelerate.md").read_text(encoding="utf-8")
+PYRAMIDS = "## SegFormer, PVT, PVT v2 and GLPN"
+PAGE = section_of("accelerate.md", "# Accelerate your model", until=PYRAMIDS)
 
 
 @pytest.mark.slow
@@ -33,7 +32,7 @@ def test_accelerate_page(capsys):
 
 
 def test_graphs_page():
-    text = (DOCS / "graphs.md").read_text(encoding="utf-8")
+    text = section_of("serve.md", "## CUDA graphs")
     names = run_blocks(python_blocks(text))
     assert names["logits"].shape == (2, 2)
     assert f'`"{names["why_not"]}"`' in text
@@ -47,8 +46,8 @@ def test_the_pages_list_every_class():
     for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", PAGE, flags=re.MULTILINE):
         upstream = cells[0].replace("`", "").strip() or upstream
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", cells[1])}
-    pyramids = (DOCS / "pyramids.md").read_text(encoding="utf-8").partition("### Classes")[2]
-    for classes in re.findall(r"^\| (`.*?) \|", pyramids, flags=re.MULTILINE):
+    classes_there = section_of("accelerate.md", "### Classes")
+    for classes in re.findall(r"^\| (`.*?) \|", classes_there, flags=re.MULTILINE):
         listed |= {("Hugging Face", name) for name in re.findall("`(.*?)`", classes)}
     blocks = {(entry.upstream, entry.name) for entry in TABLE.values()}
     served = map(block_of, STAGES.values())

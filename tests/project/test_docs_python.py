@@ -12,11 +12,10 @@ from cvt import create_model, read_checkpoint
 from cvt.factory import randomize
 from cvt.hub import MICROSOFT
 from cvt_kernels import backends, dispatch
-from tests.checks import python_blocks, run_blocks
+from tests.checks import DOCS, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 
 
 def run_page(name):
@@ -31,7 +30,7 @@ def test_model_page(tmp_path, monkeypatch, recwarn, hub):
     randomize(model)
     torch.save(model.state_dict(), "CvT-13-224x224-IN-1k.pth")
     hub.publish("microsoft/cvt-13", model)
-    names = run_page("model.md")
+    names = run_blocks(python_blocks(section_of("model.md", "# The model", until="## timm and torch.hub")))
     assert [str(warning.message).split(":")[0] for warning in recwarn] == [
         "microsoft/cvt-13 has a head of 1000 classes and the model one of 10"
     ]
@@ -57,7 +56,7 @@ def test_quantize_page(tmp_path, monkeypatch, capsys):
 
 def test_serve_page(tmp_path, monkeypatch):
     """A worker computes with two threads, although the process that was forked has computed."""
-    app, settings = python_blocks((DOCS / "serve.md").read_text(encoding="utf-8"))
+    app, settings = python_blocks(section_of("serve.md", "# Serve requests", until="## CUDA graphs"))
     (tmp_path / "app.py").write_text(app)
     (tmp_path / "settings.py").write_text(settings)
     monkeypatch.syspath_prepend(tmp_path)

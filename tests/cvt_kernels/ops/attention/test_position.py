@@ -1,7 +1,5 @@
 """The bias of attention by position: every backend against the explicit matrix, and the table's gradient."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -17,6 +15,7 @@ from tests.checks import (
     recorded_operators,
     remember_verdict,
     run_blocks,
+    section_of,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -377,8 +376,7 @@ def test_map_has_the_probabilities_of_attention(with_rows):
 
 
 def test_the_page_about_attention_runs():
-    page = Path(__file__).parents[4] / "docs" / "attention.md"
-    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    names = run_blocks(python_blocks(section_of("inside.md", "## attention")))
     assert names["out"].shape == names["queries"].shape
 
 

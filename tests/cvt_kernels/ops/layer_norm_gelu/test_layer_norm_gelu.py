@@ -1,14 +1,13 @@
 """LayerNorm, GELU and their combinations: what they accept and refuse, on every backend of a CPU."""
 
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import dispatch
-from tests.checks import python_blocks, record_calls, run_blocks
+from tests.checks import python_blocks, record_calls, run_blocks, section_of
 
 X, W, B = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
 ONE_CALL_EACH = {
@@ -80,8 +79,7 @@ def test_autocast_gives_the_dtype_of_pytorch():
 
 
 def test_the_page_runs_as_it_stands(capsys):
-    page = Path(__file__).parents[4] / "docs" / "layer_norm_gelu.md"
-    run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    run_blocks(python_blocks(section_of("inside.md", "## LayerNorm and GELU")))
     assert capsys.readouterr().out == "torch.bfloat16 torch.float32 torch.bfloat16\n"
 
 
