@@ -34,12 +34,12 @@ def assert_documented(rows):
     if f"Triton {triton.__version__}" not in text:
         pytest.skip("docs/kernels.md is of another version of Triton")
     cells = {}
-    for operator, table in re.findall(r"<!-- compile: (\w+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL):
+    for title, table in re.findall(r"<!-- compile: (\w+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL):
         heads, _, *lines = split_cells(table)
         for name, *values in lines:
-            cells |= {(operator, name, head): cell for head, cell in zip(heads[1:], values, strict=True)}
+            cells |= {(title, name, head): cell for head, cell in zip(heads[1:], values, strict=True)}
     for row in rows:
-        cell = cells[row["operator"], page.line_name(row), f"{row['dtypes'][0]} {row['arch']}"]
+        cell = cells[page.table_name(row), page.line_name(row), f"{row['dtypes'][0]} {row['arch']}"]
         registers, shared, occupancy = (float(n) for n in cell.rstrip("%").split(" / "))
         resources = row["resources"]
         assert resources["registers"] <= registers
