@@ -44,8 +44,9 @@ def main(arguments: Sequence[str | Path]) -> None:
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Returns two Markdown tables for each ``table_name``: the worst of each kernel over all shapes.
 
-    ``NAME`` has registers of a thread / KiB of shared memory of a block / occupancy. ``NAME, predicted`` has instructions per output, or per 64 × 64 attention scores / the predicted bound and share
-    of the floor. The CUDA kernels have a line for each number of elements that a thread holds.
+    ``NAME`` has registers of a thread / KiB of shared memory of a block / occupancy. ``NAME, predicted`` has
+    instructions per output, or per 64 × 64 attention scores / the predicted bound and share of the floor. The
+    CUDA kernels have a line for each number of elements that a thread holds.
 
     Raises:
         ValueError: It is not a report of this version.
@@ -69,7 +70,7 @@ _TABLES |= dict.fromkeys(("layer_norm_quantize", "gelu_quantize", "linear_int8")
 
 
 def table_name(row: dict[str, Any]) -> str:
-    """Returns the name of the table that a kernel of the report belongs to, the operator's or one of several."""
+    """Returns the name of the tables that a kernel of the report belongs to."""
     return _TABLES.get(row["operator"], row["operator"])
 
 
