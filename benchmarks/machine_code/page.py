@@ -66,6 +66,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 
 #: Operators in the table of another one.
 _TABLES = dict.fromkeys(("linear_add", "linear_add_layer_norm"), "linear_gelu")
+_TABLES |= dict.fromkeys(("gather_add_layer_norm", "scatter_rows"), "gather_rows")
 _TABLES |= dict.fromkeys(("layer_norm_quantize", "gelu_quantize", "linear_int8"), "quantize_rows")
 
 
@@ -80,7 +81,10 @@ _RESULTS = {"": "", "float32": " to float32", "float16": " to 16 bits", "bfloat1
 
 def line_name(row: dict[str, Any]) -> str:
     """Returns the name of the line that a kernel of the report belongs to."""
-    name = row["kernel"].removeprefix(row["operator"]).strip("_") or row["kernel"]
+    operator, kernel = row["operator"], row["kernel"]
+    if table_name(row) in _TABLES.values():  # kernels of several operators
+        return f"`{kernel}`" if kernel.startswith(operator) else f"`{kernel}` for `{operator}`"
+    name = kernel.removeprefix(operator).strip("_") or kernel
     for case in row["cases"]:
         if "vector" in case:
             single = " single" if case["vector"] == 1 else ""
