@@ -64,15 +64,25 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-#: Operators in the table of another one.
-_TABLES = dict.fromkeys(("linear_add", "linear_add_layer_norm"), "linear_gelu")
-_TABLES |= dict.fromkeys(("gather_add_layer_norm", "scatter_rows"), "gather_rows")
-_TABLES |= dict.fromkeys(("layer_norm_quantize", "gelu_quantize", "linear_int8"), "quantize_rows")
+#: The operators of each table that has several.
+_TABLES = {
+    "linear": (
+        "conv_embedding",
+        "conv_linear",
+        "linear_gelu",
+        "linear_add",
+        "linear_add_layer_norm",
+        "layer_norm_mlp",
+    ),
+    "rows": ("gather_rows", "gather_add_layer_norm", "scatter_rows"),
+    "int8": ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8"),
+}
 
 
 def table_name(row: dict[str, Any]) -> str:
-    """Returns the name of the tables that a kernel of the report belongs to."""
-    return _TABLES.get(row["operator"], row["operator"])
+    """Returns the name of the tables that a kernel of the report belongs to, else its operator's."""
+    operator = row["operator"]
+    return next((name for name, operators in _TABLES.items() if operator in operators), operator)
 
 
 #: How the name of a line ends, by the dtype of a result that is not of the input's.
@@ -82,7 +92,7 @@ _RESULTS = {"": "", "float32": " to float32", "float16": " to 16 bits", "bfloat1
 def line_name(row: dict[str, Any]) -> str:
     """Returns the name of the line that a kernel of the report belongs to."""
     operator, kernel = row["operator"], row["kernel"]
-    if table_name(row) in _TABLES.values():  # kernels of several operators
+    if table_name(row) in _TABLES:
         return f"`{kernel}`" if kernel.startswith(operator) else f"`{kernel}` for `{operator}`"
     name = kernel.removeprefix(operator).strip("_") or kernel
     for case in row["cases"]:
