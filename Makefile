@@ -49,7 +49,7 @@ smoke: $(INSTALLED)
 sanitize: $(INSTALLED)
 	$(PYTEST) -m sanitized
 
-# Random calls of the operators, command lines and damaged files, other ones with another SEED: see docs/fuzz.md.
+# Random calls of the operators, command lines and damaged files, other ones with another SEED: see CONTRIBUTING.md.
 # make fuzz MINUTES=60 ONLY="attention linear"
 MINUTES ?= 10
 SEED ?= 0

@@ -25,6 +25,8 @@ from tests.processes import run_python
 
 #: The programs that tests compile.
 BUILD = Path(__file__).parents[1] / "build" / "tests"
+#: The pages of the documentation.
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def assert_accurate(
@@ -221,6 +223,26 @@ def recorded_operators() -> Iterator[list[str]]:
     """Lists the operators that PyTorch dispatches within a block, such as ``aten.add.Tensor``."""
     with _Dispatches() as dispatches:
         yield dispatches.names
+
+
+def section_of(page: str, heading: str, until: str | None = None) -> str:
+    """Returns a section of a page in docs/, up to the next heading of its level or to another heading.
+
+    Args:
+        page: The name of the page's file.
+        heading: The line of the section's heading, such as ``"## In Python"``.
+        until: The line of the heading at which it ends; None for the next one of its level or above.
+    """
+    level, found, is_code, is_inside = heading.index(" "), [], False, False
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines(keepends=True):
+        is_code ^= line.startswith("```")
+        if not is_code and re.match("#+ ", line):
+            title = line.rstrip()
+            is_inside = title == heading or (is_inside and title != until and line.index(" ") > level)
+        if is_inside:
+            found.append(line)
+    assert found, f"{page} has no heading {heading}"
+    return "".join(found)
 
 
 def python_blocks(page: str) -> list[str]:

@@ -8,5 +8,5 @@ and has what those need who write kernels. ``docs/kernels.md`` says what the num
 - ``work`` says what each launch must compute and move, and how often its loops run.
 - ``bounds`` and ``rates`` predict times from both; ``budgets`` limits registers and instructions.
 - ``jobs`` and ``report`` put all of it into a report, and ``page`` that into ``docs/kernels.md``.
-- ``forward`` lists the launches of a model's forward, for ``docs/forward.md``.
+- ``forward`` lists the launches of a model's forward, for ``docs/kernels.md``.
 """

@@ -52,11 +52,11 @@ def put_into(page: Path, parts: Mapping[str, str]) -> None:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Returns two Markdown tables for each operator: the worst of each kernel over all shapes.
+    """Returns two Markdown tables for each ``table_name``: the worst of each kernel over all shapes.
 
-    ``OPERATOR`` has registers of a thread / KiB of shared memory of a block / occupancy. ``OPERATOR,
-    predicted`` has instructions per output, or per 64 × 64 attention scores / the predicted bound and share
-    of the floor. The CUDA kernels have a line for each number of elements that a thread holds.
+    ``NAME`` has registers of a thread / KiB of shared memory of a block / occupancy. ``NAME, predicted`` has
+    instructions per output, or per 64 × 64 attention scores / the predicted bound and share of the floor. The
+    CUDA kernels have a line for each number of elements that a thread holds.
 
     Raises:
         ValueError: It is not a report of this version.
@@ -65,22 +65,50 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         raise ValueError(f"expected a report of {SCHEMA}, version {VERSION}")
     grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in report["kernels"]:
-        grouped.setdefault(row["operator"], {}).setdefault(line_name(row), []).append(row)
+        grouped.setdefault(table_name(row), {}).setdefault(line_name(row), []).append(row)
     archs = list(dict.fromkeys(row["arch"] for row in report["kernels"]))
     found = {}
-    for operator, lines in grouped.items():
-        found[operator] = "\n".join(markdown(_rows(lines, archs)))
-        found[f"{operator}, predicted"] = "\n".join(markdown(_predicted_rows(lines, archs)))
+    for name, lines in grouped.items():
+        found[name] = "\n".join(markdown(_rows(lines, archs)))
+        found[f"{name}, predicted"] = "\n".join(markdown(_predicted_rows(lines, archs)))
     return found
+
+
+#: The operators of each table that has several.
+_TABLES = {
+    "linear": (
+        "conv_embedding",
+        "conv_linear",
+        "linear_gelu",
+        "linear_add",
+        "linear_add_layer_norm",
+        "layer_norm_mlp",
+    ),
+    "rows": ("gather_rows", "gather_add_layer_norm", "scatter_rows"),
+    "int8": ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8"),
+}
+
+
+def table_name(row: dict[str, Any]) -> str:
+    """Returns the name of the tables that a kernel of the report belongs to, else its operator's."""
+    operator = row["operator"]
+    return next((name for name, operators in _TABLES.items() if operator in operators), operator)
+
+
+#: How the name of a line ends, by the dtype of a result that is not of the input's.
+_RESULTS = {"": "", "float32": " to float32", "float16": " to 16 bits", "bfloat16": " to 16 bits"}
 
 
 def line_name(row: dict[str, Any]) -> str:
     """Returns the name of the line that a kernel of the report belongs to."""
-    name = row["kernel"].removeprefix(row["operator"]).strip("_") or row["kernel"]
+    operator, kernel = row["operator"], row["kernel"]
+    if table_name(row) in _TABLES:
+        return f"`{kernel}`" if kernel.startswith(operator) else f"`{kernel}` for `{operator}`"
+    name = kernel.removeprefix(operator).strip("_") or kernel
     for case in row["cases"]:
         if "vector" in case:
             single = " single" if case["vector"] == 1 else ""
-            result = f" to {case['result']}" if case["result"] else ""
+            result = _RESULTS[case["result"]]
             return f"`{name}`, {case['vector'] * case['vectors']}{single} elements{result}"
     return f"`{name}`"
 
@@ -112,7 +140,7 @@ def _of_column(rows: list[dict[str, Any]], dtype: str, arch: str) -> list[dict[s
 def _predicted_rows(lines: dict[str, list[dict[str, Any]]], archs: list[str]) -> list[list[str]]:
     """Returns the rows of an operator's table of predictions; a kernel without any has none."""
     columns = _columns(archs)
-    table = [["kernel", *map(" ".join, columns)]]
+    table = [["kernel, predicted", *map(" ".join, columns)]]
     for name, rows in lines.items():
         analyses = (
             [analysis for row in _of_column(rows, dtype, arch) for analysis in row["analyses"]]

@@ -10,7 +10,7 @@ import torch
 import cvt
 from cvt.factory import randomize
 from cvt.hub import MICROSOFT, PRETRAINED
-from tests.checks import python_blocks, run_blocks
+from tests.checks import python_blocks, run_blocks, section_of
 
 ROOT = Path(__file__).parents[2]
 TINY = {"embed_dims": (16, 32, 48), "num_heads": (1, 2, 3), "depths": (1, 2, 3)}
@@ -100,8 +100,7 @@ def test_weights(timm, images, tmp_path, kind):
 
 
 def test_the_page(timm):
-    page = (ROOT / "docs" / "timm.md").read_text(encoding="utf-8")
-    names = run_blocks(python_blocks(page)[:1])
+    names = run_blocks(python_blocks(section_of("model.md", "### timm")))
     assert names["model"].num_classes == 10
     assert names["backbone"].feature_info.channels() == [192, 384]
     assert callable(names["transform"])

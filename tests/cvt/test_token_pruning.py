@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from cvt.images import sample_photos
 from cvt.model import tokens_to_map
 from cvt.training.recipe import MODELS
 from cvt_kernels.ops.token_selection import select_tokens, spread_keys
-from tests.checks import bad, python_blocks, run_blocks
+from tests.checks import bad, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
 DEEP = dataclasses.replace(
@@ -198,7 +197,7 @@ def test_settings_that_are_refused(overrides, message):
 
 
 def test_multiply_adds_of_cvt_13_are_those_of_the_page():
-    page = Path(__file__).parents[2].joinpath("docs", "token_pruning.md").read_text(encoding="utf-8")
+    page = section_of("pruning.md", "## Token pruning")
     keeps = (1.0, 0.9, 0.7, 0.5)
     configs = [dataclasses.replace(PRESETS["cvt_13"], token_keep=keep) for keep in keeps]
     dense, *others = (cost(config, 224).multiply_adds for config in configs)

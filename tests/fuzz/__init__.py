@@ -1,1 +1,1 @@
-"""The fuzzer: random calls of every operator, mutated command lines and damaged files; see docs/fuzz.md."""
+"""The fuzzer: random calls of every operator, mutated command lines and damaged files: CONTRIBUTING.md."""

@@ -1,4 +1,4 @@
-"""The fuzzer: ``python -m tests.fuzz --minutes 10``; see docs/fuzz.md."""
+"""The fuzzer: ``python -m tests.fuzz --minutes 10``; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 

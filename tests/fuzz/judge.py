@@ -1,7 +1,7 @@
 """The judge of a case: every backend that serves it against float64 and PyTorch, in guarded memory.
 
 Where all numbers are finite, the rule is ``cvt_kernels.autotune.accuracy``. Elsewhere a number is right if it
-is what PyTorch's operators give in the same dtype, or the exact one in that dtype; see docs/fuzz.md.
+is what PyTorch's operators give in the same dtype, or the exact one in that dtype; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations

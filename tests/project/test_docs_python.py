@@ -15,11 +15,13 @@ from cvt_kernels import backends, dispatch
 from cvt_kernels.acceleration.blocks import block_of
 from cvt_kernels.acceleration.freezing import STAGES
 from cvt_kernels.acceleration.matching import TABLE
-from tests.checks import python_blocks, run_blocks
+from tests.checks import DOCS, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+
+PYRAMIDS = "## SegFormer, PVT, PVT v2 and GLPN"
+ACCELERATE = section_of("accelerate.md", "# Accelerate your model", until=PYRAMIDS)
 
 
 def text_of(page):
@@ -33,7 +35,7 @@ def run_page(page):
 
 @pytest.mark.slow
 def test_accelerate_page(capsys):
-    names = run_page("accelerate.md")
+    names = run_blocks(python_blocks(ACCELERATE))
     printed = capsys.readouterr().out
     assert "12 of 12 blocks fused" in printed
     assert "36 of 36 layers quantized" in printed
@@ -45,20 +47,21 @@ def test_accelerate_page(capsys):
 
 
 def test_graphs_page():
-    names = run_page("graphs.md")
+    text = section_of("serve.md", "## CUDA graphs")
+    names = run_blocks(python_blocks(text))
     assert names["logits"].shape == (2, 2)
-    assert f'`"{names["why_not"]}"`' in text_of("graphs.md")
+    assert f'`"{names["why_not"]}"`' in text
     with torch.device("meta"):
         model = create_model("cvt_13")
-    assert f"{len([*model.parameters(), *model.buffers()])} parameters and buffers" in text_of("graphs.md")
+    assert f"{len([*model.parameters(), *model.buffers()])} parameters and buffers" in text
 
 
 def test_the_pages_list_every_class():
     upstream, listed = "", set()
-    for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", text_of("accelerate.md"), flags=re.MULTILINE):
+    for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", ACCELERATE, flags=re.MULTILINE):
         upstream = cells[0].replace("`", "").strip() or upstream
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", cells[1])}
-    pyramids = text_of("pyramids.md").partition("### Classes")[2]
+    pyramids = section_of("accelerate.md", "### Classes")
     for classes in re.findall(r"^\| (`.*?) \|", pyramids, flags=re.MULTILINE):
         listed |= {("Hugging Face", name) for name in re.findall("`(.*?)`", classes)}
     blocks = {(entry.upstream, entry.name) for entry in TABLE.values()}
@@ -74,7 +77,7 @@ def test_model_page(tmp_path, monkeypatch, recwarn, hub):
     randomize(model)
     torch.save(model.state_dict(), "CvT-13-224x224-IN-1k.pth")
     hub.publish("microsoft/cvt-13", model)
-    names = run_page("model.md")
+    names = run_blocks(python_blocks(section_of("model.md", "# The model", until="## timm and torch.hub")))
     assert [str(warning.message).split(":")[0] for warning in recwarn] == [
         "microsoft/cvt-13 has a head of 1000 classes and the model one of 10"
     ]
@@ -100,7 +103,7 @@ def test_quantize_page(tmp_path, monkeypatch, capsys):
 
 def test_serve_page(tmp_path, monkeypatch):
     """A worker computes with two threads, although the process that was forked has computed."""
-    app, settings = python_blocks(text_of("serve.md"))
+    app, settings = python_blocks(section_of("serve.md", "# Serve requests", until="## CUDA graphs"))
     (tmp_path / "app.py").write_text(app)
     (tmp_path / "settings.py").write_text(settings)
     monkeypatch.syspath_prepend(tmp_path)

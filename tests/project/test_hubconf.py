@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cvt
-from tests.checks import python_blocks, run_blocks
+from tests.checks import python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +38,7 @@ def test_every_preset_can_be_loaded(name, monkeypatch):
 
 def test_the_page(monkeypatch):
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "timm.md").read_text(encoding="utf-8")
-    names = run_blocks(python_blocks(page)[1:])
+    names = run_blocks(python_blocks(section_of("model.md", "### torch.hub")))
     assert names["model"].num_classes == 10
     assert names["backbone"].feature_info.channels() == [64, 192, 384]
 

@@ -52,5 +52,5 @@ def test_links_of_the_repository_lead_to_pages_of_the_site(site):
     assert 'href="contributing.html"' in article(site, "pages")
     assert 'href="quickstart.html"' in article(site, "pages")
     assert 'href="contributing.html#where-files-are"' in article(site, "changelog")
-    assert 'href="../' not in article(site, "attention")  # sources are not on the site
-    assert "ops/attention/native.py" in article(site, "attention")
+    assert 'href="../' not in article(site, "inside")  # sources are not on the site
+    assert "ops/attention/native.py" in article(site, "inside")

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.machine_code import forward
 
-PAGE = Path(__file__).parents[3] / "docs" / "forward.md"
+PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
 
 
 @pytest.fixture(scope="module")

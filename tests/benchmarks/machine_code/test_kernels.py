@@ -34,17 +34,14 @@ def assert_documented(rows):
     """Fails if a row of docs/kernels.md says less than its kernel takes."""
     text = DOCS.read_text(encoding="utf-8")
     if f"Triton {triton.__version__}" not in text:
-        return
+        pytest.skip("docs/kernels.md is of another version of Triton")
     cells = {}
-    for operator, table in re.findall(r"<!-- compile: (\w+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL):
+    for title, table in re.findall(r"<!-- compile: (\w+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL):
         heads, _, *lines = ([c.strip() for c in line.strip("|").split("|")] for line in table.splitlines())
         for name, *values in lines:
-            cells |= {(operator, name, head): cell for head, cell in zip(heads[1:], values, strict=True)}
-    documented = {operator for operator, *_ in cells}
+            cells |= {(title, name, head): cell for head, cell in zip(heads[1:], values, strict=True)}
     for row in rows:
-        if row["operator"] not in documented:
-            continue
-        cell = cells[row["operator"], page.line_name(row), f"{row['dtypes'][0]} {row['arch']}"]
+        cell = cells[page.table_name(row), page.line_name(row), f"{row['dtypes'][0]} {row['arch']}"]
         registers, shared, occupancy = (float(n) for n in cell.rstrip("%").split(" / "))
         resources = row["resources"]
         assert resources["registers"] <= registers

@@ -57,7 +57,7 @@ def test_tables(tmp_path):
         "<!-- end -->",
         "after",
         "<!-- compile: attention, predicted -->",
-        "| kernel | bfloat16 sm_90 | bfloat16 sm_80 | float32 sm_90 | float32 sm_80 |",
+        "| kernel, predicted | bfloat16 sm_90 | bfloat16 sm_80 | float32 sm_90 | float32 sm_80 |",
         "|---|---|---|---|---|",
         "| `fwd` | 1000 / tensor 50% |  |  | 40 / MUFU 70% |",
         "| `gelu`, 24 elements | 20.4 / DRAM 100% |  |  |  |",

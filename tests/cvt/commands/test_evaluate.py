@@ -19,7 +19,7 @@ from cvt.datasets import open_dataset
 from cvt.evaluation import Cost, Evaluation
 from cvt.factory import randomize
 from cvt.training.recipe import MODELS
-from tests.checks import Terminal, bad
+from tests.checks import Terminal, bad, section_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -147,7 +147,7 @@ def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):
 
 
 def test_the_page_has_the_figures_of_the_package_s_model(capsys):
-    page = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    page = section_of("training.md", "### With fewer tokens")
     expected = [
         line.split()[:-1] for line in re.findall(r"^(?:[01][0-9.]* |entropy).*…$", page, re.MULTILINE)
     ]

@@ -15,10 +15,10 @@ from cvt.checkpoints import PACKAGED
 from cvt.commands import main
 from cvt.commands import prune as command
 from cvt.evaluation import cost
-from tests.checks import Terminal, bad, python_blocks, run_blocks
+from tests.checks import Terminal, bad, python_blocks, run_blocks, section_of
 from tests.cvt.models import equal, quantized, small
 
-PAGE = (Path(__file__).parents[3] / "docs" / "prune_weights.md").read_text(encoding="utf-8")
+PAGE = section_of("pruning.md", "## Prune a model's weights")
 DIGITS = ["--checkpoint", "digits", "--calibrate", "digits"]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from tests.checks import python_blocks, record_all_calls, record_calls, run_blocks
+from tests.checks import python_blocks, record_all_calls, record_calls, run_blocks, section_of
 from tests.cvt_kernels.acceleration.test_accelerate import inputs
 from tests.upstream import (
     PYRAMIDS,
@@ -205,6 +205,5 @@ def test_every_gelu_of_transformers(hidden_act):
 
 
 def test_the_page():
-    text = (ROOT / "docs" / "pyramids.md").read_text(encoding="utf-8")
-    (block,) = python_blocks(text)
+    (block,) = python_blocks(section_of("accelerate.md", "## SegFormer, PVT, PVT v2 and GLPN"))
     assert run_blocks([block])["after"].shape == (1, 2, 24, 16)

@@ -3,7 +3,6 @@
 import copy
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels.autotune import accuracy
-from tests.checks import assert_accurate, python_blocks, record_calls, run_blocks
+from tests.checks import assert_accurate, python_blocks, record_calls, run_blocks, section_of
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 VISION = SMALL | {"image_size": 32, "patch_size": 8}
@@ -231,8 +230,8 @@ def test_transformers_is_missing_or_too_old(monkeypatch, module, error, message)
 
 
 def test_the_page_runs_as_it_stands():
-    page = Path(__file__).parents[4] / "docs" / "attention_interface.md"
-    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    section = section_of("accelerate.md", "## Attention in models of transformers")
+    names = run_blocks(python_blocks(section))
     assert names["model"].config._attn_implementation == "cvt_kernels"
     assert names["clip"].vision_model.config._attn_implementation == "cvt_kernels"
     assert names["clip"].text_model.config._attn_implementation == "sdpa"

@@ -1,7 +1,5 @@
 """The bias of attention by position: every backend against the explicit matrix, and the table's gradient."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import cvt_kernels as ck
 from cvt_kernels import autotune
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
-from tests.checks import not_built, python_blocks, run_blocks
+from tests.checks import not_built, python_blocks, run_blocks, section_of
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,8 +237,7 @@ def test_map_has_the_probabilities_of_attention(with_rows):
 
 
 def test_the_page_about_attention_runs():
-    page = Path(__file__).parents[4] / "docs" / "attention.md"
-    names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    names = run_blocks(python_blocks(section_of("inside.md", "## attention")))
     assert names["out"].shape == names["queries"].shape
 
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from cvt_kernels import dispatch
-from tests.checks import python_blocks, run_blocks
+from tests.checks import python_blocks, run_blocks, section_of
 
 X, W, B = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
 
 
 def test_the_page_runs_as_it_stands(capsys):
-    page = Path(__file__).parents[4] / "docs" / "layer_norm_gelu.md"
-    run_blocks(python_blocks(page.read_text(encoding="utf-8")))
+    run_blocks(python_blocks(section_of("inside.md", "## LayerNorm and GELU")))
     assert capsys.readouterr().out == "torch.bfloat16 torch.float32 torch.bfloat16\n"
 
 
