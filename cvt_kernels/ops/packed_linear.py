@@ -77,14 +77,14 @@ def _library() -> _Library | None:
 
 
 def why_unavailable(device_type: str) -> str | None:
-    """Says why this PyTorch has no packed linear layers; None if it has."""
+    """Returns why this PyTorch has no packed linear layers, or None."""
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
     return "this PyTorch has no packed linear layers of oneDNN" if _library() is None else None
 
 
 def why_unsupported(x: Tensor, weights: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> str | None:
-    """Says why these layers cannot serve tokens x; None if they can.
+    """Returns why these layers cannot serve tokens x, or None.
 
     Args:
         x: The tokens.

@@ -48,7 +48,7 @@ class Snapshot:
             _dependents_of(storage).add(self)
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Says whether these are the same tensors, unchanged."""
+        """Returns whether these are the same tensors, unchanged."""
         return not self.is_outdated and self._facts == _facts_of(tensors)
 
     def outdate(self) -> None:
@@ -127,7 +127,7 @@ _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    """Says whether modules compute with a gathered copy of a parameter; FSDP writes it without a count."""
+    """Returns whether modules compute with a gathered copy of a parameter; FSDP writes it without a count."""
     return type(parameter) not in (Tensor, nn.Parameter) or hasattr(parameter, "_fsdp_flattened")
 
 
@@ -192,7 +192,7 @@ class Uses:
         self._uses.append((copy, copy.made, aliases))
 
     def hold(self) -> bool:
-        """Says whether all copies are still those of their weights."""
+        """Returns whether all copies are still those of their weights."""
         return all(copy.holds(tensors) for copy, _, tensors in self._uses)
 
 
@@ -200,7 +200,7 @@ _noted = threading.local()
 
 
 def is_noting() -> bool:
-    """Says whether the copies are noted that this thread reads."""
+    """Returns whether the copies are noted that this thread reads."""
     return getattr(_noted, "uses", None) is not None
 
 

@@ -58,7 +58,7 @@ _LEAST_SCALE = 2.0**-64
 
 
 def why_scale_too_small(scale: float | None) -> str | None:
-    """Says why kernels cannot divide a bias by position by a scale, as they do; None if they can."""
+    """Returns why kernels cannot divide a bias by position by a scale, as they do, or None."""
     if scale is not None and abs(scale) < _LEAST_SCALE:
         return f"the scale {scale} is too close to 0 to divide a bias by position by it"
     return None

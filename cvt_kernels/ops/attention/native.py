@@ -36,7 +36,7 @@ def _(q: Tensor, *others: Any) -> Tensor:
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     q, k, v, scale, bias, dropout_p, position = call
     if modes.wants_gradient(q, k, v, None if position is None else position.table):
         return "has no gradients on a CPU"

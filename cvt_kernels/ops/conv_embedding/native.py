@@ -32,7 +32,7 @@ def _(
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     image, weight, bias, norm_weight, norm_bias, _, _, _, class_token = call
     tensors = image, weight, bias, norm_weight, norm_bias, class_token
     if torch.compiler.is_compiling():

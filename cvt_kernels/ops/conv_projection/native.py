@@ -67,7 +67,7 @@ class _Settings(NamedTuple):
 
 
 def _takes_statistics(conv: ConvBatchNorm, training: bool) -> bool:
-    """Says whether a branch normalizes by the statistics of the batch."""
+    """Returns whether a branch normalizes by the statistics of the batch."""
     return training or conv.running_mean is None
 
 
@@ -161,7 +161,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x, _, convs, training = call
     longest = max(len(summands(branch)) for branch in convs)
     if longest > _MAX_SUMMANDS:

@@ -113,7 +113,7 @@ def layer_norm(
 
 
 def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Says whether parameters are of float32 and x is not: F.layer_norm takes them on a CPU only."""
+    """Returns whether parameters are of float32 and x is not: F.layer_norm takes them on a CPU only."""
     if x.dtype not in (torch.bfloat16, torch.float16) or modes.autocast_enabled(x):
         return False
     return any(p is not None and p.dtype == torch.float32 for p in parameters)

@@ -267,7 +267,7 @@ def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
 
 
 def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool:
-    """Says whether a kernel adds a branch of 16 bits to a stream of float32 and writes 16 bits."""
+    """Returns whether a kernel adds a branch of 16 bits to a stream of float32 and writes 16 bits."""
     return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 

@@ -155,7 +155,7 @@ def _compose_gelu(call: Record) -> Tensor:
 
 
 def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Says whether GELU takes the bias of the product, which only a kernel that does both makes worth it.
+    """Returns whether GELU takes the bias of the product, which only a kernel that does both makes worth it.
 
     A matrix product adds its bias for free.
     """

@@ -32,12 +32,12 @@ def by_float32(call: Record) -> Tensor:
 
 
 def why_convolution_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_convolution` cannot serve a call; None if it can."""
+    """Returns why :func:`by_convolution` cannot serve a call, or None."""
     return "has no advantage in float64" if call.x.dtype == torch.float64 else None
 
 
 def why_float32_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_float32` cannot serve a call; None if it can."""
+    """Returns why :func:`by_float32` cannot serve a call, or None."""
     if call.x.dtype not in (torch.bfloat16, torch.float16):
         return "serves 16-bit tensors only"
     if modes.wants_gradient(*call):

@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_rows_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot round rows; None if they can."""
+    """Returns why these kernels cannot round rows, or None."""
     x, dtype = call.x, call.dtype
     if dtype != torch.int8:
         return f"rounds to int8 only, not to {checks.dtype_name(dtype)}"
@@ -63,7 +63,7 @@ def _vector(given: Tensor | None) -> Tensor | None:
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot compute a linear layer; None if they can."""
+    """Returns why these kernels cannot compute a linear layer, or None."""
     x, weight, weight_scale, _, x_scales, _, _, residual, dtype = call
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight, weight_scale)):
         return "packs plain tensors only"

@@ -31,7 +31,7 @@ _LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
 
 
 def why_int_mm_unavailable(device_type: str) -> str | None:
-    """Says why ``torch._int_mm`` is not exact here; None if it is."""
+    """Returns why ``torch._int_mm`` is not exact here, or None."""
     return _why_no_exact_products() if device_type == "cpu" else None
 
 
@@ -44,7 +44,7 @@ def _why_no_exact_products() -> str | None:
 
 
 def why_int_mm_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_int_mm` cannot serve a call; None if it can."""
+    """Returns why :func:`by_int_mm` cannot serve a call, or None."""
     x, weight = call.x, call.weight
     reason = _why_not_rounded(call, torch.int8)
     if reason is not None or not x.is_cuda:
@@ -118,7 +118,7 @@ def _library() -> tuple[Any, Any] | None:
 
 
 def why_onednn_unavailable(device_type: str) -> str | None:
-    """Says why this PyTorch has no packed linear layers of 8 bits; None if it has."""
+    """Returns why this PyTorch has no packed linear layers of 8 bits, or None."""
     reason = _why_no_exact_products()
     if reason is None and _library() is None:
         return "this PyTorch has no packed linear layers of 8-bit numbers"
@@ -126,7 +126,7 @@ def why_onednn_unavailable(device_type: str) -> str | None:
 
 
 def why_onednn_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_onednn` cannot serve a call; None if it can."""
+    """Returns why :func:`by_onednn` cannot serve a call, or None."""
     return _why_not_packable(call) or _why_not_rounded(call, torch.int8)
 
 
@@ -159,7 +159,7 @@ def by_onednn(call: Record) -> Tensor:
 
 
 def why_scaled_mm_unavailable(device_type: str) -> str | None:
-    """Says why no GPU here has products of float8; None if one has."""
+    """Returns why no GPU here has products of float8, or None."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
@@ -171,7 +171,7 @@ def why_scaled_mm_unavailable(device_type: str) -> str | None:
 
 
 def why_scaled_mm_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_scaled_mm` cannot serve a call; None if it can."""
+    """Returns why :func:`by_scaled_mm` cannot serve a call, or None."""
     reason = _why_not_rounded(call, torch.float8_e4m3fn)
     if reason is None and call.dtype != torch.bfloat16:
         reason = "has results of bfloat16 only"
@@ -192,7 +192,7 @@ def by_scaled_mm(call: Record) -> Tensor:
 
 
 def why_dequantized_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_dequantized` cannot serve a call; None if it can."""
+    """Returns why :func:`by_dequantized` cannot serve a call, or None."""
     reason = _why_not_packable(call)
     if reason is None and torch.float64 in (call.x.dtype, call.dtype):
         reason = "has no advantage in float64"

@@ -26,7 +26,7 @@ from .reduction import matrix_of, squares_of
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these linear layers cannot serve a call; None if they can."""
+    """Returns why these linear layers cannot serve a call, or None."""
     x, block = call.x, call.block
     if block.quantized_layers():
         return "has no quantized layers"

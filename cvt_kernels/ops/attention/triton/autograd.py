@@ -133,7 +133,7 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     q, k, _, scale, bias, dropout_p, position = call
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]

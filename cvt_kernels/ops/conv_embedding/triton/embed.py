@@ -40,7 +40,7 @@ _MAX_WEIGHT_BYTES = 80 * 1024
 
 
 def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -> str | None:
-    """Says why ``embed`` is not the way to the tokens of an image; None if it is."""
+    """Returns why ``embed`` is not the way to the tokens of an image, or None."""
     channels, _, kernel_size, _ = weight.shape
     if configuration("embed", channels, image) is None:
         return f"there is no configuration for {channels} channels"
@@ -131,7 +131,7 @@ class Window(NamedTuple):
 
 
 def _has_pairs(image: Tensor, inner: int, stride: int, padding: int) -> bool:
-    """Says whether every window and row of an image begins and ends between pairs of 16-bit elements."""
+    """Returns whether every window and row of an image begins and ends between pairs of 16-bit elements."""
     if image.element_size() != 2 or (inner == 1 and image.stride(3) != 1):
         return False
     numbers = (

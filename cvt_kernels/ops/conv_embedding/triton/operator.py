@@ -47,7 +47,7 @@ def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_t
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     image, weight, bias, norm_weight, norm_bias, stride, padding, _, class_token = call
     batch, _, height, width = image.shape
     channels, kernel_size = weight.shape[0], weight.shape[3]

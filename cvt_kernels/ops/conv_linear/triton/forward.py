@@ -421,7 +421,7 @@ def _geometry(grid: Sequence[int], strides: Sequence[int], epss: Sequence[float]
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why this kernel cannot serve a call; None if it can."""
+    """Returns why this kernel cannot serve a call, or None."""
     x, grid, convs, linears = call
     if any(type(branch) is not ConvBatchNorm for branch in convs):
         return "a branch is a sum of convolutions"

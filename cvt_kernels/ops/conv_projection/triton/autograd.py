@@ -206,7 +206,7 @@ _update_op = torch.library.custom_op(
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x, _, convs, training = call
     convs, _ = flattened(convs)
     if x.numel() == 0:

@@ -101,7 +101,7 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x = call.x
     if x.numel() == 0:
         return "the batch is empty"

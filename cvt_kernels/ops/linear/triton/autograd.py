@@ -175,7 +175,7 @@ def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, norm_dtype)
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call of one of the three operators; None if they can."""
+    """Returns why these kernels cannot serve a call of one of the three operators, or None."""
     x, weight, given = call.x, call.weight, call._asdict()
     residual = given.get("residual")
     if x.numel() == 0 or weight.numel() == 0:

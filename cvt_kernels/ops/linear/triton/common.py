@@ -284,7 +284,7 @@ def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _may_be_described(matrix: Tensor) -> bool:
-    """Says whether a descriptor may describe a contiguous matrix of 16 bits or 8: rows begin at 16 bytes."""
+    """Returns whether a descriptor may describe a contiguous matrix of 16 bits or 8: rows begin at 16 bytes."""
     row = matrix.shape[1] * matrix.element_size()
     return matrix.element_size() <= 2 and row % 16 == 0 and matrix.data_ptr() % 16 == 0
 

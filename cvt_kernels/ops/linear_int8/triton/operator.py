@@ -54,7 +54,7 @@ def _(x, x_scales, weight, weight_scale, bias, approximate, residual, dtype):
 
 
 def why_rows_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot round the rows of a call; None if they can."""
+    """Returns why these kernels cannot round the rows of a call, or None."""
     return _why_not_rounded(call.x, call.dtype)
 
 
@@ -77,7 +77,7 @@ def _why_dtype_unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def why_linear_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call of ``linear_int8``; None if they can."""
+    """Returns why these kernels cannot serve a call of ``linear_int8``, or None."""
     x, weight, _, _, x_scales, _, _, _, dtype = call
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"

@@ -226,7 +226,7 @@ def _(x, *others):
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why the kernel cannot serve a call; None if it can."""
+    """Returns why the kernel cannot serve a call, or None."""
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, _, _, shift = call
     tensors = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
