@@ -83,9 +83,9 @@ def _cast(
 
 @prepared_by(_prepare)
 def depthwise_conv_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
+    """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent; otherwise it is copied first. Under autocast it is
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it is
     computed in autocast's dtype, as convolutions are.
     """
     x, grid, weight, bias, approximate = call

@@ -238,9 +238,9 @@ class ConvInt8(QuantizedLayer):
         in_channels: Channels of the map.
         out_channels: Channels of the result.
         kernel_size: Rows and columns of the kernel.
-        stride: As of ``nn.Conv2d``.
-        padding: As of ``nn.Conv2d``, in numbers.
-        dilation: As of ``nn.Conv2d``.
+        stride: As in ``nn.Conv2d``.
+        padding: As in ``nn.Conv2d``, in numbers.
+        dilation: As in ``nn.Conv2d``.
         bias: Whether there is a bias.
         static: Whether all patches have one scale, which calibration finds, instead of one for each.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.

@@ -36,13 +36,13 @@ def why_rows_unsupported(call: Record) -> str | None:
 
 
 def quantize_rows(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
     x, scale = call.x, call.scale
     return QuantizedRows(*_ops.quantize_rows.default(x, scale))
 
 
 def layer_norm_quantize(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
     x, weight, bias, eps, shift, scale, _ = call
     return QuantizedRows(
         *_ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
@@ -50,7 +50,7 @@ def layer_norm_quantize(call: Record) -> QuantizedRows:
 
 
 def gelu_quantize(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
     x, bias, approximate, scale, _ = call
     return QuantizedRows(*_ops.gelu_quantize.default(x, _vector(bias), approximate, scale))
 
@@ -134,7 +134,7 @@ torch.library.register_fake("cvt_kernels::linear_int8", _shape_of, lib=_library)
 
 
 def linear_int8(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     run = _ops.linear_int8.default if torch.compiler.is_compiling() else _run
     activation = "identity" if approximate is None else approximate

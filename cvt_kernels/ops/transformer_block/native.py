@@ -224,7 +224,7 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
 
 @bound_by(_bind)
 def transformer_block(call: Record) -> Any:
-    """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    """Computes ``cvt_kernels.transformer_block`` for checked arguments."""
     return _convolutional(call) if call.block.convs else _pyramidal(call)
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the embedding as PyTorch sees them: torch.compile, and the backend's functions."""
+"""Custom operator for torch.compile and backend functions of the embedding's Triton kernels."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def conv_embedding(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on.
+    """Computes ``cvt_kernels.conv_embedding`` for checked arguments.
 
     Under autocast it convolves in autocast's dtype, as a convolution does, and the tokens have the dtype of
     ``F.layer_norm``, which is float32 on a GPU.

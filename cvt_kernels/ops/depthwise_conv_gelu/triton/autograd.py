@@ -114,10 +114,10 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def depthwise_conv_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
+    """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
-    otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it
+    computes in autocast's dtype, as a convolution does.
     """
     x, grid, weight, bias, approximate = call
     dtype = modes.autocast_dtype(x) or x.dtype

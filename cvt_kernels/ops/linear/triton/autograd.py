@@ -202,7 +202,7 @@ def _matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 @planned
 def linear_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_gelu``, whose checks it relies on; under autocast, in its dtype."""
+    """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
     shape = (*x.shape[:-1], weight.shape[0])
     x, weight, bias = _matrices(x, weight, bias)
@@ -223,7 +223,7 @@ def _sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
 
 @planned
 def linear_add(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_add``, whose checks it relies on; the product, in autocast's dtype."""
+    """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
     x, weight, bias, residual, inplace = call
     dtype = _sum_dtype(x, residual)
     x, weight, bias = _matrices(x, weight, bias)
@@ -244,7 +244,7 @@ def linear_add(call: Record) -> Tensor:
 
 @planned
 def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.linear_add_layer_norm``, whose checks it relies on.
+    """Computes ``cvt_kernels.linear_add_layer_norm`` for checked arguments.
 
     Under autocast the product is in its dtype, and LayerNorm gives float32 on a GPU, as PyTorch's own does.
     """

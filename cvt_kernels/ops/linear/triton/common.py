@@ -50,7 +50,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -144,7 +144,7 @@ def part_width(outputs: int, widest: int, parts: int) -> int:
 
 
 class KernelSpec(NamedTuple):
-    """The facts that a kernel is compiled for.
+    """The compile-time constants of a kernel.
 
     Attributes:
         inputs, outputs: K and N.

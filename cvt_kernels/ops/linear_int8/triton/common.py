@@ -40,7 +40,7 @@ class RowConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": 1}
 
 

@@ -41,7 +41,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
@@ -108,7 +108,7 @@ def weights(channels: int, hidden: int) -> int:
 
 
 class KernelSpec(NamedTuple):
-    """The facts that a kernel is compiled for besides its tiles.
+    """The compile-time constants of a kernel besides its tiles.
 
     Attributes:
         channels, hidden: C and the hidden features.

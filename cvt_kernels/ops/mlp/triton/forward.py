@@ -247,7 +247,7 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def layer_norm_mlp(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.layer_norm_mlp``, whose checks it relies on.
+    """Computes ``cvt_kernels.layer_norm_mlp`` for checked arguments.
 
     Under autocast the products are in autocast's dtype; x is read and the result written in that of x.
     """
