@@ -1,4 +1,4 @@
-"""The other ways of PyTorch to the product of a linear layer on a CPU."""
+"""Alternatives to ``F.linear`` on a CPU, by other PyTorch operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ... import modes
 from ...backends import Record
 
-_CHUNK = 1024  # rows that are converted at a time, which bounds the memory beside the result
+_CHUNK = 1024  # rows converted at a time, which bounds the memory besides the result
 
 
 def by_convolution(call: Record) -> Tensor:

@@ -246,7 +246,7 @@ def units(ptr, WALK: tl.constexpr):
 
 @triton.jit
 def column_limits(col, width, height, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Returns how many rows there are, ``height`` or none, at COUNT columns from ``col`` + FIRST on: a tuple.
+    """Returns the row limits of COUNT columns from ``col`` + FIRST on, a tuple: ``height``, or 0 outside.
 
     One comparison with a row then masks the elements.
     """

@@ -1,4 +1,4 @@
-"""The kernels of ``depthwise_conv_gelu`` as PyTorch sees them: autograd, torch.compile, the backend.
+"""Autograd function, custom operators and backend functions of ``depthwise_conv_gelu``'s Triton kernels.
 
 In eager mode the autograd function is called directly; a registered operator would cost more host time per
 call. Under torch.compile the same launchers run behind opaque operators.
@@ -23,7 +23,7 @@ from .forward import conv_gelu_forward
 
 
 class _DepthwiseConvGelu(torch.autograd.Function):
-    """depthwise_conv_gelu as an autograd function of (x, grid, weight, bias, approximate)."""
+    """Autograd function of (x, grid, weight, bias, approximate)."""
 
     @staticmethod
     def forward(
@@ -37,7 +37,7 @@ class _DepthwiseConvGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of the parameters, and that of x where it is needed."""
+        """Computes the gradients of the parameters and, where needed, of x."""
         x, weight, bias = ctx.saved_tensors
         grid, approximate = ctx.settings
         dx, dweight, dbias = conv_gelu_backward(

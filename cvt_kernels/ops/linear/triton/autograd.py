@@ -1,4 +1,4 @@
-"""The Triton kernels of linear layers as PyTorch sees them: autograd, torch.compile, the backend's functions.
+"""Autograd function, custom operators and backend functions of the linear layers' Triton kernels.
 
 In eager mode the launchers are called directly; a registered operator would cost more host time per call.
 Under torch.compile they run behind opaque operators.
@@ -24,11 +24,11 @@ from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_g
 
 
 class _LinearGelu(torch.autograd.Function):
-    """linear_gelu as an autograd function of (x, weight, bias, approximate), x of shape (M, K)."""
+    """Autograd function of linear_gelu: (x, weight, bias, approximate), x of shape (M, K)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        """Saves x, weight, and what GELU is applied to."""
+        """Saves x, weight, and GELU's input."""
         out, pre = linear_gelu_forward(x, weight, bias, approximate, need_pre=True)
         ctx.save_for_backward(x, weight, pre)
         ctx.approximate = approximate
@@ -64,7 +64,7 @@ def _is_served_by_extension(pre: Tensor) -> bool:
 
 
 def _gelu_backward(dout: Tensor, pre: Tensor, approximate: str) -> Tensor:
-    """Returns ``dout`` times GELU's derivative at ``pre``, by the compiled extension if it serves."""
+    """Returns ``dout`` times GELU's derivative at ``pre``, by the compiled extension if available."""
     if _is_served_by_extension(pre):
         machine.load_extension()
         return torch.ops.cvt_kernels.gelu_backward.default(dout, pre, None, approximate)[0]
