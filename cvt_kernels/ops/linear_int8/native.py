@@ -1,9 +1,9 @@
-"""Linear layers of 8-bit integers on a CPU by the compiled extension (csrc), and what makes such integers.
+"""Linear layers of 8-bit integers and their quantization on a CPU, by the compiled extension (csrc).
 
 The weight is packed once for this CPU. A tile of rows is rounded in a thread's own memory, multiplied with
 the packed weight and finished in float32 while the sums are in the cache: x is read once, the result written
-once, and nothing else goes through memory. Sums of products are exact: the same bits every time, whatever the
-number of threads.
+once, and nothing else goes through memory. Sums of products are exact, so results do not depend on the number
+of threads.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _run(
     dtype: torch.dtype,
 ) -> Tensor:
     def pack() -> _Packed:
-        with torch.inference_mode(False):  # in which the copies could not be used elsewhere
+        with torch.inference_mode(False):  # copies made in inference mode could not be used outside it
             packed = _ops.pack_linear_int8.default(weight)
             return _Packed(packed, weight_scale.contiguous(), _vector(bias))
 

@@ -1,11 +1,11 @@
-"""PyTorch's own ways to a linear layer of 8-bit numbers, each a backend of ``linear_int8``.
+"""PyTorch's own operators for 8-bit linear layers, each a backend of ``linear_int8``.
 
-- ``int_mm``: ``torch._int_mm``, and what follows the product operator by operator.
+- ``int_mm``: ``torch._int_mm``, followed by separate operators.
 - ``onednn``: the linear layer of oneDNN that ``torch.compile`` calls for quantized models, its weight packed.
 - ``scaled_mm``: ``torch._scaled_mm``, the product of float8 on NVIDIA GPUs.
 - ``dequantized``: ``F.linear`` with the weight back in floating point. Its inputs are not rounded to 8 bits.
 
-All but the last take rows that ``quantize_rows`` has made, or make them so.
+All but the last take rows quantized by ``quantize_rows``, or quantize them with it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _rows(call: Record) -> tuple[Tensor, Tensor]:
 
 
 def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
-    """Computes another operator, by the reference where none of its backends is among the requested ones."""
+    """Calls another operator, or its reference if none of its backends is among the requested ones."""
     known = backends.implementations[operator]
     if backends.is_auto() or any(name in known for name in backends.requested_backends()):
         public: Any = backends.operators[operator]
@@ -95,7 +95,7 @@ def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
 
 
 def _finished(product: Tensor, call: Record, bias: Tensor | None) -> Tensor:
-    """Returns what follows a product, which is no longer needed."""
+    """Applies bias, GELU, residual and dtype to a product, in place where possible."""
     y = product if bias is None else product.add_(bias)
     y = y if call.approximate is None else _by_another("gelu", y, approximate=call.approximate)
     y = y.view(*call.x.shape[:-1], product.shape[-1])
@@ -109,7 +109,7 @@ _ZERO = 128  # stands for 0 in rows without a sign
 
 @functools.cache
 def _library() -> tuple[Any, Any] | None:
-    """Returns the operators that pack a weight and compute a linear layer; None where PyTorch has none."""
+    """Returns oneDNN's operators for packing and linear layers, or None where PyTorch has none."""
     found = torch.ops.onednn
     try:
         return found.qlinear_prepack.default, found.qlinear_pointwise.default
@@ -204,13 +204,13 @@ def by_dequantized(call: Record) -> Tensor:
     x, weight, weight_scale, bias, x_scales, input_scale, _, _, dtype = call
 
     def dequantize() -> Tensor:
-        with torch.inference_mode(False):  # in which the copy could not be used elsewhere
+        with torch.inference_mode(False):  # a copy made in inference mode could not be used outside it
             return (weight.float() * weight_scale[:, None]).to(dtype)
 
     wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
-    # A row with an infinity is one of NaN, as if it had been rounded.
+    # A row with an infinity becomes NaN, as if it had been quantized.
     rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x.to(x_scales.dtype) * x_scales
-    if input_scale is not None and x_scales is None:  # which also limits what is not rounded
+    if input_scale is not None and x_scales is None:  # which also clamps what is not rounded
         limit = LIMITS[weight.dtype] * input_scale
         rows = torch.minimum(torch.maximum(rows, -limit), limit)
     with torch.autocast(x.device.type, enabled=False):

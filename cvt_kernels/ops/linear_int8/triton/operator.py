@@ -1,4 +1,4 @@
-"""The Triton kernels of 8-bit numbers as PyTorch sees them: torch.compile, and the backend's functions."""
+"""Custom operators for torch.compile and backend functions of the 8-bit Triton kernels."""
 
 from __future__ import annotations
 
