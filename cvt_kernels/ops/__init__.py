@@ -1,1 +1,1 @@
-"""The operators: a folder for each, with its public functions, native operators and Triton kernels."""
+"""The operators: one folder each, with public functions, native operators and Triton kernels."""

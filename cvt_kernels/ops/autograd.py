@@ -14,9 +14,9 @@ from .. import modes
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Applies PyTorch's decorator of the name only where a graph of the gradients is asked for.
+    """Applies ``torch.autograd.function.once_differentiable`` only with ``create_graph=True``.
 
-    Elsewhere its cost, which small calls feel, is saved.
+    This saves its overhead, which small calls feel, everywhere else.
     """
     checked = function.once_differentiable(backward)
 
@@ -28,18 +28,18 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_change(written: Tensor) -> None:
-    """Counts a change that PyTorch does not see, so that a graph that has saved the tensor notices."""
+    """Bumps the version counter of a tensor that a kernel wrote to, so that autograd detects the change."""
     if not written.is_inference():  # whose changes are not counted
         torch.autograd.graph.increment_version(written)
 
 
 def check_inplace(name: str, written: Tensor, *tensors: Tensor | None) -> None:
-    """Raises ValueError where a result must not take the place of the tensor ``name`` of a call.
+    """Raises ValueError where a call must not write its result into the tensor ``name``.
 
     Args:
-        name: The name.
+        name: The argument's name.
         written: The tensor.
-        tensors: All tensors of the call, of which one may want a gradient.
+        tensors: All tensors of the call, one of which may require a gradient.
     """
     if modes.wants_gradient(*tensors):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")

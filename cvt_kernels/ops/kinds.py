@@ -1,4 +1,4 @@
-"""Words for the kinds of calls that share an entry, and samples of calls with fewer images."""
+"""The kinds of calls that share a cache entry, in words, and sample calls of fewer images for autotuning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..backends import Record
 
 
 def size_class(size: int, factor: int = 4) -> str:
-    """Returns words for all sizes from a power of ``factor`` up to the next one."""
+    """Returns the name of a size's class: from a power of ``factor`` up to the next one."""
     least = 1
     while least * factor <= size:
         least *= factor
@@ -17,26 +17,26 @@ def size_class(size: int, factor: int = 4) -> str:
 
 
 def rows_of(shape: Sequence[int]) -> int:
-    """Returns how many rows a tensor of a shape has."""
+    """Returns the number of rows of a tensor's shape."""
     return math.prod(shape[:-1])
 
 
 def gelu_words(approximate: str) -> str:
-    """Returns the word for a variant of GELU."""
+    """Returns the name of a GELU variant."""
     return "exact" if approximate == "none" else approximate
 
 
 def images_within(most: int, images: int, elements: int) -> int:
-    """Returns how many of some images have ``most`` elements together, at least one."""
+    """Returns the number of images, at least one, that have at most ``most`` elements together."""
     return max(1, min(images, most // max(1, elements // max(1, images))))
 
 
 def sampled(most: int, *fields: str) -> Callable[[int, Record], Record]:
-    """Returns what samples calls: of those with images, the first with ``most`` elements of x together.
+    """Returns a function that cuts a call to its first images, with ``most`` elements of x together.
 
     Args:
-        most: The number, for a factor of 1.
-        fields: The tensors that have images, as far as a call has them.
+        most: The number of elements, for a factor of 1.
+        fields: The tensors with a batch dimension; a call may lack some.
     """
 
     def sample(factor: int, call: Record) -> Record:
@@ -50,13 +50,14 @@ def sampled(most: int, *fields: str) -> Callable[[int, Record], Record]:
 
 
 def first_images(call: Record, images: int, *fields: str, copied: str | None = None) -> Record:
-    """Returns the record of a call of the first images only.
+    """Returns the record of a call cut to its first images.
 
     Args:
         call: The record.
-        images: Their number.
-        fields: The tensors that have images; others stay.
-        copied: The one among them that the call changes: a measurement must not change what the caller has.
+        images: The number of images.
+        fields: The tensors with a batch dimension; others stay.
+        copied: The tensor that the call writes to: it is copied, so that measurements leave the caller's
+            alone.
     """
     cut = {field: getattr(call, field)[:images] for field in fields if getattr(call, field) is not None}
     if copied is not None:

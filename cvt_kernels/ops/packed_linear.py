@@ -1,13 +1,12 @@
-"""Linear layers on a CPU by PyTorch's operators of oneDNN, whose weights are packed once: inference only.
+"""Linear layers on a CPU by PyTorch's oneDNN operators with prepacked weights: inference only.
 
-PyTorch's own operators for linear layers lay out the weights anew at every call, or multiply them as they
-lie. Those that ``torch.compile`` calls with frozen weights take packed ones, and do what follows a product
-(GELU, the residual sum) as part of it; they have no public names. oneDNN has ``swish(x) = x · sigmoid(x)``
-only, of which QuickGELU is a multiple: ``x · sigmoid(1.702 x) = swish(1.702 x) / 1.702``. The factors are
-part of the packed weights.
+PyTorch's public operators for linear layers repack the weights in every call, or do not pack them. The
+internal ones that ``torch.compile`` calls for frozen weights take packed weights and fuse GELU or the
+residual sum into the product. oneDNN has only ``swish(x) = x · sigmoid(x)``; QuickGELU is ``x · sigmoid(1.702
+x) = swish(1.702 x) / 1.702``, with the factors folded into the packed weights.
 
 MKL has packed products for float32 too (``torch.ops.mkl``). They are not used: a packed weight serves one
-number of rows only, and nothing that follows a product is part of it.
+number of rows only, and nothing is fused into the product.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _QUICK = 1.702  # of QuickGELU
 
 
 class _Library(NamedTuple):
-    """PyTorch's operators of oneDNN; the last two say whether this CPU has products of 16 bits."""
+    """PyTorch's oneDNN operators, and two checks for 16-bit products on this CPU."""
 
     pack: Callable[..., Tensor]
     linear: Callable[..., Tensor]
@@ -37,12 +36,12 @@ class _Library(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """A GELU as the operators call it, or no function.
+    """The activation argument of the operators: a GELU, or none.
 
     Attributes:
-        name: Of the function.
+        name: The function's name.
         algorithm: Its variant.
-        factor: By which weight and bias before it are multiplied, and the weight behind it divided.
+        factor: Factor on the weight and bias before it; the weight behind it is divided by it.
     """
 
     name: str
@@ -62,7 +61,7 @@ _IDENTITY = Activation("none")
 
 @functools.cache
 def _library() -> _Library | None:
-    """Returns the operators; None where this PyTorch has none."""
+    """Returns the operators, or None where this PyTorch has none."""
     found = torch.ops.mkldnn
     try:
         return _Library(
@@ -77,14 +76,14 @@ def _library() -> _Library | None:
 
 
 def why_unavailable(device_type: str) -> str | None:
-    """Says why this PyTorch has no packed linear layers; None if it has."""
+    """Returns why this PyTorch has no packed linear layers, or None."""
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
     return "this PyTorch has no packed linear layers of oneDNN" if _library() is None else None
 
 
 def why_unsupported(x: Tensor, weights: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> str | None:
-    """Says why these layers cannot serve tokens x; None if they can.
+    """Returns why these layers cannot serve tokens x, or None.
 
     Args:
         x: The tokens.
@@ -119,13 +118,13 @@ def packed_linear(
     activation: Activation = _IDENTITY,
     lay_out: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Computes linear layers of the same tokens, their outputs side by side, and a function of these.
+    """Computes linear layers of the same tokens, outputs side by side, and an activation.
 
     Args:
         x: The tokens.
-        layers: The layers, none of them quantized. Their copies are kept with the weight of the first.
-        activation: The function.
-        lay_out: Makes a matrix ``(outputs, inputs)`` of a weight; None where it is one.
+        layers: The layers, not quantized. The packed copy is kept with the first layer's weight.
+        activation: The activation.
+        lay_out: Turns a weight into a matrix ``(outputs, inputs)``; None where it is one.
     """
     library = _library()
     assert library is not None

@@ -1,8 +1,8 @@
-"""Copies of weights that kernels keep, and how a change of the weights is noticed.
+"""Packed copies of weights that kernels cache, invalidated when the weights change.
 
-Most changes show in the tensors: PyTorch counts writes in place, and another memory, shape, layout or dtype
-can be seen. What it does not count is noted by :func:`note_written`: the steps of optimizers, since fused
-ones write without a count, and what the user reports by :func:`refresh`.
+Most changes show in the tensors: the version counter, or another address, shape, layout or dtype. Writes that
+do not bump the counter are reported to :func:`note_written`: optimizer steps, since fused optimizers do not,
+and what the user reports by :func:`refresh`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _Packed = TypeVar("_Packed")
 
 
 class Snapshot:
-    """Tensors as they were when something was made of them; it tells whether that still holds.
+    """The state of tensors from which something was derived, to detect later changes.
 
-    It keeps neither the tensors nor their memory alive. It refers to storages only: a weak reference to a
+    It keeps neither the tensors nor their memory alive. It refers only to storages: a weak reference to a
     tensor would make ``torch.utils.swap_tensors`` fail.
 
     Args:
         tensors: The tensors.
 
     Raises:
-        RuntimeError: One is of inference mode, where PyTorch does not count changes.
+        RuntimeError: An inference tensor, which has no version counter.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]):
@@ -48,19 +48,19 @@ class Snapshot:
             _dependents_of(storage).add(self)
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Says whether these are the same tensors, unchanged."""
+        """Returns whether these are the same tensors, unchanged."""
         return not self.is_outdated and self._facts == _facts_of(tensors)
 
     def outdate(self) -> None:
-        """Notes that a tensor was written, or that its memory is gone."""
+        """Marks the snapshot as outdated: a tensor was written, or its memory is gone."""
         self.is_outdated = True
 
     def release(self) -> None:
-        """Frees what can be made anew."""
+        """Frees what can be rebuilt."""
 
 
 def _facts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    # One loop in C for each fact: every call of a model that is served compares hundreds of tensors.
+    # One loop in C for each fact: every call of a served model compares hundreds of tensors.
     kinds = [*map(type, tensors)]
     absent = [i for i, kind in enumerate(kinds) if kind is NoneType] if NoneType in kinds else []
     present: Sequence[Any] = [t for t in tensors if t is not None] if absent else tensors
@@ -79,7 +79,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # fake tensors have no other address
 
 
-#: What depends on a storage, by the identity of the storage: its Python object lives as long as the memory.
+#: The snapshots that depend on a storage, by its identity: its Python object lives as long as the memory.
 _dependents: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.WeakSet[Snapshot]]] = {}
 
 
@@ -94,7 +94,7 @@ def _dependents_of(storage: torch.UntypedStorage) -> weakref.WeakSet[Snapshot]:
 
 
 def note_written(tensors: Iterable[Tensor]) -> None:
-    """Outdates what was made of the memory of some tensors."""
+    """Invalidates everything derived from the memory of some tensors."""
     for tensor in tensors:
         known = _dependents.get(id(tensor.untyped_storage()))
         if known is not None:
@@ -108,12 +108,12 @@ def _outdate(snapshots: Iterable[Snapshot]) -> None:
 
 @functools.cache
 def _notice_optimizers() -> None:
-    """Has every step of an optimizer noted, from the first snapshot on."""
+    """Registers a hook on optimizer steps, once, at the first snapshot."""
     register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Outdates what was made of the parameters that an optimizer has changed."""
+    """Optimizer hook: invalidates everything derived from the optimizer's parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(map(_is_sharded, parameters)):
         note_written(parameters)
@@ -122,17 +122,17 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _outdate(snapshots)
 
 
-# What torch.compiler.disable does, without the import of Dynamo: a compiled step ends with it.
+# Like torch.compiler.disable, without importing Dynamo: a compiled step ends with it.
 _after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    """Says whether modules compute with a gathered copy of a parameter; FSDP writes it without a count."""
+    """Returns whether modules compute with a gathered copy of a parameter; FSDP writes it without a count."""
     return type(parameter) not in (Tensor, nn.Parameter) or hasattr(parameter, "_fsdp_flattened")
 
 
 def refresh(model: nn.Module) -> None:
-    """Lets kernels read the weights of a model anew in its next call.
+    """Makes kernels reread the weights of a model in its next call.
 
     Kernels keep packed and folded copies of weights. Changes through PyTorch are noticed: assignments,
     ``load_state_dict``, operations in place, steps of any optimizer. Call this after values were written
@@ -140,7 +140,7 @@ def refresh(model: nn.Module) -> None:
     in shared memory, or by a replayed CUDA graph of an optimizer.
 
     Args:
-        model: Any module, accelerated or not; what is kept of other tensors on its memory is made anew too.
+        model: Any module, accelerated or not. Copies of other tensors that share its memory are rebuilt too.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -154,15 +154,15 @@ def refresh(model: nn.Module) -> None:
 
 
 class _Copy(Snapshot):
-    """A packed copy of a weight as it was.
+    """A packed copy of a weight.
 
     Args:
-        place: Where it is in ``_known``.
-        tensors: The weight, and what else goes into the copy.
+        place: Its key in ``_known``.
+        tensors: The weight, and the other tensors packed with it.
 
     Attributes:
-        place: Where it is in ``_known``.
-        made: What was packed; None before.
+        place: Its key in ``_known``.
+        made: The packed copy; None until it is made.
     """
 
     def __init__(self, place: tuple[int, Hashable], tensors: Sequence[Tensor | None]):
@@ -181,7 +181,7 @@ _lock = threading.RLock()
 
 
 class Uses:
-    """The copies that calls within :func:`noted_uses` have read, which it keeps alive."""
+    """The packed copies read within :func:`noted_uses`, kept alive."""
 
     def __init__(self) -> None:
         self._uses: list[tuple[_Copy, Any, list[Tensor | None]]] = []
@@ -192,7 +192,7 @@ class Uses:
         self._uses.append((copy, copy.made, aliases))
 
     def hold(self) -> bool:
-        """Says whether all copies are still those of their weights."""
+        """Returns whether all copies are still up to date."""
         return all(copy.holds(tensors) for copy, _, tensors in self._uses)
 
 
@@ -200,13 +200,13 @@ _noted = threading.local()
 
 
 def is_noting() -> bool:
-    """Says whether the copies are noted that this thread reads."""
+    """Returns whether this thread is within :func:`noted_uses`."""
     return getattr(_noted, "uses", None) is not None
 
 
 @contextlib.contextmanager
 def noted_uses() -> Iterator[Uses]:
-    """Notes the copies that this thread reads within a block, as a recorded call reads them again later."""
+    """Records the copies that this thread reads within a block, since a CUDA graph of it reads them again."""
     previous, uses = getattr(_noted, "uses", None), Uses()
     _noted.uses = uses
     try:
@@ -218,15 +218,15 @@ def noted_uses() -> Iterator[Uses]:
 def packed(
     weight: Tensor, key: Hashable, make: Callable[[], _Packed], others: Sequence[Tensor | None] = ()
 ) -> _Packed:
-    """Returns what ``make`` has made of a weight: a copy that is kept until the weight changes or dies.
+    """Returns the packed copy that ``make`` makes of a weight, cached until the weight changes or dies.
 
-    A weight of inference mode is packed at every call, since its changes are not counted.
+    An inference tensor is packed in every call, since it has no version counter.
 
     Args:
         weight: A tensor.
-        key: What is made: it tells the copies of a weight apart.
+        key: The kind of copy, which tells the copies of a weight apart.
         make: Makes the copy, which must not refer to the tensors.
-        others: What else goes into it, and is watched alike.
+        others: Other tensors packed with it, whose changes count too.
     """
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     try:
@@ -244,7 +244,7 @@ def packed(
 
 
 def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> _Copy:
-    """Makes a copy, of several threads in one; returns the one that is kept."""
+    """Makes a copy under the lock, and returns the cached one."""
     with _lock:
         found = _known.get(copy.place)
         if found is not None and found.holds(tensors):
@@ -256,7 +256,7 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
 
 
 def _drop_after_tuning(copy: _Copy) -> None:
-    """Drops a copy that a backend makes while it is being tried, when that ends: it may not be chosen."""
+    """Drops a copy made during autotuning at its end: the backend may not be chosen."""
     from ..autotune import tuner
 
     if tuner.is_tuning():
@@ -264,7 +264,7 @@ def _drop_after_tuning(copy: _Copy) -> None:
 
 
 def packed_bytes() -> int:
-    """Returns the bytes of all packed copies, as far as they are tensors or sequences of them."""
+    """Returns the bytes of all packed copies that are tensors or sequences of tensors."""
     with _lock:
         return sum(_bytes_of(copy.made) for copy in _known.values())
 
@@ -276,11 +276,11 @@ def _bytes_of(made: Any) -> int:
 
 
 def release_memory() -> None:
-    """Frees what kernels keep on a CPU between calls: packed copies of weights, and the memory they work in.
+    """Frees the memory that CPU kernels keep between calls: packed weights and workspaces.
 
-    Later calls make them anew. Copies are freed by themselves when their weight is; this is for a process
-    that keeps a model and serves it no more, or on another device. With glibc, free memory of the process
-    goes back to the system.
+    Later calls rebuild them. A copy is freed with its weight anyway; this is for a process that keeps a model
+    but no longer runs it, or runs it on another device. With glibc, free memory of the process goes back to
+    the system.
     """
     with _lock:
         for _, snapshots in list(_dependents.values()):

@@ -34,7 +34,7 @@ class _Program(Snapshot):
         self.steps = bind()
 
     def is_current(self) -> bool:
-        """Says whether nothing has changed."""
+        """Returns whether nothing has changed."""
         return backends.plans is self._plans and self.holds(self._tensors)
 
     def outdate(self) -> None:

@@ -1,6 +1,6 @@
 """Attention of many queries over fewer keys, softmax(scale · q kᵀ + bias) v, heads side by side.
 
-``native`` is the forward on a CPU, ``triton`` has the kernels for GPUs, ``maps`` looks at the probabilities.
+``native`` has the CPU kernel (forward only), ``triton`` the GPU kernels, ``maps`` the attention maps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LEAST_SCALE = 2.0**-64
 
 
 def why_scale_too_small(scale: float | None) -> str | None:
-    """Says why kernels cannot divide a bias by position by a scale, as they do; None if they can."""
+    """Returns why a scale is too small for kernels to divide a bias by position by it, or None."""
     if scale is not None and abs(scale) < _LEAST_SCALE:
         return f"the scale {scale} is too close to 0 to divide a bias by position by it"
     return None

@@ -1,7 +1,7 @@
-"""The attention of this package as an implementation that models of transformers can be set to.
+"""An attention implementation for models of transformers: ``attn_implementation="cvt_kernels"``.
 
-transformers calls an implementation with q, k and v (B, h, N, D), views of what the linear layers wrote.
-Transposed back they are tokens as they lie, so nothing is copied.
+transformers calls it with q, k and v (B, h, N, D), views of the linear layers' outputs. Transposed back, they
+have the layout of those outputs, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REFUSED = {
 
 
 def register_attention() -> None:
-    """Makes ``attn_implementation="cvt_kernels"`` known to transformers, in this process.
+    """Registers ``attn_implementation="cvt_kernels"`` with transformers, in this process.
 
-    A model that is created or loaded with it, or set to it by
+    A model created or loaded with it, or switched to it by
     ``model.set_attn_implementation("cvt_kernels")``, computes its attention by :func:`attention`, if it takes
     its attention from ``transformers.AttentionInterface``. Masks and biases are added to the scores.
 
@@ -68,7 +68,7 @@ def _attend(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of a module of transformers; the second result stands for the probabilities."""
+    """Computes the attention of a transformers module; returns None in the place of the probabilities."""
     if is_causal is None:
         # A module that does not say is causal unless there is a mask, as for transformers itself.
         is_causal = getattr(module, "is_causal", attention_mask is None)
@@ -95,7 +95,7 @@ def _refusal(module: nn.Module, got: str, expected: str, reason: str) -> ValueEr
 
 
 def _bias_of(mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Returns what is added to the scores: a mask, whose True or 0 takes part, and a bias by position."""
+    """Returns the sum of mask (True or 0 takes part) and bias by position, which is added to the scores."""
     if mask is None:
         return bias
     keys = key.shape[2]

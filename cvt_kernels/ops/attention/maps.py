@@ -50,7 +50,7 @@ def attention_map(
 
     The mean attention distance (Dosovitskiy et al. 2021, figure 7) is Σ p · |place of query − place of key|,
     Euclidean. A class token, token 0, has no place: as a key it is left out and the other probabilities are
-    renormalized; as a query its distance is NaN, like that of a row with nothing on the grid. Queries on a
+    renormalized; as a query its distance is NaN, as is a row's with nothing on the grid. Queries on a
     finer grid than the keys, as in CvT, are measured in tokens of the key grid: key (i, j) lies at query
     (s·i, s·j), where a 3×3 convolution of stride s and padding 1 is centered; s is the ratio of the grids,
     rounded up.
@@ -60,12 +60,12 @@ def attention_map(
         k: Keys ``(B, Nkv, h, D)``.
         rows: Index of a query or indices of R; negative ones count from the end. Row 0 is a class token if
             there is one.
-        scale: As of :func:`attention`.
-        bias: As of :func:`attention`.
-        grid: ``(H, W)`` of the keys, of which there are ``H·W``, or ``H·W + 1`` with a class token.
+        scale: As in :func:`attention`.
+        bias: As in :func:`attention`.
+        grid: ``(H, W)`` of the keys: ``H·W`` keys, or ``H·W + 1`` with a class token.
         query_grid: ``(H, W)`` of the queries, with a class token if there is one query more; None if it is a
             multiple of ``grid``, the same in both directions.
-        position: As of :func:`attention`; with ``rows`` of its own, these are the tokens of the queries.
+        position: As in :func:`attention`; with ``rows`` of its own, these are the tokens of the queries.
 
     Raises:
         TypeError: An argument of the wrong type or dtype.
@@ -111,7 +111,7 @@ def _check_rows(rows: int | Sequence[int], queries: int) -> list[int]:
 def _check_grids(
     grid: tuple[int, int] | None, query_grid: tuple[int, int] | None, queries: int, keys: int
 ) -> tuple[int, int] | None:
-    """Returns the grid of the queries; None without one of the keys. Raises for grids that do not fit."""
+    """Checks both grids; returns the grid of the queries, or None without a grid of the keys."""
     if query_grid is not None:
         _check_grid("query_grid", query_grid, queries, "queries")
     if grid is None:

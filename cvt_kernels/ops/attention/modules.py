@@ -1,4 +1,4 @@
-"""Attention with a module on its probabilities, as models hold their dropout."""
+"""Attention with a module, such as the model's own dropout, applied to its probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attend_by_modules(
     scale: float,
     position: PositionBias | None = None,
 ) -> Tensor:
-    """Computes attention in plain PyTorch, with a module called on its probabilities (B, h, Nq, Nkv).
+    """Computes attention in plain PyTorch and applies a module to its probabilities (B, h, Nq, Nkv).
 
     Args:
         q: Queries (B, Nq, h, D).

@@ -2,9 +2,9 @@
 
 K and V of a head are packed once into the panels that the products read; tiles of up to 32 queries then
 pass through up to 224 keys at a time with a running maximum, so that a tile's scores never leave the first
-level of cache. The softmax is in float32 (float64 for float64), and so are the products, but for bfloat16
-where the CPU multiplies pairs of it. Whichever thread takes a tile, the computation is the same: the same
-bits always.
+level of cache. Softmax and products are in float32 (float64 for float64); only products of bfloat16 use the
+CPU's instructions for pairs, where it has them. Results are bitwise deterministic, whatever the number of
+threads.
 
 A bias by position is read from its table, which is packed first so that the biases of a query's keys are
 neighbors (``csrc/attention/position.h``).
@@ -36,7 +36,7 @@ def _(q: Tensor, *others: Any) -> Tensor:
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     q, k, v, scale, bias, dropout_p, position = call
     if modes.wants_gradient(q, k, v, None if position is None else position.table):
         return "has no gradients on a CPU"
@@ -59,7 +59,7 @@ def _prepare(call: Record) -> Callable[..., Tensor] | None:
 
 @prepared_by(_prepare)
 def attention(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.attention``, whose checks it relies on; under autocast in autocast's dtype."""
+    """Computes ``cvt_kernels.attention`` for checked arguments; under autocast, in autocast's dtype."""
     q, k, v, scale, _, _, position = call
     if scale is None:
         scale = q.shape[3] ** -0.5

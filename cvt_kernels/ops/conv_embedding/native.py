@@ -1,8 +1,9 @@
 """The convolutional token embedding on a CPU by the compiled extension (csrc), for inference.
 
 The pixels under the kernel are copied into rows, a tile of tokens at a time, and multiplied with the packed
-weight; the sums are normalized and written once. Sums are in float32, and products too, but for bfloat16
-where the CPU multiplies pairs of it. The same bits every time, whatever the number of threads.
+weight; the sums are normalized and written once. Sums and products are in float32; only products of bfloat16
+use the CPU's instructions for pairs, where it has them. Results are bitwise deterministic, whatever the
+number of threads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _(
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     image, weight, bias, norm_weight, norm_bias, _, _, _, class_token = call
     tensors = image, weight, bias, norm_weight, norm_bias, class_token
     if torch.compiler.is_compiling():
@@ -49,7 +50,7 @@ def why_unsupported(call: Record) -> str | None:
 
 
 class _Packed(NamedTuple):
-    """The arguments of the operator that the parameters make: see ``csrc/module.cpp``."""
+    """The operator's arguments made of the parameters, see ``csrc/module.cpp``."""
 
     packed: Tensor
     bias: Tensor
@@ -59,7 +60,7 @@ class _Packed(NamedTuple):
 
 
 def _bind(call: Record) -> Callable[[Tensor], Tensor]:
-    """Returns the operator on an image, with the parameters packed."""
+    """Binds the operator to its packed parameters; returns a function of an image."""
     image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
     channels_last = image.stride(1) == 1 and image.shape[1] > 1
 
@@ -81,10 +82,10 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor]:
 
 @bound_by(_bind)
 def conv_embedding(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on."""
+    """Computes ``cvt_kernels.conv_embedding`` for checked arguments."""
     return _bind(call)(call.image)
 
 
 def _vector(given: Tensor | None, weight: Tensor, absent: float) -> Tensor:
-    """Returns a parameter of the outputs of a weight in float32."""
+    """Returns a per-channel parameter in float32; a constant for None."""
     return torch.full(weight.shape[:1], absent) if given is None else given.detach().float().contiguous()

@@ -1,4 +1,4 @@
-"""Convolutional projections with the linear layers behind them: finished queries, keys and values."""
+"""Convolutional projection and linear layers fused: queries, keys and values from tokens."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def conv_linear(
     The convolutional projection of CvT (Wu et al. 2021, section 3.2) with its linear layers.
 
     Args:
-        x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`; the class token, if there is one,
-            goes through the linear layers only.
+        x: Tokens ``(B, T, C)`` as in :func:`cvt_kernels.conv_projection`; a class token goes through the
+            linear layers only.
         grid: ``(H, W)`` of the spatial tokens.
-        convs: One branch per output, as of :func:`cvt_kernels.conv_projection`. BatchNorm normalizes by the
+        convs: One branch per output, as in :func:`cvt_kernels.conv_projection`. BatchNorm normalizes by the
             running statistics.
         linears: Weight ``(outputs, C)`` and bias ``(outputs,)`` or None of the linear layer of each branch.
 

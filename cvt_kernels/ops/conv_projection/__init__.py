@@ -24,7 +24,7 @@ _SAMPLE = 2**18  # elements
 
 
 def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
-    """Returns kernel size, stride, padding and dilation of every branch, those of its summands in a row."""
+    """Returns kernel size, stride, padding and dilation of every branch, flat over its summands."""
     return tuple(
         [
             (branch.weight.size(3), branch.stride, branch.padding, branch.dilation)
@@ -36,7 +36,7 @@ def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
 
 
 def kind_of_projection(call: Record) -> str:
-    """Returns the words for a call's kind, as far as they tell of its x, grid and convs."""
+    """Returns the words for a call's kind that describe x, grid and convs."""
     batch, tokens, channels = call.x.shape
     first = flattened(call.convs)[0][0]
     pixels = call.grid[0] * call.grid[1]
@@ -58,7 +58,7 @@ def _words(geometry: tuple[int, ...]) -> str:
 
 
 def sample_of_projection(factor: int, call: Record) -> Record:
-    """Returns a call of fewer images, and of no other process."""
+    """Returns a call of fewer images, without process groups."""
     # At least two images: one alone may have a single value per channel.
     images = max(2, images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel()))
     alone = [tuple(conv._replace(process_group=None) for conv in summands(branch)) for branch in call.convs]
@@ -73,7 +73,7 @@ _facts_of_conv = facts_of(ConvBatchNorm, "num_batches_tracked", "process_group")
 
 
 def facts_of_convs(convs: Sequence[Branch], grad: bool, training: bool = False) -> tuple[Any, ...]:
-    """Returns the part that branches have of a key; TypeError where nothing is remembered of them."""
+    """Returns the branches' part of a cache key; raises TypeError for branches without one."""
     if convs.__class__ not in (tuple, list):
         raise TypeError
     facts = convs.__class__, *[_facts_of_branch(branch, grad) for branch in convs]
@@ -87,7 +87,7 @@ def _facts_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
 
 
 def _facts_of_training(convs: Sequence[Branch]) -> tuple[Any, ...]:
-    """Returns what training reads besides: counts of batches, and whether branches share statistics."""
+    """Returns the facts that training adds: batch counts, and whether branches share statistics."""
     flat = flattened(convs)[0]
     if any(conv.process_group is not None for conv in flat):  # the processes agree on what serves
         raise TypeError
@@ -100,7 +100,7 @@ def _with_tuple(call: Any) -> Any:
 
 
 def _instead(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
-    """Returns what serves a call whose batch is spread over processes; None for others."""
+    """Returns the function for a call whose batch is spread over processes, or None for other calls."""
     groups = (conv.process_group for conv in flattened(call.convs)[0])
     group = next((group for group in groups if group is not None), None)
     if not call.training or group is None:
@@ -136,7 +136,7 @@ def conv_projection(
             token 0 is a class token, which is copied to every output.
         grid: ``(H, W)`` of the spatial tokens, which lie in row-major order.
         convs: One branch per output (Q, K and V in CvT). A branch that is a tuple of several convolutions is
-            the sum of their results, which must have the same grid. The class token is in it once.
+            the sum of their results, which must have the same grid; the class token counts once.
         training: Normalize by the statistics of the batch and update the running statistics in place,
             exactly as ``nn.BatchNorm2d`` does (``nn.SyncBatchNorm``, for a branch with a process group;
             every process must then take the same backend); otherwise normalize by the running statistics.
@@ -194,7 +194,7 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """Sums over processes. Every output depends on every input, so the gradients are summed likewise."""
+    """Sum over processes. Every output depends on every input, so the gradients are summed likewise."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -330,7 +330,7 @@ def _check_batch_norm(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
 
 
 def _check_training(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
-    """Raises TypeError or ValueError for a wrong process group or count, which training alone reads.
+    """Raises TypeError or ValueError for a wrong process group or batch count, which only training reads.
 
     The count of batches may be on the CPU beside an x elsewhere.
     """

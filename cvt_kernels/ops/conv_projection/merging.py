@@ -1,4 +1,4 @@
-"""Several convolutions with their BatchNorms as one, for evaluation and export."""
+"""Merging of several convolutions and their BatchNorms into one, for evaluation and export."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _HALF = 0.5  # as variance and as eps it makes a deviation of exactly 1 in every
 
 
 def merge_convolutions(convs: Sequence[ConvBatchNorm]) -> ConvBatchNorm:
-    """Merges convolutions whose results are summed, as a branch of ``conv_projection`` in evaluation, to one.
+    """Merges the summed convolutions of a ``conv_projection`` branch into one, for evaluation.
 
-    Its kernel covers all of theirs, 9×9 for the hybrid mixing of CvT (3×3, and 5×5 of dilation 2). It is
-    computed in float64 and rounded once, and has BatchNorm in it; what is left of that is the shift.
+    Its kernel covers all of theirs, 9×9 for the hybrid mixing of CvT (3×3, and 5×5 of dilation 2). BatchNorm
+    is folded into it in float64 and rounded once; only the shift remains.
 
     Args:
         convs: The convolutions, with running statistics, of one stride and with the same grid of outputs.
 
     Returns:
         One ConvBatchNorm of dilation 1 without ``bn_weight``, whose statistics normalize by exactly 1. So its
-        weight and its ``bn_bias`` are those of an ``nn.Conv2d(C, C, K, stride, padding, groups=C)``.
+        weight and its ``bn_bias`` fit an ``nn.Conv2d(C, C, K, stride, padding, groups=C)``.
 
     Raises:
-        TypeError: One is no ConvBatchNorm.
-        ValueError: There is none, one has no running statistics, they differ in channels, stride or grid, or
-            they need a kernel of more than 1024 rows.
+        TypeError: An element is no ConvBatchNorm.
+        ValueError: No convolutions, one without running statistics, different channels, strides or grids, or
+            a kernel of more than 1024 rows.
     """
     convs = checks.as_tuple("convs", convs, "a sequence of ConvBatchNorm")
     _check(convs)

@@ -1,4 +1,4 @@
-"""The convolutional projection as models hold it: one module for each convolution and each BatchNorm."""
+"""Convolutional projection by a model's own modules, one for each convolution and each BatchNorm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import conv_projection
 
 
 def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Computes BatchNorm(convolution(x)) for every branch, each BatchNorm in the mode that it is in.
+    """Computes BatchNorm(convolution(x)) for every branch, each BatchNorm in its own mode.
 
     Args:
         x: Tokens ``(B, T, C)``.
@@ -23,13 +23,13 @@ def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[
             whose results are summed.
 
     Returns:
-        One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`, which also raises.
+        One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`.
     """
     modes = {bn.training for branch in branches for _, bn in _pairs(branch)}
     if len(modes) == 1:
         convs = tuple([branch_of(branch) for branch in branches])
         return conv_projection(x, grid, convs, training=modes.pop())
-    # Somebody froze only some of them.
+    # Only some of the BatchNorms are frozen.
     return tuple(_sum(x, grid, _pairs(branch)) for branch in branches)
 
 

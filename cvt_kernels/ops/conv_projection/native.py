@@ -1,14 +1,14 @@
 """Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc).
 
-All branches are made in one pass over x, and the summands of a branch are added before they are rounded, all
-in the same pass. With the statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and
-``rstd = 1 / sqrt(variance + eps)``, in float32 (float64 for float64) until y is rounded. In training a pass
-before takes the statistics of the batch. Nothing is saved but x, the parameters and the statistics.
+One pass over x computes all branches; the summands of a branch are added before they are rounded. With the
+statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and ``rstd = 1 / sqrt(variance + eps)``, in float32
+(float64 for float64) until y is rounded. In training a pass before computes the statistics of the batch. Only
+x, the parameters and the statistics are saved.
 
-Backward computes the convolution again in two passes. With ``n = (conv(x) − mean) · rstd``, the first takes
+Backward recomputes the convolution in two passes. With ``n = (conv(x) − mean) · rstd``, the first takes
 ``dβ = Σ dy`` and ``dγ = Σ dy · n``, the second ``dconv = γ · rstd · (dy − mean(dy) − n · mean(dy · n))``, or
-``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights. The
-gradient of a sum is that of each of its summands.
+``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights. Every
+summand gets the gradient of its sum.
 
 Sums are taken image by image in a fixed order: the same bits every time, whatever the number of threads.
 """
@@ -34,7 +34,7 @@ _MAX_SUMMANDS = 4  # kMaxSummands, likewise
 
 
 class _Settings(NamedTuple):
-    """The numbers that the operators take: three of geometry for each convolution, and one of the others."""
+    """Numeric arguments of the operators; ``geometry`` has three per convolution, the others one."""
 
     height: int
     width: int
@@ -47,7 +47,7 @@ class _Settings(NamedTuple):
     def of(
         cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], summands: Sequence[int], training: bool
     ) -> _Settings:
-        """Collects those of a call."""
+        """Collects the settings of a call."""
         return cls(
             *grid,
             geometry=[n for conv in convs for n in (conv.stride, conv.padding, conv.dilation)],
@@ -57,7 +57,7 @@ class _Settings(NamedTuple):
         )
 
     def part(self, branches: Sequence[int]) -> _Settings:
-        """Returns those of some convolutions."""
+        """Returns the settings of some convolutions."""
         return self._replace(
             geometry=[n for i in branches for n in self.geometry[3 * i : 3 * i + 3]],
             eps=[self.eps[i] for i in branches],
@@ -67,14 +67,14 @@ class _Settings(NamedTuple):
 
 
 def _takes_statistics(conv: ConvBatchNorm, training: bool) -> bool:
-    """Says whether a branch normalizes by the statistics of the batch."""
+    """Returns whether a branch normalizes by the statistics of the batch."""
     return training or conv.running_mean is None
 
 
 class _ConvProjection(torch.autograd.Function):
-    """The projection by given statistics, which follow scale and shift of each convolution in ``norms``.
+    """Autograd function of the projection; ``norms`` has scale, shift, mean and variance per convolution.
 
-    Where they are not constants, they are those of the batch, and the gradients are of them too.
+    Unless mean and variance are constants, they are batch statistics, and gradients flow through them.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x, _, convs, training = call
     longest = max(len(summands(branch)) for branch in convs)
     if longest > _MAX_SUMMANDS:
@@ -205,10 +205,10 @@ def _prepare(call: Record) -> Callable[..., tuple[Tensor, ...]] | None:
 
 @prepared_by(_prepare)
 def conv_projection(call: Record) -> tuple[Tensor, ...]:
-    """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
+    """Computes ``cvt_kernels.conv_projection`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
-    otherwise it is copied first. Under autocast it is computed in autocast's dtype, as convolutions are.
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it is
+    computed in autocast's dtype, as convolutions are.
     """
     x, grid, convs, training = call
     convs, lengths = flattened(convs)
@@ -230,7 +230,7 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
 def _norms(
     x: Tensor, settings: _Settings, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm]
 ) -> list[Tensor | None]:
-    """Returns the scale, shift, mean and variance of each convolution, in the dtype of accumulators."""
+    """Returns scale, shift, mean and variance of each convolution, in the accumulators' dtype."""
     taking = [i for i, constant in enumerate(settings.constant) if not constant]
     statistics: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     if taking:
@@ -250,7 +250,7 @@ def _norms(
 def _update_running_statistics(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], norms: Sequence[Tensor | None]
 ) -> None:
-    """Moves the running statistics towards those of the batch, as BatchNorm does."""
+    """Updates the running statistics by the batch statistics, as BatchNorm does."""
     for i, conv in enumerate(convs):
         if conv.running_mean is None or conv.running_var is None:
             continue

@@ -1,4 +1,4 @@
-"""Depthwise 3×3 convolution of tokens, its bias and GELU in one pass, as between the layers of a Mix-FFN."""
+"""Depthwise 3×3 convolution of tokens, bias and GELU in one pass, as between the layers of a Mix-FFN."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _check(call: Any) -> None:
 
 
 def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
-    """Raises TypeError or ValueError unless the tokens are those of the grid, without a class token."""
+    """Raises TypeError or ValueError unless the tokens fill the grid, without a class token."""
     checks.check_grid("grid", grid)
     height, width = grid
     if height < 1 or width < 1 or x.shape[1] != height * width:
@@ -38,7 +38,7 @@ def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
 
 
 def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor, channels: int) -> None:
-    """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` is for the message."""
+    """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` begins the argument's name."""
     checks.check_tensor_like(f"{prefix}weight", weight, (channels, 1, 3, 3), _WEIGHT, x)
     if bias is not None:
         checks.check_tensor_like(f"{prefix}bias", bias, (channels,), "(channels,)", x)
@@ -73,8 +73,8 @@ def depthwise_conv_gelu(
 ) -> Tensor:
     """Computes gelu(depthwise_conv(x) + bias), on tokens.
 
-    It stands between the two linear layers of the Mix-FFN of SegFormer (Xie et al. 2021, section 3.1) and of
-    the feed-forward layers of PVT v2 (Wang et al. 2022, section 3.2); upstream ``SegformerMixFFN`` and
+    It is the part between the two linear layers in the Mix-FFN of SegFormer (Xie et al. 2021, section 3.1)
+    and in the feed-forward layers of PVT v2 (Wang et al. 2022, section 3.2); upstream ``SegformerMixFFN`` and
     ``PvtV2ConvFeedForwardNetwork`` of transformers.
 
     Args:

@@ -1,10 +1,10 @@
 """Depthwise 3×3 convolution of tokens with bias and GELU on a CPU by the compiled extension (csrc).
 
-With u = conv(x) + bias, ``out = gelu(u)``: rows of tokens are read where they lie, each for three rows of
-outputs between which the cache holds it, and only ``out`` is written. Sums and GELU are in float32 (float64
-for float64), and rounded once.
+With u = conv(x) + bias, ``out = gelu(u)``: rows of tokens are read in place, each for three rows of outputs,
+and stay in the cache in between; only ``out`` is written. Sums and GELU are in float32 (float64 for float64),
+and rounded once.
 
-Backward saves x and the parameters, and computes u again. It goes down bands of rows of an image: a ring of
+Backward saves x and the parameters, and recomputes u. It goes down bands of rows of an image: a ring of
 three rows holds ``du = dout · gelu'(u)``, whose convolution with the taps in reverse order is dx, and whose
 products with x are the gradients of the taps. Neither u nor du goes through memory.
 
@@ -83,9 +83,9 @@ def _cast(
 
 @prepared_by(_prepare)
 def depthwise_conv_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
+    """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent; otherwise it is copied first. Under autocast it is
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it is
     computed in autocast's dtype, as convolutions are.
     """
     x, grid, weight, bias, approximate = call

@@ -1,4 +1,4 @@
-"""LayerNorm over the last dimension and GELU, fused with the sums that CvT does right before them."""
+"""LayerNorm over the last dimension and GELU, fused with the sums right before them in CvT."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _kind(call: Record) -> str:
     is_bare = "weight" in given and (call.weight is None or call.bias is None)
     words += ", without weight or bias" if is_bare else ""
     dtype = given.get("dtype")
-    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU that of x comes by itself
+    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU it is the dtype of x by default
         words += f", to {checks.dtype_name(dtype)}"
     words += "" if given.get("shift") is None else ", shifted"
     return words + ("" if x.is_contiguous() else ", strided")
@@ -79,19 +79,18 @@ def layer_norm(
 ) -> Tensor:
     """Computes LayerNorm over the last dimension (Ba et al. 2016).
 
-    The result is (x − mean) / sqrt(variance + eps) · weight + bias, with x + shift in the place of x if there
-    is a shift.
+    The result is (x − mean) / sqrt(variance + eps) · weight + bias, of x + shift if there is a shift.
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
         weight: ``(C,)``, or None for 1.
         bias: ``(C,)``, or None for 0.
         eps: Added to the (biased) variance.
-        dtype: The dtype to which the result is rounded, unless ``x`` is float64; None for that of ``x``, or
-            under autocast that of ``F.layer_norm``, which is float32 on a GPU. A layer that computes in
-            autocast's dtype reads fewer bytes if it is named here.
-        shift: ``(C,)``, added to ``x`` before; float32 or of the dtype of ``x``. It is where a bias goes that
-            the layer before has left out.
+        dtype: The dtype of the result, unless ``x`` is float64; None for the dtype of ``x``, or under
+            autocast of ``F.layer_norm``, which is float32 on a GPU. Autocast's dtype saves bytes where the
+            next layer computes in it.
+        shift: ``(C,)``, added to ``x`` first, such as a bias that the layer before has left out; float32 or
+            of the dtype of ``x``.
 
     Returns:
         The shape of ``x``.
@@ -113,7 +112,7 @@ def layer_norm(
 
 
 def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Says whether parameters are of float32 and x is not: F.layer_norm takes them on a CPU only."""
+    """Returns whether parameters are float32 and x is not: F.layer_norm takes that on a CPU only."""
     if x.dtype not in (torch.bfloat16, torch.float16) or modes.autocast_enabled(x):
         return False
     return any(p is not None and p.dtype == torch.float32 for p in parameters)
@@ -255,7 +254,7 @@ def check_layer_norm(
     shift: Tensor | None = None,
     prefix: str = "",
 ) -> None:
-    """Raises TypeError or ValueError for wrong arguments of a LayerNorm; ``prefix`` is for the message."""
+    """Raises TypeError or ValueError for wrong arguments of a LayerNorm; ``prefix`` begins their names."""
     check_rows(x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:

@@ -1,13 +1,13 @@
 """LayerNorm and GELU by the compiled extension (csrc), on CPUs and NVIDIA GPUs.
 
 With x̂ = (h − mean) · rstd, u = x̂ · weight + bias and an activation f, ``out = f(u)``; f is the identity but
-for ``layer_norm_gelu``. Backward saves h, mean and rstd (float32; float64 for float64) and no activation:
+for ``layer_norm_gelu``. Backward saves h, mean and rstd (float32; float64 for float64), but no activation:
 ``g = dout · f'(u)``, ``dbias = Σ g``, ``dweight = Σ g · x̂`` and, with ``g ← g · weight``,
 ``dh = rstd · (g − mean(g) − x̂ · mean(g · x̂))``. GELU saves its input and bias.
 
-On a GPU, LayerNorm reads and writes each tensor in its own dtype where under autocast a stream of float32
-meets branches of 16 bits. A shift is added to x in registers, and not rounded; where a gradient is wanted,
-PyTorch adds it before.
+On a GPU under autocast, where a float32 stream meets 16-bit branches, LayerNorm reads and writes each tensor
+in its own dtype. A shift is added to x in registers, without rounding; where a gradient is required, PyTorch
+adds it first.
 
 Sums over rows are taken in a fixed order: the same bits every time, whatever the number of threads. Inputs
 that are not contiguous are copied first; results are contiguous.
@@ -100,7 +100,7 @@ class _Gelu(torch.autograd.Function):
 def _gradients(
     ctx: Any, dout: Tensor, dh: Tensor | None, *, with_dbranch: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of h, of h in the dtype of ``dout`` if that is wanted, of weight and of bias."""
+    """Returns the gradients of h, of h in the dtype of ``dout`` if requested, of weight and of bias."""
     h, weight, bias, mean, rstd = ctx.saved_tensors
     dx, dbranch, dweight, dbias = _ops.layer_norm_backward.default(
         dout, dh, h, mean, rstd, weight, bias, ctx.activation, with_dbranch
@@ -170,14 +170,14 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> _Tensors
 
 # The backend: the public functions of the same names, whose checks it relies on ----------------------------
 #
-# Under autocast the dtypes are those of PyTorch, unless the caller names that of the result: a sum is
-# promoted, F.gelu keeps what it gets, and so does F.layer_norm on the CPU; on a GPU it computes in float32.
-# Where no gradient is wanted the operators are called without autograd's bookkeeping, which costs as much as
-# a small call, and without statistics.
+# Under autocast the dtypes are PyTorch's, unless the caller names the result's: a sum is promoted, F.gelu
+# keeps its input's dtype, and so does F.layer_norm on the CPU; on a GPU it computes in float32. Where no
+# gradient is required, the operators are called without autograd's bookkeeping, which costs as much as a
+# small call, and without statistics.
 
 
 def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype of the LayerNorm of rows of a dtype, for which the caller may have named one."""
+    """Returns the LayerNorm's result dtype for rows of a dtype: the ``named`` one or the default."""
     if rows == torch.float64:
         return rows
     if named is not None:
@@ -267,7 +267,7 @@ def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
 
 
 def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool:
-    """Says whether a kernel adds a branch of 16 bits to a stream of float32 and writes 16 bits."""
+    """Returns whether a kernel adds a 16-bit branch to a float32 stream and writes 16 bits."""
     return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 

@@ -1,15 +1,15 @@
-"""Linear layers, alone and with what follows them in a transformer block.
+"""Linear layers, alone and fused with the next operations of a transformer block.
 
-:func:`linear` takes the fastest of PyTorch's own primitives, which on a CPU is not always ``F.linear``. There
-are three ways to the same product, each a backend of the operator:
+:func:`linear` uses the fastest of PyTorch's own primitives, which on a CPU is not always ``F.linear``. Each
+of these three is a backend of the operator:
 
-- ``reference``: ``F.linear``, that is MKL for float32 and oneDNN for 16 bits.
-- ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view, that is oneDNN for float32 too, which is much
-  faster than MKL on AMD CPUs with AVX-512.
-- ``float32``: 16 bits converted to float32 and back, which helps on a CPU without 16-bit products.
+- ``reference``: ``F.linear``: MKL for float32, oneDNN for 16 bits.
+- ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view: oneDNN for float32 too, which is much faster
+  than MKL on AMD CPUs with AVX-512.
+- ``float32``: 16 bits converted to float32 and back, for CPUs without 16-bit products.
 
-:func:`linear_gelu`, :func:`linear_add` and :func:`linear_add_layer_norm` have kernels of their own on a GPU.
-Elsewhere, and where an entry says so, they are the other operators one after the other.
+:func:`linear_gelu`, :func:`linear_add` and :func:`linear_add_layer_norm` have fused kernels on a GPU.
+Elsewhere, and where the cache entry says so, they run the separate operators one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAMPLE = 2**25  # products of two numbers
 
 
 def _check_plain(call: Any) -> None:
-    """Checks what ``F.linear`` would not refuse in words of this function."""
+    """Checks the arguments of calls that run ``F.linear`` directly."""
     if torch.compiler.is_compiling() or _has_choice(*call):
         return
     shapes = "(..., inputs)", "(outputs, inputs)", "(outputs,)"
@@ -101,8 +101,8 @@ def _sample(factor: int, call: Record) -> Record:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
-    On a CPU it takes the fastest of PyTorch's primitives on this machine, by entry; its results may differ
-    from those of ``F.linear`` in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``.
+    On a CPU it uses the fastest of PyTorch's primitives, by autotuning; results may differ from ``F.linear``
+    in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``.
 
     Args:
         x: ``(..., inputs)``.
@@ -121,7 +121,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    # Subclasses, as of quantized weights, know themselves what a product is; so does F.linear what is wrong.
+    # Tensor subclasses implement F.linear themselves, and wrong arguments are left to F.linear's errors.
     if type(x) is not Tensor or x.is_cuda or not checks.is_dense(x) or x.ndim == 0:
         return False
     dtype, device, layout = x.dtype, x.device, x.layout
@@ -155,7 +155,7 @@ def _compose_gelu(call: Record) -> Tensor:
 
 
 def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Says whether GELU takes the bias of the product, which only a kernel that does both makes worth it.
+    """Returns whether GELU adds the bias instead of the product, which pays only with a fused kernel.
 
     A matrix product adds its bias for free.
     """
@@ -172,7 +172,7 @@ def _bias_gelu_of_linear(call: Record) -> Tensor:
     x, weight, bias, approximate = call
     assert bias is not None
     product = linear(x, weight)
-    if bias.dtype != product.dtype:  # autocast makes the product half precision and leaves the bias to us
+    if bias.dtype != product.dtype:  # autocast casts the product to half precision, but not the bias
         bias = bias.to(product.dtype)
     return bias_gelu(product, bias, approximate=approximate)
 
@@ -267,15 +267,15 @@ def linear_add(
         weight: ``(outputs, inputs)``.
         bias: ``(outputs,)``, or None for 0.
         residual: ``(..., outputs)``, of the dtype of ``x``.
-        inplace: Whether the result takes the place of ``residual``. Autograd does not follow it.
+        inplace: Whether the result overwrites ``residual``. Autograd does not track it.
 
     Returns:
         ``(..., outputs)``; ``residual`` itself if ``inplace``.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, or ``inplace`` where a gradient is wanted or ``residual`` is not
-            contiguous.
+        ValueError: A wrong shape or device, or ``inplace`` where a gradient is required or ``residual`` is
+            not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     product = F.linear(x, weight, bias)
@@ -316,7 +316,7 @@ def linear_add_layer_norm(
         norm_bias: LayerNorm's ``(outputs,)``, or None for 0.
         eps: Added to the variance.
         shift: As in :func:`cvt_kernels.layer_norm`.
-        inplace: See there; ``h`` takes the place of ``residual``.
+        inplace: See there; ``h`` overwrites ``residual``.
 
     Returns:
         ``h``, which is ``residual`` itself if ``inplace``, and its LayerNorm, both ``(..., outputs)``.
@@ -334,7 +334,7 @@ def linear_add_layer_norm(
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "") -> None:
-    """Raises TypeError or ValueError for wrong arguments of the linear layer that messages call ``name``."""
+    """Raises TypeError or ValueError for wrong arguments of a linear layer, called ``name`` in messages."""
     weight_name, bias_name = (f"{name}_weight", f"{name}_bias") if name else ("weight", "bias")
     checks.check_float_tensor("x", x, "(..., inputs)")
     if x.ndim == 0:

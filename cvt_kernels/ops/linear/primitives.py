@@ -1,4 +1,4 @@
-"""The other ways of PyTorch to the product of a linear layer on a CPU."""
+"""Alternatives to ``F.linear`` on a CPU, by other PyTorch operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ... import modes
 from ...backends import Record
 
-_CHUNK = 1024  # rows that are converted at a time, which bounds the memory beside the result
+_CHUNK = 1024  # rows converted at a time, which bounds the memory besides the result
 
 
 def by_convolution(call: Record) -> Tensor:
@@ -32,12 +32,12 @@ def by_float32(call: Record) -> Tensor:
 
 
 def why_convolution_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_convolution` cannot serve a call; None if it can."""
+    """Returns why :func:`by_convolution` cannot serve a call, or None."""
     return "has no advantage in float64" if call.x.dtype == torch.float64 else None
 
 
 def why_float32_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_float32` cannot serve a call; None if it can."""
+    """Returns why :func:`by_float32` cannot serve a call, or None."""
     if call.x.dtype not in (torch.bfloat16, torch.float16):
         return "serves 16-bit tensors only"
     if modes.wants_gradient(*call):

@@ -1,7 +1,7 @@
-"""Linear layers of 8-bit numbers, and what makes such numbers of activations.
+"""Linear layers with 8-bit weights and activations, and the quantization of activations.
 
-``native`` has kernels for CPUs, ``triton`` for GPUs, ``primitives`` PyTorch's own ways to the product.
-Serving only: rounding has no gradient.
+``native`` has CPU kernels, ``triton`` GPU kernels, ``primitives`` PyTorch's own operators. Inference only:
+rounding has no gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, s
 from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
 
-#: The most inputs of a linear layer, of which the sums of products fit into 32 bits.
+#: The most inputs of a linear layer whose sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
 
 _SAMPLE = 2**25  # products of two numbers
@@ -59,7 +59,7 @@ def quantize_rows(
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
-        scale: The scale of all rows, a positive float32 scalar tensor; None for that of each row, its largest
+        scale: One scale for all rows, a positive float32 scalar tensor; None for a scale per row, its largest
             absolute value / 127.
         dtype: ``torch.int8``, or ``torch.float8_e4m3fn`` with 448 in the place of 127.
 
@@ -69,7 +69,7 @@ def quantize_rows(
 
     Raises:
         TypeError: An argument of the wrong type or dtype.
-        ValueError: A wrong shape or device, or ``x`` wants a gradient, which rounding has not.
+        ValueError: A wrong shape or device, or ``x`` requires a gradient, which rounding does not have.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     limit, exact = LIMITS[dtype], x.dtype == torch.float64
@@ -189,19 +189,19 @@ def linear_int8(
 ) -> Tensor:
     """Computes a linear layer by products of 8-bit numbers: x · (weight · weight_scale[:, None])ᵀ + bias.
 
-    Products of int8 are summed in 32-bit integers, exactly; scales, bias and what follows are in float32.
+    Products of int8 are summed in 32-bit integers, exactly; scales, bias, GELU and residual are in float32.
 
     Args:
-        x: ``(..., inputs)``, which is quantized first, or what :func:`quantize_rows` and the like have made
-            of it.
+        x: ``(..., inputs)``, which is quantized first, or the result of :func:`quantize_rows`,
+            :func:`layer_norm_quantize` or :func:`gelu_quantize`.
         weight: ``(outputs, inputs)``, int8 between -127 and 127, or float8_e4m3fn.
         weight_scale: ``(outputs,)``, float32.
         bias: ``(outputs,)``, or None for 0.
-        input_scale: The scale of all rows, for an ``x`` that is quantized here, as in :func:`quantize_rows`.
+        input_scale: One scale for all rows of an ``x`` that is quantized here, as in :func:`quantize_rows`.
         approximate: A GELU that follows, as in :func:`cvt_kernels.gelu`; None for none.
-        residual: ``(..., outputs)``, which is added at the end; None for 0. It has the dtype of the result,
-            but under autocast.
-        dtype: Of the result; None for that of autocast, or else of ``x``, or of ``residual``, or float32.
+        residual: ``(..., outputs)``, added at the end; None for 0. Except under autocast it has the dtype of
+            the result.
+        dtype: The dtype of the result; None for autocast's, or else ``x``'s or ``residual``'s, or float32.
 
     Returns:
         ``(..., outputs)``. Rows whose scale is NaN are NaN.
@@ -238,9 +238,9 @@ def _check_linear_int8(call: Any) -> None:
 
 
 def _exact(call: Record) -> Tensor:
-    """Computes the call in float64, but rounds the input in float32, as every implementation has to.
+    """Computes the call in float64, but rounds the input in float32, as every implementation must.
 
-    Measured against an input that is not rounded, one that rounds otherwise would not look wrong.
+    Compared with an unrounded input, an implementation that rounds differently would not look wrong.
     """
     x, x_scales, scale = call.x, call.x_scales, call.input_scale
     if x_scales is None:
@@ -254,7 +254,7 @@ def _unrounded(call: Record) -> Tensor:
     """Computes the call with the weight in floating point, and without rounding the input."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
-    if input_scale is not None and x_scales is None:  # larger numbers are limited all the same
+    if input_scale is not None and x_scales is None:  # larger numbers are clamped all the same
         limit = LIMITS[weight.dtype] * input_scale.to(x.dtype)
         rows = torch.minimum(torch.maximum(rows, -limit), limit)
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -346,7 +346,7 @@ def _linear_int8(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes :func:`linear_int8` of values and their scales, with the dtype of the result."""
+    """Computes :func:`linear_int8` from values and their scales."""
     dtype = dtype or (x.dtype if x_scales is None else torch.float32)
     if x_scales is None:
         x, x_scales = reference.quantize_rows(x, scale=input_scale, dtype=weight.dtype)
@@ -363,7 +363,7 @@ def _linear_int8(
 
 
 def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
-    """Returns the dtype of a result for which none was named."""
+    """Returns the default dtype of a result."""
     if x_scales is None:
         checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
         return modes.autocast_dtype(x) or x.dtype
@@ -383,7 +383,7 @@ def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
 
 
 def check_format(dtype: torch.dtype) -> None:
-    """Raises TypeError unless ``dtype`` is one of 8-bit numbers."""
+    """Raises TypeError unless ``dtype`` is one of the 8-bit dtypes."""
     if not isinstance(dtype, torch.dtype) or dtype not in LIMITS:
         raise TypeError(f"dtype: got {checks.shown(dtype)}, expected torch.int8 or torch.float8_e4m3fn")
 
@@ -391,7 +391,7 @@ def check_format(dtype: torch.dtype) -> None:
 def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     """Raises TypeError or ValueError unless the scale of all rows of ``x`` is a positive scalar, or None.
 
-    That it is positive is not asked of a GPU, which the host would have to wait for.
+    On a GPU its sign is not checked, since that would synchronize.
     """
     if scale is None:
         return
@@ -423,7 +423,7 @@ def _check_input(x: Any, x_scales: Any, weight: Any, input_scale: Tensor | None)
 
 
 def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
-    """Checks rows against the weight that they are multiplied with; in float64 nothing is rounded."""
+    """Checks quantized rows against the weight; in float64 nothing is rounded."""
     expected = getattr(weight, "dtype", None)
     if not isinstance(x, Tensor) or x.dtype not in (expected, torch.float64):
         got = f"dtype {checks.dtype_name(x.dtype)}" if isinstance(x, Tensor) else type(x).__name__

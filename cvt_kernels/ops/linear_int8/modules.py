@@ -1,4 +1,4 @@
-"""The layers with 8-bit weights that ``cvt_kernels.quantize`` puts in the place of others."""
+"""The layers with 8-bit weights that ``cvt_kernels.quantize`` puts into a model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MOST_WEIGHTS = 2**31  # 2 GiB, so that a wrong size does not ask for more memor
 
 
 class QuantizedLayer(nn.Module):
-    """The tensors that layers with 8-bit weights have in common, and the layer that one was made of.
+    """Base of layers with 8-bit weights: their tensors, and the float layer that was quantized.
 
-    Gradients pass as if nothing had been rounded (the straight-through estimator); the weight has none. In
-    the state it is ``qweight``, so that no layer in floating point takes its numbers for a ``weight``.
+    Gradients pass as if nothing had been rounded (straight-through estimator); the weight has none. Its name
+    in the state is ``qweight``, so that no float layer loads it as a ``weight``.
 
     Attributes:
         qweight: Buffer ``(outputs, inputs)``.
         weight: The same tensor.
         weight_scale: Buffer ``(outputs,)``, float32 whatever the dtype of the module.
         bias: Parameter ``(outputs,)``, or None.
-        input_scale: Buffer ``()``, float32: the scale of all inputs; None for one per row.
+        input_scale: Buffer ``()``, float32: one scale for all inputs; None for a scale per row.
     """
 
     qweight: Tensor
@@ -50,16 +50,16 @@ class QuantizedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, under the name that it has in other layers."""
+        """Alias of ``qweight``."""
         return self.qweight
 
     @property
     def float_layer(self) -> nn.Module | None:
-        """The layer that this one was made of; None for one that was built, or has loaded another weight."""
+        """The float layer that was quantized; None if there was none, or another weight was loaded."""
         return self._float
 
     def _take(self, layer: Any, input_scale: float | None) -> None:
-        """Takes the numbers of a layer, and keeps it aside: neither ``state_dict`` nor ``.to()`` sees it."""
+        """Quantizes a layer and keeps it for ``restore``, hidden from ``state_dict`` and ``.to()``."""
         weight = layer.weight.detach().flatten(1)
         if not weight.isfinite().all():
             raise ValueError("weight: has NaN or infinities, expected finite numbers")
@@ -71,7 +71,7 @@ class QuantizedLayer(nn.Module):
         vars(self)["_float"] = layer
 
     def set_input_scale(self, scale: float | None) -> None:
-        """Gives all inputs one scale, which is positive; with None, each row its own.
+        """Sets one positive scale for all inputs; None for a scale per row.
 
         Raises:
             TypeError: The scale is no number.
@@ -85,9 +85,9 @@ class QuantizedLayer(nn.Module):
         self.input_scale = None if made is None else made.to(self.weight.device)
 
     def product(self, x: Tensor | QuantizedRows, *, approximate: GeluVariant | None = None) -> Tensor:
-        """Computes the product with rows (..., inputs) and a GELU behind it, where no gradient is wanted.
+        """Computes the layer for rows (..., inputs) and an optional GELU, without gradients.
 
-        Of rows that are quantized already, the result has the dtype of autocast, or else of the bias.
+        For rows that are already quantized, the result has autocast's dtype, or else the bias's.
         """
         layer = self.weight, self.weight_scale, self.bias
         if not isinstance(x, QuantizedRows):
@@ -108,11 +108,11 @@ class QuantizedLayer(nn.Module):
         return rounded + (followed - followed.detach())
 
     def dequantized_weight(self) -> Tensor:
-        """Returns what the weight stands for, (outputs, inputs) in float32."""
+        """Returns the dequantized weight, (outputs, inputs) in float32."""
         return self.weight.float() * self.weight_scale[:, None]
 
     def parameters_of_operator(self) -> QuantizedLinear:
-        """Returns the tensors as the operators take them; nothing is copied."""
+        """Returns the operators' arguments, without copies."""
         return QuantizedLinear(self.weight, self.weight_scale, self.bias, self.input_scale)
 
     def _settings(self) -> str:
@@ -135,15 +135,15 @@ class QuantizedLayer(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
         reason = self._why_not_loadable(state_dict, prefix)
-        if reason is not None:  # a copy would cast without a word
+        if reason is not None:  # a copy would cast silently
             messages[-1].append(reason)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *messages)
         if f"{prefix}qweight" in state_dict:
-            self._float = None  # it is not what this layer was made of any more
+            self._float = None  # the float layer no longer matches
 
     def _why_not_loadable(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Says why a weight in a state cannot be that of this layer; None if it can, or if there is none."""
+        """Returns why a weight in a state does not fit this layer, or None."""
         if f"{prefix}weight" in state_dict:
             return f"{prefix}weight: is in the state, expected {prefix}qweight of 8-bit numbers"
         if f"{prefix}qweight" not in state_dict:
@@ -171,7 +171,7 @@ def _check_outputs(name: str, outputs: int, inputs: int) -> None:
 
 
 class LinearInt8(QuantizedLayer):
-    """A linear layer whose weight is of 8-bit numbers, and whose input is rounded to such in every call.
+    """A linear layer with an 8-bit weight, whose input is quantized in every call.
 
     Its tensors are those of :class:`QuantizedLayer`.
 
@@ -179,7 +179,7 @@ class LinearInt8(QuantizedLayer):
         in_features: Inputs.
         out_features: Outputs.
         bias: Whether there is a bias.
-        static: Whether all inputs have one scale, which calibration finds, instead of one for each row.
+        static: Whether all inputs have one scale, found by calibration, instead of one per row.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
     """
 
@@ -202,11 +202,11 @@ class LinearInt8(QuantizedLayer):
     def from_float(
         cls, linear: nn.Linear, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
     ) -> LinearInt8:
-        """Quantizes a linear layer, each row of its weight by its largest number; the bias is shared.
+        """Quantizes a linear layer, with a scale per row of its weight; the bias is shared.
 
         Args:
-            linear: Stays as it is, and is kept for :func:`cvt_kernels.restore`.
-            input_scale: The scale of all inputs; None for one per row.
+            linear: The layer, unchanged and kept for :func:`cvt_kernels.restore`.
+            input_scale: One scale for all inputs; None for a scale per row.
             dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
 
         Raises:
@@ -220,7 +220,7 @@ class LinearInt8(QuantizedLayer):
         return made
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        """Computes the layer for x (..., in_features), or for such rows that are quantized already."""
+        """Computes the layer for x (..., in_features), in floating point or already quantized."""
         return self._call(x)
 
     def extra_repr(self) -> str:
@@ -229,7 +229,7 @@ class LinearInt8(QuantizedLayer):
 
 
 class ConvInt8(QuantizedLayer):
-    """A convolution by a product of 8-bit numbers: each patch of the map is a row of a linear layer.
+    """A convolution with an 8-bit weight: each patch of the map is a row of a linear layer.
 
     Its tensors are those of :class:`QuantizedLayer`; the inputs are channels, then rows and columns of the
     kernel, as in a convolution's weight.
@@ -238,11 +238,11 @@ class ConvInt8(QuantizedLayer):
         in_channels: Channels of the map.
         out_channels: Channels of the result.
         kernel_size: Rows and columns of the kernel.
-        stride: As of ``nn.Conv2d``.
-        padding: As of ``nn.Conv2d``, in numbers.
-        dilation: As of ``nn.Conv2d``.
+        stride: As in ``nn.Conv2d``.
+        padding: As in ``nn.Conv2d``, in numbers.
+        dilation: As in ``nn.Conv2d``.
         bias: Whether there is a bias.
-        static: Whether all patches have one scale, which calibration finds, instead of one for each.
+        static: Whether all patches have one scale, found by calibration, instead of one each.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
     """
 
@@ -280,11 +280,11 @@ class ConvInt8(QuantizedLayer):
     def from_float(
         cls, conv: nn.Conv2d, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
     ) -> ConvInt8:
-        """Quantizes a dense convolution padded by zeros, as :meth:`LinearInt8.from_float` a linear layer.
+        """Quantizes a dense, zero-padded convolution, see :meth:`LinearInt8.from_float`.
 
         Raises:
             TypeError: No convolution, or another dtype.
-            ValueError: It is another convolution, or as of :meth:`LinearInt8.from_float`.
+            ValueError: Another kind of convolution, or as :meth:`LinearInt8.from_float`.
         """
         checks.check_kind("conv", conv, nn.Conv2d)
         if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
@@ -320,7 +320,7 @@ class ConvInt8(QuantizedLayer):
 
 
 def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
-    """Puts a module into every place of another one within a model."""
+    """Replaces a module by another one, everywhere in a model."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is before:
@@ -328,13 +328,13 @@ def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
 
 
 def put_back(model: nn.Module, layers: Sequence[Any]) -> None:
-    """Puts the layers that quantized ones were made of into their places, as the model is by now.
+    """Replaces quantized layers by the float layers that they were made of.
 
-    They get its device, its dtype, and the mode of the layers whose places they take.
+    The float layers get the model's device and dtype, and the quantized layers' training mode.
 
     Args:
         model: The model.
-        layers: Quantized layers within it whose :attr:`QuantizedLayer.float_layer` is there.
+        layers: Quantized layers of the model that have a :attr:`QuantizedLayer.float_layer`.
     """
     paths = {layer: path for path, layer in model.named_modules()}
     for layer in dict.fromkeys(layers):
@@ -351,10 +351,10 @@ _SAVE = "save_pretrained"
 
 
 def refuse_to_save(model: nn.Module) -> None:
-    """Lets ``save_pretrained`` of transformers and huggingface_hub raise, of modules with quantized layers.
+    """Makes ``save_pretrained`` of transformers and huggingface_hub raise for modules with quantized layers.
 
-    Their ``from_pretrained`` builds the model in floating point, and gives layers whose weights a file lacks
-    new ones, with a warning at most.
+    Their ``from_pretrained`` would build the float model and initialize the missing weights anew, with a
+    warning at most.
     """
     for module in model.modules():
         owner = next((cls for cls in type(module).__mro__ if _SAVE in vars(cls)), type(None))
@@ -378,7 +378,7 @@ def _has_quantized(module: nn.Module) -> bool:
 
 
 def _like(model: nn.Module, path: str) -> Tensor | None:
-    """Returns a floating parameter of the layer at a path, or of the innermost module around it with one."""
+    """Returns a floating-point parameter of the layer at a path, or of its closest parent that has one."""
     while True:
         for parameter in model.get_submodule(path).parameters():
             if parameter.is_floating_point():

@@ -1,9 +1,9 @@
-"""Linear layers of 8-bit integers on a CPU by the compiled extension (csrc), and what makes such integers.
+"""Linear layers of 8-bit integers and their quantization on a CPU, by the compiled extension (csrc).
 
 The weight is packed once for this CPU. A tile of rows is rounded in a thread's own memory, multiplied with
 the packed weight and finished in float32 while the sums are in the cache: x is read once, the result written
-once, and nothing else goes through memory. Sums of products are exact: the same bits every time, whatever the
-number of threads.
+once, and nothing else goes through memory. Sums of products are exact, so results do not depend on the number
+of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_rows_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot round rows; None if they can."""
+    """Returns why these kernels cannot round rows, or None."""
     x, dtype = call.x, call.dtype
     if dtype != torch.int8:
         return f"rounds to int8 only, not to {checks.dtype_name(dtype)}"
@@ -36,13 +36,13 @@ def why_rows_unsupported(call: Record) -> str | None:
 
 
 def quantize_rows(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
     x, scale = call.x, call.scale
     return QuantizedRows(*_ops.quantize_rows.default(x, scale))
 
 
 def layer_norm_quantize(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
     x, weight, bias, eps, shift, scale, _ = call
     return QuantizedRows(
         *_ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
@@ -50,7 +50,7 @@ def layer_norm_quantize(call: Record) -> QuantizedRows:
 
 
 def gelu_quantize(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
     x, bias, approximate, scale, _ = call
     return QuantizedRows(*_ops.gelu_quantize.default(x, _vector(bias), approximate, scale))
 
@@ -63,7 +63,7 @@ def _vector(given: Tensor | None) -> Tensor | None:
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot compute a linear layer; None if they can."""
+    """Returns why these kernels cannot compute a linear layer, or None."""
     x, weight, weight_scale, _, x_scales, _, _, residual, dtype = call
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight, weight_scale)):
         return "packs plain tensors only"
@@ -97,7 +97,7 @@ def _run(
     dtype: torch.dtype,
 ) -> Tensor:
     def pack() -> _Packed:
-        with torch.inference_mode(False):  # in which the copies could not be used elsewhere
+        with torch.inference_mode(False):  # copies made in inference mode could not be used outside it
             packed = _ops.pack_linear_int8.default(weight)
             return _Packed(packed, weight_scale.contiguous(), _vector(bias))
 
@@ -134,7 +134,7 @@ torch.library.register_fake("cvt_kernels::linear_int8", _shape_of, lib=_library)
 
 
 def linear_int8(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     run = _ops.linear_int8.default if torch.compiler.is_compiling() else _run
     activation = "identity" if approximate is None else approximate

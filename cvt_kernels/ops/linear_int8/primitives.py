@@ -1,11 +1,11 @@
-"""PyTorch's own ways to a linear layer of 8-bit numbers, each a backend of ``linear_int8``.
+"""PyTorch's own operators for 8-bit linear layers, each a backend of ``linear_int8``.
 
-- ``int_mm``: ``torch._int_mm``, and what follows the product operator by operator.
+- ``int_mm``: ``torch._int_mm``, followed by separate operators.
 - ``onednn``: the linear layer of oneDNN that ``torch.compile`` calls for quantized models, its weight packed.
 - ``scaled_mm``: ``torch._scaled_mm``, the product of float8 on NVIDIA GPUs.
 - ``dequantized``: ``F.linear`` with the weight back in floating point. Its inputs are not rounded to 8 bits.
 
-All but the last take rows that ``quantize_rows`` has made, or make them so.
+All but the last take rows quantized by ``quantize_rows``, or quantize them with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
 
 
 def why_int_mm_unavailable(device_type: str) -> str | None:
-    """Says why ``torch._int_mm`` is not exact here; None if it is."""
+    """Returns why ``torch._int_mm`` is not exact here, or None."""
     return _why_no_exact_products() if device_type == "cpu" else None
 
 
@@ -44,7 +44,7 @@ def _why_no_exact_products() -> str | None:
 
 
 def why_int_mm_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_int_mm` cannot serve a call; None if it can."""
+    """Returns why :func:`by_int_mm` cannot serve a call, or None."""
     x, weight = call.x, call.weight
     reason = _why_not_rounded(call, torch.int8)
     if reason is not None or not x.is_cuda:
@@ -86,7 +86,7 @@ def _rows(call: Record) -> tuple[Tensor, Tensor]:
 
 
 def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
-    """Computes another operator, by the reference where none of its backends is among the requested ones."""
+    """Calls another operator, or its reference if none of its backends is among the requested ones."""
     known = backends.implementations[operator]
     if backends.is_auto() or any(name in known for name in backends.requested_backends()):
         public: Any = backends.operators[operator]
@@ -95,7 +95,7 @@ def _by_another(operator: str, x: Tensor, **settings: Any) -> Any:
 
 
 def _finished(product: Tensor, call: Record, bias: Tensor | None) -> Tensor:
-    """Returns what follows a product, which is no longer needed."""
+    """Applies bias, GELU, residual and dtype to a product, in place where possible."""
     y = product if bias is None else product.add_(bias)
     y = y if call.approximate is None else _by_another("gelu", y, approximate=call.approximate)
     y = y.view(*call.x.shape[:-1], product.shape[-1])
@@ -109,7 +109,7 @@ _ZERO = 128  # stands for 0 in rows without a sign
 
 @functools.cache
 def _library() -> tuple[Any, Any] | None:
-    """Returns the operators that pack a weight and compute a linear layer; None where PyTorch has none."""
+    """Returns oneDNN's operators for packing and linear layers, or None where PyTorch has none."""
     found = torch.ops.onednn
     try:
         return found.qlinear_prepack.default, found.qlinear_pointwise.default
@@ -118,7 +118,7 @@ def _library() -> tuple[Any, Any] | None:
 
 
 def why_onednn_unavailable(device_type: str) -> str | None:
-    """Says why this PyTorch has no packed linear layers of 8 bits; None if it has."""
+    """Returns why this PyTorch has no packed linear layers of 8 bits, or None."""
     reason = _why_no_exact_products()
     if reason is None and _library() is None:
         return "this PyTorch has no packed linear layers of 8-bit numbers"
@@ -126,7 +126,7 @@ def why_onednn_unavailable(device_type: str) -> str | None:
 
 
 def why_onednn_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_onednn` cannot serve a call; None if it can."""
+    """Returns why :func:`by_onednn` cannot serve a call, or None."""
     return _why_not_packable(call) or _why_not_rounded(call, torch.int8)
 
 
@@ -159,7 +159,7 @@ def by_onednn(call: Record) -> Tensor:
 
 
 def why_scaled_mm_unavailable(device_type: str) -> str | None:
-    """Says why no GPU here has products of float8; None if one has."""
+    """Returns why no GPU here has products of float8, or None."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return "there is no NVIDIA GPU"
     capability = torch.cuda.get_device_capability()
@@ -171,7 +171,7 @@ def why_scaled_mm_unavailable(device_type: str) -> str | None:
 
 
 def why_scaled_mm_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_scaled_mm` cannot serve a call; None if it can."""
+    """Returns why :func:`by_scaled_mm` cannot serve a call, or None."""
     reason = _why_not_rounded(call, torch.float8_e4m3fn)
     if reason is None and call.dtype != torch.bfloat16:
         reason = "has results of bfloat16 only"
@@ -192,7 +192,7 @@ def by_scaled_mm(call: Record) -> Tensor:
 
 
 def why_dequantized_unsupported(call: Record) -> str | None:
-    """Says why :func:`by_dequantized` cannot serve a call; None if it can."""
+    """Returns why :func:`by_dequantized` cannot serve a call, or None."""
     reason = _why_not_packable(call)
     if reason is None and torch.float64 in (call.x.dtype, call.dtype):
         reason = "has no advantage in float64"
@@ -204,13 +204,13 @@ def by_dequantized(call: Record) -> Tensor:
     x, weight, weight_scale, bias, x_scales, input_scale, _, _, dtype = call
 
     def dequantize() -> Tensor:
-        with torch.inference_mode(False):  # in which the copy could not be used elsewhere
+        with torch.inference_mode(False):  # a copy made in inference mode could not be used outside it
             return (weight.float() * weight_scale[:, None]).to(dtype)
 
     wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
-    # A row with an infinity is one of NaN, as if it had been rounded.
+    # A row with an infinity becomes NaN, as if it had been quantized.
     rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x.to(x_scales.dtype) * x_scales
-    if input_scale is not None and x_scales is None:  # which also limits what is not rounded
+    if input_scale is not None and x_scales is None:  # which also clamps what is not rounded
         limit = LIMITS[weight.dtype] * input_scale
         rows = torch.minimum(torch.maximum(rows, -limit), limit)
     with torch.autocast(x.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""The MLP of a transformer block with its LayerNorm and its residual, in one kernel where it fits a GPU."""
+"""The MLP of a transformer block with LayerNorm and residual, in one GPU kernel where it fits."""
 
 from __future__ import annotations
 

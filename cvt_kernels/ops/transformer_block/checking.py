@@ -147,7 +147,7 @@ def _check_rows(rows: Any, x: Tensor, block: TransformerBlock) -> None:
 
 
 def _are_rows_of(rows: Tensor, x: Tensor) -> bool:
-    """Says whether an index has the shape of one of the tokens of x, and its dtype."""
+    """Returns whether an index has the shape of one of the tokens of x, and its dtype."""
     if rows.dtype != torch.int64 or rows.ndim != 2 or x.ndim != 3:
         return False
     return rows.shape[0] == x.shape[0] and 1 <= rows.shape[1] <= x.shape[1]

@@ -24,7 +24,7 @@ from .reduction import reduce_tokens
 
 
 def transformer_block(call: Record) -> Any:
-    """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    """Computes ``cvt_kernels.transformer_block`` for checked arguments."""
     x, grid, block, rows, _, inplace = call
     y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
     q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block, rows))

@@ -39,7 +39,7 @@ _MAX_INPUTS = 2**16  # kMostInputs in csrc/linear_int8/cpu_loops.h
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x, block = call.x, call.block
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
@@ -224,7 +224,7 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
 
 @bound_by(_bind)
 def transformer_block(call: Record) -> Any:
-    """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    """Computes ``cvt_kernels.transformer_block`` for checked arguments."""
     return _convolutional(call) if call.block.convs else _pyramidal(call)
 
 

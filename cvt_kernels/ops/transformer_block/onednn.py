@@ -26,7 +26,7 @@ from .reduction import matrix_of, squares_of
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these linear layers cannot serve a call; None if they can."""
+    """Returns why these linear layers cannot serve a call, or None."""
     x, block = call.x, call.block
     if block.quantized_layers():
         return "has no quantized layers"
@@ -37,7 +37,7 @@ def why_unsupported(call: Record) -> str | None:
 
 
 def transformer_block(call: Record) -> Any:
-    """Computes ``cvt_kernels.transformer_block``, whose checks it relies on."""
+    """Computes ``cvt_kernels.transformer_block`` for checked arguments."""
     x, grid, block, rows, _, inplace = call
     norm1, norm2, heads = block.norm1, block.norm2, block.num_heads
     y = layer_norm(x, norm1.weight, norm1.bias, eps=norm1.eps)

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention as PyTorch sees them: autograd, torch.compile, and the backend's functions.
+"""Autograd function, custom operators for torch.compile and backend functions of attention's Triton kernels.
 
 In eager mode the autograd function is called directly; a registered operator would cost more host time per
 call. Under torch.compile the same launchers run behind opaque operators.
@@ -29,7 +29,7 @@ from .forward import attention_forward
 def _position_of(
     table: Tensor | None, rows: Tensor | None, places: Sequence[int] | None
 ) -> PositionBias | None:
-    """Returns the bias by position of a call, whose numbers ``places`` has; None without one."""
+    """Rebuilds the bias by position of a call from its parts; returns None without one."""
     if table is None or places is None:
         return None
     height, width, key_height, key_width, stride = places
@@ -37,7 +37,7 @@ def _position_of(
 
 
 def _parts_of(position: PositionBias | None) -> tuple[Tensor | None, Tensor | None, list[int] | None]:
-    """Returns what :func:`_position_of` takes."""
+    """Returns the parts of a bias by position, as :func:`_position_of` takes them."""
     if position is None:
         return None, None, None
     return position.table, position.rows, [*position.query_grid, *position.key_grid, position.stride]
@@ -51,7 +51,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
         table: Tensor | None, rows: Tensor | None, places: list[int] | None, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Saves everything it was given, the output and ``stats``."""
+        """Saves the inputs, the output and ``stats``."""
         out, stats = attention_forward(q, k, v, bias, scale, position=_position_of(table, rows, places))
         ctx.save_for_backward(q, k, v, bias, out, stats, table, rows)
         ctx.places, ctx.scale = places, scale
@@ -60,7 +60,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients that are needed; those of k and v together."""
+        """Computes the gradients that are needed; dk and dv come together."""
         _, need_k, need_v, need_bias, need_table, *_ = ctx.needs_input_grad
         q, k, v, bias, out, stats, table, rows = ctx.saved_tensors
         gradients = attention_backward(
@@ -133,7 +133,7 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     q, k, _, scale, bias, dropout_p, position = call
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
@@ -158,11 +158,11 @@ _LARGEST_SCALE = 2.0**64
 
 @planned
 def attention(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.attention``, whose checks it relies on.
+    """Computes ``cvt_kernels.attention`` for checked arguments.
 
-    q, k and v are read as they lie if their last dimension is adjacent, whatever the other strides; otherwise
-    they are copied first. Under autocast it computes in autocast's dtype, as
-    ``F.scaled_dot_product_attention`` does; biases keep their own.
+    q, k and v are read in place if their last dimension is contiguous; otherwise they are copied first. Under
+    autocast it computes in autocast's dtype, as ``F.scaled_dot_product_attention`` does; biases keep their
+    own.
     """
     q, k, v, scale, bias, _, position = call
     if scale is None:

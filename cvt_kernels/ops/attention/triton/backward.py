@@ -1,4 +1,4 @@
-"""The backward kernels of attention, which compute the probabilities again from q, k and ``stats``.
+"""The backward kernels of attention, which recompute the probabilities from q, k and ``stats``.
 
 With δ = Σ_j p_j dp_j:
 
@@ -63,7 +63,7 @@ class SoftmaxStats(NamedTuple):
 
 @triton.jit
 def _load_stats(stats_ptr, row, queries):
-    """Returns the SoftmaxStats of rows; beyond the last query that one's, but with probabilities of 0."""
+    """Returns the SoftmaxStats of rows; rows beyond the last query get probabilities of 0."""
     return SoftmaxStats(
         maximum=tl.load(stats_ptr + tl.minimum(row, queries - 1)),
         reciprocal=tl.load(stats_ptr + queries + row, mask=row < queries, other=0.0),
@@ -72,13 +72,13 @@ def _load_stats(stats_ptr, row, queries):
 
 @triton.jit
 def _load_queries(rows, row, SPEC: tl.constexpr):
-    """Returns the queries ``row``; beyond the last one that one again, since of zeros 0 · ∞ would be NaN."""
+    """Returns the queries ``row``, and the last one again beyond it: zeros would give 0 · ∞ = NaN."""
     return load_rows(rows, tl.minimum(row, rows.count - 1), False, SPEC)
 
 
 @triton.jit
 def _probabilities(scores, factor, stats, AXIS: tl.constexpr):
-    """Returns p of what ``scores_of`` returns, a tile in which keys lie along AXIS."""
+    """Returns the probabilities of a tile of ``scores_of``, in which keys lie along AXIS."""
     maximum, reciprocal = tl.expand_dims(stats.maximum, AXIS), tl.expand_dims(stats.reciprocal, AXIS)
     return tl.exp2(scores * factor - maximum) * reciprocal
 
@@ -274,7 +274,7 @@ def _attention_bwd_bias_kernel(
     bias_images, bias_heads, bias_queries, shared_images, shared_heads, shared_blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SUM_QUERIES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of the bias's gradient, summed over a part of what shares it.
+    """Computes one tile of the bias's gradient, summed over one split of the scores that share it.
 
     dbias is (splits, bias_images, bias_heads, bias_queries, Nkv), in query_blocks × key_blocks tiles. Each is
     shared by shared_images images, shared_heads heads and shared_blocks blocks of queries, which the splits
@@ -314,7 +314,7 @@ def _attention_bwd_bias_kernel(
 
 
 def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) -> Tensor:
-    """Returns the gradient of the bias in its shape; what broadcasts is summed in a fixed order."""
+    """Returns the gradient of the bias in its shape, summed over broadcast dimensions in a fixed order."""
     batch, queries, heads, _ = q.shape
     bias_images, bias_heads, bias_queries, bias_keys = [1] * (4 - bias.ndim) + list(bias.shape)
     if bias_keys < keys:  # it shifts all scores of a row alike, which the softmax does not notice
@@ -427,7 +427,7 @@ def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) 
 
 
 def _slots(rows: Tensor, places: PositionSpec) -> Tensor:
-    """Returns (B, T), the query that each token is, or their number for a token that is none."""
+    """Returns (B, T): the index of each token's query, or the number of queries where it is none."""
     batch, queries = rows.shape
     tokens = places.class_tokens + places.height * places.width
     slots = rows.new_full((batch, tokens + 1), queries)
@@ -438,7 +438,7 @@ def _slots(rows: Tensor, places: PositionSpec) -> Tensor:
 
 
 def _sum_diagonals(tiles: Tensor, places: PositionSpec) -> Tensor:
-    """Returns the sums (…, W + s·(Wk − 1)) over what has the same offset j − s·b in tiles (…, W, Wk)."""
+    """Sums tiles (…, W, Wk) along the diagonals of equal offset j − s·b: (…, W + s·(Wk − 1))."""
     reach = places.stride * (places.key_width - 1)
     tiles = F.pad(tiles, (0, 0, reach, reach))
     *others, row, column = tiles.stride()
@@ -459,7 +459,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Returns the gradients of q, k, v, the bias and the table of a bias by position, contiguous.
 
-    One that is neither needed nor free is None.
+    A gradient that is not needed is None unless it comes for free.
     """
     dout = maybe_contiguous(dout)
     batch, queries, heads, _ = q.shape

@@ -22,7 +22,7 @@ MAX_HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The way a kernel cuts its work.
+    """The launch configuration of a kernel: tile sizes, warps and pipeline stages.
 
     Attributes:
         block_q: Queries of a tile.
@@ -38,7 +38,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -172,10 +172,9 @@ def padded(size: int) -> int:
 
 
 def tail_width(keys: int, block_kv: int, element_size: int) -> int:
-    """Returns the width of the last tile of keys after as many whole ones as there are; 0 for none.
+    """Returns the width of the last, partial tile of keys; 0 if whole tiles hold all keys.
 
-    In float32 it is as wide as the others, which makes it one of the loop: code of its own would double the
-    registers.
+    In float32 it is as wide as the others and joins their loop: separate code would double the registers.
     """
     if keys % block_kv == 0:
         return 0
@@ -192,7 +191,7 @@ class PositionSpec(NamedTuple):
         height, width: Of the grid of the tokens.
         key_height, key_width: Of the grid of the keys.
         stride: Tokens between two keys.
-        class_tokens: Tokens, and keys, before those of the grid.
+        class_tokens: Class tokens before the tokens, and keys, of the grid.
         has_rows: Whether the queries are chosen tokens.
     """
 
@@ -224,7 +223,7 @@ class PositionSpec(NamedTuple):
 
 
 class KernelSpec(NamedTuple):
-    """The facts that a kernel is compiled for besides its tiles.
+    """The compile-time constants of a kernel besides its tiles.
 
     Attributes:
         head_dim: D.
@@ -249,7 +248,7 @@ class KernelSpec(NamedTuple):
     def of(
         cls, q: Tensor, bias: Tensor | None, scale: float, position: PositionSpec | None = None
     ) -> KernelSpec:
-        """Returns the specification for queries ``q`` (B, Nq, h, D), and for PyTorch's setting of TF32."""
+        """Returns the specification for queries ``q`` (B, Nq, h, D) and PyTorch's TF32 setting."""
         tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
             head_dim=q.shape[3],
@@ -273,11 +272,12 @@ def token_strides(x: Tensor) -> tuple[int, ...]:
 
 
 class LaunchArguments(NamedTuple):
-    """The arguments that all launches of one call share, each by the name of the kernels' parameter.
+    """The arguments shared by all launches of one call, named as the kernels' parameters.
 
     Attributes:
-        q_ptr, k_ptr, v_ptr: Tensors that the kernels can read as they lie.
-        bias_ptrs: The bias, the table of a bias by position, and its rows; anything for what there is not.
+        q_ptr, k_ptr, v_ptr: Tensors whose strides the kernels can read.
+        bias_ptrs: The bias, the table of a bias by position, and its rows; a placeholder for any that is
+            absent.
         strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where
             it broadcasts. Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
         scale: The factor on scores.
@@ -309,7 +309,7 @@ class LaunchArguments(NamedTuple):
         scale: float,
         position: PositionBias | None = None,
     ) -> LaunchArguments:
-        """Returns the arguments for a call; a tensor that the kernels cannot read as it lies is copied."""
+        """Returns the arguments for a call; a tensor whose strides the kernels cannot read is copied."""
         q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
         _, queries, heads, _ = q.shape
         bias_strides: tuple[int, ...] = (0, 0, 0, 0)
@@ -356,7 +356,7 @@ def maybe_contiguous(x: Tensor) -> Tensor:
 
 
 def _maybe_contiguous_bias(bias: Tensor) -> Tensor:
-    """Returns ``bias`` itself with whatever strides, unless the offsets of one head would not fit 32 bits."""
+    """Returns ``bias`` itself, or a copy if the offsets within one head would not fit 32 bits."""
     reach = sum((n - 1) * stride for n, stride in zip(bias.shape[-2:], bias.stride()[-2:], strict=True))
     return bias if reach < 2**31 else bias.contiguous()
 
@@ -382,7 +382,7 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One head's tokens: a pointer to the first, the stride between two, and how many there are."""
+    """One head's tokens: a pointer to the first, their stride and their number."""
 
     ptr: tl.tensor
     stride: tl.tensor
@@ -390,7 +390,7 @@ class Rows(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's inputs: its tokens, its biases, and the factor making scores exponents of two."""
+    """One head's inputs: its tokens, its biases, and the factor that makes scores exponents of two."""
 
     q: Rows
     k: Rows
@@ -438,7 +438,7 @@ def rows_from(rows, first):
 
 @triton.jit
 def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC: tl.constexpr):
-    """Returns the Head at a Place; nothing of it is loaded yet."""
+    """Returns the Head at a Place, without loading anything."""
     bias_ptr, table_ptr, rows_ptr = bias_ptrs
     if SPEC.position is not None:
         table_ptr += place.head * (SPEC.position.table_height * SPEC.position.table_width)
@@ -472,7 +472,7 @@ def load_rows(rows, row, MASKED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def store_rows(rows, row, values, SPEC: tl.constexpr):
-    """Stores the tokens ``row``, in the dtype of the tensor; nothing beyond the last token and channel."""
+    """Stores the tokens ``row`` in the tensor's dtype, masked beyond the last token and channel."""
     d = tl.arange(0, SPEC.block_d)
     mask = (row < rows.count)[:, None] & (d < SPEC.head_dim)[None, :]
     ptrs = rows.ptr + row[:, None] * rows.stride + d[None, :]
@@ -490,7 +490,7 @@ def dot(a, b, SPEC: tl.constexpr):
 
 @triton.jit
 def _bias_by_position(query, key, head, SPEC: tl.constexpr):
-    """Returns a tile of biases from the table; 0 for a query or a key that has no place."""
+    """Returns a tile of biases from the table; 0 for a query or key outside the grid."""
     PLACES: tl.constexpr = SPEC.position
     token = query
     if PLACES.has_rows:
@@ -524,7 +524,7 @@ def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def biased_scores(a, b, by_position, query, key, head, SPEC: tl.constexpr):
-    """Returns what ``scores_of`` does, unmasked, with biases by position that are there already.
+    """Returns scores and factor as ``scores_of``, unmasked, with biases by position that are already loaded.
 
     They are divided by the factor before they are added, so that zeros leave the scores as they are.
     """

@@ -59,7 +59,7 @@ def keys_on_chip(head_dim: int, element_size: int, has_bias: bool) -> int:
 
 
 def key_tiles(keys: int, widest: int) -> KeyTiles:
-    """Returns tiles of powers of two from 16 to ``widest``; fewer than 16 keys are wasted."""
+    """Returns tiles for all keys, powers of two from 16 to ``widest``; they waste fewer than 16 keys."""
     widths: list[int] = []
     left = keys
     while left > 0:
@@ -126,7 +126,7 @@ def _load_tile(rows, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexp
 
 @triton.jit
 def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
-    """Returns what ``scores_of`` does; only the last 16 keys of the last tile may be beyond the last key."""
+    """Returns scores as ``scores_of``; only the last 16 keys of the last tile may be beyond the last key."""
     key = _keys_of_tile(TILES, INDEX)
     scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
     if len(TILES.widths) == INDEX + 1:
@@ -198,7 +198,7 @@ def _attention_fwd_loop_kernel(
 ):  # fmt: skip
     """Computes one tile of queries over the last keys, of width TAIL (0: none), then whole tiles in a loop.
 
-    A last tile as wide as the others joins the loop, masked: apart, it would only be more code.
+    A last tile as wide as the others joins the loop, masked.
     """
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)

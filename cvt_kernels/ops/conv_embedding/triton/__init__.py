@@ -3,7 +3,7 @@
 Layout: images (B, in_channels, H, W) with any strides, tokens (B, T, C), contiguous; the kernels write the
 class token too. There are no gradients, and nothing is saved.
 
-``embed`` computes all in one kernel, for windows of few values, as 7 × 7 × 3 in CvT's first stage: it reads
+``embed`` is one kernel for everything, for windows of few values, as 7 × 7 × 3 in CvT's first stage: it reads
 the image once from memory (neighboring windows share it in L1) and writes the tokens once. In 16 bits,
 windows go straight to the registers that the tensor cores read; on sm_100, by way of shared memory.
 
@@ -11,7 +11,7 @@ windows go straight to the registers that the tensor cores read; on sm_100, by w
 convolution's result once and writes the tokens once, where PyTorch would run a kernel for the bias, one for
 LayerNorm and one for the class token.
 
-``embed.why_not_embedded`` says which of the two serves a call. Float64 is for Triton's interpreter only.
+``embed.why_not_embedded`` chooses between the two. Float64 is for Triton's interpreter only.
 """
 
 from .operator import conv_embedding, why_unsupported

@@ -21,15 +21,15 @@ MAX_CHANNELS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The way a kernel cuts its work.
+    """The launch configuration of a kernel: its tile, warps, registers and programs.
 
     Attributes:
         num_warps: Warps of a program.
         channels: The most channels of a token that it serves.
         elements: The most elements of a tile of tokens; 0 where a tile has 16 tokens of each warp.
-        registers: The most that a thread may take; None for no bound.
-        resident_programs: Programs that a multiprocessor is meant to hold at once, each of which computes
-            several tiles; 0 where each tile has a program.
+        registers: The limit of registers per thread; None for no limit.
+        resident_programs: For a persistent kernel, whose programs compute several tiles each: programs
+            resident on a multiprocessor. 0 for one program per tile.
     """
 
     num_warps: int
@@ -40,7 +40,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch. Loops are not pipelined: other programs hide the latency."""
+        """Triton's launch options. Loops are not pipelined: other programs hide the latency."""
         options = {"num_warps": self.num_warps, "num_stages": 1}
         return options if self.registers is None else options | {"maxnreg": self.registers}
 
@@ -105,7 +105,7 @@ overridden = _overrides.replaced
 
 
 class Parts(NamedTuple):
-    """The parts into which a kernel cuts the channels of a token, since tiles have powers of two.
+    """The split of a token's channels into parts, since Triton's tiles have powers of two.
 
     Attributes:
         channels: C.
@@ -123,7 +123,7 @@ class Parts(NamedTuple):
     def of(cls, channels: int, x: Tensor, *, least: int, most: int) -> Parts:
         """Returns the parts for tensors like ``x``, each of ``least`` to ``most`` channels.
 
-        Three or five parts without empty channels are better than one with many, and more are not.
+        Three or five parts without empty channels beat one part with many; more parts do not.
         """
         width = min(channels & -channels, most)
         if width < least or channels > 7 * width:

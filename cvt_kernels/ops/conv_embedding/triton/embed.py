@@ -1,9 +1,9 @@
 """The kernel that computes convolution, bias and LayerNorm at once, for few values in a convolution's window.
 
 The window of a token, k rows of each input channel, is read as segments: up to 8 adjacent elements of a row
-of the image. In an image with its channels first a row has the pixels of one channel; with channels last,
-those of all channels. Several segments side by side are a factor of a matrix product, whose other factor, the
-weights, is read once for all the tiles of a program.
+of the image. With channels first, a row has the pixels of one channel; with channels last, of all channels.
+Several segments side by side are a factor of a matrix product, whose other factor, the weights, is read once
+for all the tiles of a program.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .common import (
 _SEGMENT, _CHUNK = 8, 64
 #: The most products of a tile: the windows of all are in registers at once.
 _MAX_CHUNKS = 4
-#: The most bytes of weights, padding included: on most chips, shared memory holds those of two programs.
-#: Windows of so few values take few instructions, about 3 / 256 clocks of a multiprocessor for each value of
-#: a token, where to write a convolution's result and to read it again takes 4 C bytes, at about 18 bytes per
-#: clock. Beyond, PyTorch's convolution is the better one.
+#: The most bytes of weights, padding included: on most chips, shared memory holds the weights of two
+#: programs. Windows of so few values take few instructions, about 3 / 256 clocks of a multiprocessor for each
+#: value of a token, where to write a convolution's result and to read it again takes 4 C bytes, at about 18
+#: bytes per clock. Beyond, PyTorch's convolution is the better one.
 _MAX_WEIGHT_BYTES = 80 * 1024
 
 
 def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -> str | None:
-    """Says why ``embed`` is not the way to the tokens of an image; None if it is."""
+    """Returns why ``embed`` should not compute the tokens of an image, or None."""
     channels, _, kernel_size, _ = weight.shape
     if configuration("embed", channels, image) is None:
         return f"there is no configuration for {channels} channels"
@@ -64,20 +64,20 @@ def parts_of(channels: int, image: Tensor) -> Parts:
 
 
 class Window(NamedTuple):
-    """The constants of a convolution's window over an image, cut into segments.
+    """The compile-time constants of a convolution's window over an image, cut into segments.
 
     Attributes:
-        kernel_size, stride, padding: Those of the convolution.
-        inner: Channels that are adjacent in a row of the image: all of them with channels last, else 1.
-        planes: Input channels that are not, each a plane of its own.
+        kernel_size, stride, padding: The convolution's.
+        inner: Adjacent channels in a row of the image: all channels with channels last, else 1.
+        planes: Input channels that are planes of their own.
         word: Elements of the image that are loaded as one, 1 or 2.
         segment: Elements of a segment, a power of two.
         pieces: Segments of a row of the window.
         chunk: Segments of a factor of a product, a power of two.
-        has_one: Whether the first element behind the window is 1, whose weight is the bias: where there is a
-            bias of 16 bits and room for it, which saves registers and the addition.
+        has_one: Whether the first element behind the window is 1 and its weight the bias, which saves
+            registers and the addition. It needs a 16-bit bias and room behind the window.
         element, operand, precision: See :func:`product_types`.
-        has_assembly: Whether there may be assembly, which Triton's interpreter does not take.
+        has_assembly: Whether inline assembly may be used; Triton's interpreter does not take it.
     """
 
     kernel_size: int
@@ -97,7 +97,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int, *, has_bias: bool) -> Window:
-        """Returns the window for an image as it lies, and for PyTorch's setting of TF32."""
+        """Returns the window for an image's strides and PyTorch's TF32 setting."""
         channels = image.shape[1]
         inner = channels if image.stride(1) == 1 and image.stride(3) == channels else 1
         segment = min(triton.next_power_of_2(kernel_size * inner), _SEGMENT)
@@ -131,7 +131,7 @@ class Window(NamedTuple):
 
 
 def _has_pairs(image: Tensor, inner: int, stride: int, padding: int) -> bool:
-    """Says whether every window and row of an image begins and ends between pairs of 16-bit elements."""
+    """Returns whether all windows and rows of an image consist of whole, aligned pairs of 16-bit elements."""
     if image.element_size() != 2 or (inner == 1 and image.stride(3) != 1):
         return False
     numbers = (
@@ -189,8 +189,8 @@ def _load_segments(
 ):  # fmt: skip
     """Returns the segments [M, chunk · segment] of M windows, from the segment ``first`` on.
 
-    ``offset`` [M] is that of a window's first word, which is word ``x`` [M] of its row; bits of ``rows`` [M]
-    say which rows of the window lie in the image.
+    ``offset`` [M] is the offset of a window's first word, which is word ``x`` [M] of its row; the bits of
+    ``rows`` [M] mark the rows of the window that lie in the image.
     """
     K: tl.constexpr = WINDOW.kernel_size
     WORD: tl.constexpr = WINDOW.word
@@ -314,7 +314,7 @@ def _conv_embedding_embed_kernel(
 def _splits(batch: int, tiles: int, programs: int) -> int:
     """Returns the programs among which an image's tiles are divided, where ``programs`` run at a time.
 
-    To start a program costs as many instructions as one and a half tiles.
+    Starting a program costs as many instructions as one and a half tiles.
     """
 
     def cost(splits: int) -> float:
@@ -327,7 +327,7 @@ def embed(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     class_token: Tensor | None, *, stride: int, padding: int, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Returns the tokens of an image that is read as it lies, in ``dtype``."""
+    """Returns the tokens of an image, read with its strides, in ``dtype``."""
     batch, _, height, width = image.shape
     channels, _, kernel_size, _ = weight.shape
     stride, padding = int(stride), int(padding)  # Triton takes no integers of NumPy

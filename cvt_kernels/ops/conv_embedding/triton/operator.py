@@ -1,4 +1,4 @@
-"""The Triton kernels of the embedding as PyTorch sees them: torch.compile, and the backend's functions."""
+"""Custom operator for torch.compile and backend functions of the embedding's Triton kernels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_t
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     image, weight, bias, norm_weight, norm_bias, stride, padding, _, class_token = call
     batch, _, height, width = image.shape
     channels, kernel_size = weight.shape[0], weight.shape[3]
@@ -67,7 +67,7 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def conv_embedding(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.conv_embedding``, whose checks it relies on.
+    """Computes ``cvt_kernels.conv_embedding`` for checked arguments.
 
     Under autocast it convolves in autocast's dtype, as a convolution does, and the tokens have the dtype of
     ``F.layer_norm``, which is float32 on a GPU.

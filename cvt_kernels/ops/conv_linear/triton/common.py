@@ -24,7 +24,7 @@ MAX_CHANNELS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The way the kernel cuts its work.
+    """The launch configuration of the kernel: its tiles, warps and registers.
 
     Attributes:
         tokens: Rows of the products of a program, all branches of its group together.
@@ -32,7 +32,7 @@ class LaunchConfig:
         outputs: The most channels of one product.
         chunk: The most channels that a product sums over at once.
         num_warps: Warps of a program; a lane has one strip of outputs at a time.
-        registers: The most that a thread may take.
+        registers: The limit of registers per thread.
     """
 
     tokens: int
@@ -44,7 +44,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "maxnreg": self.registers}
 
 
@@ -108,17 +108,17 @@ overridden = _overrides.replaced
 
 @dataclass(frozen=True)
 class Group:
-    """The branches that a program computes together: ``GROUPS[i]`` in the kernel.
+    """Branches that one program computes together: ``GROUPS[i]`` in the kernel.
 
     It is a dataclass because Triton forgets the field names of NamedTuples within a tuple.
 
     Attributes:
         stride: The stride of its convolutions.
-        branches: Their numbers; their outputs are computed from the same pixels.
+        branches: Indices of the branches, whose outputs are computed from the same pixels.
         height, width: The output grid.
-        rows, columns: Those of a strip of outputs, which a lane computes at once.
-        strip_rows, strip_columns: How many strips there are below and beside one another.
-        first_turn, turns: Which programs of a period are its.
+        rows, columns: Size of a strip of outputs, which a lane computes at once.
+        strip_rows, strip_columns: Number of strips below and beside one another.
+        first_turn, turns: The programs of a period that belong to the group.
     """
 
     stride: int
@@ -138,9 +138,9 @@ class Layer:
     """The linear layer of a branch: ``LAYERS[i]`` in the kernel.
 
     Attributes:
-        outputs: Its channels.
-        widths: The widths of the blocks that they are multiplied in; all but the last are equal.
-        tokens: Tokens of an image that it makes.
+        outputs: Output channels.
+        widths: Widths of the blocks of outputs; all but the last are equal.
+        tokens: Output tokens per image.
     """
 
     outputs: int
@@ -173,7 +173,7 @@ class Spec(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The plan of a launch: its options, programs, and arguments (sizes and constants)."""
+    """The plan of a launch: options, number of programs, and arguments (sizes and constants)."""
 
     options: dict[str, int]
     programs: int
@@ -181,7 +181,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...]) -> Plan:
-        """Returns the plan for tokens ``x`` (B, T, C), of which ``outputs`` channels are made."""
+        """Returns the plan for tokens ``x`` (B, T, C) and the ``outputs`` channels of each branch."""
         chip = launching.chip(x.device)
         config = configuration(max(x.shape[2], *outputs), x.element_size(), chip.capability)
         is_packed = (
@@ -241,7 +241,7 @@ def _widths(outputs: int, most: int) -> tuple[int, ...]:
 
 
 def _groups(config: LaunchConfig, geometry: Geometry, strips: int) -> tuple[Group, ...]:
-    """Returns the groups of branches: each of stride 1 alone, those of stride 2 two by two."""
+    """Returns the groups of branches: a branch of stride 1 alone, branches of stride 2 two by two."""
     ones = [(i,) for i, stride in enumerate(geometry.strides) if stride == 1]
     twos = [i for i, stride in enumerate(geometry.strides) if stride == 2]
     together = [tuple(twos[i : i + config.branches]) for i in range(0, len(twos), config.branches)]
@@ -266,7 +266,7 @@ def _groups(config: LaunchConfig, geometry: Geometry, strips: int) -> tuple[Grou
 
 
 def _strip(tokens: int, height: int, width: int, stride: int) -> tuple[int, int]:
-    """Returns rows and columns of strips of as many outputs: the fewest strips, then the fewest pixels."""
+    """Returns rows and columns of strips of ``tokens`` outputs: the fewest strips, then the fewest pixels."""
 
     def cost(shape: tuple[int, int]) -> tuple[int, int]:
         rows, columns = shape

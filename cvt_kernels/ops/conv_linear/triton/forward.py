@@ -25,7 +25,7 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 class Channels(NamedTuple):
-    """The channels of a chunk, [1, BC], the units of one access, [1, units], and which of them exist."""
+    """The channels of a chunk [1, BC] and the units of one access [1, units], each with its mask."""
 
     c: Any
     c_mask: Any
@@ -45,7 +45,7 @@ def _channels_at(chunk, CHANNELS: tl.constexpr, WALK: tl.constexpr):
 
 @triton.jit
 def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, WALK: tl.constexpr):
-    """Returns what a branch's sums start with, and its taps, with BatchNorm folded into them."""
+    """Returns a branch's initial sum and taps, with BatchNorm folded into them."""
     scale = load_vector(gamma_ptr, channels, WALK) * tl.rsqrt(load_vector(var_ptr, channels, WALK) + eps)
     start = load_vector(beta_ptr, channels, WALK) - load_vector(mean_ptr, channels, WALK) * scale
     weights = load_weights(w_ptr, channels, WALK)
@@ -60,7 +60,7 @@ def _fold_group(
     channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss,
     GROUPS: tl.constexpr, INDEX: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Returns what :func:`_fold` does for each branch of a group, as two tuples."""
+    """Returns the results of :func:`_fold` for each branch of a group, as two tuples."""
     GROUP: tl.constexpr = GROUPS[INDEX]
     starts = ()
     taps = ()
@@ -115,7 +115,7 @@ def _add_pixels(sums, pixels, taps, J: tl.constexpr, GROUPS: tl.constexpr, INDEX
 
 @triton.jit
 def _load_where(ptrs, masks):
-    """Returns what lies where all masks of a tuple hold, zeros elsewhere; an empty one holds everywhere."""
+    """Loads where all masks of a tuple hold, zeros elsewhere; an empty tuple loads everywhere."""
     if len(masks) == 0:
         loaded = tl.load(ptrs)
     else:
@@ -172,7 +172,7 @@ def _convolve(
 
 @triton.jit
 def _stacked(tiles, WALK: tl.constexpr):
-    """Returns tiles [P, BC] as rows of one, [P · tiles, BC], those of a strip one after the other."""
+    """Stacks tiles [P, BC] to one [P · tiles, BC], the rows of a strip one after the other."""
     P: tl.constexpr = WALK.pairs
     BC: tl.constexpr = WALK.channels
     COUNT: tl.constexpr = len(tiles)
@@ -334,7 +334,7 @@ def _run_class_tokens(
 
 @triton.jit
 def _job_of(number, GROUPS: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
-    """Returns which job of a group is that of a program, a negative number for none.
+    """Returns the job of a program within a group, a negative number for none.
 
     The programs of the groups alternate, so that they read the same images at the same time.
     """
@@ -351,7 +351,7 @@ def _conv_linear_fwd_kernel(
     STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
     GROUPS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes the finished branches: each program some tiles of one group, some class tokens before them."""
+    """Writes the outputs of all branches: tiles of one group per program; some do class tokens first."""
     number = tl.program_id(0)
     if SPEC.class_tokens:  # of a few programs, the first
         for block in tl.range(number, tl.cdiv(batch, SPEC.class_rows), tl.num_programs(0), num_stages=1):
@@ -421,7 +421,7 @@ def _geometry(grid: Sequence[int], strides: Sequence[int], epss: Sequence[float]
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why this kernel cannot serve a call; None if it can."""
+    """Returns why this kernel cannot serve a call, or None."""
     x, grid, convs, linears = call
     if any(type(branch) is not ConvBatchNorm for branch in convs):
         return "a branch is a sum of convolutions"
@@ -447,10 +447,10 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def conv_linear(call: Record) -> tuple[Tensor, ...]:
-    """Computes ``cvt_kernels.conv_linear``, whose checks it relies on.
+    """Computes ``cvt_kernels.conv_linear`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
-    otherwise it is copied first. Under autocast it computes in autocast's dtype, as its parts do.
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it
+    computes in autocast's dtype.
     """
     x, grid, convs, linears = call
     dtype = modes.autocast_dtype(x) or x.dtype
@@ -471,5 +471,5 @@ def conv_linear(call: Record) -> tuple[Tensor, ...]:
 
 
 def _contiguous(vector: Tensor | None, constant: Callable[[int], Tensor], x: Tensor) -> Tensor:
-    """Returns a vector (C,) as the kernel reads it, of a constant if there is none."""
+    """Returns a contiguous vector (C,) for the kernel; a constant for None."""
     return constant(x.shape[2]) if vector is None else vector.contiguous()

@@ -2,18 +2,18 @@
 
 Layout: x (B, T, C) and every yᵢ (B, Tᵢ, C), channels contiguous, spatial tokens row-major, class token first.
 
-Branches with 3×3 kernels, padding 1 and strides 1 or 2, as CvT's, are computed by walks (``walk.py``). For
-other convolutions, a program takes one image, one region of its grid (a strip of rows × a block of columns)
-and BC channels, in tiles of P pixels × BC channels. Each lane of P holds R consecutive output rows in
-registers, so that a loaded input row serves all of them.
+Branches with 3×3 kernels, padding 1 and strides 1 or 2, such as CvT's, are computed by walks (``walk.py``).
+For other convolutions, a program takes one image, one region of its grid (a strip of rows × a block of
+columns) and BC channels, in tiles of P pixels × BC channels. Each lane of P holds R consecutive output rows
+in registers, so that a loaded input row serves all of them.
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 
 - evaluation: 1 + 1.5, in one launch.
 - training: the statistics (x: 1), a merge of the partials, an update of the running statistics, then the
   evaluation kernel: 3.5 in all. In a process group, each process merges the statistics of all in between.
-- backward: Σdy and Σdy·x̂ (1 + 1.5), dconv and dw (2.5 + 1.5), dx (1.5 + 1); nothing is saved but x and the
-  statistics.
+- backward: Σdy and Σdy·x̂ (1 + 1.5), dconv and dw (2.5 + 1.5), dx (1.5 + 1); only x and the statistics are
+  saved.
 
 Every sum over pixels is a partial sum per region, merged in a fixed order: no atomics, equal bits every time.
 """

@@ -1,8 +1,8 @@
-"""The Triton kernels of the projection as PyTorch sees them: autograd, torch.compile, the backend.
+"""Autograd function, custom operators and backend functions of the projection's Triton kernels.
 
 In eager mode the autograd function is called directly; a registered operator would cost more host time per
-call. Under torch.compile the same launchers run behind opaque operators. The exchange between the processes
-of a group stands here too.
+call. Under torch.compile the same launchers run behind opaque operators. This file also has the exchange
+between the processes of a group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .forward import (
 
 
 class _Synchronized(NamedTuple):
-    """A batch spread over the processes of a group: how many values per channel it has, (branches,)."""
+    """A batch spread over the processes of a group, with its values per channel (branches,)."""
 
     group: Any
     counts: Tensor
@@ -42,7 +42,7 @@ class _Synchronized(NamedTuple):
     def merge(
         cls, mean: Tensor, variance: Tensor, counts: list[int], group: Any
     ) -> tuple[_Synchronized, Tensor, Tensor]:
-        """Returns (this, mean, variance) of the whole batch, equal in every process, from every share's."""
+        """Merges every process's share; returns (this, mean, variance) of the whole batch."""
         local = torch.cat([mean, variance, mean.new_tensor(counts)[:, None]], dim=1)
         shares = local.new_empty(dist.get_world_size(group), *local.shape)
         dist.all_gather(list(shares.unbind()), local, group)
@@ -65,8 +65,8 @@ class _Synchronized(NamedTuple):
 class _ConvProjection(torch.autograd.Function):
     """The projection as an autograd function.
 
-    It takes (x, geometry, batch_stats, synchronized, weights, gammas, betas, means, variances), of which the
-    last five stand one after the other, one tensor of each convolution.
+    It takes (x, geometry, batch_stats, synchronized, *weights, *gammas, *betas, *means, *variances), with one
+    tensor per convolution in each of the last five.
     """
 
     @staticmethod
@@ -98,7 +98,7 @@ def _gradients(
     means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor],
     batch_stats: bool, synchronized: _Synchronized | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns [dx, *dweights, *dgammas, *dbetas]; those of the parameters are this process's share."""
+    """Returns [dx, *dweights, *dgammas, *dbetas]; parameters' gradients are this process's share."""
     dys = geometry.of_each([dy.contiguous() for dy in dys])
     sums = backward_sums(x, geometry, weights, means, variances, dys)
     all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
@@ -128,7 +128,7 @@ def _divided(sequence: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 
 
 def _pack_geometry(geometry: Geometry) -> list[int]:
-    """Returns a geometry as the numbers that an operator takes; its epsilons go beside it."""
+    """Returns a geometry as the integers that an operator takes; its epsilons are a separate argument."""
     grid, *columns, _, _ = geometry
     return [*grid, *(number for column in (*columns, geometry.lengths) for number in column)]
 
@@ -206,7 +206,7 @@ _update_op = torch.library.custom_op(
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x, _, convs, training = call
     convs, _ = flattened(convs)
     if x.numel() == 0:
@@ -231,10 +231,10 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def conv_projection(call: Record) -> tuple[Tensor, ...]:
-    """Computes ``cvt_kernels.conv_projection``, whose checks it relies on.
+    """Computes ``cvt_kernels.conv_projection`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
-    otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it
+    computes in autocast's dtype, as a convolution does.
     """
     x, grid, convs, training = call
     geometry = Geometry.of(grid, convs)
@@ -263,14 +263,14 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
 
 
 def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns tensors as the kernels read them: all given, and one number after the other."""
+    """Returns contiguous tensors; None must not occur."""
     return [tensor.contiguous() for tensor in tensors if tensor is not None]
 
 
 def _statistics(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm], training: bool
 ) -> tuple[list[Tensor], list[Tensor], _Synchronized | None]:
-    """Returns (means, variances, how they were synchronized); training updates the running statistics too."""
+    """Returns (means, variances, synchronization); in training it updates the running statistics."""
     compiling = torch.compiler.is_compiling()
     if compiling:
         mean, variance = _statistics_op(x, list(weights), _pack_geometry(geometry), list(geometry.epss))
@@ -299,7 +299,7 @@ def _statistics(
 
 
 def _tracked(conv: ConvBatchNorm) -> Tensor:
-    """Returns a convolution's count of batches, or one to throw away."""
+    """Returns a convolution's ``num_batches_tracked``, or a throwaway one."""
     if conv.num_batches_tracked is not None:
         return conv.num_batches_tracked
     return torch.zeros((), dtype=torch.int64, device=conv.weight.device)

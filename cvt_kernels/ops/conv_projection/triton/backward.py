@@ -42,7 +42,7 @@ from .walk_backward import walk_backward_conv, walk_backward_input, walk_backwar
 def _sum_regions_kernel(
     partial_ptr, sum_ptr, channels, regions, STARTS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sums (rows, regions, C) over regions; each group of n rows, from its start on, becomes (C, n), flat."""
+    """Sums (rows, regions, C) over regions; each group of n rows becomes (C, n), flat."""
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -250,8 +250,8 @@ def backward_conv(
     """Returns the gradients of the convolutions' outputs (B, Hᵢ·Wᵢ, C) and weights (C, 1, k, k).
 
     Args:
-        sums: The result of :func:`backward_sums` if the statistics were those of the batch, else None.
-        counts: Values per channel over which the statistics were taken.
+        sums: The result of :func:`backward_sums` for batch statistics, else None.
+        counts: Values per channel in the statistics.
     """
     x = maybe_contiguous(x)
     batch, _, channels = x.shape
@@ -288,8 +288,8 @@ def _bwd_input_block(
 ):  # fmt: skip
     """Adds one branch's transposed convolution of dconv at pixels (ROW, COL…) of a block of BLOCK × BLOCK.
 
-    The stride divides BLOCK, so that the taps of each pixel are known now; a loaded dconv serves all that it
-    reaches.
+    The stride divides BLOCK, so the taps of each pixel are compile-time constants; a loaded dconv serves
+    every pixel that it reaches.
     """
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     K: tl.constexpr = BRANCH.kernel_size
@@ -322,7 +322,7 @@ def _bwd_input_pixel(
     acc, dconv_ptr, w_ptr, row, col, out_height, out_width, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the same at single pixels and for any stride: each asks which taps reach it."""
+    """Adds the same at single pixels for any stride, testing which taps reach each pixel."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     K: tl.constexpr = BRANCH.kernel_size
     STRIDE: tl.constexpr = BRANCH.stride

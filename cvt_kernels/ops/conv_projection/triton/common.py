@@ -21,14 +21,14 @@ from ...triton_launch import Budget, Overrides
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The configuration of a launch: how the kernel cuts its work.
+    """The launch configuration of a kernel: its tile, warps and registers.
 
     Attributes:
         pixels: P, rows of a tile: pixels, or partial sums.
         channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
         num_warps: Warps of a program.
-        registers: The most that a thread may take. Without a bound the assembler aims at an occupancy of its
-            own choice and spills to reach it.
+        registers: The limit of registers per thread. Without one, ptxas targets an occupancy of its own
+            choice and spills to reach it.
     """
 
     pixels: int
@@ -38,17 +38,17 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "maxnreg": self.registers}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionConfig(LaunchConfig):
-    """The configuration of a kernel whose programs take a region of the grid each.
+    """The launch configuration of a kernel whose programs each compute a region of the grid.
 
     Attributes:
-        rows: R, outputs that a lane holds in registers: below one another (1 above 3×3); beside one another
-            in bwd_input.
+        rows: R, outputs that a lane holds in registers: in a column (1 for kernels above 3×3); in a row in
+            bwd_input.
         region_rows: Rows of a region on the input grid.
         region_cols: Columns of a region on the input grid.
     """
@@ -60,13 +60,13 @@ class RegionConfig(LaunchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WalkConfig:
-    """The configuration of a walk.
+    """The launch configuration of a walk.
 
     Attributes:
         pairs: The most pairs of columns of a program; one warp has each.
         channels: Channels of a program: for 2-byte dtypes, half as many for others.
-        registers: The most that a thread may take.
-        resident_warps: Warps that a multiprocessor holds at once.
+        registers: The limit of registers per thread.
+        resident_warps: Warps resident on a multiprocessor.
     """
 
     pairs: int
@@ -121,7 +121,7 @@ _overrides: Overrides[Config] = Overrides(CONFIGS[80])
 def configuration(kernel: str, capability: int) -> Config:
     """Returns a kernel's configuration for 2-byte dtypes.
 
-    It is that of the newest listed chip that is no newer than this one, or of the oldest.
+    It is the newest listed chip's that is no newer than this one, or else the oldest chip's.
     """
     if (override := _overrides.get(kernel)) is not None:
         return override
@@ -138,13 +138,13 @@ overridden = _overrides.replaced
 
 
 class Geometry(NamedTuple):
-    """The geometry of a call, which is everything about it but its tensors; hashable.
+    """The geometry of a call: everything but its tensors. Hashable.
 
     Attributes:
         grid: (H, W) of the input.
         kernel_sizes, strides, paddings, dilations, epss: One per convolution.
-        summands: For each convolution how many are summed to its output, 0 if it is not the first of them, as
-            of ``records.flattened``. Without them each is an output.
+        summands: Per convolution, the number of convolutions summed to its output, 0 if it is not the first
+            of them, as in ``records.flattened``. If empty, each convolution is an output.
     """
 
     grid: tuple[int, int]
@@ -166,7 +166,7 @@ class Geometry(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """``summands``, where they are not given too."""
+        """``summands``, with their default filled in."""
         return self.summands or (1,) * len(self.strides)
 
     @property
@@ -175,7 +175,7 @@ class Geometry(NamedTuple):
         return list(zip(self.kernel_sizes, self.strides, self.paddings, self.dilations, strict=True))
 
     def of_each(self, outputs: Sequence[Any]) -> list[Any]:
-        """Returns what belongs to the output of each convolution, from what belongs to each output."""
+        """Returns the element of each convolution's output, from a sequence with one element per output."""
         lengths = [length for length in self.lengths if length]
         return [own for own, length in zip(outputs, lengths, strict=True) for _ in range(length)]
 
@@ -200,10 +200,10 @@ class Branch:
     branch take BRANCHES and its INDEX because Triton 3.6 does not take ``BRANCHES[i]`` as an argument.
 
     Attributes:
-        kernel_size, stride, padding, dilation: Those of the convolution.
+        kernel_size, stride, padding, dilation: The convolution's.
         columns: Columns of a tile on the output grid.
-        rows: R, outputs below one another that a lane holds.
-        summands: How many branches from this one on are summed to its output; 0 if it is not the first.
+        rows: R, outputs in a column that a lane holds.
+        summands: The number of branches, from this one on, summed to its output; 0 if it is not the first.
         folded: Whether BatchNorm is folded into the taps before they are summed up, as a walk does.
     """
 
@@ -238,13 +238,13 @@ class Tile(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """The plan of a launch over regions: parts of an image that one program computes for some channels.
+    """The plan of a launch over regions, the parts of an image that one program computes for some channels.
 
     Attributes:
         config: The configuration for the dtype of the tokens.
         programs: Size of the first axis of the launch.
         regions: Regions of all images.
-        arguments: The arguments that every such kernel takes: sizes and constants.
+        arguments: The arguments shared by all such kernels: sizes and constants.
     """
 
     config: RegionConfig
@@ -269,7 +269,7 @@ class LaunchPlan(NamedTuple):
 def _plan(
     config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: launching.Chip
 ) -> LaunchPlan:
-    """Returns a plan whose regions shrink until every multiprocessor has two programs, for small batches."""
+    """Returns a plan; for small batches, regions shrink until every multiprocessor has two programs."""
     batch, tokens, channels = shape
     height, width = geometry.grid
     size = min(dtype.itemsize, 4)  # float64 is for the interpreter
@@ -337,7 +337,7 @@ def class_tokens(x: Tensor, geometry: Geometry) -> int:
 
 
 def maybe_contiguous(x: Tensor) -> Tensor:
-    """Returns ``x`` itself if its channels are adjacent, whatever the other strides, else a copy."""
+    """Returns ``x`` itself if its channels are contiguous and offsets fit 32 bits, else a copy."""
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
@@ -353,7 +353,7 @@ def packed(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...
 
 
 def packed_above_3x3(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
-    """Returns the weights, packed where a kernel does not turn them itself."""
+    """Returns the weights, packed for kernels above 3×3."""
     if all(weight.shape[3] <= 3 for weight in weights):
         return tuple(weights)
     return tuple(w if w.shape[3] <= 3 else p for w, p in zip(weights, packed(weights, config), strict=True))
@@ -366,18 +366,18 @@ def packed_above_3x3(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[T
 
 
 class Region(NamedTuple):
-    """The part of the work that is a program's; kernels build it with :func:`locate_region`.
+    """The region of a program, built by :func:`locate_region`.
 
     Attributes:
         image: Its image, an int64.
-        number: Its number among the regions of all images.
-        strip, strips: Its strip of rows, and how many there are.
-        col_block, col_blocks: Its block of columns, and how many there are.
-        c, c_mask: Its channels [BC], and which of them exist.
+        number: Its index among the regions of all images.
+        strip, strips: Its strip of rows, and the number of strips.
+        col_block, col_blocks: Its block of columns, and the number of blocks.
+        c, c_mask: Its channels [BC] and their mask.
         channels: Channels of a token.
         height, width: The input grid.
         stride_t: Elements from one token of the input to the next.
-        first_weight: Where its channels begin in packed weights.
+        first_weight: Offset of its channels in packed weights.
     """
 
     image: Any
@@ -465,7 +465,7 @@ def tile_positions(first_row, first_col, COLS: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit
 def class_token_mask(region):
-    """Returns which channels [BC] of the class token this program writes: those of the first region."""
+    """Returns the mask of class-token channels [BC] that this program writes: its own in the first region."""
     return region.c_mask & (region.strip == 0) & (region.col_block == 0)
 
 
@@ -487,8 +487,8 @@ def load_weight(w_ptr, t, region, TILE: tl.constexpr):
 def load_taps(w_ptr, region, BRANCH: tl.constexpr, TILE: tl.constexpr):
     """Returns the K×K weights (C, 1, K, K) as a tuple, empty above 3×3, which would not fit in registers.
 
-    One tile is loaded and turned in shared memory, once: a thread's channels lie K·K apart, and loading them
-    one by one would take as many instructions as the pixels do.
+    One tile is loaded and transposed in shared memory, once: a thread's channels lie K·K apart, and loading
+    them one by one would take as many instructions as the pixels do.
     """
     K: tl.constexpr = BRANCH.kernel_size
     BC: tl.constexpr = TILE.channels
@@ -522,7 +522,7 @@ def load_pixels(ptr, row, col, region, height, width, stride_t):
 
 @triton.jit
 def store_pixels(ptr, pixels, row, col, valid, region, width):
-    """Writes those pixels of a map (height, width, channels) that are ``valid`` [P]."""
+    """Writes the ``valid`` [P] pixels of a map (height, width, channels)."""
     offset = (row * width + col) * region.channels
     mask = valid[:, None] & region.c_mask[None, :]
     tl.store(ptr + offset[:, None] + region.c[None, :], pixels.to(ptr.dtype.element_ty), mask=mask)

@@ -40,10 +40,10 @@ def _load_norm(
     w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Returns (start, taps, scale, β) of one branch: what its sums start with, and what follows them.
+    """Returns (start, taps, scale, β) of one branch; ``start`` is the initial value of its sums.
 
-    Folded into the taps, BatchNorm leaves bits as the walk does, so that a sum whose other summands are 0 is
-    what the walk computes.
+    With BatchNorm folded into the taps, results are bitwise equal to the walk's, so that a sum whose other
+    summands are 0 equals what the walk computes.
     """
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     gamma = load_channel(gamma_ptr, region, TILE)
@@ -177,7 +177,7 @@ def _stats_branch(
     x_ptr, w_ptr, mean_ptr, m2_ptr, count_ptr, out_height, out_width, region,
     BRANCHES: tl.constexpr, INDEX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Computes Welford's sums per lane, then merges the lanes once."""
+    """Computes Welford's sums per lane, then merges the lanes."""
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     COLS: tl.constexpr = BRANCH.columns
     R: tl.constexpr = BRANCH.rows
@@ -216,7 +216,7 @@ def _conv_projection_stats_kernel(
 ):  # fmt: skip
     """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C).
 
-    Its number of outputs goes to counts (branches, regions).
+    The number of outputs goes to counts (branches, regions).
     """
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
@@ -234,8 +234,7 @@ def _conv_projection_stats_kernel(
 def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, regions, TILE: tl.constexpr):
     """Merges (branches, 2, regions, C) and counts (branches, regions) to mean and variance (branches, C).
 
-    The variance is the biased one. Each lane merges every P-th region by Chan's formula; the lanes are merged
-    once.
+    The variance is biased. Each lane merges every P-th region by Chan's formula; then the lanes are merged.
     """
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
@@ -284,7 +283,7 @@ def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -
 
 
 def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance (branches, C), from those of the regions and their counts."""
+    """Merges the regions' statistics and counts to mean and biased variance (branches, C)."""
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
     config = configuration("merge_stats", launching.chip(partial.device).capability)
@@ -302,7 +301,7 @@ def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _lerp(ptr, value, weight, mask):
-    """Moves what lies at ``ptr`` towards ``value``, by ``weight`` of the way."""
+    """Interpolates the value at ``ptr`` towards ``value`` by ``weight``."""
     old = tl.load(ptr, mask=mask).to(value.dtype)
     tl.store(ptr, (old + weight * (value - old)).to(ptr.dtype.element_ty), mask=mask)
 
@@ -314,9 +313,8 @@ def _update_running_kernel(
 ):  # fmt: skip
     """Sets running ← running + momentum · (batch − running) of one branch, and its count of batches.
 
-    A momentum below 0 means the average over all batches. ROWS are the branches' rows in (branches, C)
-    statistics. It is launched with one warp: another might count the batch before this one has read the
-    count.
+    A negative momentum means the average over all batches. ROWS are the branches' rows in (branches, C)
+    statistics. It must run with one warp: another might count the batch before this one has read the count.
     """
     BC: tl.constexpr = TILE.channels
     for i in tl.static_range(len(ROWS)):
@@ -341,8 +339,8 @@ def update_running_statistics(
 
     Args:
         mean, variance: Statistics of the batch, (branches, C).
-        rows: Which branch each of the following belongs to.
-        momenta: Below 0 for the average over all batches.
+        rows: The branch of each of the following.
+        momenta: Negative for the average over all batches.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
     config = configuration("update_running", launching.chip(mean.device).capability)

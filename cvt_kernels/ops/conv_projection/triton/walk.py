@@ -1,12 +1,12 @@
-"""The device functions and launch plans of a walk: 3×3 convolutions that read each row of the input once.
+"""The device functions and launch plans of walks: 3×3 convolutions that read each row of the input once.
 
 A program walks down a strip of rows, two at a time. A lane has two adjacent columns and, of 16-bit elements,
 two adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its own, two
 are the halo), converts them once and adds them to every output that they reach, in all branches: the weights
 of all branches stay in registers, and so does the sum of the output row that the next two rows complete.
 
-A walk serves branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; other convolutions have the
-general kernels.
+A walk serves branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; the general kernels serve
+all others.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MAX_BRANCHES = 3
 
 
 class WalkTile(NamedTuple):
-    """The constants of a walk's lanes: ``WALK`` in the kernels.
+    """The compile-time constants of a walk's lanes: ``WALK`` in the kernels.
 
     Attributes:
         pairs: P, pairs of columns of a program; one warp has each.
         channels: BC, channels of a program.
-        is_packed: Whether two channels are read and written as one number of 32 bits.
+        is_packed: Whether two channels are read and written as one 32-bit word.
         element: Triton's dtype of the activations.
         accumulator: Triton's dtype of sums.
-        alignment: Bytes of which every token's address is a multiple, up to 16. With more than 4, of scalar
-            pointers, a lane with several units reads them at once.
+        alignment: Alignment of every token's address in bytes, up to 16. Above 4, a lane with several units
+            reads them at once.
     """
 
     pairs: int
@@ -61,8 +61,8 @@ class WalkPlan(NamedTuple):
     Attributes:
         options: Triton's options of the launch.
         programs: Size of the first axis of the launch.
-        regions: Parts of the batch that have sums of their own: strip, block of columns, group of images.
-        arguments: The arguments that every such kernel takes: sizes and constants.
+        regions: Parts of the batch with their own partial sums: strip, block of columns, group of images.
+        arguments: The arguments shared by all such kernels: sizes and constants.
     """
 
     options: dict[str, int]
@@ -78,7 +78,7 @@ class WalkPlan(NamedTuple):
             kernel: Its name in ``CONFIGS``.
             x: The tokens, or their gradient.
             geometry: One that :func:`is_walk` accepts.
-            others: The other tensors that it reads or writes two channels at a time.
+            others: Other tensors read or written two channels at a time.
         """
         config = configuration(kernel, launching.chip(x.device).capability)
         assert isinstance(config, WalkConfig), kernel
@@ -86,19 +86,19 @@ class WalkPlan(NamedTuple):
 
     @classmethod
     def by(cls, config: WalkConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
-        """Returns the plan by a configuration, of what :meth:`of` takes."""
+        """Returns the plan for a configuration and the arguments of :meth:`of`."""
         alignment = alignment_of(x, others)
         return _plan(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
 
 
 def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
-    """Returns the bytes, up to 16, of which the addresses of all tokens and of others are multiples."""
+    """Returns the common alignment in bytes, up to 16, of all tokens and the other tensors."""
     strides = (stride * x.element_size() for stride in (x.shape[2], x.stride(0), x.stride(1)))
     return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in (x, *others)))
 
 
 def is_walk(geometry: Geometry) -> bool:
-    """Returns whether a walk serves all branches of a geometry, each of which is an output."""
+    """Returns whether a walk serves all branches of a geometry, without summed branches."""
     return (
         len(geometry.strides) <= MAX_BRANCHES
         and set(geometry.lengths) == {1}
@@ -148,7 +148,7 @@ def _plan(
 
 
 def _walk_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
-    """Returns how many pairs of rows a strip has, and how many images a program walks down.
+    """Returns the pairs of rows of a strip, and the images that a program walks down.
 
     Long walks share the loading of the weights, short ones leave no multiprocessor idle in the last round of
     programs. In units of one pair of rows, the weights take about 2, and the start of a strip 1/2.
@@ -157,7 +157,7 @@ def _walk_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tupl
         batch: Images.
         blocks: Blocks of channels and columns of an image.
         row_pairs: Pairs of rows of an image.
-        resident: Programs that run at once.
+        resident: Programs that run concurrently.
     """
 
     def rounds_of_work(lengths: tuple[int, int]) -> float:
@@ -181,16 +181,16 @@ def _pairs(needed: int, most: int) -> int:
 
 
 class WalkPlace(NamedTuple):
-    """The part of the work that is a program's; kernels build it with :func:`locate_walk`.
+    """A program's share of the work, built by :func:`locate_walk`.
 
     Attributes:
-        region: Its number among the parts that have a sum of their own.
-        first_image: Its first image, an int64; the others follow at a distance of ``groups``.
+        region: Its index among the parts with their own partial sums.
+        first_image: Its first image, an int64; the next ones are ``groups`` apart.
         images: Its number of images.
         first_row, end_row: Its rows of the input; ``first_row`` is even.
         col: The first column [P, 1] of each pair, even.
-        c, c_mask: Its channels [1, BC], and which of them exist.
-        unit, unit_mask: Its units [1, units], and which of them exist.
+        c, c_mask: Its channels [1, BC] and their mask.
+        unit, unit_mask: Its units [1, units] and their mask.
     """
 
     region: Any
@@ -235,7 +235,7 @@ def locate_walk(
 
 @triton.jit
 def units(ptr, WALK: tl.constexpr):
-    """Returns a pointer to channels as one to units."""
+    """Casts a pointer to channels to a pointer to units."""
     ALIGNMENT: tl.constexpr = WALK.alignment
     if WALK.is_packed:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -246,9 +246,9 @@ def units(ptr, WALK: tl.constexpr):
 
 @triton.jit
 def column_limits(col, width, height, mask, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Returns how many rows there are, ``height`` or none, at COUNT columns from ``col`` + FIRST on: a tuple.
+    """Returns the row limits of COUNT columns from ``col`` + FIRST on, a tuple: ``height``, or 0 outside.
 
-    One comparison with a row then tells which elements exist.
+    One comparison with a row then masks the elements.
     """
     limits = ()
     for n in tl.static_range(FIRST, FIRST + COUNT):
@@ -260,7 +260,7 @@ def column_limits(col, width, height, mask, FIRST: tl.constexpr, COUNT: tl.const
 def load_row(row_ptr, lane, limits, row, STEP: tl.constexpr):
     """Returns the raw tiles of adjacent columns of a row as a tuple, zeros where there are none.
 
-    ``row_ptr`` is that of the first of these columns, STEP apart, for the lane at offset 0.
+    ``row_ptr`` points to the first of these columns, STEP apart, for the lane at offset 0.
     """
     raw = ()
     for n in tl.static_range(len(limits)):
@@ -338,7 +338,7 @@ class WalkRows(NamedTuple):
     """The rows of one image that a walk reads.
 
     Attributes:
-        ptr: The unit at row 0 and column −1, of which only the address is used.
+        ptr: Address of the unit at row 0 and column −1, never loaded from.
         stride: Units from one row to the next.
         lane: The offset of each lane's first column and unit [P, units].
         limits: The :func:`column_limits` of a lane's columns −1 to 2.
@@ -401,7 +401,7 @@ def add_row(sums, pixels, taps, ROW: tl.constexpr):
 
 @triton.jit
 def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
-    """Returns the sums of the output row after a row of pixels, of every branch: ``starts`` plus its share.
+    """Returns every branch's sums of the output row after a row of pixels: ``starts`` plus the row's share.
 
     A branch of stride 1 has two outputs in a lane's columns, one of stride 2 has one.
     """
@@ -423,14 +423,14 @@ def walk_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexp
 def walk_step(
     sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr
 ):
-    """Takes a walk two rows on.
+    """Advances a walk by two rows.
 
     Args:
-        sums: Those of the outputs at ``row``, which the row before has begun.
+        sums: Sums of the outputs at ``row``, begun by the row before.
         raw: The raw pixels of ``row``.
         rows: The image.
         row: An even row.
-        starts, taps: Of every branch; what a sum starts with, and the weights.
+        starts, taps: Initial sums and weights of every branch.
 
     Returns:
         The outputs at ``row``, of every branch; the outputs at ``row`` + 1, empty where the stride is 2; the
@@ -457,12 +457,12 @@ def walk_step(
 # The maps of a branch -------------------------------------------------------------------------------------
 #
 # Output (r, c) of a branch of stride 2 lies at (2r, 2c) of the input, in the upper left pixel of a lane's
-# pair of rows and columns, so that the limits of the input's columns are those of its outputs too.
+# pair of rows and columns, so the limits of the input's columns hold for its outputs too.
 
 
 @triton.jit
 def output_size(size, STRIDE: tl.constexpr):
-    """Returns the rows or columns of a branch's output for those of the input."""
+    """Returns the output's number of rows or columns for the input's."""
     if STRIDE == 2:
         size = (size + 1) // 2
     return size
@@ -474,9 +474,8 @@ def output_lanes(
 ):
     """Returns pointers [P, units] to row 0 of a branch's map (Hᵢ, Wᵢ, C) of one image, from ``ptr`` on.
 
-    A lane's columns are those of its outputs: two, or one where the stride is 2. With HALO they are those
-    that its columns of the input take part in: one more on both sides, or one more after where the stride is
-    2. The pointers are to the first of them.
+    A lane has the columns of its outputs: two, or one for stride 2. HALO adds the outputs that its input
+    columns also reach: one on both sides, or one after for stride 2. The pointers are to the first column.
     """
     DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
     ptr = units(ptr, WALK)
@@ -492,7 +491,7 @@ def load_outputs(
 ):  # fmt: skip
     """Returns the raw tiles of the outputs of a row of the input as a tuple, zeros where there are none.
 
-    ``limits`` are those of a lane's columns −1 to 2 of the input.
+    ``limits`` are the input's limits at a lane's columns −1 to 2.
     """
     if STRIDE == 1:
         if not HALO:

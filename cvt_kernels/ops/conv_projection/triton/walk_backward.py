@@ -1,4 +1,4 @@
-"""The backward kernels of the projection as walks: gradients of parameters, of convolutions and of the input.
+"""The backward kernels of the projection as walks: gradients of parameters, convolutions and the input.
 
 With y = γ x̂ + β, x̂ = (conv(x) − mean) · rstd and n values per channel, the gradient of the convolution is
 dconv = γ · rstd · (dy − Σdy / n − x̂ · Σdy·x̂ / n) with the statistics of the batch, else γ · rstd · dy.
@@ -56,7 +56,7 @@ def zeros(COUNT: tl.constexpr, WALK: tl.constexpr):
 
 @triton.jit
 def channels_of(region, CHANNELS: tl.constexpr, WALK: tl.constexpr):
-    """Returns this program's channels [1, BC] anew: a walk leaves no register to keep them in."""
+    """Recomputes this program's channels [1, BC]: a walk leaves no registers to keep them."""
     BC: tl.constexpr = WALK.channels
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     return tl.program_id(0) * BC - region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
@@ -81,7 +81,7 @@ def _first_output(
 def _load_dys(dys, rows, row, width, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr):
     """Returns every branch's raw dys at ``row`` and ``row`` + 1 of the input, a tuple per row.
 
-    A branch of stride 2 has the former only.
+    A branch of stride 2 has only the first.
     """
     raws = ()
     for i in tl.static_range(len(STRIDES)):
@@ -96,7 +96,7 @@ def _load_dys(dys, rows, row, width, STRIDES: tl.constexpr, CHANNELS: tl.constex
 
 @triton.jit
 def _add_products(sums, convs, dys):
-    """Returns the sums (Σdy, Σdy·(conv − mean)) with those of some outputs added."""
+    """Adds some outputs to the sums (Σdy, Σdy·(conv − mean))."""
     sum_dy, sum_product = sums
     for n in tl.static_range(len(convs)):
         sum_dy += dys[n]
@@ -182,9 +182,9 @@ def _affine(
     w_ptr, gamma_ptr, mean_ptr, var_ptr, eps, sums_ptr, inverse_count, place,
     CHANNELS: tl.constexpr, BATCH_STATS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Returns (scale, start, taps) with which dconv = scale · dy + start + the convolution by these taps.
+    """Returns (scale, start, taps) such that dconv = scale · dy + start + convolution with these taps.
 
-    With given statistics start is 0, and there are no taps.
+    With given statistics, start is 0 and there are no taps.
     """
     rstd = _inverse_deviation(var_ptr, eps, place, WALK)
     scale = load_vector(gamma_ptr, place, WALK) * rstd
@@ -205,7 +205,7 @@ def _load_step(
     rows, dys, row, width,
     STEP: tl.constexpr, STRIDES: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Returns what the step at ``row`` loads: raw pixels at ``row`` + 1 and ``row`` + 2, and the raw dys."""
+    """Loads the step at ``row``: raw pixels at ``row`` + 1 and ``row`` + 2, and the raw dys."""
     next_raw = load_at(rows, row + 1, STEP, WALK)
     last_raw = load_at(rows, row + 2, STEP, WALK)
     return next_raw, last_raw, _load_dys(dys, rows, row, width, STRIDES, CHANNELS, WALK)
@@ -218,9 +218,9 @@ def _gradients_of_outputs(window, raw_dys, limits, row, scale, start, taps, WALK
     Args:
         window: The three rows of four pixels around them.
         raw_dys: The raw gradients of the outputs.
-        limits: How many rows of the input there are at their columns.
+        limits: The input's row limits at their columns.
         row: The row of the input that they belong to.
-        scale, start, taps: Those of :func:`_affine`.
+        scale, start, taps: As :func:`_affine` returns them.
     """
     dys = widen(raw_dys, WALK)
     sums = ()
@@ -237,7 +237,7 @@ def _gradients_of_outputs(window, raw_dys, limits, row, scale, start, taps, WALK
 
 @triton.jit
 def add_weight_gradients(dws, window, dconvs):
-    """Returns the 9 sums of a weight's gradient with those of some outputs added."""
+    """Adds some outputs to the 9 sums of a weight's gradient."""
     added = ()
     for t in tl.static_range(9):
         total = dws[t]
@@ -251,7 +251,7 @@ def add_weight_gradients(dws, window, dconvs):
 def store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS: tl.constexpr, WALK: tl.constexpr):
     """Writes the sums of 9 tiles over their lanes, ``plane`` elements apart.
 
-    Eight of them are one tile [P, BC, 8], since one reduction takes less time than eight, to compile too.
+    Eight of them are one tile [P, BC, 8]: one reduction runs and compiles faster than eight.
     """
     P: tl.constexpr = WALK.pairs
     BC: tl.constexpr = WALK.channels
@@ -341,8 +341,8 @@ def walk_backward_conv(
     """Writes the gradients of the convolutions' outputs to ``dconvs`` (B, Hᵢ·Wᵢ, C).
 
     Args:
-        sums: Σdy and Σdy·x̂ (branches, 2, C) if the statistics were those of the batch, else None.
-        counts: Values per channel over which the statistics were taken.
+        sums: Σdy and Σdy·x̂ (branches, 2, C) for batch statistics, else None.
+        counts: Values per channel in the statistics.
 
     Returns:
         The gradient of every tap by region, (9 · branches, regions, C).
@@ -370,10 +370,10 @@ def _reach_input_1(
     upper, lower, following, raw, dconvs, row, width, limits, taps,
     CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a branch of stride 1 contributes to the input at ``row`` and the two rows after it.
+    """Adds the contribution of a branch of stride 1 to the input's gradient at ``row`` and the next two rows.
 
-    It is a convolution of dconv by the turned taps. Returns the three sums, the last of which lacks the rows
-    to come, and the raw dconv at ``row`` + 2.
+    It is a convolution of dconv with the flipped taps. Returns the three sums, of which the last still lacks
+    later rows, and the raw dconv at ``row`` + 2.
     """
     next_raw = load_outputs(dconvs, row + 1, width, limits, 1, True, CHANNELS, WALK)
     last_raw = load_outputs(dconvs, row + 2, width, limits, 1, True, CHANNELS, WALK)
@@ -390,10 +390,10 @@ def _reach_input_2(
     upper, lower, raw, dconvs, row, width, limits, taps,
     CHANNELS: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a branch of stride 2 contributes to the input at ``row`` and ``row`` + 1.
+    """Adds the contribution of a branch of stride 2 to the input's gradient at ``row`` and ``row`` + 1.
 
     An even row or column of the input is reached by one row or column of outputs, an odd one by two. The taps
-    are turned. Returns the two sums and the raw dconv at ``row`` + 2.
+    are flipped. Returns the two sums and the raw dconv at ``row`` + 2.
     """
     next_raw = load_outputs(dconvs, row + 2, width, limits, 2, True, CHANNELS, WALK)
     here, right = widen(raw, WALK)
@@ -407,7 +407,7 @@ def _reach_input_2(
 
 @triton.jit
 def _turned(taps):
-    """Returns the 9 taps of a convolution turned by half a circle."""
+    """Returns the 9 taps of a convolution flipped in both directions."""
     turned = ()
     for t in tl.static_range(9):
         turned = turned + (taps[8 - t],)
@@ -421,7 +421,7 @@ def _add_class_tokens(
 ):  # fmt: skip
     """Writes an image's gradient of the class token, in the walk of its first strip and columns."""
     mask = (place.first_row == 0) & (place.col == 0) & place.c_mask
-    lane = place.c + place.col  # of which only the lane at column 0 counts
+    lane = place.c + place.col  # only the lane at column 0 is stored
     (total,) = zeros(1, WALK)
     for i in tl.static_range(len(STRIDES)):
         dy_ptr = _first_output(dy_ptrs[i], image, height, width, STRIDES[i], 1, CHANNELS) - CHANNELS

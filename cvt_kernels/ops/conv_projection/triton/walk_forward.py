@@ -32,7 +32,7 @@ from .walk import (
 
 @triton.jit
 def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, WALK: tl.constexpr):
-    """Returns what a sum starts with, and the taps, with BatchNorm folded into them."""
+    """Returns the initial sum and the taps, with BatchNorm folded into them."""
     scale = load_vector(gamma_ptr, place, WALK) / tl.sqrt(load_vector(var_ptr, place, WALK) + eps)
     start = load_vector(beta_ptr, place, WALK) - load_vector(mean_ptr, place, WALK) * scale
     weights = load_weights(w_ptr, place, WALK)
@@ -115,9 +115,9 @@ def walk_forward(
 
 @triton.jit
 def _include(moments, values, masks, inverse):
-    """Returns moments that include more values, a tuple: the first, and of the others those of their masks.
+    """Updates moments by a tuple of values: the first always, the others where their masks hold.
 
-    ``inverse`` is one over the number of all values then included.
+    ``inverse`` is 1 over the number of values then included.
     """
     mean, m2 = moments
     deviations = (values[0] - mean,)
@@ -138,7 +138,7 @@ def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
     total = tl.sum(count)
     whole_mean = tl.sum(mean * count, axis=0, keep_dims=True) / tl.maximum(total, 1.0)
     deviation = mean - whole_mean
-    # A lane beyond the last column has seen what reaches there from the last one; it counts for nothing.
+    # A lane beyond the last column has seen values that reach it from the last one; it must not count.
     m2 = tl.where(count > 0, m2, 0.0)
     whole_m2 = tl.sum(m2 + deviation * deviation * count, axis=0, keep_dims=True)
     tl.store(partial_ptr + place.c, whole_mean, mask=place.c_mask)
@@ -155,7 +155,7 @@ def _conv_projection_walk_stats_kernel(
 ):  # fmt: skip
     """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C).
 
-    Its number of outputs goes to counts (branches, regions).
+    The number of outputs goes to counts (branches, regions).
     """
     place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
     P: tl.constexpr = WALK.pairs
@@ -174,7 +174,7 @@ def _conv_projection_walk_stats_kernel(
             total += weights[t]
         starts = starts + (zero,)
         taps = taps + (weights,)
-        # The mean begins where a constant image has it: from 0, a large mean would round the rest away.
+        # The mean begins at a constant image's mean: from 0, a large mean would round the rest away.
         moments = moments + ((pixel * total, zero),)
     first, second = column_limits(place.col, width, height, place.c_mask, 0, 2)
     height_of_strip = place.end_row - place.first_row

@@ -1,4 +1,4 @@
-"""The kernels of ``depthwise_conv_gelu`` as PyTorch sees them: autograd, torch.compile, the backend.
+"""Autograd function, custom operators and backend functions of ``depthwise_conv_gelu``'s Triton kernels.
 
 In eager mode the autograd function is called directly; a registered operator would cost more host time per
 call. Under torch.compile the same launchers run behind opaque operators.
@@ -23,7 +23,7 @@ from .forward import conv_gelu_forward
 
 
 class _DepthwiseConvGelu(torch.autograd.Function):
-    """depthwise_conv_gelu as an autograd function of (x, grid, weight, bias, approximate)."""
+    """Autograd function of (x, grid, weight, bias, approximate)."""
 
     @staticmethod
     def forward(
@@ -37,7 +37,7 @@ class _DepthwiseConvGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of the parameters, and that of x where it is needed."""
+        """Computes the gradients of the parameters and, where needed, of x."""
         x, weight, bias = ctx.saved_tensors
         grid, approximate = ctx.settings
         dx, dweight, dbias = conv_gelu_backward(
@@ -101,7 +101,7 @@ _forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x = call.x
     if x.numel() == 0:
         return "the batch is empty"
@@ -114,10 +114,10 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def depthwise_conv_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.depthwise_conv_gelu``, whose checks it relies on.
+    """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 
-    ``x`` is read as it lies if its channels are adjacent, whatever the strides of its tokens and batch;
-    otherwise it is copied first. Under autocast it computes in autocast's dtype, as a convolution does.
+    ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it
+    computes in autocast's dtype, as a convolution does.
     """
     x, grid, weight, bias, approximate = call
     dtype = modes.autocast_dtype(x) or x.dtype

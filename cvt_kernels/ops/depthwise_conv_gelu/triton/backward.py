@@ -1,8 +1,8 @@
 """The backward kernel of ``depthwise_conv_gelu`` and the launches of its gradients.
 
 With a = conv(x) + bias, the gradient of the convolution's output is da = dy · gelu'(a). It is written, and
-from it follow those of the bias, Σ da, and of a tap, Σ x · da over the pixels that the tap reaches. That of x
-is the convolution of da by the turned taps, a walk of ``conv_projection``.
+gives the gradients of the bias, Σ da, of a tap, Σ x · da over the pixels that the tap reaches, and of x, the
+convolution of da with the flipped taps, a walk of ``conv_projection``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
 ):  # fmt: skip
     """Writes da of a strip of some images, and its share of the gradients of taps and bias.
 
-    The partial sums are (10, regions, C), those of the bias last.
+    The partial sums are (10, regions, C), the bias's last.
     """
     place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
     start, taps = load_halved(w_ptr, bias_ptr, place, WALK, SPEC)
@@ -104,9 +104,9 @@ def conv_gelu_backward(
     dy: Tensor, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str, *,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """Returns the gradients of x, weight and bias, for that of y, contiguous.
+    """Returns the gradients of x, weight and bias for a contiguous gradient of y.
 
-    That of x is None unless it is needed, and that of the bias where there is none.
+    The gradient of x is None unless needed; the bias's is None if there is no bias.
     """
     has_bias, channels = bias is not None, x.shape[2]
     plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)

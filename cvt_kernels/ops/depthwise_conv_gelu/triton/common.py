@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels of ``depthwise_conv_gelu``, their budgets and plans."""
+"""Launch configurations, budgets and launch plans of the kernels of ``depthwise_conv_gelu``."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ overridden = _overrides.replaced
 
 
 def geometry_of(grid: tuple[int, int]) -> Geometry:
-    """Returns the geometry of the convolution on a grid, as walks know it."""
+    """Returns the walks' geometry of the convolution on a grid."""
     return Geometry(grid, kernel_sizes=(3,), strides=(1,), paddings=(1,), dilations=(1,), epss=(0.0,))
 
 
 class GeluSpec(NamedTuple):
-    """The constants of a kernel besides its walk: ``SPEC`` in the kernels.
+    """The compile-time constants of a kernel besides its walk: ``SPEC`` in the kernels.
 
     Attributes:
         approximate: GELU's variant.
-        is_half: Whether results are rounded to 16 bits, so that erf may be approximated.
-        hardware: Whether special functions are the GPU's own instructions, of which results of 16 bits need
-            no more.
+        is_half: Whether results have 16 bits, so that erf may be approximated.
+        hardware: Whether special functions use the GPU's own instructions, accurate enough for 16 bits.
         has_bias: Whether there is a bias.
     """
 
@@ -67,8 +66,8 @@ class ConvPlan(NamedTuple):
     """The plan of a launch.
 
     Attributes:
-        walk: How the walks of its programs go.
-        others: The arguments of its kernel besides tensors.
+        walk: The plan of its programs' walks.
+        others: The kernel's arguments besides tensors.
     """
 
     walk: WalkPlan
@@ -81,7 +80,8 @@ class ConvPlan(NamedTuple):
     ) -> ConvPlan:  # fmt: skip
         """Returns the plan of a kernel of ``CONFIGS``.
 
-        The channels of ``x`` are adjacent; ``parameters`` are what the kernel reads besides, by units.
+        The channels of ``x`` are contiguous; ``parameters`` are the other tensors that the kernel reads by
+        units.
         """
         config = _overrides.get(kernel) or CONFIGS[kernel]
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
@@ -100,7 +100,7 @@ _UNUSED = "CLASS_TOKEN", "STRIDES"
 def _prefers_half(config: WalkConfig, channels: int, alignment: int) -> bool:
     """Returns whether blocks of half the channels are better.
 
-    They are where one of them holds the last channels, and where a lane would take its channels by several
-    accesses, whose addresses and masks find no registers.
+    They are where one of them holds the last channels, and where a lane would read its channels by several
+    accesses, for whose addresses and masks there are no registers.
     """
     return alignment % 8 != 0 or 0 < channels % config.channels <= config.channels // 2

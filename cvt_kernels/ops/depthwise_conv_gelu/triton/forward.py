@@ -26,7 +26,7 @@ from .common import ConvPlan
 
 @triton.jit
 def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
-    """Returns half the bias, with which a sum starts, and half of each tap."""
+    """Returns half the bias, the initial sum, and half of each tap."""
     P: tl.constexpr = WALK.pairs
     BC: tl.constexpr = WALK.channels
     start = tl.zeros([P, BC], WALK.accumulator)
@@ -41,7 +41,7 @@ def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _activated(halves, SPEC: tl.constexpr):
-    """Returns GELU of twice some tiles."""
+    """Returns gelu(2 · h) for each tile h."""
     APPROXIMATE: tl.constexpr = SPEC.approximate
     tiles = ()
     for n in tl.static_range(len(halves)):
@@ -51,7 +51,7 @@ def _activated(halves, SPEC: tl.constexpr):
 
 @triton.jit
 def _begin(start, taps, above, here):
-    """Returns the sums of the outputs of a row and of the next, with what the row before and it add."""
+    """Returns the sums of two rows of outputs, begun by the rows of pixels ``above`` and ``here``."""
     upper = add_row(add_row((start, start), above, taps, 0), here, taps, 1)
     return upper, add_row((start, start), here, taps, 0)
 
@@ -90,7 +90,7 @@ def _depthwise_conv_gelu_fwd_kernel(
 def conv_gelu_forward(
     x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
 ) -> Tensor:
-    """Returns y for tokens ``x`` whose channels are adjacent, and contiguous parameters of their dtype."""
+    """Returns y for tokens ``x`` with contiguous channels, and contiguous parameters of the same dtype."""
     plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     y = x.new_empty(x.shape)
     launching.launch(

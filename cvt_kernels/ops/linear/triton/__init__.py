@@ -1,4 +1,4 @@
-"""Triton kernels of linear layers with what follows them: GELU, or a residual and LayerNorm.
+"""Triton kernels of linear layers fused with GELU, or with a residual sum and LayerNorm.
 
 - ``linear_gelu``: y = gelu(x · weightᵀ + bias)
 - ``linear_add``: h = residual + x · weightᵀ + bias, out of place or in place
@@ -7,26 +7,27 @@
 Layout: x (..., K) and the weight (N, K) as PyTorch has them; dimensions before the last are M rows. Inputs
 that are not contiguous are copied first; results are contiguous.
 
-A program computes a tile of rows by columns, with sums in float32 that stay in registers until the last step
-wrote what follows them: GELU, the residual, LayerNorm. For LayerNorm a tile is as wide as its rows, in up to
-four parts whose widths waste little: 192 = 3 · 64, 384 = 3 · 128. Its statistics are those of h before it is
-rounded, in two passes over the registers. Tiles side by side are computed at the same time, so that x comes
-from memory once, and from L2 for all but the first of them; weights are small enough to stay in L2.
+A program computes a tile of rows by columns, with float32 sums that stay in registers until GELU, residual or
+LayerNorm are applied and the results written. For LayerNorm a tile is as wide as its rows, in up to four
+parts whose widths waste little: 192 = 3 · 64, 384 = 3 · 128. Its statistics are computed from the unrounded
+h, in two passes over the registers. Tiles side by side are computed at the same time, so that x comes from
+memory once, and from L2 for all but the first of them; weights are small enough to stay in L2.
 
 On sm_90 and sm_100, tensor descriptors (TMA) load and store tiles where 16-bit rows begin at multiples of 16
-bytes. Pointers with masks do everywhere else, pipelined too. ``linear_gelu`` is persistent with descriptors:
+bytes. Everywhere else, masked pointers do, pipelined too. ``linear_gelu`` is persistent with descriptors:
 a loop goes over the steps of all tiles of a program, and what it loads for the next tile is under way while
 it activates and stores this one. Products of 16 bits are added to the residual, rather than it to them, so
-that its loads are one wait at the start; in place, each element is read and written by one program only.
+that its loads are waited for once, at the start. In place, each element is read and written by one program
+only.
 
 GELU takes one special instruction (MUFU) per output. In 16 bits it is h + h · tanh(u) with h = x/2 and the
 chip's own tanh, whose error of 2⁻¹¹ is within the rounding of the largest results. That holds for all three
 variants: erf is a tanh of a polynomial, with a much smaller error. A call of erf would take three times
 the instructions after the products, which nothing hides.
 
-Gradients: ``linear_gelu`` has them, the others do not. Its forward then also writes ``pre``, what GELU is
-applied to, in the same pass. The backward needs that alone, not y: dpre = dy · gelu'(pre) by the operator of
-the compiled extension (PyTorch's formula without it), then two products and a sum of rows by PyTorch.
+Gradients: ``linear_gelu`` has them, the others do not. Its forward then also writes ``pre``, GELU's input, in
+the same pass. The backward needs only ``pre``, not y: dpre = dy · gelu'(pre) by the operator of the compiled
+extension (PyTorch's formula without it), then two products and a sum of rows by PyTorch.
 
 No atomics; every sum has a fixed order. Bytes per launch, with e per element, the weight's N·K·e apart:
 

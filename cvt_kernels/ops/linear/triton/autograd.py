@@ -1,4 +1,4 @@
-"""The Triton kernels of linear layers as PyTorch sees them: autograd, torch.compile, the backend's functions.
+"""Autograd function, custom operators and backend functions of the linear layers' Triton kernels.
 
 In eager mode the launchers are called directly; a registered operator would cost more host time per call.
 Under torch.compile they run behind opaque operators.
@@ -24,11 +24,11 @@ from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_g
 
 
 class _LinearGelu(torch.autograd.Function):
-    """linear_gelu as an autograd function of (x, weight, bias, approximate), x of shape (M, K)."""
+    """Autograd function of linear_gelu: (x, weight, bias, approximate), x of shape (M, K)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        """Saves x, weight, and what GELU is applied to."""
+        """Saves x, weight, and GELU's input."""
         out, pre = linear_gelu_forward(x, weight, bias, approximate, need_pre=True)
         ctx.save_for_backward(x, weight, pre)
         ctx.approximate = approximate
@@ -64,7 +64,7 @@ def _is_served_by_extension(pre: Tensor) -> bool:
 
 
 def _gelu_backward(dout: Tensor, pre: Tensor, approximate: str) -> Tensor:
-    """Returns ``dout`` times GELU's derivative at ``pre``, by the compiled extension if it serves."""
+    """Returns ``dout`` times GELU's derivative at ``pre``, by the compiled extension if available."""
     if _is_served_by_extension(pre):
         machine.load_extension()
         return torch.ops.cvt_kernels.gelu_backward.default(dout, pre, None, approximate)[0]
@@ -175,7 +175,7 @@ def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, norm_dtype)
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call of one of the three operators; None if they can."""
+    """Returns why these kernels cannot serve a call of one of the three operators, or None."""
     x, weight, given = call.x, call.weight, call._asdict()
     residual = given.get("residual")
     if x.numel() == 0 or weight.numel() == 0:
@@ -202,7 +202,7 @@ def _matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 @planned
 def linear_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_gelu``, whose checks it relies on; under autocast, in its dtype."""
+    """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
     shape = (*x.shape[:-1], weight.shape[0])
     x, weight, bias = _matrices(x, weight, bias)
@@ -223,7 +223,7 @@ def _sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
 
 @planned
 def linear_add(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_add``, whose checks it relies on; the product, in autocast's dtype."""
+    """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
     x, weight, bias, residual, inplace = call
     dtype = _sum_dtype(x, residual)
     x, weight, bias = _matrices(x, weight, bias)
@@ -244,7 +244,7 @@ def linear_add(call: Record) -> Tensor:
 
 @planned
 def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
-    """Computes ``cvt_kernels.linear_add_layer_norm``, whose checks it relies on.
+    """Computes ``cvt_kernels.linear_add_layer_norm`` for checked arguments.
 
     Under autocast the product is in its dtype, and LayerNorm gives float32 on a GPU, as PyTorch's own does.
     """

@@ -26,17 +26,17 @@ _CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The way a kernel cuts its work.
+    """The launch configuration of a kernel: its tile, warps and pipeline stages.
 
     Attributes:
         block_m: Rows of a tile.
         width: Columns of a part of a tile.
         parts: Parts of a tile, side by side, each with its own sums.
-        block_k: Inputs that one step of the loop takes.
+        block_k: Inputs per step of the loop.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline of loads.
-        programs: Programs of a multiprocessor that take all tiles; 0 for a program for every tile.
-        specialized: Whether warps of their own load the tiles, where descriptors describe them.
+        programs: Persistent programs per multiprocessor; 0 for one program per tile.
+        specialized: Whether dedicated warps load the tiles (warp specialization), with descriptors.
     """
 
     block_m: int
@@ -50,12 +50,12 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# By generation, as those of attention, and bytes per element. Of the names, ``narrow`` are results of up to
-# 192 columns, ``wide`` normalized rows of more than 384.
+# By generation, as for attention, and bytes per element. In names, ``narrow`` means results of up to 192
+# columns, ``wide`` normalized rows of more than 384.
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. A tile of 128 rows by 256 or
 # 384 columns reads so little from L2 that sm_90's tensor cores may be busy, but is alone on its
@@ -108,7 +108,7 @@ overridden = _overrides.replaced
 
 
 def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
-    """Returns the configuration of an operator, as ``add_layer_norm``, for x (M, K) on its device."""
+    """Returns the configuration of an operator such as ``add_layer_norm``, for x (M, K) on its device."""
     kernel = operator
     if operator != "gelu" and outputs <= _NARROW:
         kernel = f"{operator}_narrow"
@@ -119,22 +119,22 @@ def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
 
 
 def generation_of(capability: int) -> int:
-    """Returns the generation of a compute capability, as configurations tell them apart: 80, 90 or 100."""
+    """Returns the generation of a compute capability for configurations: 80, 90 or 100."""
     return 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Returns the least width of a tile that holds ``size``: a power of two, for ``tl.dot`` from 16 on.
+    """Returns the least tile width that holds ``size``: a power of two, at least 16 for ``tl.dot``.
 
-    Of numbers of 8 bits it wants 32 at least.
+    For 8-bit numbers the least is 32.
     """
     return max(triton.next_power_of_2(size), least)
 
 
 def part_width(outputs: int, widest: int, parts: int) -> int:
-    """Returns the width of equal parts, ``parts`` at most, that hold all outputs and waste few columns.
+    """Returns the width of at most ``parts`` equal parts that hold all outputs and waste few columns.
 
-    It is a power of two from 16 on; ``widest`` where so many parts cannot hold them.
+    It is a power of two, at least 16; ``widest`` where so many parts cannot hold them.
     """
     widths = [16 << i for i in range(10) if 16 << i <= widest and outputs <= parts * (16 << i)]
     return min(widths, key=lambda width: (-(-outputs // width) * width, -width), default=widest)
@@ -144,26 +144,26 @@ def part_width(outputs: int, widest: int, parts: int) -> int:
 
 
 class KernelSpec(NamedTuple):
-    """The facts that a kernel is compiled for.
+    """The compile-time constants of a kernel.
 
     Attributes:
         inputs, outputs: K and N.
         block_m, width, parts, block_k: See ``LaunchConfig``.
         columns: Tiles side by side.
         store_width: Columns that are stored at once.
-        has_descriptors: Whether x and weight come as tensor descriptors, rather than pointers.
-        writes_descriptors: Whether the results do.
-        is_persistent: Whether a program takes several tiles, one after the other.
-        residual_first: Whether the products are added to the residual, rather than it to them.
+        has_descriptors: Whether x and weight are tensor descriptors rather than pointers.
+        writes_descriptors: Whether the results are.
+        is_persistent: Whether a program computes several tiles, one after the other.
+        residual_first: Whether the products are added to the residual, not the residual to the products.
         specialized: See ``LaunchConfig``.
-        operand: Triton's dtype of the factors of a product: that of x, but float32 for bfloat16 in Triton's
-            interpreter, whose product of bfloat16 is wrong.
+        operand: Triton's dtype of the factors of a product: the dtype of x, but float32 for bfloat16 in
+            Triton's interpreter, whose product of bfloat16 is wrong.
         sum: The dtype in which products are added up: int32 for int8, else ``accumulator``.
-        adds_steps: Whether the products of each step are added up by themselves, and then to the sums.
+        adds_steps: Whether each step's products are summed separately, then added to the sums.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
         is_half: Whether the result has 16 bits.
-        hardware_tanh: Whether GELU takes the GPU's own tanh.
+        hardware_tanh: Whether GELU uses the GPU's tanh instruction.
     """
 
     inputs: int
@@ -207,7 +207,7 @@ class Plan(NamedTuple):
         spec: The specification of the kernel.
         options: Triton's options.
         tiles: Tiles of the result.
-        programs: Programs that share them.
+        programs: Number of programs.
     """
 
     spec: KernelSpec
@@ -265,15 +265,15 @@ class Plan(NamedTuple):
         return cls(spec, config.options, tiles, programs)
 
     def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
-        """Returns x (M, K) as the kernel reads it."""
+        """Returns x (M, K) as the kernel's argument: itself or a descriptor."""
         return _described(x, self.spec.block_m, self.spec.block_k) if self.spec.has_descriptors else x
 
     def weight(self, weight: Tensor) -> Tensor | TensorDescriptor:
-        """Returns the weight (N, K) as the kernel reads it."""
+        """Returns the weight (N, K) as the kernel's argument."""
         return _described(weight, self.spec.width, self.spec.block_k) if self.spec.has_descriptors else weight
 
     def result(self, out: Tensor) -> Tensor | TensorDescriptor:
-        """Returns a result (M, N) as the kernel writes it."""
+        """Returns a result (M, N) as the kernel's argument."""
         return (
             _described(out, self.spec.block_m, self.spec.store_width) if self.spec.writes_descriptors else out
         )
@@ -284,7 +284,7 @@ def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _may_be_described(matrix: Tensor) -> bool:
-    """Says whether a descriptor may describe a contiguous matrix of 16 bits or 8: rows begin at 16 bytes."""
+    """Returns whether a contiguous 16- or 8-bit matrix may have a descriptor: rows aligned to 16 bytes."""
     row = matrix.shape[1] * matrix.element_size()
     return matrix.element_size() <= 2 and row % 16 == 0 and matrix.data_ptr() % 16 == 0
 
@@ -294,13 +294,13 @@ def _may_be_described(matrix: Tensor) -> bool:
 
 @triton.jit
 def origin_of(tile, SPEC: tl.constexpr):
-    """Returns the first row and column of a tile; those side by side, which share rows of x, are next."""
+    """Returns the first row and column of a tile; adjacent indices share rows of x."""
     return tile // SPEC.columns * SPEC.block_m, tile % SPEC.columns * (SPEC.parts * SPEC.width)
 
 
 @triton.jit
 def load_columns(ptr, column, SPEC: tl.constexpr):
-    """Returns the elements ``column`` of a vector (N,) as a row; zeros if there is no vector."""
+    """Returns the elements ``column`` of a vector (N,) as a row; zeros for None."""
     if ptr is None:
         values = tl.zeros(column.shape, SPEC.accumulator)
     elif SPEC.columns * SPEC.parts * SPEC.width == SPEC.outputs:
@@ -337,7 +337,7 @@ def _load_tile(matrix, first_row, first_k, rows, COUNT: tl.constexpr, SPEC: tl.c
 
 @triton.jit
 def zero_sums(SPEC: tl.constexpr):
-    """Returns the sums that nothing has been added to yet, a tuple with one for each part."""
+    """Returns zero sums, a tuple with one tile for each part."""
     BLOCK_M: tl.constexpr = SPEC.block_m
     WIDTH: tl.constexpr = SPEC.width
     PARTS: tl.constexpr = SPEC.parts
@@ -349,7 +349,7 @@ def zero_sums(SPEC: tl.constexpr):
 
 @triton.jit
 def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.constexpr):
-    """Adds x · weightᵀ to the parts' sums, of the rows and columns from these first ones on."""
+    """Adds x · weightᵀ to the parts' sums, for the rows and columns from the first ones on."""
     BLOCK_M: tl.constexpr = SPEC.block_m
     WIDTH: tl.constexpr = SPEC.width
     BLOCK_K: tl.constexpr = SPEC.block_k
@@ -392,8 +392,8 @@ def sums_with_residual(
 ):  # fmt: skip
     """Returns the parts of residual + x · weightᵀ + bias.
 
-    Products of 16 bits are added to the residual, whose loads thus are one wait at the start. float32 adds
-    the residual last: a large one would take digits from every product.
+    Products of 16 bits are added to the residual, whose loads are then waited for once, at the start. float32
+    adds the residual last: a large one would cost every product digits.
     """
     sums = zero_sums(SPEC)
     if SPEC.residual_first:
@@ -407,7 +407,7 @@ def sums_with_residual(
 
 @triton.jit
 def _part_of_tile(first_row, first_column, rows, SPEC: tl.constexpr):
-    """Returns the offsets of a stored part within a matrix (rows, N), and which of them are within it."""
+    """Returns the offsets of a stored part within a matrix (rows, N), and their mask."""
     BLOCK_M: tl.constexpr = SPEC.block_m
     WIDTH: tl.constexpr = SPEC.store_width
     row, column = tl.arange(0, BLOCK_M)[:, None], first_column + tl.arange(0, WIDTH)[None, :]
@@ -419,7 +419,7 @@ def _part_of_tile(first_row, first_column, rows, SPEC: tl.constexpr):
 
 @triton.jit
 def store_part(out, first_row, first_column, rows, values, SPEC: tl.constexpr):
-    """Stores a part of a tile in the dtype of ``out`` (M, N), nothing beyond its end."""
+    """Stores a part of a tile in the dtype of ``out`` (M, N), masked beyond its end."""
     if SPEC.writes_descriptors:
         out.store([first_row, first_column], values.to(out.dtype))
     else:

@@ -1,4 +1,4 @@
-"""The kernels, which compute a tile of the product and what follows it before they write."""
+"""The fused kernels: a tile of the product, then GELU, residual or LayerNorm, then the store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _gelu_tile(x, weight, bias_ptr, out, pre, tile, rows, APPROXIMATE: tl.conste
 def _linear_gelu_kernel(
     x, weight, bias_ptr, out, pre, rows, tiles, programs, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
-    """Computes tiles of gelu(x · weightᵀ + bias) and, if there is ``pre``, of what GELU is applied to."""
+    """Computes tiles of gelu(x · weightᵀ + bias) and, if there is ``pre``, of GELU's input."""
     if SPEC.is_persistent:
         for tile in tl.range(
             tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
@@ -72,7 +72,7 @@ def _linear_gelu_kernel(
 def linear_gelu_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, *, need_pre: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and what GELU is applied to if needed."""
+    """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and GELU's input if needed."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     pre = torch.empty_like(out) if need_pre else None
     plan = Plan.of("gelu", x, weight, (out,) if pre is None else (out, pre))
@@ -131,7 +131,7 @@ def _add_layer_norm_tile(
     x, weight, bias_ptr, residual_ptr, shift_ptr, norm_weight_ptr, norm_bias_ptr, h, y,
     tile, rows, eps, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes whole rows. The statistics are those of the sums before they are rounded, in two passes."""
+    """Computes whole rows. The statistics are computed from the unrounded sums, in two passes."""
     BLOCK_M: tl.constexpr = SPEC.block_m
     WIDTH: tl.constexpr = SPEC.width
     PARTS: tl.constexpr = SPEC.parts
@@ -171,7 +171,7 @@ def _linear_add_layer_norm_kernel(
     x, weight, bias_ptr, residual_ptr, shift_ptr, norm_weight_ptr, norm_bias_ptr, h, y,
     rows, tiles, programs, eps, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes rows of h = residual + x · weightᵀ + bias, perhaps in its place, and of its LayerNorm y."""
+    """Computes rows of h = residual + x · weightᵀ + bias, perhaps in place, and of its LayerNorm y."""
     if SPEC.is_persistent:
         for tile in tl.range(
             tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
@@ -199,7 +199,7 @@ def linear_add_layer_norm_forward(
     h: Tensor,
     y: Tensor,
 ) -> None:
-    """Writes h = residual + x · weightᵀ + bias, which may take the residual's place, and its LayerNorm y."""
+    """Writes h = residual + x · weightᵀ + bias, perhaps over the residual, and its LayerNorm y."""
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     plan = Plan.of("add_layer_norm", x, weight, (h, y))
     launching.launch(

@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels of 8-bit numbers, budgets, and what they are compiled for."""
+"""Launch configurations, budgets and compile-time constants of the 8-bit kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_NARROW = 192
 
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
-    """The way a kernel that rounds rows cuts its work.
+    """The launch configuration of a kernel that rounds rows.
 
     Attributes:
         elements: The most elements of a tile of rows; a longer row is a tile too.
@@ -40,7 +40,7 @@ class RowConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         return {"num_warps": self.num_warps, "num_stages": 1}
 
 
@@ -49,14 +49,13 @@ ROW_CONFIGS = (
     RowConfig(elements=8192, num_warps=8, channels=MAX_CHANNELS),
 )
 
-# The configurations of products, by generation and dtype. Of the names, ``narrow`` are results of up to 192
-# columns, ``float32`` those of 32 bits, which take more registers, and ``wide`` those of whole tiles of 256
-# columns without a residual, for which there would be no room. ``odd`` are those where rows do not begin at
-# multiples of 16 bytes, whose numbers each have an address. sm_80 is every chip whose tensor cores take their
-# factors from registers.
+# The configurations of products, by generation and dtype. Names: ``narrow`` for results of up to 192 columns;
+# ``float32`` for 32-bit results, which take more registers; ``wide`` for whole tiles of 256 columns without a
+# residual, for which there would be no room; ``odd`` where rows are not aligned to 16 bytes, so that each
+# number needs an address. sm_80 is every chip whose tensor cores take their factors from registers.
 #
 # Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
-# that L2 bounds small tiles. Those of float8 are smaller on sm_90, where sums in float32 take registers too.
+# that L2 bounds small tiles. Tiles of float8 are smaller on sm_90, where sums in float32 take registers too.
 _SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_stages=4)
 _MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_stages=3)
 _TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_stages=3)
@@ -115,14 +114,14 @@ def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Launch
 
 
 class RowSpec(NamedTuple):
-    """The facts that a kernel which rounds rows is compiled for.
+    """The compile-time constants of a kernel that rounds rows.
 
     Attributes:
         parts: The parts of a row.
         rows: Rows that the threads of a program hold at once.
-        repeats: How often they hold other ones.
+        repeats: Rounds of rows per program.
         limit: The largest number of the dtype of the values.
-        is_float8: Whether that is float8_e4m3fn, rather than int8.
+        is_float8: Whether the values are float8_e4m3fn, rather than int8.
         interpreted: Whether the kernel runs in Triton's interpreter.
         converts_exactly: Whether conversions to float8 round once, to nearest. sm_89's go by way of float16,
             and the interpreter's are right only for numbers that need no rounding.

@@ -1,4 +1,4 @@
-"""The kernel of the product, which scales, activates and adds before it writes."""
+"""The kernel of the product, fused with scales, bias, GELU and residual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of 8-bit numbers as PyTorch sees them: torch.compile, and the backend's functions."""
+"""Custom operators for torch.compile and backend functions of the 8-bit Triton kernels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _(x, x_scales, weight, weight_scale, bias, approximate, residual, dtype):
 
 
 def why_rows_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot round the rows of a call; None if they can."""
+    """Returns why these kernels cannot round the rows of a call, or None."""
     return _why_not_rounded(call.x, call.dtype)
 
 
@@ -77,7 +77,7 @@ def _why_dtype_unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def why_linear_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call of ``linear_int8``; None if they can."""
+    """Returns why these kernels cannot serve a call of ``linear_int8``, or None."""
     x, weight, _, _, x_scales, _, _, _, dtype = call
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"
@@ -94,14 +94,14 @@ def why_linear_unsupported(call: Record) -> str | None:
 
 @planned
 def quantize_rows(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.quantize_rows``, whose checks it relies on."""
+    """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
     x, scale, dtype = call
     return _served(_rows_op, quantize_rows_forward, x, scale, dtype)
 
 
 @planned
 def layer_norm_quantize(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.layer_norm_quantize``, whose checks it relies on."""
+    """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
     x, weight, bias, eps, shift, scale, dtype = call
     weight, bias, shift = map(contiguous, (weight, bias, shift))
     return _served(_layer_norm_op, layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
@@ -109,7 +109,7 @@ def layer_norm_quantize(call: Record) -> QuantizedRows:
 
 @planned
 def gelu_quantize(call: Record) -> QuantizedRows:
-    """Computes ``cvt_kernels.gelu_quantize``, whose checks it relies on."""
+    """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
     x, bias, approximate, scale, dtype = call
     return _served(_gelu_op, gelu_quantize_forward, x, contiguous(bias), approximate, scale, dtype)
 
@@ -123,7 +123,7 @@ def _served(operator: Any, forward: Any, x: Tensor, *others: Any) -> QuantizedRo
 
 @planned
 def linear_int8(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8``, whose checks it relies on."""
+    """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     if x_scales is None:
         x, x_scales = _served(_rows_op, quantize_rows_forward, x, input_scale, weight.dtype)

@@ -62,7 +62,7 @@ def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
 
 @triton.jit
 def _vector(ptr, SPEC: tl.constexpr):
-    """Returns the parts of a vector (C,), which each row's threads have for themselves; () for None."""
+    """Returns the parts of a vector (C,), loaded by each row's threads; () for None."""
     PARTS: tl.constexpr = SPEC.parts
     ROWS: tl.constexpr = SPEC.rows
     return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), PARTS)
@@ -92,7 +92,7 @@ def _nearest_float8(v):
 
 @triton.jit
 def _rounded(v, SPEC: tl.constexpr):
-    """Returns numbers within the limit as 8-bit ones, ties rounded to even."""
+    """Rounds numbers within the limit to 8 bits, ties to even."""
     if SPEC.is_float8:
         if not SPEC.converts_exactly:
             v = _nearest_float8(v)
@@ -100,7 +100,7 @@ def _rounded(v, SPEC: tl.constexpr):
     else:
         if SPEC.interpreted:
             bits = (v + _MAGIC).to(tl.int32, bitcast=True)
-        else:  # an addition that is not joined with the product v, which would be rounded but once
+        else:  # not fused with the product v: an FMA would round only once
             bits = tl.inline_asm_elementwise(
                 "{ .reg .f32 s; add.rn.f32 s, $1, 0f4B400000; mov.b32 $0, s; }",
                 "=r,f", [v], dtype=tl.int32, is_pure=True, pack=1,

@@ -1,4 +1,4 @@
-"""Launch configurations of the MLP's kernel, its budgets, and what it is compiled for."""
+"""Launch configurations, budgets and compile-time constants of the MLP's kernels."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_CHANNELS, MAX_WEIGHTS = 128, 2**15
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The way the kernel cuts its work.
+    """The launch configuration of the kernel.
 
     Attributes:
         block_rows: Rows of a tile.
         block_hidden: Hidden features of a chunk.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline of loads, where weights are streamed.
-        programs: Programs of a multiprocessor.
-        max_registers: Registers that a thread may have at most; None for as many as it wants.
+        programs: Programs per multiprocessor.
+        max_registers: The limit of registers per thread; None for no limit.
     """
 
     block_rows: int
@@ -41,7 +41,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Triton's launch options."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
@@ -49,10 +49,9 @@ class LaunchConfig:
 # The kernel of a call and how it is launched, by generation, bytes per element of the operands and size.
 # "small" is what two programs of a multiprocessor can hold: weights of 64 KiB, C of 64, x in the dtype of the
 # operands. "80" is every chip whose tensor cores take both operands from registers. On sm_100 each product of
-# a program has an accumulator in tensor memory, of which the unrolled products of resident weights would need
-# more than there is. float32 products run without tensor cores unless TF32 is allowed. Chosen by what the
-# compiler makes of CvT's first stage: nothing spills on sm_80, sm_90 and sm_100. None has been timed on a GPU
-# yet.
+# a program has an accumulator in tensor memory, and the unrolled products of resident weights would need too
+# much of it. float32 products run without tensor cores unless TF32 is allowed. Chosen by what the compiler
+# makes of CvT's first stage: nothing spills on sm_80, sm_90 and sm_100. None has been timed on a GPU yet.
 CONFIGS: dict[tuple[int, int, str], dict[str, LaunchConfig]] = {
     (80, 2, "small"): {
         "fwd": LaunchConfig(block_rows=128, block_hidden=32, num_warps=8, num_stages=2, programs=1)
@@ -84,7 +83,7 @@ overridden = _overrides.replaced
 
 
 class Plan(NamedTuple):
-    """The kernel that serves a call, by its name in ``CONFIGS``, and its configuration."""
+    """The kernel for a call, by its name in ``CONFIGS``, and its configuration."""
 
     kernel: str
     config: LaunchConfig
@@ -100,7 +99,7 @@ def plan_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Plan:
 
 
 def weights(channels: int, hidden: int) -> int:
-    """Returns the weights of one layer, padded as the kernel pads them."""
+    """Returns the number of weights of one layer, with the kernel's padding."""
     return padded(channels) * (-(-hidden // 64) * 64)
 
 
@@ -108,7 +107,7 @@ def weights(channels: int, hidden: int) -> int:
 
 
 class KernelSpec(NamedTuple):
-    """The facts that a kernel is compiled for besides its tiles.
+    """The compile-time constants of a kernel besides its tiles.
 
     Attributes:
         channels, hidden: C and the hidden features.
@@ -119,10 +118,10 @@ class KernelSpec(NamedTuple):
             interpreter, whose product of bfloat16 is wrong.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
-        residual_first: Whether products may be added to x, not x to their sum: x of 16 bits has no digits
-            that this could cost.
+        residual_first: Whether products are added to x, rather than x to their sum: a 16-bit x loses no
+            digits by it.
         is_half: Whether x has 16 bits.
-        hardware_tanh: Whether GELU takes the GPU's own tanh.
+        hardware_tanh: Whether GELU uses the GPU's tanh instruction.
         unpack: Whether bfloat16 is widened in pairs, by one instruction for each number.
     """
 
@@ -141,7 +140,7 @@ class KernelSpec(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, hidden: int, approximate: str, dtype: torch.dtype) -> KernelSpec:
-        """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's setting of TF32."""
+        """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's TF32 setting."""
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         upcast = machine.INTERPRETING and dtype == torch.bfloat16
         return cls(

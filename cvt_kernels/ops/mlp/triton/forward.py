@@ -21,7 +21,7 @@ _ONES = tl.constexpr(16)  # the least depth of a product
 
 @triton.jit
 def _widened(values, SPEC: tl.constexpr):
-    """Returns numbers of the dtype of x in that of sums."""
+    """Converts numbers of x's dtype to the accumulator's dtype."""
     if SPEC.unpack and values.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
@@ -32,7 +32,7 @@ def _widened(values, SPEC: tl.constexpr):
 
 @triton.jit
 def _mask_of(row, c, rows, SPEC: tl.constexpr):
-    """Returns which elements of a tile there are; ``rows`` are left from its first on."""
+    """Returns the mask of a tile's elements; ``rows`` rows are left from its first on."""
     mask = (row < rows)[:, None]
     if SPEC.block_c > SPEC.channels:
         mask = mask & (c < SPEC.channels)[None, :]
@@ -226,7 +226,7 @@ def _(x, *others):
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why the kernel cannot serve a call; None if it can."""
+    """Returns why the kernel cannot serve a call, or None."""
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, _, _, shift = call
     tensors = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
@@ -247,9 +247,9 @@ def why_unsupported(call: Record) -> str | None:
 
 @planned
 def layer_norm_mlp(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.layer_norm_mlp``, whose checks it relies on.
+    """Computes ``cvt_kernels.layer_norm_mlp`` for checked arguments.
 
-    Under autocast the products are in autocast's dtype; x is read and the result written in that of x.
+    Under autocast the products are in autocast's dtype; x is read and the result written in x's dtype.
     """
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, eps, approximate, shift = call
     dtype = modes.autocast_dtype(x) or x.dtype

@@ -25,8 +25,8 @@ class LaunchConfig:
         elements: The most elements of a tile of rows; a longer row is a tile too.
         num_warps: Warps of a program.
         channels: The most channels of a row that it serves.
-        resident_programs: Programs that a multiprocessor is meant to hold at once, each of which computes
-            several tiles; 0 where each tile has a program.
+        resident_programs: For a persistent kernel, whose programs compute several tiles each: programs
+            resident on a multiprocessor. 0 for one program per tile.
     """
 
     elements: int
@@ -36,7 +36,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch. Loops are not pipelined: other programs hide the latency."""
+        """Triton's launch options. Loops are not pipelined: other programs hide the latency."""
         return {"num_warps": self.num_warps, "num_stages": 1}
 
 
@@ -72,7 +72,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
 
 
 class RowSpec(NamedTuple):
-    """The facts that a kernel is compiled for.
+    """The compile-time constants of a kernel.
 
     Attributes:
         parts: The parts of a row.

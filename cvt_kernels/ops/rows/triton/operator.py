@@ -152,7 +152,7 @@ autograd.KERNELS["triton"] = autograd.Kernels(
 
 
 def why_unsupported(call: Record) -> str | None:
-    """Says why these kernels cannot serve a call; None if they can."""
+    """Returns why these kernels cannot serve a call, or None."""
     x, rows = call.x, call.rows
     if rows.numel() == 0:
         return "the batch is empty"
