@@ -290,8 +290,8 @@ def check_geometry(
     """Returns the height and width of a convolution's output; raises for invalid settings.
 
     A height or width below 1 means that the output is empty. A padding far beyond the map and the kernel is
-    refused, since it would only add zeros. ``prefix`` comes before names in messages; ``sizes`` are the height
-    and width of the map.
+    refused, since it would only add zeros. ``prefix`` comes before names in messages; ``sizes`` are the
+    height and width of the map.
 
     Raises:
         TypeError: A setting is not an integer.

@@ -259,7 +259,7 @@ def _register(declared: Declaration, given: Mapping[str, Implementation]) -> Non
 
 
 def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
-    """Returns the Triton implementation for NVIDIA GPUs: the function in ``triton`` of the operator's name."""
+    """Returns the Triton implementation for NVIDIA GPUs: ``triton``'s function of the operator's name."""
     return Implementation(
         function=".triton:{name}",
         devices=("cuda",),

@@ -9,8 +9,8 @@ arguments, the settings (``_settings``), and the modules, parameters and buffers
 outdated replay is thrown away.
 
 A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
-before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins without
-graphs.
+before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins
+without graphs.
 """
 
 from __future__ import annotations
@@ -461,7 +461,7 @@ _dtype_of = operator.attrgetter("dtype")
 def _is_idle(hook: Any) -> bool:
     """Returns whether a forward hook is one of transformers' output recorders, and is not recording now.
 
-    These hooks stay in a model after its first recording. What they record in a replayed call is in the graph.
+    These hooks stay in a model after its first recording. A replay has what they recorded at the capture.
     """
     if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
         return False

@@ -111,12 +111,12 @@ def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tu
 
 
 class PositionBias(NamedTuple):
-    """A learned relative position bias of attention, for each head and each offset from key to query (CvT-v2).
+    """A learned relative position bias of attention, for each head and offset from key to query (CvT-v2).
 
     Key (a, b) of the key grid is at token (s·a, s·b) of the query grid, the center of its convolution. The
     query at (i, j) has the offset (i − s·a, j − s·b), counted in tokens, at index
-    (i − s·a + s·(Hk − 1), j − s·b + s·(Wk − 1)) of the table. A class token, token and key 0, has no position:
-    its scores get no bias.
+    (i − s·a + s·(Hk − 1), j − s·b + s·(Wk − 1)) of the table. A class token, token and key 0, has no
+    position: its scores get no bias.
 
     Attributes:
         table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite, in q's dtype; under autocast it may have
@@ -295,7 +295,7 @@ def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple
 
 
 def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the process group that ``bn`` synchronizes over now, like SyncBatchNorm in training, or None."""
+    """Returns the process group that ``bn`` synchronizes over now, like SyncBatchNorm, or None."""
     if not (
         isinstance(bn, nn.SyncBatchNorm) and bn.training and dist.is_available() and dist.is_initialized()
     ):
