@@ -247,7 +247,7 @@ def _serving_class(original: Any, key: str) -> Any:
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether ``torch.jit.trace`` or ``torch.fx`` traces a call; the module's own forward then runs."""
+    """Returns whether ``torch.jit.trace`` or ``torch.fx`` traces a call; its own forward then runs."""
     if torch.jit.is_tracing():
         return True
     return any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(torch.fx.Proxy)))

@@ -1,7 +1,8 @@
 """Entries, which describe upstream's classes, and parts, the modules of a block or stage under common names.
 
 Entries recognize blocks by the names and the structure of classes, so that nothing upstream is imported.
-Parts list the modules that the fused forward replaces (``bypassed``), and reasons not to (``why_unsupported``).
+Parts list the modules that the fused forward replaces (``bypassed``), and reasons against it
+(``why_unsupported``).
 """
 
 from __future__ import annotations
