@@ -1,7 +1,7 @@
-"""The registry of operators and backends, the backends that are requested, and those that this machine has.
+"""The registry of operators and backends, the requested backends, and the available ones.
 
-``declaration`` fills it: a package in ``ops/`` declares its operators, and names the implementations by
-module path. ``dispatch`` chooses the one that serves a call.
+``declaration`` fills the registry: a package in ``ops/`` declares its operators and names their
+implementations by module path. ``dispatch`` chooses the one that serves a call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 
 from . import machine, modes
 
-#: The name of a backend, or ``"auto"``. ``native`` is csrc (CPU or CUDA), ``composed`` other operators of
-#: this package one after the other; from ``sdpa`` on, they are PyTorch's own (``onednn`` beside other
-#: operators of this package).
+#: The name of a backend, or ``"auto"``. ``native`` is csrc (CPU or CUDA); ``composed`` calls other operators
+#: of this package. From ``sdpa`` on, they are PyTorch's own (``onednn`` together with operators of this
+#: package).
 Backend = Literal[
     "auto",
     "triton",
@@ -42,11 +42,10 @@ Backend = Literal[
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("triton", "native")
-#: Those that cannot be differentiated or vectorized by transforms: ours, and what packs weights or writes in
-#: place.
+#: The backends without support for ``torch.func``: ours, and those that pack weights or write in place.
 _UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
 
-#: The record of a call: a NamedTuple with the names of the parameters of its operator.
+#: The record of a call: a NamedTuple of the arguments, with the names of the operator's parameters.
 Record = Any
 
 
@@ -56,7 +55,7 @@ class BackendUnavailable(RuntimeError):  # noqa: N818 (the public name; it says 
     Attributes:
         operator: Name of the operator.
         backend: Name of the backend.
-        reason: Why it cannot.
+        reason: Why it cannot serve the call.
     """
 
     def __init__(self, operator: str, backend: str, reason: str):
@@ -72,12 +71,13 @@ class Implementation:
     """One operator on one backend.
 
     Attributes:
-        function: Takes the record of a call: itself, or its path ``"package.module:name"``, which is imported
-            when a call first asks for this backend on a device that it serves.
-        devices: Device types that it serves; None for every one.
-        why_unavailable: Given a device type, says why this machine cannot run it there. It is asked once.
-        why_unsupported: Given the record of a call, says why it cannot serve that call; itself, or its path.
-            The answer depends on nothing but the key of the call (``declaration``).
+        function: A function of the record of a call, or its path ``"package.module:name"``, which is imported
+            when a call first needs it.
+        devices: The device types that it serves; None for all.
+        why_unavailable: Takes a device type; returns why this machine cannot run it there, or None. It is
+            called once for each type.
+        why_unsupported: Takes the record of a call; returns why it cannot serve the call, or None. A function
+            or its path. The result must depend only on the key of the call (``declaration``).
     """
 
     function: Any
@@ -86,7 +86,7 @@ class Implementation:
     why_unsupported: Any = None
 
     def load(self) -> Implementation:
-        """Puts the functions in the place of their paths; returns this object."""
+        """Imports the functions that are given by their paths; returns this object."""
         if isinstance(self.function, str):
             self.function = _imported(self.function)
         if isinstance(self.why_unsupported, str):
@@ -96,21 +96,21 @@ class Implementation:
 
 @dataclass(eq=False)
 class Operator:
-    """The description of an operator that ``dispatch`` needs besides its backends.
+    """An operator, as ``dispatch`` needs it besides its backends.
 
     Attributes:
         name: Its name.
-        bind: Makes the record of a call of its arguments.
-        kind: Given the record of a call, returns words for all calls that share an entry: those with the
-            same kernels and about the same economics.
-        sample: Given a factor and the record of a call, returns that of a call of fewer images: with 1 as few
-            as suffice to check it on a CPU, with 32 about as many as change its speed there.
-        defaults: PyTorch's own backends, of which the first that can serves where there is no entry; before
-            them ``composed``, if other operators are to serve then.
-        exact: Computes the exact result for autotuning, from a record in float64; None for the reference.
-        unrounded: Computes results that are right as well, of implementations that do not round where the
-            operator does.
-        fused_by_compiler: Whether torch.compile's own code for a CPU fuses it with what is around it.
+        bind: Takes the arguments of a call; returns its record.
+        kind: Takes the record of a call; returns the last part of its cache key, which names a class of calls
+            that use the same kernels and cost about the same.
+        sample: Takes a factor and the record of a call; returns the record of a call on fewer images. With 1
+            they are enough for the check on a CPU, with 32 for the timing there.
+        defaults: PyTorch's own backends in order of preference: the first able one serves without an entry.
+            ``composed`` comes before them if other operators should serve then.
+        exact: Takes a record in float64; returns the exact result for autotuning. By default the reference.
+        unrounded: Computes alternative results that are correct too, for implementations that do not round
+            where the operator does.
+        fused_by_compiler: Whether torch.compile fuses the operator with its neighbors on a CPU.
     """
 
     name: str
@@ -127,12 +127,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[[_Function], _Function]:
-    """Marks the function of a backend as one that can be bound to its parameters.
+    """Marks a backend's function as one that can be bound to its parameters.
 
     Args:
-        bind: Takes the record of a call without gradients that has been served, and returns what serves calls
-            that differ from it in the numbers of the first argument only, or None. It may hold packed
-            parameters.
+        bind: Takes the record of a served call without gradients; returns a function that serves calls with
+            other numbers in the first argument, or None. The function may hold packed parameters.
     """
 
     def mark(function: _Function) -> _Function:
@@ -143,12 +142,12 @@ def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[
 
 
 def prepared_by(prepare: Callable[[Record], Callable[..., Any] | None]) -> Callable[[_Function], _Function]:
-    """Marks the function of a backend as one whose calls can be prepared.
+    """Marks a backend's function as one whose calls can be prepared.
 
     Args:
-        prepare: Takes the record of a call without gradients that has been served, and returns what serves
-            calls of the same key from now on, given all arguments by position; None if it cannot be prepared.
-            That may depend on nothing but what is part of the key (``declaration``), and keeps no tensor.
+        prepare: Takes the record of a served call without gradients; returns a function that serves later
+            calls of the same key, with all arguments by position, or None. The function may depend only on
+            the key (``declaration``), and must not keep a tensor.
     """
 
     def mark(function: _Function) -> _Function:
@@ -164,25 +163,25 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 _AUTO: tuple[Backend, ...] = ("auto",)
-#: Every operator of the registry, by its name.
+#: The operators: name → operator.
 operators: dict[str, Operator] = {}
-#: The implementations of operators, by the names of operator and backend.
+#: The implementations: operator → backend → implementation.
 implementations: dict[str, dict[str, Implementation]] = {}
-#: The plans of this process (``declaration``), by the keys of the calls that they serve.
+#: The plans of this process (``declaration``): key of a call → function.
 plans: dict[Any, Callable[..., Any]] = {}
-#: The choices that process groups have agreed on; the table does not delay the end of a group.
+#: The choices that process groups have agreed on; groups are weak keys.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _fallbacks: dict[tuple[str, str], str] = {}
 
 
 def declare(operator: Operator) -> None:
-    """Makes an operator known."""
+    """Adds an operator to the registry."""
     operators[operator.name] = operator
     implementations[operator.name] = {}
 
 
 def register(operator: str, backend: str, implementation: Implementation) -> None:
-    """Makes ``backend`` known for ``operator``, replacing what was registered before.
+    """Registers an implementation of ``operator`` on ``backend``, replacing an earlier one.
 
     Raises:
         ValueError: The operator or the backend is unknown.
@@ -208,9 +207,8 @@ _replacing = threading.RLock()
 def replaced(replace: Callable[[str, str, Implementation], Implementation]) -> Iterator[None]:
     """Replaces every implementation by ``replace(operator, backend, implementation)`` within a block.
 
-    Implementations that are registered within the block are forgotten at its end. Tools that count, label or
-    time calls need this; like the registry, it applies to the whole process, so that a block of another
-    thread waits for this one.
+    It is for tools that count, label or time calls. Implementations that are registered within the block are
+    dropped at its end. It applies to the whole process: a block in another thread waits for this one.
     """
     global implementations
     with _replacing:
@@ -229,39 +227,38 @@ def replaced(replace: Callable[[str, str, Implementation], Implementation]) -> I
 
 # What is requested ----------------------------------------------------------------------------------------
 #
-# A thread or asyncio task has its choice in its context, and is left alone by the others. One that has made
-# none takes the process's.
+# Each thread or asyncio task has a choice of its own, in its context. Without one, it uses the process's.
 
 _Names = tuple[Backend, ...]
-#: The choice of the process: first as the environment has it, which requested_backends() checks.
+#: The choice of the process, at first from the environment; requested_backends() checks it.
 _requested = cast(
     _Names, tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(","))
 )
-#: The statement that made it, as long as it may turn out to be the beginning of a block.
+#: The use_backend() that made it, as long as a block may still begin with it.
 _requested_by: use_backend | None = None
-#: What a compiled function has requested. Dynamo cannot trace how a context changes; a global it can.
+#: The request of a compiled function. Dynamo can trace a change of a global, not of a context.
 _requested_in_graph: _Names | None = None
 
 
 class _Block(NamedTuple):
-    """A block that is open in a context, and what is requested in it; None for the process's choice."""
+    """An open block of a context with the backends requested in it; None for the process's choice."""
 
     owner: object
     names: _Names | None
 
 
-#: The choices of the threads that have one, the last to be made at the end.
+#: The choices of threads that have one; the latest comes last.
 _latest_choices: MutableMapping[threading.Thread, _Names] = weakref.WeakKeyDictionary()
 _blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar("blocks")
 _names_here: contextvars.ContextVar[Any] = contextvars.ContextVar("names_here")
 
 
 class _Context:
-    """The choice of the context in which it is asked for.
+    """The choice of the current context, or this object if it has none.
 
     ``torch.compile`` takes a property that is written in C for a plain attribute: it neither traces nor
-    forbids it, and its guards read it at every call. The variable returns its argument, which is this object,
-    where it has no value.
+    rejects it, and its guards read it at every call. A context variable without a value returns its argument,
+    here this object.
     """
 
     names = property(_names_here.get)
@@ -272,7 +269,7 @@ _OUTSIDE = (_Block(None, None),)
 
 
 def _open_blocks(blocks: tuple[_Block, ...]) -> None:
-    """Makes these the blocks of the context; the first stands for what is around all of them."""
+    """Sets the open blocks of the context; the first stands for the code around all of them."""
     _blocks.set(blocks)
     names, thread = blocks[-1].names, threading.current_thread()
     _names_here.set(_here if names is None else names)
@@ -298,9 +295,9 @@ def _request_from_now_on(names: _Names, by: use_backend | None) -> None:
 
 
 def _catch_up() -> None:
-    """Makes a statement within a compiled function one of this context, or in a block one of the process.
+    """Moves a compiled function's request to this context, or from within a block to the process.
 
-    It may be another thread's, which an open block has nothing to do with.
+    The request may be another thread's, so that it must not change an open block of this one.
     """
     global _requested, _requested_in_graph
     names, _requested_in_graph = _requested_in_graph, None
@@ -316,7 +313,7 @@ def _is_in_block() -> bool:
 
 @contextlib.contextmanager
 def requesting(*names: Backend) -> Iterator[None]:
-    """Requests backends within a block, as :class:`use_backend` does, which other threads never notice."""
+    """Requests backends within a block, like :class:`use_backend`, but never for other threads."""
     _catch_up()
     owner = object()
     _open_blocks((*_blocks.get(_OUTSIDE), _Block(owner, names)))
@@ -328,23 +325,23 @@ def requesting(*names: Backend) -> Iterator[None]:
 
 
 class use_backend:  # noqa: N801 (lower case as torch.no_grad)
-    """Chooses the backends of later calls in this thread or asyncio task.
+    """Sets the backends of later calls in this thread or asyncio task: a function or a context manager.
 
     It takes effect at once; as a context manager it restores the previous choice on exit::
 
         use_backend("reference")                    # from now on
         with use_backend("triton", "native"): ...   # only here: Triton's kernel, else csrc's
 
-    ``"auto"``, the default, takes the fastest backend that has been tuned on this machine. Names are an
-    order of preference; a call that none of them can serve raises :class:`BackendUnavailable`. An operator
-    without kernels of this project, ``linear``, ignores a request that names none of its backends. The
-    environment variable ``CVT_KERNELS_BACKEND`` (names between commas), read at import, sets the choice that
-    a process starts with.
+    ``"auto"``, the default, takes the fastest backend that has passed its check on this machine. Several
+    names are an order of preference; a call that none of them can serve raises :class:`BackendUnavailable`.
+    An operator without kernels of this project, such as ``linear``, ignores a request that names none of its
+    backends. The environment variable ``CVT_KERNELS_BACKEND`` (names with commas between them), read at
+    import, sets the initial choice.
 
-    A block holds for its thread or task alone. A statement in the main thread, outside of blocks, also holds
-    for all threads that make no choice themselves; within a block it holds until the end of the block, or in
-    a compiled function for the process. Where blocks overlap, the last one to begin counts that is still
-    open. The backward on a GPU, in threads of PyTorch's, takes the choice that a thread made last.
+    A block applies to its thread or task only. A call in the main thread, outside of blocks, applies to all
+    threads without a choice of their own. Within a block, a call applies until the end of the block; in a
+    compiled function, to the process. Where blocks overlap, the open one that began last counts. The backward
+    on a GPU, which runs in PyTorch's threads, uses the latest choice of any thread.
 
     Raises:
         ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.
@@ -362,7 +359,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
             return
         _catch_up()
         self._before, self._requested = _blocks.get(_OUTSIDE), _requested
-        _request_from_now_on(names, self)  # whether a block follows is not known yet
+        _request_from_now_on(names, self)  # a block may follow or not
         self._after = _blocks.get()
 
     def __enter__(self) -> use_backend:
@@ -372,7 +369,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
             return self
         _catch_up()
         blocks = _blocks.get(_OUTSIDE)
-        if blocks is self._after:  # it was the beginning of this block, and no statement
+        if blocks is self._after:  # the call began this block
             blocks = self._before
         if _requested_by is self:
             _requested, _requested_by = self._requested, None
@@ -389,13 +386,13 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
 
 
 def names_requested() -> _Names:
-    """Returns the requested backends, which :func:`requested_backends` checks too."""
+    """Returns the requested backends, unchecked (see :func:`requested_backends`)."""
     if _requested_in_graph is not None and (torch.compiler.is_compiling() or not _is_in_block()):
         return _requested_in_graph
     names = _here.names
     if names is not _here:
         return names
-    # Activation checkpointing computes the forward again there, which must be served as it was before.
+    # Activation checkpointing recomputes the forward in that thread; the same backends must serve.
     if not torch.compiler.is_compiling() and _latest_choices and machine.is_thread_of_autograd():
         return list(_latest_choices.values())[-1]
     return _requested
@@ -405,7 +402,7 @@ def _check_backends(names: tuple[str, ...], argument: str) -> None:
     if names == _AUTO:
         return
     unknown = not names
-    for name in names:  # a loop, which takes less time than a generator: it is run at every call
+    for name in names:  # a loop: it runs at every call, and a generator would be slower
         unknown = unknown or name not in BACKENDS
     if unknown:
         came, expected = ", ".join(map(str, names)), ", ".join(BACKENDS)
@@ -413,7 +410,7 @@ def _check_backends(names: tuple[str, ...], argument: str) -> None:
 
 
 def is_auto() -> bool:
-    """Says whether no backends are requested."""
+    """Returns whether ``"auto"`` is in effect."""
     return names_requested() == _AUTO
 
 
@@ -429,7 +426,7 @@ def requested_backends() -> tuple[Backend, ...]:
 
 
 def fallbacks() -> dict[tuple[str, str], str]:
-    """Returns (operator, backend) → why it was last passed over by ``auto``, or could not serve a call."""
+    """Returns (operator, backend) → why ``auto`` last passed over it, or why it could not serve a call."""
     return dict(_fallbacks)
 
 
@@ -442,7 +439,7 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
 
 
 def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
-    """Says why a backend cannot serve a call; None if it can."""
+    """Returns why a backend cannot serve a call, or None."""
     x = call[0]
     reason = why_unavailable(operator, backend, x.device.type)
     if reason is None and backend in OURS and x.is_cuda:
@@ -450,28 +447,28 @@ def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
     if reason is None and backend in _UNTRANSFORMED:
         reason = _why_transformed()
     if reason is None:
-        # Another thread may have replaced the implementations since: this one may not have been loaded.
+        # Another thread may have replaced the implementations, so that this one is not loaded yet.
         ask = implementations[operator][backend].load().why_unsupported
         reason = None if ask is None else ask(call)
     return reason
 
 
 def _why_transformed() -> str | None:
-    """Says what goes on around a call that only PyTorch's own operators know; None if nothing does."""
+    """Returns the mode around a call that only PyTorch's own operators support, or None."""
     if modes.forward_mode_enabled():
         return "forward-mode differentiation is not supported"
     return "function transforms (torch.func) are not supported" if modes.is_transformed() else None
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:
-    """Says why ``backend`` cannot run ``operator`` on a type of device here; None if it can."""
+    """Returns why ``backend`` cannot run ``operator`` on a type of device here, or None."""
     implementation = implementations[operator].get(backend)
     if implementation is None:
         return "not implemented in this version"
     reason = _machine_lacks(operator, backend, device_type)
     if reason is not None:
         return reason
-    # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, far too slowly for anyone who did not ask.
+    # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, too slowly unless they are requested.
     interpreted = machine.INTERPRETING and backend == "triton" in names_requested() and device_type == "cpu"
     if implementation.devices is not None and device_type not in implementation.devices and not interpreted:
         return f"serves {' and '.join(implementation.devices)} tensors, not {device_type}"
@@ -488,7 +485,7 @@ def _gpu_lacks(backend: str, device: torch.device) -> str | None:
 
 @functools.cache
 def _ask_why_unavailable(implementation: Implementation, device_type: str) -> str | None:
-    """Asks the machine, and imports the functions if it can run them."""
+    """Returns why this machine cannot run an implementation, or None; then its functions are imported."""
     ask, devices = implementation.why_unavailable, implementation.devices
     reason = None if ask is None else ask(device_type)
     if reason is None and (devices is None or device_type in devices or machine.INTERPRETING):
@@ -497,17 +494,17 @@ def _ask_why_unavailable(implementation: Implementation, device_type: str) -> st
 
 
 def forget() -> None:
-    """Forgets the plans of this process, so that entries and the machine are asked again.
+    """Drops the plans of this process, so that later calls choose again.
 
-    What process groups agreed on stays: a process that asked the others again would wait for them in vain.
+    Agreements of process groups stay: a process that asked the others again would wait in vain.
     """
     global plans
-    plans = {}  # another thread may be about to keep in the old table what it has chosen before
+    plans = {}  # a new table: another thread may still be adding an outdated plan to the old one
     _ask_why_unavailable.cache_clear()
 
 
 def reset() -> None:
-    """Brings this process to "auto", without plans, fallbacks or agreements, as between two tests."""
+    """Resets this process to "auto", without plans, fallbacks or agreements, as between two tests."""
     global _requested, _requested_by, _requested_in_graph
     _open_blocks(_OUTSIDE)
     _requested, _requested_by, _requested_in_graph = _AUTO, None, None
@@ -516,7 +513,7 @@ def reset() -> None:
     forget()
 
 
-# What is installed does not change under a compiled graph. This is what torch.compiler.assume_constant_result
-# does; to call it would import torch._dynamo, and with it Triton, and double the time of our import.
+# The installation does not change under a compiled graph. This is what torch.compiler.assume_constant_result
+# does; calling it would import torch._dynamo and Triton, and double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _gpu_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,19 +1,19 @@
-"""Finds the code that called this package, where a warning is to point to."""
+"""Finds the caller of this package, for the location of a warning."""
 
 from __future__ import annotations
 
 import sys
 from types import FrameType
 
-#: Packages whose frames lie between those of this package and of its caller.
+#: Packages whose frames may lie between this package and its caller.
 _PASSED = ("cvt_kernels", "torch", "contextlib")
 
 
 def stacklevel_of_caller() -> int:
     """Returns the ``stacklevel`` with which ``warnings.warn`` points to the caller of this package.
 
-    That is the innermost frame outside of cvt_kernels, of PyTorch, which calls modules and gradients, and of
-    contextlib. The number is for the function that calls this one.
+    The caller is the innermost frame outside of cvt_kernels, PyTorch and contextlib. The level counts from
+    the function that calls this one.
     """
     frame: FrameType | None = sys._getframe(1)
     level = 1

@@ -1,4 +1,4 @@
-"""Checks of arguments that the public functions share."""
+"""Argument checks that the public functions share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: Whether plans ask their backend at every call whether it can serve it: the tests set the variable.
+#: Whether plans check at every call that their backend can serve it: the tests set the variable.
 CHECKS_PLANS = os.environ.get("CVT_KERNELS_CHECK_PLANS", "0") not in ("", "0")
 
 _DENSE = torch.strided
@@ -37,7 +37,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, np.generic, torch.dtype)
 
 
 class _Shown(reprlib.Repr):
-    """Writes no more of a value than a message has of it, however large it is."""
+    """A repr for messages, bounded for values of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,20 +49,17 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message has it: plain ones and their containers as they are, if that is short.
-
-    What is longer, or something else, such as a tensor, is its type.
-    """
+    """Returns a value for a message: its repr if it is plain and short, else the name of its type."""
     name = type(value).__name__[:_LONGEST]
     try:
         text = _Shown().repr(value)
-    except ValueError:  # Python does not write integers of thousands of digits
+    except ValueError:  # Python refuses to print integers of thousands of digits
         return name
     return text if len(text) <= _LONGEST else name
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Says whether a tensor is neither sparse nor nested, nor in a layout of oneDNN's."""
+    """Returns whether a tensor is neither sparse nor nested, nor in a layout of oneDNN's."""
     return tensor.layout is _DENSE and not tensor.is_nested
 
 
@@ -77,7 +74,7 @@ def check_tensor(name: str, value: Any, shape: str) -> None:
 
 def check_float_tensor(name: str, value: Any, shape: str) -> None:
     """Raises TypeError unless ``value`` is a dense tensor of a floating dtype."""
-    # As in check_tensor, without another call: small operators are called with many tensors.
+    # Inlined from check_tensor, because small operators are called with many tensors.
     is_float = isinstance(value, Tensor) and value.dtype in _FLOAT_DTYPES
     if is_float and value.layout is _DENSE and not value.is_nested:
         return
@@ -86,7 +83,7 @@ def check_float_tensor(name: str, value: Any, shape: str) -> None:
 
 
 def check_dtype(name: str, value: Any, shape: str, *dtypes: torch.dtype) -> None:
-    """Raises TypeError unless ``value`` is a dense tensor of one of some dtypes."""
+    """Raises TypeError unless ``value`` is a dense tensor of one of ``dtypes``."""
     check_tensor(name, value, shape)
     if value.dtype not in dtypes:
         expected = " or ".join(map(dtype_name, dtypes))
@@ -120,13 +117,13 @@ def check_device(name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
 def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
     """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
 
-    Under autocast the dtypes may differ, but for float64, as with PyTorch's own operators.
+    Under autocast the dtypes may differ, except for float64, as with PyTorch's own operators.
 
     Raises:
         ValueError: Another device.
         TypeError: Another dtype.
     """
-    if tensor.device != x.device:  # asked here first, since a call takes as long as the rest
+    if tensor.device != x.device:  # compared here first, since a call takes as long as the rest
         check_device(name, tensor, x_name, x)
     if tensor.dtype == x.dtype or tensor.dtype in also:
         return
@@ -145,16 +142,16 @@ def check_tensor_like(
     also: tuple[torch.dtype, ...] = (),
     x_name: str = "x",
 ) -> None:
-    """Raises TypeError or ValueError unless a tensor has a shape, and is like ``x`` (:func:`check_like`)."""
+    """Raises TypeError or ValueError unless a tensor has ``shape`` and is like ``x`` (:func:`check_like`)."""
     check_float_tensor(name, tensor, meaning)
-    if tensor.shape != shape:  # asked here first, like the next, since calls take as long as the rest
+    if tensor.shape != shape:  # compared here first, like the next, since calls take as long as the rest
         check_shape(name, tensor, shape, meaning)
     if tensor.dtype != x.dtype or tensor.device != x.device:
         check_like(name, tensor, x_name, x, also)
 
 
 def check_kind(name: str, part: object, *kinds: type) -> None:
-    """Raises TypeError unless ``part`` is of one of some types."""
+    """Raises TypeError unless ``part`` is an instance of one of ``kinds``."""
     if not isinstance(part, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
@@ -173,12 +170,12 @@ def check_number(name: str, value: Any, expected: str = "a finite number") -> No
     """Raises unless ``value`` is a finite real number: of Python, of NumPy, symbolic, or a scalar tensor.
 
     Raises:
-        TypeError: It is no number; neither is a bool, nor a tensor that wants a gradient.
+        TypeError: It is not a number. A bool is none, nor is a tensor that requires a gradient.
         ValueError: It is NaN or infinite.
     """
     if type(value) is not float and not _is_number(value):
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
-    # torch.compile cannot trace math.isfinite; large integers are finite, but no floats.
+    # torch.compile cannot trace math.isfinite. Large integers are finite, but do not fit a float.
     if not -math.inf < value < math.inf or (type(value) is int and abs(value) > _LARGEST):
         raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
 
@@ -211,14 +208,14 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> Non
 
 
 def check_grid(name: str, grid: Any, kinds: Any = tuple) -> None:
-    """Raises TypeError unless ``grid`` is a pair of integers; how large they may be is asked elsewhere."""
+    """Raises TypeError unless ``grid`` is a pair of integers; their range is checked elsewhere."""
     if not isinstance(grid, kinds) or len(grid) != 2 or not all(_is_size(n) for n in grid):
         expected = "a tuple (H, W) of integers, of 32 or 64 bits where they are not Python's"
         raise TypeError(f"{name}: got {shown(grid)}, expected {expected}")
 
 
 def _is_size(value: Any) -> bool:
-    """Says whether a value is an integer, with a sign and enough bits to compute with sizes."""
+    """Returns whether a value is a signed integer with enough bits for computing with sizes."""
     if isinstance(value, np.integer):
         return isinstance(value, np.signedinteger) and value.itemsize >= 4
     if isinstance(value, Tensor) and value.dtype not in (torch.int32, torch.int64):
@@ -227,7 +224,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_index(value: Any) -> bool:
-    """Says whether a value is an integer: of Python, of NumPy, symbolic, or a scalar tensor."""
+    """Returns whether a value is an integer: of Python, of NumPy, symbolic, or a scalar tensor."""
     if isinstance(value, int | torch.SymInt):
         return not isinstance(value, bool)
     if not isinstance(value, np.integer | Tensor) or value.dtype == torch.bool:
@@ -240,10 +237,10 @@ def _is_index(value: Any) -> bool:
 
 
 def indices(name: str, value: Any) -> list[int]:
-    """Returns an integer or several as a list.
+    """Returns an integer or a sequence of integers as a list.
 
     Raises:
-        TypeError: It is neither, or they are not integers.
+        TypeError: It is neither.
     """
     expected = "an integer or a sequence of them"
     each = (value,) if _is_index(value) else as_tuple(name, value, expected)
@@ -253,7 +250,7 @@ def indices(name: str, value: Any) -> list[int]:
 
 
 def as_tuple(name: str, value: Any, expected: str) -> tuple[Any, ...]:
-    """Returns what can be iterated over as a tuple; raises TypeError for anything else."""
+    """Returns an iterable as a tuple; raises TypeError for anything else."""
     try:
         return tuple(value)
     except TypeError as error:
@@ -275,7 +272,7 @@ def check_pair(name: str, value: Any, least: int) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raises ValueError unless ``value`` is one of some names."""
+    """Raises ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(choices)}")
 
@@ -283,23 +280,24 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 #: The largest stride, padding and dilation of a convolution: kernels count with 32 bits.
 _MOST_STEPS = 2**20
 _MOST_PIXELS = 2**31 - 1
-# A padding of this much is taken whatever the sizes are.
+# A padding of up to this is accepted for all sizes.
 _LEAST_MOST_PADDING = 64
 
 
 def check_geometry(
     prefix: str, kernel: int, sizes: Sequence[int], stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
-    """Returns the sizes of the output of a convolution; raises for settings that no convolution has.
+    """Returns the height and width of a convolution's output; raises for invalid settings.
 
-    A padding far beyond the map and the kernel would only add zeros, without limit. ``prefix`` stands before
-    the names in messages, ``sizes`` are the height and width of the map.
+    A height or width below 1 means that the output is empty. A padding far beyond the map and the kernel is
+    refused, since it would only add zeros. ``prefix`` comes before names in messages; ``sizes`` are the
+    height and width of the map.
 
     Raises:
-        TypeError: A setting that is no integer.
-        ValueError: One out of range, or an output of too many pixels. Below 1, a size means that it is empty.
+        TypeError: A setting is not an integer.
+        ValueError: A setting is out of range, or the output has too many pixels.
     """
-    # Asked here first, because the checks by name cost as much as a small operator's others together.
+    # Compared here first, because the checks by name cost as much as a small operator's others together.
     plain = type(stride) is type(padding) is type(dilation) is int
     most = _MOST_STEPS
     if not (plain and 0 < stride <= most and 0 <= padding <= most and 0 < dilation <= most):
@@ -321,9 +319,9 @@ def check_geometry(
 
 
 def check_steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[Any]:
-    """Returns the settings of a convolution, integers of NumPy, which may overflow, as Python's.
+    """Returns the settings of a convolution with NumPy's integers, which may overflow, as Python's.
 
-    Raises TypeError or ValueError for those that no convolution has, whatever its map.
+    Raises TypeError or ValueError for settings that are invalid for every map.
     """
     steps = []
     for name, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
@@ -333,7 +331,7 @@ def check_steps(prefix: str, stride: Any, padding: Any, dilation: Any) -> list[A
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Returns the tensors in a value, a tensor or tuples or lists of such values, in their order."""
+    """Returns the tensors in a tensor, or in nested tuples and lists, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -341,26 +339,24 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
-# torch.compile of torch 2.11 cannot trace the first and takes the second for true; see the end of
-
-
 def check_row_values(
     name: str, rows: Tensor, tokens: int, *, ascending: bool = False, class_token: bool = False
 ) -> None:
-    """Raises ValueError for rows that the tokens do not have, where their values can be seen without a wait.
+    """Raises ValueError for rows out of range, where reading their values needs no synchronization.
 
-    That is on a CPU, and not where torch.compile, torch.export or torch.func trace. Rows (B, K), int64, are
-    negative for none. ``ascending`` ones ascend, with -1 at the end; with a class token, the first is 0.
+    It checks on a CPU only, and not where torch.compile, torch.export or torch.func trace. Rows (B, K) are
+    int64; a negative one stands for no token. With ``ascending`` they must ascend, with -1 at the end; with
+    ``class_token`` the first must be 0.
     """
     if torch.compiler.is_compiling() or type(rows) is not Tensor or rows.device.type != "cpu":
         return
-    if rows.dtype != torch.int64 or rows.ndim != 2 or not is_dense(rows):  # which is refused elsewhere
+    if rows.dtype != torch.int64 or rows.ndim != 2 or not is_dense(rows):  # refused elsewhere
         return
     if rows.numel() == 0 or modes.is_transformed():
         return
-    if torch._C._len_torch_dispatch_stack():  # somebody counts operators, or computes shapes only
+    if torch._C._len_torch_dispatch_stack():  # a mode counts operators, or computes shapes only
         return
-    values = rows.numpy()  # whose arithmetic takes a tenth of the time of tensors' so small
+    values = rows.numpy()  # ten times as fast as PyTorch for tensors this small
     largest = values.max()
     if largest >= tokens:
         raise ValueError(f"{name}: got {largest}, expected the tokens 0 to {tokens - 1}, or -1 for none")

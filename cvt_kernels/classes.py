@@ -1,7 +1,7 @@
-"""Classes that look like others and do their work otherwise, into which ``accelerate`` and ``graphed`` swap.
+"""Derived classes that ``accelerate`` and ``graphed`` swap for the classes of modules.
 
-A module of such a class keeps its name, its parameters and its hooks. Its class has one more base class, the
-original, and notes it in an attribute.
+A derived class has the name of the original, its base class, and refers to it by an attribute. The module
+keeps its parameters and its hooks.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-#: The attributes of classes that name the original: of a class with CUDA graphs, and of one that runs fused.
+#: The attributes that refer to the original of a class with CUDA graphs, and of a class with a fused forward.
 UNGRAPHED, UNFUSED = "_cvt_kernels_ungraphed", "_cvt_kernels_original"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def cached(function: _Function) -> _Function:
-    """Remembers the results of a function whose arguments are classes."""
+    """Caches the results of a function whose arguments are classes."""
     return functools.cache(function)  # type: ignore[return-value]  # mypy takes classes for unhashable
 
 
 def derived(original: Any, mark: str, **members: Any) -> Any:
-    """Returns a subclass that looks the same, with members of its own, and notes the original as ``mark``."""
+    """Returns a subclass of the same name with other members; its attribute ``mark`` is the original."""
     for name in ("__module__", "__qualname__", "__doc__"):
         members[name] = getattr(original, name)
     return type(original.__name__, (original,), {**members, mark: original})
@@ -32,18 +32,18 @@ def derived(original: Any, mark: str, **members: Any) -> Any:
 
 @cached
 def ungraphed_class(cls: Any) -> Any:
-    """Returns a class without CUDA graphs."""
+    """Returns the original of a class with CUDA graphs."""
     return _without(cls, UNGRAPHED)
 
 
 @cached
 def original_class(cls: Any) -> Any:
-    """Returns a class without fused forwards and CUDA graphs."""
+    """Returns the original of a class with CUDA graphs or a fused forward."""
     return _without(cls, UNGRAPHED, UNFUSED)
 
 
 def _without(cls: Any, *marks: str) -> Any:
-    """Returns the original of a class, or the class on the originals of its bases (of ``fully_shard``)."""
+    """Returns the original of a class; a class with derived bases (``fully_shard``) is rebuilt on theirs."""
     for mark in marks:
         if mark in vars(cls):
             return _without(vars(cls)[mark], *marks)
@@ -55,10 +55,10 @@ def _without(cls: Any, *marks: str) -> Any:
 
 
 def is_graphed(module: nn.Module) -> bool:
-    """Says whether the class of a module has CUDA graphs."""
+    """Returns whether a module's class has CUDA graphs."""
     return ungraphed_class(type(module)) is not type(module)
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Says whether the class of a module has a fused forward."""
+    """Returns whether a module's class has a fused forward."""
     return original_class(type(module)) is not ungraphed_class(type(module))

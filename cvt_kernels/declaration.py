@@ -1,9 +1,9 @@
-"""The declaration of an operator: a decorated function, from which its public form is generated.
+"""The decorator that declares an operator and generates its public function.
 
 The decorated function has the signature and the docstring, and computes the operator in plain PyTorch. The
-public function of the same signature makes a key of a call: what its tensors are, its settings with their
-types, and the state of the process. For a key that came before there is a plan, which serves the call at
-once. The first call of a key checks its arguments, and ``dispatch`` chooses the backend that serves it.
+public function makes a key of each call: the types, dtypes, shapes and strides of its tensors, its settings
+with their types, and the state of the process. The first call of a key checks its arguments, and ``dispatch``
+chooses a backend. A plan serves later calls of the key at once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: A dictionary is emptied that has as many plans: ever new shapes must not fill the memory.
+#: The number of plans at which all are dropped, so that ever new shapes do not fill the memory.
 _MOST_PLANS = 10_000
 
 
 class Declaration(backends.Operator):
-    """An operator as it was declared.
+    """A declared operator.
 
     Attributes:
         signature: The signature of the public function.
         public: The public function.
         reference: The decorated function, as a function of the record.
-        check, instead, arguments: As :func:`operator` takes them.
+        check, instead, arguments: See :func:`operator`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Declaration(backends.Operator):
         self.public = self._generate(values, facts)
 
     def passing_on(self, function: Callable[..., Any]) -> Callable[[Record], Any]:
-        """Returns a function of a record that calls one of the operator's parameters."""
+        """Returns a function that takes a record and calls ``function`` with its arguments."""
         given = [
             f"{each}=call[{i}]" if parameter.kind is parameter.KEYWORD_ONLY else f"call[{i}]"
             for i, (each, parameter) in enumerate(self.signature.parameters.items())
@@ -77,7 +77,7 @@ class Declaration(backends.Operator):
         return self._serve(self._record(*values))[0]
 
     def first(self, key: tuple[Any, ...] | None, *values: Any) -> Any:
-        """Serves a call without a plan, and keeps one for calls of the same key if it has one."""
+        """Serves a call without a plan, and keeps a plan for later calls of the same key, if there is one."""
         table = backends.plans
         out, choice = self._serve(self._record(*values))
         if key is not None and key[1] is not None and _may_be_kept(key):
@@ -89,9 +89,9 @@ class Declaration(backends.Operator):
         return out
 
     def bound(self, call: Record) -> Callable[[Any], Any] | None:
-        """Returns what serves calls that differ from one in the numbers of the first argument only.
+        """Returns a function that serves calls with other numbers in the first argument, or None.
 
-        None where the backend that serves them cannot be bound. Whoever calls it watches the parameters.
+        It is None if the backend cannot be bound. The caller must watch the parameters for changes.
         """
         if self.instead is not None and self.instead(call) is not None:
             return None
@@ -100,12 +100,12 @@ class Declaration(backends.Operator):
         return bind(call) if choice.lasts and choice.in_graphs is choice.eager and bind is not None else None
 
     def _serve(self, call: Record) -> tuple[Any, dispatch.Choice | None]:
-        """Checks and serves a call; returns the choice too, None where there is none."""
+        """Checks and serves a call; returns the result and the choice, if one was made."""
         if self.arguments is not None:
             call = self.arguments(call)
         if torch.jit.is_tracing():
             with warnings.catch_warnings():
-                # Whether there is a class token, and the like, are rightly constants of the record.
+                # Settings such as the class token are rightly constants of the trace.
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return dispatch.choose_recorded(self.name, call).eager.function(call), None
         self.check(call)
@@ -116,7 +116,7 @@ class Declaration(backends.Operator):
         return choice.serving(call[0]).function(call), choice
 
     def _plan(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
-        """Returns what serves calls that are like one that has been served; None if nothing does."""
+        """Returns the plan for later calls of a served call's key, or None."""
         arrange = self.arguments
         if arrange is not None and (arranged := arrange(call)) != call:
             plan_of_arranged = self._plan(arranged, choice)
@@ -145,7 +145,7 @@ class Declaration(backends.Operator):
         return checked
 
     def _taking_values(self, function: Callable[[Record], Any]) -> Callable[..., Any]:
-        """Returns a function of all parameters by position that calls one of their record."""
+        """Returns a function of all arguments by position that calls ``function`` with their record."""
         names = ", ".join(self.signature.parameters)
         scope = {"_function": function, "_new": tuple.__new__, "_record": self._record}
         source = f"def plan({names}):\n    return _function(_new(_record, ({names},)))\n"
@@ -213,24 +213,23 @@ def operator(
     arguments: Callable[[Record], Record] | None = None,
     facts: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Callable[[Function], Function]:
-    """Declares an operator by the function that it decorates, which computes it in plain PyTorch.
+    """Declares an operator; the decorated function computes it in plain PyTorch.
 
-    All are functions of the record of a call, a NamedTuple with the names of the parameters. ``kind``,
-    ``sample``, ``defaults``, ``exact``, ``unrounded`` and ``fused_by_compiler`` are those of
+    Functions take the record of a call, a NamedTuple with the names of the parameters. For ``kind``,
+    ``sample``, ``defaults``, ``exact``, ``unrounded`` and ``fused_by_compiler``, see
     :class:`backends.Operator`.
 
-    - ``backends``: What serves it besides the decorated function, by the name of the backend.
+    - ``backends``: Backend → implementation, besides the decorated function.
     - ``check``: Raises TypeError or ValueError for wrong arguments. It depends on the key of a call only.
-    - ``name``: Its name; that of the function by default.
-    - ``values``: A parameter, and what checks its numbers, which are no part of a key. Where the parameter is
-      not None, it is called even if there is a plan.
-    - ``instead``: Returns a function of the record that serves the call without a choice between backends, or
-      None. It is asked once for a key.
-    - ``arguments``: Returns the record that the rest takes, as where any sequence may stand for a tuple; what
-      it changes makes no key.
-    - ``facts``: For parameters whose type does not tell it, a function that makes their part of a key, and
-      the names of other parameters. It takes their value, whether gradients are enabled and the others'
-      values, and raises TypeError for values of which nothing may be remembered.
+    - ``name``: The name of the operator, by default the function's.
+    - ``values``: A parameter, and a check of its numbers, which are not in the key. The check runs at every
+      call where the parameter is not None.
+    - ``instead``: Returns a function of the record that serves the call without a choice of a backend, or
+      None. It is called once for a key.
+    - ``arguments``: Normalizes the record, for example a list to a tuple. The changes are not in the key.
+    - ``facts``: Parameter → a function that makes its part of the key, and names of other parameters; for
+      parameters whose annotation is not enough. The function takes the value, whether gradients are enabled,
+      and the other parameters' values. It raises TypeError for values that must not be in a key.
     """
 
     def declare(function: Function) -> Function:
@@ -260,7 +259,7 @@ def _register(declared: Declaration, given: Mapping[str, Implementation]) -> Non
 
 
 def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
-    """Returns the Triton kernels for NVIDIA GPUs, the function of the operator's name in ``triton``."""
+    """Returns the Triton implementation for NVIDIA GPUs: ``triton``'s function of the operator's name."""
     return Implementation(
         function=".triton:{name}",
         devices=("cuda",),
@@ -274,15 +273,15 @@ def native_kernels(
     devices: tuple[str, ...] = ("cpu",),
     why_unsupported: Callable[[Record], str | None] | str | None = ".native:why_unsupported",
 ) -> Implementation:
-    """Returns the kernels of the compiled extension, the function of the operator's name in ``native``.
+    """Returns the compiled extension's implementation: the function in ``native`` of the operator's name.
 
-    A path in ``why_unsupported`` begins at the package of the operator.
+    A path in ``why_unsupported`` is relative to the operator's package.
     """
     return Implementation(".native:{name}", devices, machine.why_native_unavailable, why_unsupported)
 
 
 def _may_be_kept(key: Any) -> bool:
-    """Says whether a key may be kept; one with a tensor would keep that alive, and miss its new numbers."""
+    """Returns whether a key may be kept; a tensor in it would stay alive, and its changes would be missed."""
     try:
         hash(key)
     except TypeError:
@@ -299,8 +298,8 @@ _transform = torch._C._functorch.maybe_current_level
 
 
 def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
-    """Returns the state on which choices and plans depend; None where nothing is remembered."""
-    # Every call asks, so that these are not functions of machine and checks.
+    """Returns the state that choices and plans depend on, or None where no plan may be used."""
+    # Inlined from machine and checks, because it runs at every call.
     if launching.interception is not None or _transform() is not None or _modes():
         return None
     if getattr(forward_ad, "_current_level", 0) >= 0:
@@ -317,12 +316,12 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
 
 
 def key_of_serving(x: Tensor) -> tuple[Any, ...] | None:
-    """Returns what tells apart calls without gradients whose parameters stay; None where nothing does."""
+    """Returns a key for calls without gradients whose parameters do not change, or None."""
     token = _token(False, x)
     return None if token is None else (token, facts_of_tensor(x, False))
 
 
-#: The errors of arguments that are not what they should be, while a key is made of them.
+#: The errors that wrong arguments cause while their key is made.
 _NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _FACT = (
     "({0}.__class__, {0}.dtype, {0}.layout, {0}.device, {0}.shape, {0}.stride(), grad and {0}.requires_grad)"
@@ -330,7 +329,7 @@ _FACT = (
 
 
 def _facts_source(kind: Any, name: str, scope: dict[str, Any]) -> str:
-    """Returns the expression for the part that a parameter of a type has of a key."""
+    """Returns the source of the expression for a parameter's part of a key."""
     optional = typing.get_origin(kind) in (typing.Union, types.UnionType)
     if optional:
         kinds = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -352,9 +351,9 @@ def _is_composite(kind: Any) -> bool:
 
 @functools.cache
 def facts_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
-    """Returns a function that makes the part of a key of a NamedTuple, but for some fields.
+    """Returns a function that makes a NamedTuple's part of a key, without some fields.
 
-    It raises TypeError for anything else.
+    The function raises TypeError for values of other types.
     """
     scope: dict[str, Any] = {"_kind": kind}
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
@@ -374,7 +373,7 @@ def facts(x, grad):
 
 
 def _compiled(source: str, name: str, scope: dict[str, Any]) -> Callable[..., Any]:
-    """Compiles one function, so that tracebacks show its lines."""
+    """Compiles the source of one function; tracebacks show its lines."""
     filename = f"<cvt_kernels {name}>"
     linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
     exec(compile(source, filename, "exec"), scope)
@@ -382,7 +381,7 @@ def _compiled(source: str, name: str, scope: dict[str, Any]) -> Callable[..., An
 
 
 def _head(signature: inspect.Signature) -> str:
-    """Returns the parameters of a signature as source; defaults are called ``_default_`` and their name."""
+    """Returns the parameters of a signature as source, with defaults named ``_default_<parameter>``."""
     parts, after_star = [], False
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not after_star:
@@ -398,5 +397,5 @@ def _defaults(signature: inspect.Signature) -> dict[str, Any]:
 
 
 _of_tensor = f"def facts(t, grad):\n    return None if t is None else {_FACT.format('t')}\n"
-#: Returns the part that a tensor or None has of a key; takes it, and whether gradients are enabled.
+#: Returns the part of a key for a tensor or None; takes it, and whether gradients are enabled.
 facts_of_tensor: Callable[[Tensor | None, bool], Any] = _compiled(_of_tensor, "tensor", {})

@@ -1,4 +1,4 @@
-"""A report for people: what is installed here, which backend serves each operator, and why not another."""
+"""The report of ``cvt doctor``: what is installed, which backend serves each operator, and why."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BROKEN = "the extension does not load, see above"
 
 
 def doctor() -> str:
-    """Describes this machine: what is installed, which backends serve each operator, and what is tuned.
+    """Describes this machine: what is installed, which backends serve each operator, and what is cached.
 
     Returns:
-        Lines for a terminal; ``cvt doctor`` and ``python -m cvt_kernels`` print them.
+        The text that ``cvt doctor`` and ``python -m cvt_kernels`` print.
 
     Raises:
         ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_AUTOTUNE`` has an
@@ -56,7 +56,7 @@ def doctor() -> str:
 
 
 def as_json() -> dict[str, object]:
-    """Returns what :func:`doctor` tells, ready for JSON.
+    """Returns the facts of :func:`doctor`, serializable to JSON.
 
     Raises:
         ValueError: As :func:`doctor`.
@@ -88,7 +88,7 @@ _AT_FIRST_USE_ON_A_GPU = (
 
 
 def _section(heading: str, lines: Iterator[str]) -> list[str]:
-    """Returns a heading with indented lines below it; nothing where there are none."""
+    """Returns a heading with indented lines below it, or nothing if there are no lines."""
     indented = [f"  {line}" for line in lines]
     return ["", heading, *indented] if indented else []
 
@@ -103,7 +103,7 @@ def _tuning() -> str:
 
 
 def _entries_line(device_type: str, cache: autotune.Cache) -> str:
-    """Tells how many entries are known for a type of device, how many of them are cached, and where."""
+    """Returns how many entries a type of device has, how many are in the user's cache, and its file."""
     known, cached = len(cache.entries()), len(cache.cached_entries())
     counts = f"{device_type}: {known} known"
     if known:
@@ -115,7 +115,7 @@ def _entries_line(device_type: str, cache: autotune.Cache) -> str:
 
 
 def _shipped(caches: list[autotune.Cache]) -> Iterator[str]:
-    """Tells how many entries of each file in ``CVT_KERNELS_TUNED`` count here, or why it is ignored."""
+    """Yields how many entries of each file in ``CVT_KERNELS_TUNED`` apply here, or why it is ignored."""
     by_store = [cache.shipped_files() for cache in caches]
     for path in by_store[0]:
         found = [files[path] for files in by_store]
@@ -125,7 +125,7 @@ def _shipped(caches: list[autotune.Cache]) -> Iterator[str]:
 
 
 def _faults(device_type: str, cache: autotune.Cache) -> Iterator[str]:
-    """Lists the kernels of this project that were wrong or failed, each with its cache key and flaw."""
+    """Yields the kernels of this project that were wrong or failed, each with its cache key and flaw."""
     for cache_key, entry in sorted(cache.entries().items()):
         for backend in backends.OURS:
             measurement = entry.measurements.get(backend)
@@ -137,7 +137,7 @@ def _faults(device_type: str, cache: autotune.Cache) -> Iterator[str]:
 
 
 def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
-    """Returns the table of operators on a type of device: what can serve there, and what does."""
+    """Returns the table of operators on a type of device, with their available and serving backends."""
     rows = [(f"on {device_type}", "backends", "served by (number of entries)")]
     for operator in backends.operators:
         reasons = {
@@ -162,7 +162,7 @@ def _served_by(operator: str, device_type: str, available: list[str], is_broken:
             return "none"
     if is_broken:
         return "none"
-    if len(available) == 1:  # there is nothing to choose
+    if len(available) == 1:  # nothing to choose
         return available[0]
     counts = dispatch.chosen_backends(operator, device_type)
     ordered = sorted(counts, key=lambda name: -counts[name])
@@ -171,12 +171,12 @@ def _served_by(operator: str, device_type: str, available: list[str], is_broken:
 
 
 def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:
-    """Lists the backends that this machine lacks, each with the reason and the operators."""
+    """Yields the backends that this machine lacks, each with the reason and the operators."""
     lacking: dict[str, list[str]] = {}
     for operator in backends.operators:
         for backend in _implemented(operator):
             served = backends.registered(operator, backend).devices or device_types
-            # Of a backend that serves no device here, the reason for the one that it is made for.
+            # If a backend serves no device here, the reason for its own device.
             for device_type in [name for name in device_types if name in served] or served[:1]:
                 reason = _why_unavailable_or_broken(operator, backend, device_type)
                 operators = lacking.setdefault(f"{backend}: {reason}", []) if reason is not None else []
@@ -188,7 +188,7 @@ def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:
 
 
 def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:
-    """Answers as ``backends.why_unavailable``, but goes on where a call would raise."""
+    """Returns ``backends.why_unavailable``, or ``_BROKEN`` where that raises."""
     try:
         return backends.why_unavailable(operator, backend, device_type)
     except machine.ExtensionError:

@@ -1,9 +1,10 @@
 """The choice of the backend that serves a call.
 
-The first call of a key (``declaration``) asks :func:`choose`; a plan serves the others. Under ``auto``
-the choice is the entry of the call's cache key: autotuned on this machine at the first call (``autotune``),
-and cached on disk. It is plain Python over module globals and the request of the
-context, so that ``torch.compile(fullgraph=True)`` traces through it.
+The first call of a key (``declaration``) goes through :func:`choose`; a plan serves the later ones. Under
+``auto``, the cache's entry decides. Without an entry, the call is autotuned first (``autotune``).
+
+This module is plain Python over module globals and the requested backends, so that
+``torch.compile(fullgraph=True)`` traces through it.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """The backends that serve calls of one key, in CUDA graphs and outside, and whether later ones too."""
+    """The backends of a call, outside and in CUDA graphs, and whether later calls of its key keep them."""
 
     eager: Implementation
     in_graphs: Implementation
     lasts: bool
 
     def serving(self, x: Tensor) -> Implementation:
-        """Returns the backend that serves a call now."""
+        """Returns the backend for a call now: ``in_graphs`` during the capture of a CUDA graph."""
         if self.in_graphs is not self.eager and machine.is_capturing(x):
             return self.in_graphs
         return self.eager
 
 
 def choose(operator: str, call: Record) -> Choice:
-    """Chooses between the requested backends, or under ``auto`` by entry.
+    """Chooses the first requested backend that can serve a call, or under ``auto`` the entry's.
 
-    What is counted is served by PyTorch's own operators, whatever is requested.
+    PyTorch's own operators serve under a FLOP counter, whatever is requested.
 
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
@@ -65,13 +66,13 @@ def choose(operator: str, call: Record) -> Choice:
 
 
 def choose_recorded(operator: str, call: Record) -> Choice:
-    """Chooses for a call that ``torch.jit.trace`` records: PyTorch's own operators, for whatever machine.
+    """Chooses for a call that ``torch.jit.trace`` records: PyTorch's own operators, which run anywhere.
 
-    Public functions end here before they check their arguments: sizes are tensors then, and what is compared
-    with them would become part of the record. Nothing is tuned, noted or remembered.
+    Public functions end here before they check their arguments, because sizes are tensors then, and every
+    comparison with them would be traced. Nothing is tuned, noted or cached.
 
     Raises:
-        BackendUnavailable: Kernels of this project are requested, and nothing of PyTorch's own after them.
+        BackendUnavailable: Only kernels of this project are requested.
     """
     requested = backends.operators[operator].defaults if backends.is_auto() else _names_requested(operator)
     names = [name for name in requested if name not in OURS]
@@ -82,10 +83,10 @@ def choose_recorded(operator: str, call: Record) -> Choice:
 
 
 def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Choice:
-    """Chooses for a call in which the processes of a group exchange data, the same backend for all.
+    """Chooses for a call with collective operations: the same backend in all processes of a group.
 
-    The first call asks every process which backend it would take; if they differ, PyTorch's own serves.
-    ``shared`` are hashable settings that tell this call from others and are the same in every process.
+    The first call compares the choices of all processes; if they differ, PyTorch's own operator serves.
+    ``shared`` has hashable settings that identify the call and are the same in every process.
 
     Raises:
         BackendUnavailable: None of the requested backends can serve the call.
@@ -111,23 +112,23 @@ def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Cho
 
 
 def wants_gradient(call: Record) -> bool:
-    """Says whether autograd has to record a call, in reverse or forward mode."""
+    """Returns whether autograd has to record a call, in reverse or forward mode."""
     return modes.wants_gradient(*checks.tensors_of(call))
 
 
 def _names_requested(operator: str) -> tuple[str, ...]:
     requested = backends.requested_backends()
     known = backends.implementations[operator]
-    # Who asks for kernels of ours does not mean the operators that have none.
+    # A request for our kernels does not concern operators that have none.
     if not any(name in known for name in (*OURS, *requested)):
         return backends.operators[operator].defaults
     return requested
 
 
 def _choose_traced(operator: str, call: Record) -> str:
-    """Chooses for a call that torch.compile or torch.export traces; an entry is a constant of the trace."""
+    """Chooses for a call that torch.compile or torch.export traces, where an entry is a constant."""
     described, x = backends.operators[operator], call[0]
-    if modes.is_exporting():  # for whatever machine, and for sizes that may not be asked for
+    if modes.is_exporting():  # for any machine, and with symbolic sizes, which must not be guarded on
         return _first_able(operator, described.defaults, call, notes=False)
     gradient = wants_gradient(call)
     if not gradient and _is_left_to_compiler(operator, x.device.type):
@@ -138,7 +139,7 @@ def _choose_traced(operator: str, call: Record) -> str:
 
 
 def _is_left_to_compiler(operator: str, device_type: str) -> bool:
-    """Says whether ``auto`` takes PyTorch's own where torch.compile traces a call without gradients."""
+    """Returns whether ``auto`` takes PyTorch's own operator where torch.compile traces without gradients."""
     if device_type != "cpu" or not backends.operators[operator].fused_by_compiler:
         return False
     for backend in OURS:
@@ -148,10 +149,10 @@ def _is_left_to_compiler(operator: str, device_type: str) -> bool:
 
 
 def _first_able(operator: str, names: Sequence[str], call: Record, *, notes: bool = True) -> str:
-    """Returns the first of some backends that can serve a call.
+    """Returns the first backend of ``names`` that can serve a call.
 
     Raises:
-        BackendUnavailable: None can.
+        BackendUnavailable: None of them can.
     """
     for backend in names:
         reason = why_unsupported(operator, backend, call)
@@ -171,7 +172,7 @@ def _choice(operator: str, eager: str, in_graphs: str | None = None, *, lasts: b
 
 
 def _choose(operator: str, call: Record) -> Choice:
-    """Chooses by entry, which is tuned if need be and possible, or else PyTorch's own."""
+    """Chooses by the cache's entry; without one, autotunes the call if possible, else takes the default."""
     x = call[0]
     able = _able(operator, call)
     default = next(name for name in backends.operators[operator].defaults if name in able)
@@ -192,7 +193,7 @@ def _choose(operator: str, call: Record) -> Choice:
                 entry = _tune(cache, asked, able, operator, call)
             except Warning:  # where warnings are errors
                 raise
-            except Exception as error:  # the call itself may be served all the same, or raises it again
+            except Exception as error:  # the call itself may succeed all the same, or raise it again
                 from .autotune import tuner
 
                 reason = f"could not be tuned: {tuner.describe_error(error)}"
@@ -214,14 +215,14 @@ def _choose(operator: str, call: Record) -> Choice:
 
 
 def is_tuning() -> bool:
-    """Says whether a call is part of a composition that is being tuned, whose parts wait for their turn."""
+    """Returns whether this thread is tuning, so that operators within a composed one are not tuned."""
     from .autotune import tuner
 
     return tuner.is_tuning()
 
 
 def _knows(entry: autotune.Entry | None, able: list[str]) -> bool:
-    """Says whether an entry is of all backends that are able; a call before may have kept one away."""
+    """Returns whether an entry covers all able backends; the call that made it may have excluded one."""
     return entry is not None and all(name in entry.measurements for name in able)
 
 
@@ -232,7 +233,7 @@ def _note_passed_over(operator: str, able: list[str], default: str, reason: str)
 
 
 def _able(operator: str, call: Record) -> list[str]:
-    """Lists the backends that can serve a call, and notes why others cannot."""
+    """Returns the backends that can serve a call, and notes why others cannot."""
     able = []
     for backend in BACKENDS:
         if backend not in backends.implementations[operator]:
@@ -246,7 +247,7 @@ def _able(operator: str, call: Record) -> list[str]:
 
 
 def cache_key(operator: str, *args: Any, **kwargs: Any) -> str:
-    """Returns the cache key that an entry on such calls answers, as in the files of entries."""
+    """Returns the cache key of a call with these arguments, as in the files of entries."""
     return _cache_key_of(operator, backends.operators[operator].bind(*args, **kwargs))
 
 
@@ -268,7 +269,7 @@ def _cache_key(operator: str, dtype: torch.dtype, device: torch.device, gradient
 def _remembered_backend(
     operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str
 ) -> str | None:
-    """Returns the backend of a remembered entry for graphs; None without one."""
+    """Returns the entry's backend for graphs, or None without an entry."""
     asked = _cache_key(operator, dtype, device, gradient, kind)
     entry = autotune.cache_for(device).get(asked)
     if entry is not None:
@@ -281,17 +282,17 @@ def _remembered_backend(
 
 
 def _why_not_provable(cache: autotune.Cache) -> str | None:
-    """Says why nothing is tuned at first use in this process; None if it is."""
+    """Returns why this process does not autotune at first use, or None."""
     if not autotune.tuning_enabled():
         return "CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use"
-    # An entry that cannot be remembered could be another one in the next run.
+    # An entry that cannot be cached could differ in the next run.
     if torch.are_deterministic_algorithms_enabled() and (reason := cache.why_not_remembered()) is not None:
         return f"deterministic algorithms are demanded, but entries cannot be remembered: {reason}"
     return None
 
 
 def _why_not_provable_now(x: Tensor) -> str | None:
-    """Says why a call cannot be tuned where it is made; None if it can."""
+    """Returns why a call cannot be autotuned now, or None."""
     if x.numel() == 0:
         return "nothing is tuned on an empty tensor"
     if x.device.type not in ("cpu", "cuda"):
@@ -302,7 +303,7 @@ def _why_not_provable_now(x: Tensor) -> str | None:
 
 
 def _why_not_for_kernels(call: Record) -> str | None:
-    """Says why a call is for PyTorch's own, whatever the entry; None if it is not."""
+    """Returns why PyTorch's own operator must serve a call, whatever its entry, or None."""
     tensors = checks.tensors_of(call)
     if not all(type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided for t in tensors):
         return "entries do not hold for subclasses of tensors"
@@ -312,15 +313,15 @@ def _why_not_for_kernels(call: Record) -> str | None:
 
 
 def task_of(operator: str, *args: Any, **kwargs: Any) -> tuner.Task:
-    """Returns the tuning task of all backends that can serve calls with such arguments.
+    """Returns the tuning task for a call with these arguments, for ``tuner.tune``.
 
-    It is to be run by ``tuner.tune``, or in parts.
+    Its candidates are all backends that can serve the call.
     """
     return _task_of(operator, backends.operators[operator].bind(*args, **kwargs))
 
 
 def _task_of(operator: str, call: Record) -> tuner.Task:
-    from .autotune import tuner  # is not needed where every entry is known
+    from .autotune import tuner  # not needed where every entry is cached
 
     described, known = backends.operators[operator], backends.implementations[operator]
     x, able = call[0], _able(operator, call)
@@ -346,7 +347,7 @@ _ALL = 2**40  # more than any call has
 
 
 def _tune(cache: autotune.Cache, asked: str, able: list[str], operator: str, call: Record) -> autotune.Entry:
-    """Tunes a call, unless another process has done so meanwhile, and remembers the entry."""
+    """Autotunes a call, unless another process has done so meanwhile, and caches the entry."""
     from .autotune import tuner
 
     with tuner.noticed(), cache.tuning(lambda: _knows(cache.get(asked), able)):
@@ -360,7 +361,7 @@ def _tune(cache: autotune.Cache, asked: str, able: list[str], operator: str, cal
 
 
 def _may_time_again(cache: autotune.Cache, x: Tensor) -> bool:
-    """Says whether a call may be timed again; not where the choice is to stay from run to run."""
+    """Returns whether a call may be timed again; deterministic algorithms forbid it."""
     if is_tuning() or torch.are_deterministic_algorithms_enabled():
         return False
     return _why_not_provable(cache) is None and _why_not_provable_now(x) is None
@@ -369,7 +370,7 @@ def _may_time_again(cache: autotune.Cache, x: Tensor) -> bool:
 def _time_again(
     cache: autotune.Cache, asked: str, entry: autotune.Entry, operator: str, call: Record
 ) -> autotune.Entry:
-    """Times a call again and remembers the entry, unless another process tunes; returns what holds."""
+    """Times a call again and caches the entry, unless another process tunes; returns the valid entry."""
     from .autotune import tuner
 
     with cache.tuning(waits=False) as has_turn:
@@ -410,7 +411,7 @@ def _warn_of_wrong_kernels(asked: str, entry: autotune.Entry) -> None:
 
 
 def _note(operator: str, entry: autotune.Entry) -> None:
-    """Notes why an entry passed over the backends that it did not choose."""
+    """Notes why the entry's other backends do not serve."""
     for backend, measurement in entry.measurements.items():
         if backend != entry.chosen:
             backends.note_fallback(operator, backend, measurement.flaw or _why_slower(measurement, entry))
@@ -427,10 +428,10 @@ def _why_slower(measurement: autotune.Measurement, entry: autotune.Entry) -> str
 
 
 def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
-    """Returns the backends that serve an operator on a type of device, each with its number of entries.
+    """Returns the backends that serve an operator on a type of device: backend → number of entries.
 
-    They come most frequent first. Where backends are requested, it is the first of them that may serve, with
-    0; without entries nothing.
+    The most frequent comes first. Where backends are requested, only the first available one is returned,
+    with 0.
     """
     if not backends.is_auto():
         known = backends.implementations[operator]
@@ -446,9 +447,9 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
 
 
 def may_be_ours(operator: str, device_type: str, *, gradient: bool = True) -> bool:
-    """Says whether kernels of this project may serve calls of an operator on a type of device.
+    """Returns whether kernels of this project may serve calls of an operator on a type of device.
 
-    Whether they want a gradient matters where torch.compile traces them.
+    ``gradient`` matters only where torch.compile traces the calls.
     """
     if modes.is_counted():
         return False

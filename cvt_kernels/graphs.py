@@ -1,16 +1,16 @@
-"""CUDA graphs for inference: :func:`graphed` records the calls of a model once, and then replays them.
+"""CUDA graphs for inference: :func:`graphed` captures the calls of a model once, and then replays them.
 
-A replay launches all kernels of a forward at once: for a few images the host takes longer to launch them one
+A replay launches all kernels of a forward at once. With few images, the host takes longer to launch them one
 by one than the GPU takes to compute them.
 
-A graph computes what was recorded, from the memory that was recorded. So a call is replayed only if the kind
-of its arguments, the settings (``_settings``), and the modules, parameters and buffers in the same memory
-(``_Snapshot``) are those of the recording. Hundreds of tensors are compared while the GPU computes; a replay
-that turns out to be outdated is thrown away.
+A graph repeats the captured work on the captured memory. So a call is replayed only if the kind of its
+arguments, the settings (``_settings``), and the modules, parameters and buffers with their memory
+(``_Snapshot``) are the same as at the capture. Hundreds of tensors are compared while the GPU computes; an
+outdated replay is thrown away.
 
-The class of a graphed model is swapped for one that overrides ``forward`` (and ``_apply``, which forgets the
-graphs before ``.to()`` moves the weights). The graphs are an attribute of the model; a copy or a pickle gets
-an empty one in its place.
+A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
+before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins
+without graphs.
 """
 
 from __future__ import annotations
@@ -41,31 +41,30 @@ from .structure import Structure
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-#: The number of graphs that a model keeps unless :func:`graphed` is told another.
+#: The default number of graphs that a model keeps.
 MOST = 8
 #: The attribute of a graphed model that holds its graphs.
 _ATTRIBUTE = "_cvt_kernels_graphs"
 
 
 def graphed(model: _Model, *, most: int = MOST) -> _Model:
-    """Lets the calls of a model on an NVIDIA GPU be replayed as CUDA graphs in inference, in place.
+    """Replays a model's calls on an NVIDIA GPU as CUDA graphs, in inference; changes the model in place.
 
     The first call of each kind (shapes, dtypes and strides of its tensors, its other arguments, autocast and
-    the like) runs the model a few times and captures a graph; later ones copy their tensors into the graph's,
-    replay it and return copies of its results. The results are those of the same kernels. The class name,
+    so on) runs the model a few times and captures a graph. Later calls copy their tensors into the graph's,
+    replay it and return copies of its results. The same kernels run as without a graph. The class name,
     parameters, ``state_dict`` and hooks of the model stay. It works before and after :func:`accelerate`;
     :func:`restore` undoes both.
 
-    Weights may change: in place, which a graph sees by itself, or by others in their place, after which the
-    model is captured anew. Other attributes of modules are taken as they were at the capture.
+    Weights may change. A graph sees changes in place; after a replacement, the model is captured again. Other
+    attributes of modules stay as they were at the capture.
 
-    A call that no graph does justice to runs as it would without: in training, where a gradient is wanted,
-    with hooks on inner modules, on a CPU and so on; ``cvt_kernels.graphs.why_not_graphed`` says why.
+    Calls that cannot be graphed run as usual: in training, with gradients, with hooks on inner modules, on a
+    CPU and so on. ``cvt_kernels.graphs.why_not_graphed`` returns why.
 
     Args:
-        model: Any module whose forward launches the same work whatever the values of its arguments.
-        most: The number of graphs that are kept; before one more is captured, the one that has not been used
-            for the longest time is dropped.
+        model: A module whose forward launches the same work whatever the values of its arguments.
+        most: The number of graphs to keep; the least recently used one is dropped before another capture.
 
     Returns:
         The same object.
@@ -89,7 +88,7 @@ def graphed(model: _Model, *, most: int = MOST) -> _Model:
 
 
 def ungraphed(model: _Model) -> _Model:
-    """Takes the graphs of a model and of its submodules away, in place; returns the same object.
+    """Removes the graphs of a model and of its submodules, in place; returns the same object.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -104,7 +103,7 @@ def ungraphed(model: _Model) -> _Model:
 
 
 def why_not_graphed(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
-    """Says why a call of a model with these arguments would run without a graph now; None if it would not.
+    """Returns why a call of a model with these arguments would run without a graph now, or None.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -133,7 +132,7 @@ def _graphed_class(under: Any) -> Any:
         return under._apply(self, *args, **kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
-        # Pickle finds classes by name, and under this name it would find another one.
+        # Pickle finds classes by name, and this name is the original's.
         build, arguments, *state = under.__reduce_ex__(self, 2)
         if build is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (under,)
@@ -143,14 +142,14 @@ def _graphed_class(under: Any) -> Any:
 
 
 def _new_graphed(build: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
-    """Returns a graphed module, whose state is yet to come, for pickle and ``copy``."""
+    """Builds a graphed module without its state, for pickle and ``copy``."""
     module = build(*arguments)
     module.__class__ = _graphed_class(type(module))
     return module
 
 
 def change_class(module: nn.Module, changed: Callable[[Any], Any]) -> None:
-    """Swaps the class of a module for what ``changed`` makes of it, beneath its graphs if it has any."""
+    """Swaps a module's class for ``changed`` of it, beneath its graphs if it has any."""
     under = vars(type(module)).get(UNGRAPHED)
     if under is None:
         module.__class__ = changed(type(module))
@@ -161,7 +160,7 @@ def change_class(module: nn.Module, changed: Callable[[Any], Any]) -> None:
 
 # The graphs of one model ----------------------------------------------------------------------------------
 
-_thread = threading.local()  # notes that a model is captured, so that models within it are not
+_thread = threading.local()  # whether a model is being captured; models within it are then not
 
 
 def _graphs_of(model: nn.Module) -> _Graphs:
@@ -172,9 +171,9 @@ def _graphs_of(model: nn.Module) -> _Graphs:
 
 
 class _Graphs:
-    """The graphs of one model by the kinds of calls, the least recently used first.
+    """The graphs of one model: kind of call → graph, the least recently used first.
 
-    At most ``most`` are kept. ``owner`` is a weak reference to the model; in a copy it returns None.
+    ``most`` is the number to keep. ``owner`` is a weak reference to the model; in a copy it returns None.
     """
 
     def __init__(self, most: int, owner: nn.Module | None = None):
@@ -190,7 +189,7 @@ class _Graphs:
         return _Graphs, (self.most,)  # a copy of the model has graphs of its own, once it is called
 
     def forget(self) -> None:
-        """Drops all graphs and what is known of the model."""
+        """Drops all graphs and the snapshot of the model."""
         with self._lock:
             while self._graphs:
                 self._drop_oldest()
@@ -201,10 +200,10 @@ class _Graphs:
         _, graph = self._graphs.popitem(last=False)
         graph.cuda.release(graph.recorded)
         if all(other.cuda is not self._cuda for other in self._graphs.values()):
-            self._cuda = None  # the last of its graphs took the memory with it
+            self._cuda = None  # the memory is freed with the last graph
 
     def why_not(self, model: nn.Module, call: _Call) -> str | None:
-        """Says why a call runs as it is; None if it is replayed or captured."""
+        """Returns why a call runs without a graph, or None."""
         reason = _why_not_of_call(model, call) or _Snapshot(model).why_not(call.device)
         if reason is not None:
             return reason
@@ -215,7 +214,7 @@ class _Graphs:
             return self._failures.get((call.kind(), _settings(model, call.device)))
 
     def call(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
-        """Computes a call: by a graph, or as it is if :meth:`why_not` says so."""
+        """Computes a call, by a graph unless :meth:`why_not` returns a reason."""
         if _why_not_of_call(model, call) is None:
             with self._lock:
                 outputs = self._replayed(model, forward, call)
@@ -224,11 +223,11 @@ class _Graphs:
         return forward(*call.args, **call.kwargs)
 
     def _replayed(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
-        """Returns the outputs of a replay, of a graph that may be captured first, or else ``_NOTHING``."""
+        """Returns the outputs of a replay, after a capture if need be, or ``_NOTHING``."""
         snapshot = self._snapshot = self._snapshot or _Snapshot(model)
         key = call.kind(), _settings(model, call.device)
         graph, outputs = self._graphs.get(key), _NOTHING
-        # Before the replay: what is folded or packed again may have left the memory that the graph reads.
+        # Before the replay: weights that were folded or packed again may have left the memory of the graph.
         is_same = snapshot.has_keys_of(model) and (graph is None or graph.copies.hold())
         if is_same and snapshot.why_not(call.device) is None and key not in self._failures:
             if graph is not None:
@@ -236,10 +235,10 @@ class _Graphs:
                 outputs = graph.replay(call.tensors)
             elif snapshot.holds():
                 return self._capture(key, snapshot, model, forward, call)
-        # A replay is on its way meanwhile.
+        # The GPU replays meanwhile.
         if is_same and snapshot.holds():
             return outputs
-        # This call runs as it is: whose weights differ in every call is not captured in every call.
+        # This call runs without a graph, so that a model with other weights in every call is never captured.
         self.forget()
         self._snapshot = _Snapshot(model)
         return _NOTHING
@@ -250,9 +249,9 @@ class _Graphs:
         is_refused = False
         _thread.is_capturing = True
         try:
-            # As the user called it: entries are tuned, and errors of the user are raised.
+            # As the user called it: this autotunes the kernels, and raises the user's errors.
             outputs = forward(*call.args, **call.kwargs)
-            # In a capture it would put what is never computed in the place of parameters and buffers.
+            # A forward that replaces parameters or buffers would leave uncomputed ones behind in a capture.
             if not (snapshot.has_keys_of(model) and snapshot.holds()):
                 return outputs
             while len(self._graphs) >= self.most:
@@ -270,8 +269,8 @@ class _Graphs:
             _thread.is_capturing = False
         if reason is None:
             self._graphs[key] = graph
-            return graph.replay(call.tensors)  # the first results come from the kernels of the later ones
-        self._cuda = None  # its memory may hold what the failed capture has allocated
+            return graph.replay(call.tensors)  # so that the first results come from the same kernels
+        self._cuda = None  # its memory may hold allocations of the failed capture
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
         self._failures[key] = reason
@@ -293,7 +292,7 @@ _MOST_FAILURES = 1000  # ever new shapes must not fill the memory
 
 
 class _Call:
-    """A call of a model, with the leaves of its arguments and the tensors among them."""
+    """A call of a model, with the pytree leaves of its arguments and the tensors among them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args, self.kwargs = args, kwargs
@@ -306,13 +305,13 @@ class _Call:
         return self.tensors[0].device
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns ``args`` and ``kwargs`` with ``tensors`` in the place of the call's."""
+        """Returns ``args`` and ``kwargs`` with ``tensors`` instead of the call's."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.form)
 
     def kind(self) -> Any:
-        """Returns what tells the call from those that another graph serves; hashable."""
+        """Returns the call's key: a hashable value that is the same for calls of the same graph."""
         return self.form, *map(_kind_of, self.leaves)
 
 
@@ -323,13 +322,13 @@ def _kind_of(leaf: Any) -> Any:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
 
-#: Arguments that say all they have to say by their value.
+#: Types of arguments that are compared by value.
 _SETTINGS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _SETTINGS += (torch.dtype, torch.device, torch.memory_format, torch.layout)  # type: ignore[assignment]
 
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
-    """Says why a call cannot be replayed, by its arguments and what goes on around it; None if it can."""
+    """Returns why a call's arguments, or the modes around it, rule out a replay, or None."""
     if model.training:
         return "the model is in training mode; call its eval() before"
     if not call.tensors:
@@ -365,7 +364,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _settings(model: nn.Module, device: torch.device) -> tuple[Any, ...]:
-    """Returns the settings outside of a model on which it depends what a call launches."""
+    """Returns the settings outside of a model that decide which kernels a call launches."""
     cudnn: Any = torch.backends.cudnn
     cuda = torch.backends.cuda
     config = getattr(model, "config", None)
@@ -384,22 +383,22 @@ def _settings(model: nn.Module, device: torch.device) -> tuple[Any, ...]:
     )
 
 
-#: By these, Hugging Face's models say what they return, and which attention computes it.
+#: The configuration of Hugging Face's models for their results and their attention.
 _CONFIG = ("output_hidden_states", "output_attentions", "return_dict", "_attn_implementation")
 
 
-# What a graph takes from the model ------------------------------------------------------------------------
+# Snapshots of the model -----------------------------------------------------------------------------------
 
 
 class _Snapshot(Structure):
-    """The modules, parameters and buffers of a model at one time, and their memory, which it keeps alive."""
+    """A snapshot of a model's modules, parameters and buffers, whose memory it keeps alive."""
 
     def __init__(self, model: nn.Module):
         inner = list(itertools.islice(model.modules(), 1, None))
         scripted = [module for module in inner if isinstance(module, torch.jit.ScriptModule)]
         super().__init__(model, [] if scripted else inner)
         tensors = [*model.parameters(), *model.buffers()]
-        # Nobody could tell whether these have changed.
+        # Changes of these cannot be detected.
         self._why_unknown: str | None = None
         if scripted:
             kind = type(scripted[0]).__qualname__
@@ -422,11 +421,11 @@ class _Snapshot(Structure):
         return [getattr(module, _KEY)() for module in keyed]
 
     def has_keys_of(self, model: nn.Module) -> bool:
-        """Says whether the modules of the model that have a key of their own still have the same."""
+        """Returns whether the modules with a key of their own (``_KEY``) still have the same key."""
         return self._keys_of(model) == self._keys
 
     def holds(self) -> bool:
-        """Says whether the model still consists of the same, in the same memory."""
+        """Returns whether the model still has the same modules and tensors, in the same memory."""
         return (
             not self.is_changed()
             and all(map(Tensor.is_set_to, self._tensors, self._memory))
@@ -434,7 +433,7 @@ class _Snapshot(Structure):
         )
 
     def why_not(self, device: torch.device) -> str | None:
-        """Says why a model of this snapshot cannot be replayed with arguments on a device; None if it can."""
+        """Returns why this model cannot be replayed with arguments on a device, or None."""
         if self._why_unknown is not None:
             return self._why_unknown
         if not self._devices <= {device}:
@@ -453,16 +452,16 @@ class _Snapshot(Structure):
         return None
 
 
-#: The method by which a module tells what else it computes from; the result is compared by ``==``.
+#: The method that returns what else a module computes from; results are compared by ``==``.
 _KEY = "_cvt_kernels_graph_key"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _dtype_of = operator.attrgetter("dtype")
 
 
 def _is_idle(hook: Any) -> bool:
-    """Says whether a forward hook is one by which transformers records outputs, and nobody records now.
+    """Returns whether a forward hook is one of transformers' output recorders, and is not recording now.
 
-    Such hooks stay in a model once it has recorded any; what they record in a replayed call is in the graph.
+    These hooks stay in a model after its first recording. A replay has what they recorded at the capture.
     """
     if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
         return False
@@ -474,11 +473,11 @@ def _is_idle(hook: Any) -> bool:
 
 
 class _Graph:
-    """A captured call, which ``cuda`` has recorded: replays it with other tensors.
+    """A call that ``cuda`` has captured, to be replayed with other tensors.
 
     Attributes:
-        copies: The packed copies of weights that the recorded call has read.
-        why_not: Says why a replay would not do what the call does; None if it does.
+        copies: The packed copies of weights that the captured call has read.
+        why_not: Why a replay would not do the same as the call, or None.
     """
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
@@ -496,7 +495,7 @@ class _Graph:
             self.why_not = "the forward changes its arguments"
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns what the call computes of other tensors, in memory of its own."""
+        """Replays the call with other tensors; returns copies of the results."""
         with torch.no_grad(), self.cuda.turn(self._inputs):
             for ours, theirs in zip(self._inputs, tensors, strict=True):
                 ours.copy_(theirs)
@@ -507,15 +506,15 @@ class _Graph:
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
-    """Lets a block record no gradients, and cast weights without autocast's cache.
+    """Runs a block without gradients and without autocast's cache.
 
-    Casts that the cache holds may be in memory that does not last.
+    Cached casts could be in memory that does not outlive the capture.
     """
     is_caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()  # a forward may have an autocast of its own that asks for a cache
     try:
-        # Tensors of inference mode could not be written outside of it.
+        # Inference tensors could not be written outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             yield
     finally:
@@ -524,7 +523,7 @@ def _recording() -> Iterator[None]:
 
 
 def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:
-    """Says why outputs cannot be copied out of a graph; None if they can."""
+    """Returns why outputs cannot be copied out of a graph, or None."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if not _is_plain(leaf):
@@ -537,9 +536,9 @@ def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:
 
 
 class _CudaCapture:
-    """The calls of CUDA that graphs of one model on a GPU need.
+    """Captures and replays of one model's graphs on a GPU.
 
-    They share their memory, so that their replays follow each other, whatever the streams.
+    The graphs share their memory, so their replays run one after the other on any streams.
     """
 
     device_type = "cuda"
@@ -551,7 +550,7 @@ class _CudaCapture:
         self._done = torch.cuda.Event()
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Runs a function on a side stream and captures it; returns its outputs and the graph."""
+        """Warms a function up on a side stream and captures it; returns its outputs and the graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
@@ -561,7 +560,7 @@ class _CudaCapture:
                     function()
             current.wait_stream(self._side)
             torch.clear_autocast_cache()
-            torch._C._cuda_clearCublasWorkspaces()  # or the graph would use one that is not its own
+            torch._C._cuda_clearCublasWorkspaces()  # or the graph would use a workspace of other work
             try:
                 with machine.captured(graph, self._pool, self._side):
                     outputs = function()
@@ -571,9 +570,9 @@ class _CudaCapture:
 
     @contextlib.contextmanager
     def turn(self, memory: Sequence[Tensor]) -> Iterator[None]:
-        """Lets the work of a block begin on the current stream when that of the block before is done.
+        """Makes the current stream wait for the previous block's work before this block's.
 
-        The graph's own tensors, its ``memory``, are not given to others before that.
+        ``memory``, the graph's own tensors, is not reused by the allocator before the work is done.
         """
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
@@ -586,6 +585,6 @@ class _CudaCapture:
                 self._done.record(stream)
 
     def release(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroys a graph, when the GPU is done with it."""
+        """Destroys a graph once the GPU is done with it."""
         self._done.synchronize()
         graph.reset()

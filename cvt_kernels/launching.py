@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: how they are started, recorded, planned and intercepted."""
+"""Launches of Triton kernels, and hooks that record, plan or intercept them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Chip(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton kernel: with parameters by name, constants included, and Triton's options."""
+    """A launch of a Triton kernel: all parameters by name, constants included, and Triton's options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def start(self) -> None:
-        """Starts it on the current GPU and stream."""
+        """Launches the kernel on the current GPU and stream."""
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
@@ -37,13 +37,13 @@ class _Interception(NamedTuple):
     take: Callable[[Launch], Any]
 
 
-#: Who gets launches instead of the GPU; None for nobody.
+#: The hook that gets launches instead of the GPU, or None.
 interception: _Interception | None = None
 
 
 @contextlib.contextmanager
 def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
-    """Lists a block's launches of Triton kernels, planned for ``chip``, instead of starting them."""
+    """Records a block's launches of Triton kernels, planned for ``chip``, without running them."""
     launches: list[Launch] = []
     with intercepted_launches(launches.append, chip):
         yield launches
@@ -51,9 +51,9 @@ def recorded_launches(chip: Chip) -> Iterator[list[Launch]]:
 
 @contextlib.contextmanager
 def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None) -> Iterator[None]:
-    """Gives a block's launches of Triton kernels to ``take``, which may start them.
+    """Passes a block's launches of Triton kernels to ``take``, which may run them.
 
-    They are planned for ``chip``, or else for the GPU that there is.
+    They are planned for ``chip``, by default this machine's GPU.
     """
     global interception
     previous, interception = interception, _Interception(chip, take)
@@ -64,7 +64,7 @@ def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None
 
 
 class _Planning(threading.local):
-    """A note in each thread of who takes its launches."""
+    """The hook of each thread for its launches."""
 
     take: Callable[[Launch], Any] | None = None
 
@@ -74,7 +74,7 @@ _planning = _Planning()
 
 @contextlib.contextmanager
 def planned_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
-    """Gives a block's launches of Triton kernels by this thread to ``take`` instead of starting them."""
+    """Passes this thread's launches of Triton kernels in a block to ``take`` instead of running them."""
     previous, _planning.take = _planning.take, take
     try:
         yield
@@ -83,7 +83,7 @@ def planned_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
 
 
 def chip(device: torch.device) -> Chip:
-    """Returns the GPU of a device; for Triton's interpreter on the CPU, an sm_90 of one multiprocessor."""
+    """Returns the chip of a device; for Triton's interpreter on the CPU, sm_90 with one multiprocessor."""
     if interception is not None and interception.chip is not None:
         return interception.chip
     return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
@@ -96,7 +96,7 @@ def _cuda_chip(index: int) -> Chip:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:
-    """Starts a Triton kernel on the current stream of the device of ``on``, with arguments by name."""
+    """Launches a Triton kernel on the current stream of the device of ``on``, with arguments by name."""
     take = _planning.take if interception is None else interception.take
     if take is not None:
         take(Launch(kernel, grid, arguments, options))
@@ -109,7 +109,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def current_device_of(on: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the device of a tensor the current one; that it mostly is already takes less time to find out."""
+    """Makes a tensor's device the current one within a block; fast if it is current already."""
     if not on.is_cuda or on.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device_of(on)

@@ -1,6 +1,6 @@
-"""The facts of this machine: what is installed, the compiled extension, and how a Triton kernel is launched.
+"""Facts about this machine: what is installed, the compiled extension, GPUs, and captures of CUDA graphs.
 
-Nothing here asks the machine anything at import.
+Nothing is looked up at import.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST_GPU = (8, 0)
 
 _EXTENSION = "cvt_kernels._C"
-#: The build of the extension, as a part of sentences.
+#: The command that builds the extension, for messages.
 _BUILD = "in a checkout: pip install 'setuptools>=77' ninja && pip install --no-build-isolation ."
 
 
@@ -42,7 +42,7 @@ class ExtensionError(ImportError):
 
 
 class Machine(NamedTuple):
-    """The facts of this machine, each ready to print."""
+    """Facts about this machine, as text to print."""
 
     python: str
     torch: str
@@ -55,7 +55,7 @@ class Machine(NamedTuple):
 
 @functools.cache
 def facts() -> Machine:
-    """Looks at this machine, once; starts ``nvcc --version`` but no CUDA context."""
+    """Returns the facts about this machine, cached; runs ``nvcc --version``, but creates no CUDA context."""
     return Machine(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=torch.__version__,
@@ -68,7 +68,7 @@ def facts() -> Machine:
 
 
 def why_triton_unavailable(device_type: str) -> str | None:
-    """Says why this machine cannot run Triton kernels; None if it can."""
+    """Returns why this machine cannot run Triton kernels, or None."""
     if not INTERPRETING:
         if not torch.cuda.is_available():
             return "there is no NVIDIA GPU"
@@ -81,10 +81,10 @@ def why_triton_unavailable(device_type: str) -> str | None:
 
 
 def why_native_unavailable(device_type: str) -> str | None:
-    """Says why this machine has no native kernels for a type of device; None if it has them.
+    """Returns why this machine has no native kernels for a type of device, or None.
 
     Raises:
-        ExtensionError: They are installed but do not load.
+        ExtensionError: The extension is installed but does not load.
     """
     if not has_extension():
         return f"the extension {_EXTENSION} is not installed: {_how_to_build()}"
@@ -95,14 +95,14 @@ def why_native_unavailable(device_type: str) -> str | None:
 
 
 def _why_no_gpu_runs(backend: str) -> str | None:
-    """Says why none of the GPUs here can run kernels of a backend; None if one can, or if there is none."""
+    """Returns why no GPU here can run kernels of a backend; None if one can, or if there is no GPU."""
     reasons = [why_gpu_unsupported(backend, index) for index in range(torch.cuda.device_count())]
     return None if not reasons or None in reasons else reasons[0]
 
 
 @functools.cache
 def why_gpu_unsupported(backend: str, index: int) -> str | None:
-    """Says why one of the GPUs here cannot run kernels of ``"triton"`` or ``"native"``; None if it can."""
+    """Returns why a GPU cannot run kernels of ``"triton"`` or ``"native"``, or None."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip is not None:
         return f"there are kernels for NVIDIA's GPUs only, not for {name}"
@@ -118,12 +118,12 @@ def why_gpu_unsupported(backend: str, index: int) -> str | None:
 
 
 def has_extension() -> bool:
-    """Says whether the compiled extension is installed; it is not loaded."""
+    """Returns whether the compiled extension is installed, without loading it."""
     return importlib.util.find_spec(_EXTENSION) is not None
 
 
 def _how_to_build() -> str:
-    """Says what keeps the extension from being built here, and what builds it."""
+    """Returns what prevents building the extension here, and the command that builds it."""
     if platform.system() != "Linux":
         return "it is built on Linux only"
     compiler = (os.environ.get("CXX") or "c++").split()[0]
@@ -136,7 +136,7 @@ def _how_to_build() -> str:
 
 
 def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
-    """Says why the extension has no kernels of a toolkit that the driver here runs; None if it has them."""
+    """Returns why the extension has no CUDA kernels that this driver can run, or None."""
     if not toolkit and requested == "0":
         return "the extension was built with CVT_KERNELS_CUDA=0"
     if not toolkit:
@@ -153,7 +153,7 @@ def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
 def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
     """Returns whether code for ``sm_86`` (or PTX, ``compute_86``) runs on a GPU of a compute capability."""
     kind, _, number = architecture.partition("_")
-    if not number.isdigit():  # sm_90a and sm_100f are for what they name
+    if not number.isdigit():  # sm_90a and sm_100f are for exactly that capability
         number = number[:-1]
         return capability == (int(number[:-1]), int(number[-1]))
     built = int(number[:-1]), int(number[-1])
@@ -161,7 +161,7 @@ def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
 
 
 def cuda_driver_version() -> int:
-    """Returns the newest version of CUDA that the driver serves, as 13000; 0 if there is no driver."""
+    """Returns the newest version of CUDA that the driver supports, such as 13000; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -201,7 +201,7 @@ def _check_instruction_set() -> None:
     It reads the variable at the first call of each family of kernels.
     """
     try:
-        with _disable_current_modes():  # such as one of tensors without numbers, which would ask nothing
+        with _disable_current_modes():  # a mode of fake tensors, for example, would not run the kernel
             torch.ops.cvt_kernels.gelu(torch.zeros(1, device="cpu"), None, "none")
     except RuntimeError as error:
         _, name, reason = str(error).partition("\n")[0].partition("CVT_KERNELS_CPU: ")
@@ -223,7 +223,7 @@ def _native() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """Returns the version of an installed package without importing it; None if it is not installed."""
+    """Returns the version of a package without importing it, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -231,7 +231,7 @@ def installed_version(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """Returns the name of the processor, such as ``AMD EPYC 9554 64-Core Processor``."""
+    """Returns the name of the CPU, such as ``AMD EPYC 9554 64-Core Processor``."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -248,7 +248,7 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _nvcc() -> str:
-    """Describes the CUDA compiler, as ``13.0 (/usr/local/cuda/bin/nvcc)``."""
+    """Returns the version and path of nvcc, such as ``13.0 (/usr/local/cuda/bin/nvcc)``."""
     path = find_nvcc()
     if path is None:
         return "not found"
@@ -263,14 +263,14 @@ def _nvcc() -> str:
 
 
 def is_thread_of_autograd() -> bool:
-    """Says whether PyTorch has started this thread for the backward on a GPU; another one waits for it."""
+    """Returns whether this is PyTorch's thread for the backward on a GPU, for which another one waits."""
     if torch._C._current_autograd_node() is None:
         return False
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class _Rehearsal(threading.local):
-    """A note in each thread whether its work is a rehearsal of a capture."""
+    """A flag in each thread: whether its work rehearses a capture."""
 
     is_on = False
 
@@ -279,13 +279,13 @@ _rehearsal = _Rehearsal()
 
 
 def is_capturing(x: Tensor) -> bool:
-    """Says whether work on a tensor is being captured in a CUDA graph, or is a rehearsal of that."""
+    """Returns whether work on a tensor is captured in a CUDA graph, or rehearses a capture."""
     return x.is_cuda and (_rehearsal.is_on or torch.cuda.is_current_stream_capturing())
 
 
 @contextlib.contextmanager
 def rehearsed_capture() -> Iterator[None]:
-    """Lets this thread launch what it would capture, so that all of it is compiled and loaded before."""
+    """Lets this thread launch the kernels of a later capture, so that all are compiled and loaded before."""
     previous, _rehearsal.is_on = _rehearsal.is_on, True
     try:
         yield
@@ -295,14 +295,14 @@ def rehearsed_capture() -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Captures the work of a block into a CUDA graph; one that cannot be captured leaves nothing behind.
+    """Captures the work of a block into a CUDA graph, and cleans up after a failed capture.
 
-    What torch does not take back itself is undone: the stream stays the current one, the allocator goes on
-    filling the graph's memory, and up to torch 2.11 no random number can be drawn until another capture
-    succeeds. Other threads may go on meanwhile with what a capture does not allow.
+    After a failure, torch itself leaves the stream current, the allocator in the graph's pool and, up to
+    torch 2.11, random numbers unusable until another capture succeeds. All of that is undone here. Other
+    threads may meanwhile do what a capture forbids.
 
     Raises:
-        Exception: What the block raises, or torch where the capture fails.
+        Exception: The block's error, or torch's if the capture fails.
     """
     failures: list[Exception] = []
     with torch.cuda.stream(torch.cuda.current_stream()):
@@ -316,25 +316,22 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) 
         except Exception as error:
             with torch.cuda.stream(stream):
                 _undo_capture(graph, pool)
-            # The end of a capture that has failed raises another error. Nothing here keeps the one that is
-            # raised, whose traceback keeps the tensors of the block.
+            # The end of a failed capture raises another error; the block's own is raised instead. It is not
+            # kept here, since its traceback keeps the block's tensors alive.
             raise (failures.pop() if failures else error) from None
 
 
 def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Undoes what a failed capture on the current stream leaves behind."""
+    """Cleans up after a failed capture on the current stream."""
     device = torch.cuda.current_device()
     try:
-        graph.pool()  # which it has from the end of a capture on, and takes back when it is destroyed
+        graph.pool()  # exists after the end of a capture; the graph's destructor then releases it
     except RuntimeError:
         for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with contextlib.suppress(RuntimeError):  # the capture has not come that far, or is beyond it
+            with contextlib.suppress(RuntimeError):  # the capture did not get that far, or is past it
                 give_back(device, pool)
-    with contextlib.suppress(RuntimeError):  # the GPU is not usable any more
+    with contextlib.suppress(RuntimeError):  # the GPU is no longer usable
         generator = torch.cuda.CUDAGraph()
         generator.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device="cuda")  # or torch warns of an empty graph
         generator.capture_end()
-
-
-# Launching Triton kernels ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Warns once if compiled kernels are missing.
 
-Without them PyTorch's own operators serve and nothing fails, so nobody would notice that an
-installation is incomplete.
+Without them PyTorch's own operators serve and nothing fails, so an incomplete installation would go
+unnoticed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _said = False
 
 
 def warn_of_missing_kernels() -> None:
-    """Warns of kernels that would serve this machine but are not installed, once per process.
+    """Warns once per process if kernels for this machine are not installed.
 
-    A public function calls it directly: the warning points to the line that called that function.
+    Call it directly from a public function: the warning points to that function's caller.
     """
     global _said
     if _said:
@@ -36,7 +36,7 @@ def warn_of_missing_kernels() -> None:
 
 
 def why_kernels_are_missing() -> str | None:
-    """Says what is lacking that would serve this machine, and what installs it; None if nothing is."""
+    """Returns which kernels for this machine are not installed and how to install them, or None."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return None
     has_gpu = _has_gpu()
@@ -45,7 +45,7 @@ def why_kernels_are_missing() -> str | None:
         reasons.append(machine.why_native_unavailable("cpu"))
     elif has_gpu:
         with contextlib.suppress(machine.ExtensionError):  # the first call will raise it
-            if machine.load_extension().cuda_request != "0":  # or somebody left them out on purpose
+            if machine.load_extension().cuda_request != "0":  # 0: left out on purpose
                 reasons.append(machine.why_native_unavailable("cuda"))
     if has_gpu:
         reasons.append(machine.why_triton_unavailable("cuda"))

@@ -23,28 +23,28 @@ def wants_gradient(*values: object) -> bool:
 
 
 def plain_size(size: int) -> int:
-    """Returns a size as a plain number, which it is not where ``torch.jit.trace`` records."""
+    """Returns a size as an int; under ``torch.jit.trace`` it is a tensor."""
     return int(size) if torch.jit.is_tracing() else size
 
 
 def forward_mode_enabled() -> bool:
     """Returns whether forward-mode differentiation is on."""
-    # There is no public way to ask; without this one, the answer is on the safe side.
+    # There is no public API; if this attribute is missing, the result is True, the safe side.
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def may_change(value: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether the result of a computation on all of these may overwrite the first.
+    """Returns whether the result of a computation on these tensors may overwrite the first one.
 
-    That nobody else reads the first again is up to the caller. It may not where autograd may need it, nor
-    under ``vmap``, which may make the result larger.
+    It may not if autograd may need the first, nor under ``vmap``, which may make the result larger. The
+    caller must know that nobody else reads the first again.
     """
     return not (wants_gradient(value, *others) or is_transformed())
 
 
 def is_transformed() -> bool:
-    """Returns whether a transform of ``torch.func`` is under way, such as ``vmap`` or ``grad``."""
-    return torch._C._functorch.maybe_current_level() is not None  # there is no public way to ask
+    """Returns whether a transform of ``torch.func`` is active, such as ``vmap`` or ``grad``."""
+    return torch._C._functorch.maybe_current_level() is not None  # there is no public API
 
 
 def autocast_enabled(x: Tensor) -> bool:
@@ -63,10 +63,11 @@ def _has_autocast(device_type: str) -> bool:
 
 
 def is_exporting() -> bool:
-    """Returns whether ``torch.export`` traces."""
+    """Returns whether ``torch.export`` is tracing."""
     return torch.compiler.is_exporting()
 
 
+# torch.compile of torch 2.11 cannot trace the first and takes the second for true; see the end of
 # backends.py.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -74,30 +75,29 @@ _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Dynamo can trace none of this, but enters the transforms that it traces, and guards those around it.
+# Dynamo cannot trace this function, but it enters the transforms that it traces and guards those around it.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast gives ``x``; None without autocast and for float64, which it leaves."""
+    """Returns autocast's dtype for ``x``; None without autocast, and for float64, which autocast leaves."""
     if autocast_enabled(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return None
 
 
 def dtype_for_layers(x: Tensor) -> torch.dtype | None:
-    """Returns autocast's dtype on a GPU, where a LayerNorm of ``x`` gives float32 by itself; None elsewhere.
+    """Returns autocast's dtype for the layers after a LayerNorm of ``x`` on a GPU; None elsewhere.
 
-    The layers after a LayerNorm compute in it. Named to ``layer_norm``, it saves their casts.
+    Under autocast, LayerNorm returns float32 there. Passed to ``layer_norm``, this dtype saves the casts.
     """
     return autocast_dtype(x) if x.is_cuda else None
 
 
 def is_counted() -> bool:
-    """Returns whether a counter of floating-point operations watches, such as PyTorch's FlopCounterMode.
+    """Returns whether a FLOP counter is active, such as PyTorch's FlopCounterMode or one of that name.
 
-    Such tools know the costs of PyTorch's own operators only. ptflops and others have a class of this name
-    too.
+    FLOP counters know PyTorch's own operators only.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False
@@ -105,5 +105,5 @@ def is_counted() -> bool:
     return any(cls.__name__.endswith("FlopCounterMode") for cls in classes)
 
 
-# Nothing is compiled where a mode is on; see the end of backends.py.
+# Nothing is compiled under a dispatch mode; see the end of backends.py.
 is_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]

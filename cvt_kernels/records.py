@@ -1,4 +1,4 @@
-"""The records that operators take and return: parameters of layers and blocks, rows of 8-bit numbers."""
+"""NamedTuples that operators take and return: parameters of layers and blocks, and quantized rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from . import checks
 
-#: Names of the GELU variants; see :func:`gelu`.
+#: The GELU variants; see :func:`gelu`.
 GeluVariant = Literal["none", "tanh", "quick"]
 
 
-#: What the head of a model reads: the class token, or the mean of the others.
+#: The input of a model's head: the class token, or the mean of the other tokens.
 Pool = Literal["cls", "avg"]
 
 
@@ -26,16 +26,16 @@ class ConvBatchNorm(NamedTuple):
         weight: Convolution weight, ``(C, 1, k, k)``.
         bn_weight: BatchNorm scale γ, ``(C,)``, or None for 1.
         bn_bias: BatchNorm shift β, ``(C,)``, or None for 0.
-        running_mean: Buffer ``(C,)``, updated in place in training; None normalizes by the batch always.
-        running_var: Buffer ``(C,)``, likewise. It takes the unbiased variance.
+        running_mean: Buffer ``(C,)``, updated in place in training; None always normalizes by the batch.
+        running_var: Buffer ``(C,)``, likewise, updated by the unbiased variance.
         num_batches_tracked: Integer scalar buffer, incremented in training; needed if ``momentum`` is None.
         stride: Convolution stride, the same in both directions.
         padding: Zero padding on each side.
         dilation: Spacing of the taps.
         momentum: Weight of the new batch in the running statistics; None averages over all batches.
         eps: Added to the variance.
-        process_group: If given, training takes the statistics of the batch over all its processes, as
-            ``nn.SyncBatchNorm`` does; no process may have an empty share.
+        process_group: If given, training computes the batch statistics over all its processes, like
+            ``nn.SyncBatchNorm``; no process may have an empty share.
     """
 
     weight: Tensor
@@ -53,12 +53,12 @@ class ConvBatchNorm(NamedTuple):
 
     @classmethod
     def from_modules(cls, conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> ConvBatchNorm:
-        """Collects the tensors and settings of two live modules; nothing is copied.
+        """Returns the tensors and settings of two modules, without copies.
 
         Raises:
-            TypeError: If they are other modules.
-            ValueError: If the convolution has a bias, a padding mode other than zeros, or different settings
-                in the two directions.
+            TypeError: They are of other types.
+            ValueError: The convolution has a bias, a padding mode other than zeros, or different settings in
+                the two directions.
         """
         checks.check_kind("conv", conv, nn.Conv2d)
         checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
@@ -79,7 +79,7 @@ class ConvBatchNorm(NamedTuple):
         )  # fmt: skip
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Returns the (H, W) of the output for an input of ``grid``; below 1 means that it is empty."""
+        """Returns the output's (H, W) for an input of ``grid``; below 1 means that the output is empty."""
         reach = self.dilation * (self.weight.shape[-1] - 1) + 1
         height, width = ((n + 2 * self.padding - reach) // self.stride + 1 for n in grid)
         return height, width
@@ -95,9 +95,9 @@ def summands(branch: Branch) -> tuple[ConvBatchNorm, ...]:
 
 
 def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tuple[int, ...]]:
-    """Returns the convolutions of all branches, one after the other, and for each the length of its sum.
+    """Returns the convolutions of all branches in one tuple, and the length of each sum.
 
-    That is how many convolutions the branch has that begins with it; 0 for the others of a branch.
+    The length stands at the first convolution of a branch; the others of the branch have 0.
     """
     if all(type(branch) is ConvBatchNorm for branch in branches):
         return cast(tuple[ConvBatchNorm, ...], tuple(branches)), (1,) * len(branches)
@@ -111,21 +111,21 @@ def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tu
 
 
 class PositionBias(NamedTuple):
-    """A learned bias of attention for each head and each offset from key to query (CvT-v2).
+    """A learned relative position bias of attention, for each head and offset from key to query (CvT-v2).
 
-    Key (a, b) of the key grid lies at token (s·a, s·b) of the query grid, where the convolution that makes
-    it is centered. An offset is counted in tokens, so in units of 1/s of the key grid: the query at (i, j)
-    has the offset (i − s·a, j − s·b), at index (i − s·a + s·(Hk − 1), j − s·b + s·(Wk − 1)) of the table. A
-    class token, token and key 0, has no place: its scores get no bias.
+    Key (a, b) of the key grid is at token (s·a, s·b) of the query grid, the center of its convolution. The
+    query at (i, j) has the offset (i − s·a, j − s·b), counted in tokens, at index
+    (i − s·a + s·(Hk − 1), j − s·b + s·(Wk − 1)) of the table. A class token, token and key 0, has no
+    position: its scores get no bias.
 
     Attributes:
-        table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite; of the dtype of q, but under autocast it
-            may have another.
+        table: ``(heads, H + s·(Hk − 1), W + s·(Wk − 1))``, finite, in q's dtype; under autocast it may have
+            another.
         query_grid: ``(H, W)`` of the tokens.
         key_grid: ``(Hk, Wk)``.
         stride: s.
-        rows: ``(B, Nq)`` int64, the tokens that the queries are, as of :func:`gather_rows`, each at most
-            once; None where there is a query for each token. The result of a row of −1 means nothing.
+        rows: ``(B, Nq)`` int64, the token of each query, as of :func:`gather_rows`, each at most once; None
+            where every token has a query. The result of a row of −1 is undefined.
     """
 
     table: Tensor
@@ -157,7 +157,7 @@ class Linear(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of 8-bit numbers, each row with a scale: ``values · scales`` is what they stand for.
+    """Rows of 8-bit numbers with a scale for each row; they stand for ``values · scales``.
 
     Attributes:
         values: ``(..., C)``; int8 between -127 and 127, or float8_e4m3fn.
@@ -169,13 +169,13 @@ class QuantizedRows(NamedTuple):
 
 
 class QuantizedLinear(NamedTuple):
-    """A linear layer whose weight is of 8-bit numbers.
+    """A linear layer with an 8-bit weight.
 
     Attributes:
         weight: ``(outputs, inputs)``; int8 between -127 and 127, or float8_e4m3fn.
         weight_scale: ``(outputs,)``, float32: the weight stands for ``weight · weight_scale[:, None]``.
         bias: ``(outputs,)``, or None for 0.
-        input_scale: The scale of all rows of the input, a float32 scalar; None for one per row.
+        input_scale: The scale of all rows of the input, a float32 scalar; None for one scale per row.
     """
 
     weight: Tensor
@@ -188,7 +188,7 @@ AnyLinear = Linear | QuantizedLinear
 
 
 class DepthwiseConv(NamedTuple):
-    """A depthwise 3×3 convolution of stride 1, padded by zeros.
+    """A depthwise 3×3 convolution with stride 1 and zero padding.
 
     Attributes:
         weight: ``(C, 1, 3, 3)``.
@@ -200,10 +200,10 @@ class DepthwiseConv(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A convolution whose stride is its kernel size, and a LayerNorm: fewer tokens for keys and values (PVT).
+    """A convolution whose stride is its kernel size, and a LayerNorm, for fewer keys and values (PVT).
 
     Attributes:
-        weight: ``(C, C, r, r)``. Rows and columns of tokens that make no whole square of r×r are left out.
+        weight: ``(C, C, r, r)``. Rows and columns of tokens beyond the last whole r×r square are left out.
         bias: ``(C,)``, or None for 0.
         norm: The LayerNorm.
     """
@@ -213,28 +213,27 @@ class Reduction(NamedTuple):
     norm: Norm
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Returns the (H, W) of the output for an input of ``grid``."""
+        """Returns the output's (H, W) for an input of ``grid``."""
         ratio = self.weight.shape[-1]
         return grid[0] // ratio, grid[1] // ratio
 
 
 class TransformerBlock(NamedTuple):
-    """The parameters of a block of CvT, SegFormer or PVT: attention and MLP, each behind a LayerNorm.
+    """The parameters of a pre-norm transformer block of CvT, SegFormer or PVT.
 
     Attributes:
         norm1: The LayerNorm before attention.
-        reduce: What makes the tokens of Q, K and V of all tokens: the convolutional projections of each,
-            normalized by running statistics (CvT); a reduction of K's and V's (SegFormer, PVT); None where
-            all three are of all tokens.
-        linears: The linear layers of Q, of K and of V.
-        num_heads: Heads of attention.
-        scale: Factor on the scores; None for the root of the reciprocal of a head's channels.
+        reduce: The convolutional projections of Q, K and V, normalized by running statistics (CvT); a
+            reduction for K and V (SegFormer, PVT); or None, if Q, K and V are made from all tokens.
+        linears: The linear layers of Q, K and V.
+        num_heads: The number of attention heads.
+        scale: Factor on the scores; None for 1/√(head channels).
         proj: The linear layer after attention.
         norm2: The LayerNorm before the MLP.
         fc1: The first linear layer of the MLP.
-        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
-        fc2: The second linear layer.
-        mix: The convolution before the GELU (SegFormer, PVT v2); None where there is none.
+        approximate: The variant of GELU, see :func:`cvt_kernels.gelu`.
+        fc2: The second linear layer of the MLP.
+        mix: The convolution before the GELU (SegFormer, PVT v2), or None.
     """
 
     norm1: Norm
@@ -251,19 +250,19 @@ class TransformerBlock(NamedTuple):
 
     @property
     def convs(self) -> tuple[ConvBatchNorm, ...]:
-        """The convolutional projections of Q, K and V; none of a block without."""
+        """The convolutional projections of Q, K and V; empty for a block without."""
         return () if self.reduce is None or isinstance(self.reduce, Reduction) else self.reduce
 
     def layers(self) -> tuple[AnyLinear, ...]:
-        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        """Returns the linear layers: of Q, K and V, after attention, and the two of the MLP."""
         return (*self.linears, self.proj, self.fc1, self.fc2)
 
     def quantized_layers(self) -> list[QuantizedLinear]:
-        """Returns the quantized ones of :meth:`layers`."""
+        """Returns the quantized layers among :meth:`layers`."""
         return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Returns all tensors that the block reads, in one order; None for those that it does without."""
+        """Returns all tensors that the block reads, in a fixed order, with None for missing ones."""
         q, k, v = self.linears
         norm1, norm2, reduce = self.norm1, self.norm2, self.reduce
         of_reduce: tuple[Tensor | None, ...] = ()
@@ -279,15 +278,15 @@ class TransformerBlock(NamedTuple):
 
 
 def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
-    """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in its order."""
+    """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in order."""
     if not torch.compiler.is_compiling():
         of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
-        try:  # as attributes of the modules they would take ten times as long to find
+        try:  # ten times as fast as attributes of the modules
             return (
                 of_conv["bias"], of_conv["weight"], of_bn["weight"], of_bn["bias"],
                 buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
             )  # fmt: skip
-        except KeyError:  # one is computed from others, as by nn.utils.parametrize
+        except KeyError:  # one is computed, as by nn.utils.parametrize
             pass
     return (
         conv.bias, conv.weight, bn.weight, bn.bias,
@@ -296,7 +295,7 @@ def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple
 
 
 def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the processes that ``bn`` synchronizes over now, as SyncBatchNorm does in training."""
+    """Returns the process group that ``bn`` synchronizes over now, like SyncBatchNorm, or None."""
     if not (
         isinstance(bn, nn.SyncBatchNorm) and bn.training and dist.is_available() and dist.is_initialized()
     ):
@@ -309,5 +308,5 @@ def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-#: A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
+#: Rows whose largest number is smaller count as zeros: the reciprocal of their scale would overflow.
 LEAST = 2.0**-117

@@ -1,4 +1,4 @@
-"""Modules, parameters and buffers of a model: every call notices that one of them has been replaced."""
+"""Detects replaced modules, parameters and buffers of a model, at every call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 class Structure:
-    """The modules, parameters and buffers of a module as they were, to be compared with later ones.
+    """A snapshot of the modules, parameters and buffers of a module, for comparison with later ones.
 
-    It refers to the modules within that matter, not to the owner, which it must not keep alive. Every call
-    compares some hundreds of members, so that loops are left to C.
+    It refers to inner modules, but not to the owner, which it must not keep alive. Every call compares
+    hundreds of members, so the loops run in C.
     """
 
     def __init__(self, owner: nn.Module, modules: Sequence[nn.Module]):
@@ -32,11 +32,11 @@ class Structure:
         return [*map(id, members)], [*map(type, self.modules)], [*map(_forward_of, self._classes)]
 
     def is_changed(self) -> bool:
-        """Says whether a member, a class or the forward of a class is another than it was."""
+        """Returns whether a member, a class or the forward of a class has been replaced."""
         return any(self._empty) or self._find() != self._found
 
     def is_training(self) -> bool:
-        """Says whether a module within is in training mode."""
+        """Returns whether an inner module is in training mode."""
         return any(map(_training_of, self.spaces))
 
 

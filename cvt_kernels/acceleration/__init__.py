@@ -1,14 +1,14 @@
-"""Fused forwards for the CvT that people already have: ``accelerate`` and ``restore``.
+"""Drop-in fused forwards for the CvT you already have: ``accelerate`` and ``restore``.
 
-A supported block changes its class, to a subclass of the same name that overrides ``forward``: parameters,
-buffers, submodules, hooks and ``state_dict`` stay as they are.
+The class of a supported block is swapped for a subclass of the same name that overrides ``forward``.
+Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 
-Every call asks again whether the block is what its entry in the table expects; if not, the block's own
-forward runs. The files, each on those before it: ``watching`` (who would notice that a module is not called),
-``blocks`` (the modules of a block, the form of an entry), ``fused`` (operations on them, and the fused
-forward), ``stages`` (whole stages and layers for serving), ``cvt`` and ``pyramids`` (the entries of each
-upstream), ``matching`` (which block is which, and whether it runs fused), ``freezing`` (which stages and
-layers can be served, and their forward), this file (the swap of classes), ``coverage`` and ``verify``.
+Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
+The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
+(the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
+layers for serving), ``cvt`` and ``pyramids`` (the entries of each upstream), ``matching`` (finds and checks
+blocks), ``freezing`` (finds and checks stages and layers, and runs them), this file (swaps classes),
+``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from .watching import forget
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-#: The attribute of a class of ours that holds the first original and the keys of the entries, in their order.
+#: The attribute of a derived class with the original class and the keys of the entries, in order.
 _MADE_OF = "_cvt_kernels_made_of"
 
 
 def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
-    """Gives the supported blocks of a CvT, SegFormer, PVT, PVT v2 or GLPN fused forwards, in place.
+    """Swaps fused forwards into the blocks of a CvT, SegFormer, PVT, PVT v2 or GLPN, in place.
 
-    Supported are Hugging Face's models of these names, Microsoft's ``cls_cvt`` models and every model that
-    contains their blocks. (``cvt``'s own blocks are fused as they are.) The model computes what it computed
-    before, in evaluation and in training, with the same random numbers, gradients and BatchNorm statistics,
-    up to rounding. Parameters, ``state_dict``, hooks and class names stay.
+    It supports Hugging Face's models of these names, Microsoft's ``cls_cvt`` models, and every model that
+    contains their blocks. (``cvt``'s own blocks are fused already.) Outputs, gradients, random numbers and
+    BatchNorm statistics stay the same up to rounding, in evaluation and in training. Parameters,
+    ``state_dict``, hooks and class names stay.
 
-    A block that is not as its class is upstream keeps its class, and one that a fused forward would not do
-    justice to its own computation, call by call: :func:`coverage` tells which and why. :func:`restore` undoes
-    everything. Second derivatives need the reference backend.
+    A block that differs from upstream's keeps its class. A call that the fused forward does not support runs
+    the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
+    Second derivatives need the reference backend.
 
-    On a CPU, in evaluation and without gradients, each stage of a CvT is one step whose weights are packed
-    for this CPU, and so is each layer of the other models. The packed copies take as much memory as the
-    weights (:func:`release_memory` frees them). Changed weights are noticed, and packed again, unless they
-    were changed through ``.data`` in place, which PyTorch does not count (:func:`refresh`).
+    On a CPU, in evaluation and without gradients, each stage of a CvT, and each layer of the other models,
+    runs as one step with weights packed for this CPU. The packed copies take as much memory as the weights
+    (:func:`release_memory` frees them). Changed weights are detected and packed again, unless they were
+    changed through ``.data`` in place, which PyTorch does not count (:func:`refresh`).
 
-    With ``freeze=True`` a model is for serving only, on GPUs too: biases are folded, the residual stream is
-    one tensor that the matrix products accumulate into, and a CvT-13 takes half the launches. In training
-    mode it raises. Where gradients are recorded, under autocast and export, and under ``torch.compile`` on a
-    GPU, its blocks run one by one.
+    With ``freeze=True`` the model is for inference only, on GPUs too: biases are folded, matrix products
+    accumulate into the residual stream, and a CvT-13 takes half the launches. In training mode it raises.
+    With gradients, under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by
+    one.
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: None serves whole stages and layers on a CPU in evaluation. True serves them everywhere, and
-            nothing else; the model must be in evaluation mode. False leaves every call to the blocks.
+        freeze: None runs whole stages and layers as one on a CPU in evaluation. True does so everywhere, for
+            inference only; the model must be in evaluation mode. False runs block by block.
 
     Returns:
         The same object.
 
     Raises:
         TypeError: ``model`` is not a module, or ``freeze`` neither None, True nor False.
-        ValueError: It has no supported block, or with ``freeze=True`` it has no stage or layer that can be
-            frozen, or is in training mode; it is left as it was.
+        ValueError: The model has no supported block; or with ``freeze=True``, it has no stage or layer that
+            can be frozen, or is in training mode. It is left unchanged.
     """
     if freeze is not None:
         checks.check_flag("freeze", freeze)
@@ -134,12 +134,12 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def restore(model: _Model) -> _Model:
-    """Gives blocks and stages their own classes back, in place, drops CUDA graphs, and undoes ``quantize``.
+    """Undoes ``accelerate``, ``graphed`` and ``quantize``, in place.
 
-    A quantized layer that was loaded as it is stays so: there is no other.
+    A layer that was loaded as a quantized one stays quantized.
 
     Args:
-        model: Any module; what was neither accelerated, graphed nor quantized stays as it is.
+        model: Any module.
 
     Returns:
         The same object.
@@ -154,7 +154,7 @@ def restore(model: _Model) -> _Model:
 
 
 def give_classes_back(model: _Model) -> _Model:
-    """Does as :func:`restore`, but leaves quantized layers as they are."""
+    """Undoes ``accelerate`` and ``graphed``, in place; quantized layers stay."""
     ungraphed(model)
     for module in model.modules():
         forget(module)
@@ -184,13 +184,13 @@ def _fused_class(original: Any, key: str) -> Any:
 
 
 def _run_module(entry: BlockEntry, module: nn.Module, parts: Any, args: Any, kwargs: Any) -> Any:
-    """Computes a call of an embedding or a head; NotImplemented for one that is left to its own forward."""
+    """Runs the fused forward of an embedding or a head; NotImplemented if its own forward has to run."""
     assert entry.forward is not None
     return entry.forward(module, *args, **kwargs)
 
 
 def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any, kwargs: Any) -> Any:
-    """Computes a call of a block; NotImplemented for one that is left to its own forward."""
+    """Runs the fused forward of a block; NotImplemented if its own forward has to run."""
     call = entry.call_of(args, kwargs)
     if call is None:
         return NotImplemented
@@ -247,7 +247,7 @@ def _serving_class(original: Any, key: str) -> Any:
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether ``torch.jit.trace`` or ``torch.fx`` records a call, which is then the module's own."""
+    """Returns whether ``torch.jit.trace`` or ``torch.fx`` traces a call; its own forward then runs."""
     if torch.jit.is_tracing():
         return True
     return any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(torch.fx.Proxy)))

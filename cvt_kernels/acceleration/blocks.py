@@ -1,8 +1,8 @@
-"""The modules of a block and of a stage, whatever their upstream calls them, and the entries of classes.
+"""Entries, which describe upstream's classes, and parts, the modules of a block or stage under common names.
 
-An entry says how blocks of a class are recognized, by the names and the structure of their classes, so that
-nothing upstream is imported. Parts say which modules a fused forward does the work of (``bypassed``), and why
-it would not compute what these do (``why_unsupported``).
+Entries recognize blocks by the names and the structure of classes, so that nothing upstream is imported.
+Parts list the modules that the fused forward replaces (``bypassed``), and reasons against it
+(``why_unsupported``).
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Unsupported(Exception):  # noqa: N818 (it says what a block is, and never 
 
 
 class BypassedParts(NamedTuple):
-    """The modules that a fused forward does not call, of one that calls most.
+    """The modules that a fused forward replaces, if it calls most others.
 
     Attributes:
-        modules: These modules, each with the classes that it may have.
-        reason: Says why they are not supported; None if they are.
+        modules: These modules, each with its allowed classes.
+        reason: Why they are not supported, or None.
     """
 
     modules: Sequence[tuple[Any, Kinds]]
@@ -78,7 +78,7 @@ class BypassedParts(NamedTuple):
         return self.modules
 
     def why_unsupported(self) -> str | None:
-        """Says why modules of the right kinds are not supported all the same; None if they are."""
+        """Returns why modules of the right kinds are not supported all the same, or None."""
         return self.reason
 
     def prepared(self) -> BypassedParts:
@@ -87,7 +87,7 @@ class BypassedParts(NamedTuple):
 
 
 def parts_of_norm(norm: Any) -> BypassedParts:
-    """Returns the parts of a module of which only the LayerNorm is not called."""
+    """Returns the parts of a module whose fused forward replaces the LayerNorm only."""
     return BypassedParts([(norm, LAYER_NORMS)], why_norms_unsupported(norm))
 
 
@@ -203,7 +203,7 @@ class BlockParts(NamedTuple):
         return [*(module for module, _ in self.bypassed()), *self.layers(), *scales]
 
     def why_unsupported(self) -> str | None:
-        """Says why modules of the right kinds are not supported all the same; None if they are."""
+        """Returns why modules of the right kinds are not supported all the same, or None."""
         reason = why_norms_unsupported(self.norm1, self.norm2) or why_convolutions_unsupported(self.pairs())
         if reason is None and self.reduction is not None:
             reason = _why_reduction_unsupported(*self.reduction)
@@ -222,12 +222,12 @@ class BlockParts(NamedTuple):
         return p
 
     def why_dropout_active(self) -> str | None:
-        """Says that the dropout of attention probabilities is left to the upstream's forward now, if so."""
+        """Returns a reason if attention dropout is active and needs upstream's forward, or None."""
         p = 0.0 if self.drops_probabilities else self.dropout_p()
         return f"dropout of attention probabilities is active (p = {p:g}, training)" if p > 0 else None
 
     def layers(self) -> list[nn.Linear | LinearInt8]:
-        """Returns the linear layers of Q, K and V, that after attention and the two of the MLP."""
+        """Returns the linear layers: of Q, K and V, after attention, and the two of the MLP."""
         return [*self.linears, self.proj, self.fc1, self.fc2]
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
@@ -236,7 +236,7 @@ class BlockParts(NamedTuple):
         return first, second
 
     def folded(self) -> list[Tensor | None]:
-        """Returns the tensors of which a block with folded layer scales holds copies, or sums of them."""
+        """Returns the tensors that folding copies or combines."""
         sources = [self.proj.bias, self.fc2.bias, *self.factors()]
         if any(factor is not None for factor in self.factors()):
             sources += [_factor_of(self.proj), _factor_of(self.fc2)]
@@ -293,7 +293,7 @@ class StageParts(NamedTuple):
         return [*own, *(module for block in self.blocks for module in block.modules())]
 
     def folded(self) -> list[Tensor]:
-        """Returns the tensors of which the folded stage holds copies, or sums of them."""
+        """Returns the tensors that folding copies or combines."""
         sources = [self.norm.bias, self.class_token, self.conv.weight, self.conv.bias]
         if self.batch_norm is not None:
             norm = self.batch_norm
@@ -309,7 +309,7 @@ def _prepared_linear(module: Any) -> Any:
 
 
 def _is_shadowed(module: nn.Module) -> bool:
-    """Says whether attributes are in the places of parameters: others may be, in every call."""
+    """Returns whether attributes are in the places of parameters: others may be, in every call."""
     return not vars(module).keys().isdisjoint(("weight", "bias", "running_mean", "running_var"))
 
 
@@ -360,7 +360,7 @@ def gelu_variant(activation: Any) -> GeluVariant:
 
 
 def why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None:
-    """Says why the pairs of convolution and BatchNorm are not those of a CvT; None if they are."""
+    """Returns why pairs of convolution and BatchNorm do not fit a CvT, or None."""
     for conv, bn in pairs:
         # As an attribute it takes far longer to find. One that is no parameter may be any tensor.
         if conv._parameters.get("bias", conv) is not None:
@@ -378,7 +378,7 @@ def why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None
 
 
 def why_norms_unsupported(*norms: Any) -> str | None:
-    """Says which of the modules is no LayerNorm over the last dimension of positive eps; None if all are."""
+    """Returns which of the modules is no LayerNorm over the last dimension of positive eps, or None."""
     for norm in norms:
         plain = type(norm) is nn.LayerNorm or type(norm).__bases__ == (nn.LayerNorm,)
         if not plain or len(norm.normalized_shape) != 1:
@@ -389,7 +389,7 @@ def why_norms_unsupported(*norms: Any) -> str | None:
 
 
 def _why_reduction_unsupported(conv: Any, norm: Any) -> str | None:
-    """Says why a convolution and a LayerNorm make no reduction by a linear layer; None if they do."""
+    """Returns why a convolution and a LayerNorm make no reduction by a linear layer, or None."""
     if conv.groups != 1 or conv.dilation != (1, 1) or conv.padding != (0, 0):
         return "the reduction is not a plain convolution without padding"
     if conv.kernel_size != conv.stride or conv.stride[0] != conv.stride[1]:
@@ -404,7 +404,7 @@ def _why_pooling_unsupported(conv: Any, norm: Any) -> str | None:
 
 
 def _why_mix_unsupported(conv: Any) -> str | None:
-    """Says why ``depthwise_conv_gelu`` does not compute a convolution; None if it does."""
+    """Returns why ``depthwise_conv_gelu`` does not compute a convolution, or None."""
     if not conv.groups == conv.in_channels == conv.out_channels:
         return "the convolution is not depthwise"
     geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation
@@ -414,7 +414,7 @@ def _why_mix_unsupported(conv: Any) -> str | None:
 
 
 def why_gelu_replaced(activation: Any) -> str | None:
-    """Says that an activation has another function than its class gives it; None if it has not."""
+    """Returns a reason if an activation's function has been replaced, or None."""
     act = None if activation is None else vars(activation).get("act")
     if act is None:
         return None
@@ -433,7 +433,7 @@ def class_name(kind: type) -> str:
 
 
 def why_another_class(module: Any, expected: str | None = None) -> str:
-    """Says that a module is not of the class that is expected, and how it becomes one if it is peft's."""
+    """Returns a reason for a module of another class than expected, with a hint for peft's modules."""
     kind = type(module)
     reason = f"is a {class_name(kind)}" + ("" if expected is None else f", expected {expected}")
     if kind.__module__.partition(".")[0] == "peft":
@@ -442,7 +442,7 @@ def why_another_class(module: Any, expected: str | None = None) -> str:
 
 
 def is_named(kind: type, names: Collection[Any]) -> bool:
-    """Says whether the name of a class, with or without its module, is among some names."""
+    """Returns whether the name of a class, with or without its module, is among some names."""
     return kind.__name__ in names or f"{kind.__module__}.{kind.__name__}" in names
 
 
@@ -461,7 +461,7 @@ class BlockEntry(NamedTuple):
         classes: Names of the classes within a block that hold the modules of its parts.
         layers: Paths of what ``quantize`` may replace: linear layers, or the convolution of an embedding.
         forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
-        variant: Name of a submodule by which the class is told from another one of the same name.
+        variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
     """
 
@@ -531,7 +531,7 @@ class StageEntry(NamedTuple):
 
     Attributes:
         block: Describes the class as if it were a block.
-        classes: Names of the classes of its submodules besides those of ``torch.nn``.
+        classes: Names of its submodules' classes outside of ``torch.nn``.
         parts: Returns the modules of a stage.
         embedding: Returns the convolution and the class token, if there is one.
         result: Makes what the stage's forward returns of its tokens (B, T, C) and their grid.
@@ -582,14 +582,14 @@ def map_and_class_token(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, 
 
 
 def tokens_of_map(result: tuple[Tensor, Tensor | None]) -> Tensor:
-    """Returns the tokens of which :func:`map_and_class_token` has made a result."""
+    """Returns the tokens (B, T, C) of a result of :func:`map_and_class_token`."""
     spatial, class_token = result
     tokens = spatial.flatten(2).transpose(1, 2)
     return tokens if class_token is None else torch.cat((class_token, tokens), dim=1)
 
 
 def named(*entries: BlockEntry) -> dict[str, tuple[BlockEntry, ...]]:
-    """Returns the entries of an upstream by the names of their classes, of which some have variants."""
+    """Returns class name → entries, several for a name with variants."""
     names = dict.fromkeys(entry.name for entry in entries)
     return {name: tuple(entry for entry in entries if entry.name == name) for name in names}
 

@@ -32,14 +32,15 @@ _Counts = collections.Counter[str]
 
 
 class BlockCoverage(NamedTuple):
-    """A row of :func:`coverage`: one block, or a stage or layer that is served as one.
+    """A row of :func:`coverage`: a block, or a stage or layer that runs as one.
 
     Attributes:
-        path, class_name: Its name in ``model.named_modules()``, and that of its class.
+        path: Its name in ``model.named_modules()``.
+        class_name: The name of its class.
         fused: True if a call would run the fused forward now.
-        backends: The operators that it called, each with the backends that served it, such as
-            ``"native and reference"``. Calls of a block within it are that block's. Empty without inputs.
-        reason: Says why it is not fused; None if it is.
+        backends: Operator → the backends that served it, such as ``"native and reference"``. Calls by inner
+            blocks count for these. Empty without inputs.
+        reason: Why it is not fused, or None.
     """
 
     path: str
@@ -52,8 +53,8 @@ class BlockCoverage(NamedTuple):
 class Coverage(list[BlockCoverage]):
     """The rows of :func:`coverage`; as a string, a table of them and the backends of their operators.
 
-    In the table, equal rows of consecutive blocks are one. ``called`` are the operators that the forward
-    called, each with its backends and how often each served; empty without inputs.
+    The table merges equal rows of consecutive blocks. ``called`` maps operator → backend → number of calls in
+    the forward; empty without inputs.
     """
 
     def __init__(self, rows: Iterable[BlockCoverage], called: Mapping[str, Mapping[str, int]]):
@@ -103,15 +104,15 @@ def _described(counts: Mapping[str, int]) -> str:
 
 
 def coverage(model: nn.Module, inputs: Any = None) -> Coverage:
-    """Lists the blocks that :func:`accelerate` knows as they are now: fused, or why not.
+    """Lists the blocks that :func:`accelerate` supports: which run fused now, and why others do not.
 
-    With inputs it also says what serves: it runs one forward, and lists the operators that each block called
-    and the backends that served them. The forward records gradients if a block is in training mode. It runs
-    on a copy, and without ``torch.compile`` and CUDA graphs: the model, its buffers and the random number
-    generators stay as they are. (Hooks of your own are copied along, and run.)
+    With inputs it runs one forward, and also lists the operators that each block called and the backends that
+    served them. The forward records gradients if a block is in training mode. It runs on a copy, without
+    ``torch.compile`` and CUDA graphs: the model, its buffers and the random number generators stay as they
+    are. (Your own hooks are copied, and run.)
 
-    A stage or layer that is served as one has a row. So have the blocks of the stage, which are not called
-    then; of a layer that is a block too, the row is about the layer as one.
+    A stage or layer that runs as one has a row. The blocks of the stage, which are not called then, have rows
+    too.
 
     Args:
         model: Any module, accelerated or not; wrappers are looked into.
@@ -142,7 +143,7 @@ def coverage(model: nn.Module, inputs: Any = None) -> Coverage:
 
 
 def _rows_of(model: nn.Module) -> list[BlockCoverage]:
-    """Returns the rows of a model in its order; stages and layers as such where they are served as one."""
+    """Returns the rows of a model in its order, including stages and layers that run as one."""
     rows = {}
     for path, block, entry in find_blocks(model):  # which says so if it is no module
         rows[path] = _row(path, block, _why_not_fused(block, entry))

@@ -230,13 +230,13 @@ _MS_STAGE = StageEntry(
 
 
 def _is_ms_stage(module: nn.Module) -> bool:
-    """Says whether a module, whose class has the right name, is a stage of a CvT."""
+    """Returns whether a module, whose class has the right name, is a stage of a CvT."""
     blocks = module._modules.get("blocks")
     return blocks is not None and any(map(_is_ms_block, blocks.children()))
 
 
 def _is_ms_block(module: nn.Module | None) -> bool:
-    """Says whether a module has the attention of a CvT."""
+    """Returns whether a module has the attention of a CvT."""
     attn = module._modules.get("attn") if module is not None else None
     if attn is None or own_class(type(attn)) is not None:
         return False

@@ -1,12 +1,12 @@
-"""Modules that are served as one: which can be, what they are watched for, and their forward.
+"""Stages of a CvT, and layers of a SegFormer, PVT, PVT v2 or GLPN, that run as one: checks and forward.
 
-They are the stages of a CvT and the layers of a SegFormer, PVT, PVT v2 or GLPN. Every call compares what was
-found at first with what there is: modules, parameters and buffers by identity, folded tensors by version,
-memory and layout, settings by value. After a change the module is examined and folded again (``stages``).
+Every call compares the module with its state when it was examined: modules, parameters and buffers by
+identity, folded tensors by version, memory and layout, settings by value. After a change the module is
+examined and folded again (``stages``).
 
-Under ``torch.compile`` on a CPU each is one operator of the graph, which does what the stage does without
-``torch.compile``: it notices changed weights, and a call may be checked and timed. A graph names the stage by
-a number, an attribute of this stage alone, which is guarded as any integer of a module.
+Under ``torch.compile`` on a CPU each is one operator of the graph, which works as without ``torch.compile``:
+it detects changed weights, and its calls may be autotuned. The graph identifies the stage by a number, an
+attribute that Dynamo guards like any integer of a module.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
 
 
 def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
-    """Says why a stage or a layer cannot be served as one as it is now; None if it can."""
+    """Returns why a stage or a layer cannot be served as one as it is now, or None."""
     reason = why_another_forward(stage, block_of(entry))
     if reason is not None:
         return reason
@@ -100,7 +100,7 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
 
 
 def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
-    """Says which module within a stage is not what upstream has there; None if all are."""
+    """Returns which module within a stage is not what upstream has there, or None."""
     for path, block, block_entry in blocks_in(stage):
         reason = why_another_forward(block, block_entry) or why_not_now(block, block_entry)
         if reason is not None:
@@ -122,7 +122,7 @@ def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
 
 
 def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
-    """Says which module within a stage does work that the served stage would not do; None if none does."""
+    """Returns which module within a stage does work that the served stage would not do, or None."""
     known = set(parts.modules())
     for path, module in stage.named_modules():
         if module not in known and (isinstance(module, _WORKING) or type(module).__name__ in _WORKING_NAMES):
@@ -131,7 +131,7 @@ def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | N
 
 
 def _why_stage_unsupported(parts: StageParts) -> str | None:
-    """Says why a stage of supported blocks is not supported itself; None if it is."""
+    """Returns why a stage of supported blocks is not supported itself, or None."""
     norms = [parts.batch_norm, *(norm for block in parts.blocks for _, norm in block.pairs())]
     if any(norm is not None and norm.running_mean is None for norm in norms):
         return "a BatchNorm has no running statistics"
@@ -162,7 +162,7 @@ def _why_layer_unsupported(parts: BlockParts) -> str | None:
 
 
 def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
-    """Says why the tensors cannot be folded; None if they can."""
+    """Returns why the tensors cannot be folded, or None."""
     quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
     others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
     tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
@@ -174,7 +174,7 @@ def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | BlockParts) -
 
 
 def _folded_of(parts: StageParts | BlockParts) -> list[Tensor]:
-    """Returns the tensors of which what is served has copies, or sums."""
+    """Returns the tensors that folding copies or combines."""
     return parts.folded() if isinstance(parts, StageParts) else []
 
 
@@ -220,7 +220,7 @@ def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
 
 
 def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
-    """Says why a frozen stage or layer would not be served as one now; None if it would."""
+    """Returns why a frozen stage or layer would not be served as one now, or None."""
     if stage.training:
         return "is in training mode"
     if torch_module._has_any_global_hook():
@@ -266,7 +266,7 @@ def try_to_serve_in_evaluation(
 
 
 def is_serving(module: nn.Module) -> bool:
-    """Says whether the class of a module is that of a stage or layer that is served as one in evaluation."""
+    """Returns whether a module is a stage or layer that runs as one in evaluation."""
     return hasattr(type(module), "_cvt_kernels_serves")
 
 
@@ -298,7 +298,7 @@ def tokens_served(
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:
-    """Says whether autograd has to record a call of a stage or a layer."""
+    """Returns whether autograd has to record a call of a stage or a layer."""
     if modes.forward_mode_enabled():
         return True
     if not torch.is_grad_enabled():
@@ -321,7 +321,7 @@ _stages: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictiona
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Says whether the class of a module is that of a frozen stage or layer."""
+    """Returns whether a module is a frozen stage or layer."""
     return hasattr(type(module), ENTRY)
 
 
@@ -451,7 +451,7 @@ def _trace_layer(
 
 
 def _why_not_freezable(number: int) -> str | None:
-    """Says why the module of a number cannot be served as one; those within it are then better traced."""
+    """Returns why the module of a number cannot run as one, or None; if it cannot, its modules are traced."""
     return why_not_freezable(*_numbered(number))
 
 

@@ -74,7 +74,7 @@ def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tup
 def add_and_normalize_for(
     layer: Any, norm: nn.LayerNorm, branch: Tensor, stream: Tensor
 ) -> tuple[Tensor, Any]:
-    """Does as :func:`add_and_normalize`, but a quantized layer that reads the result gets 8-bit numbers."""
+    """Returns :func:`add_and_normalize`, with quantized rows if ``layer``, which reads them, is quantized."""
     if type(layer) is Linear or not is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
         return add_and_normalize(norm, branch, stream)
     differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
@@ -86,19 +86,19 @@ def add_and_normalize_for(
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
-    """Says whether the dtypes differ and autocast does not see to it."""
+    """Returns whether the dtypes differ without autocast."""
     return other is not None and other.dtype != x.dtype and not modes.autocast_enabled(x)
 
 
 def apply_linear(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the fastest primitive if it is a linear layer that nobody watches."""
-    if type(module) is Linear:  # is that of prepared parts
+    if type(module) is Linear:  # from prepared parts
         return linear(x, *module)
     return linear(x, module.weight, module.bias) if is_plain_linear(module) else module(x)
 
 
 def is_plain_int8(module: Any) -> bool:
-    """Says whether a module is a ``LinearInt8``, of no other class, that nobody watches."""
+    """Returns whether a module is a ``LinearInt8``, of no other class, that nobody watches."""
     return type(module) is LinearInt8 and not is_watched(module)
 
 
@@ -184,7 +184,7 @@ def output_grid(image: Tensor, conv: Any) -> tuple[int, int]:
 
 
 def _is_plain_embedding(conv: Any) -> bool:
-    """Says whether ``conv_embedding`` computes a convolution, which nobody watches."""
+    """Returns whether ``conv_embedding`` computes a convolution, which nobody watches."""
     if type(conv) is not nn.Conv2d or is_watched(conv) or conv.padding_mode != "zeros" or conv.groups != 1:
         return False
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
@@ -252,7 +252,7 @@ def _attention_branch(
 
 
 def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor]:
-    """Returns the tokens of which queries, keys and values are made."""
+    """Returns the inputs of the linear layers of Q, K and V."""
     if parts.branches:
         modes = set(map(_training_of, parts.norms))
         if len(modes) == 1:

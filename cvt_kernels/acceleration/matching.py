@@ -1,4 +1,4 @@
-"""Finds the blocks of a model that the table knows, and says whether a block is what its entry expects."""
+"""Finds the blocks of a model that have an entry in the table, and checks that they match it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLAIN = frozenset((*BYPASSED, nn.Identity, nn.ModuleList, nn.Sequential))
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
-    """Returns path, block and table entry of everything in a model that may be fused, in the model's order.
+    """Returns path, block and entry of all blocks that may be fused, in the model's order.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -84,7 +84,7 @@ def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
 
 
 def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Says why a block is not of the class whose work the fused forward does; None if it is."""
+    """Returns why a block is not of the class whose work the fused forward does, or None."""
     reason = why_another_forward(block, entry)
     if reason is not None:
         return reason
@@ -93,7 +93,7 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Says why the forward and the members of a block are not upstream's; None if they are."""
+    """Returns why the forward and the members of a block are not upstream's, or None."""
     owner = _owner_of_forward(block)
     if owner.__name__ != entry.name:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
@@ -157,7 +157,7 @@ def _why_another_kind(module: Any, kinds: Kinds) -> str:
 
 
 def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
-    """Says which of the modules that hold the parts of a block is another's; None if all are upstream's."""
+    """Returns which module around a block's parts is not upstream's, or None."""
     for module in _holders(block, parts):
         owner = _owner_of_forward(module)
         if type(module) not in PLAIN and not is_named(owner, entry.classes):
@@ -247,7 +247,7 @@ _CALLED = nn.Linear, nn.Dropout, nn.Identity, LinearInt8
 
 
 def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Says why a block that was of the right class cannot run fused at the moment; None if it can."""
+    """Returns why a block that was of the right class cannot run fused at the moment, or None."""
     parts = parts_or_why_not(block, entry)
     if isinstance(parts, str):
         return parts
@@ -258,7 +258,7 @@ def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def _why_other_parts(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
-    """Says which module is another's, or who would notice that it is not called; None if nobody would."""
+    """Returns which module is not upstream's, or must be called, or None."""
     for module in (*(module for module, _ in parts.bypassed()), *_holders(block, parts)):
         reason = why_must_be_called(module)
         if reason is not None and not is_only_recorded(module):

@@ -73,7 +73,7 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
 
 
 def _can_fold(norm: Any) -> bool:
-    """Says whether a BatchNorm is only a factor and a summand of every channel now."""
+    """Returns whether a BatchNorm is only a factor and a summand of every channel now."""
     has_statistics = norm.running_mean is not None and norm.running_var is not None
     return type(norm) is nn.BatchNorm2d and not norm.training and has_statistics and not is_watched(norm)
 
@@ -136,7 +136,7 @@ def _tokens_of(image: Tensor) -> Tensor:
 
 
 def why_head_unsupported(head: Any, projections: Any) -> str | None:
-    """Says why a decode head is not the sum that is computed here; None if it is."""
+    """Returns why a decode head is not the sum that is computed here, or None."""
     for name in POINTWISE_LAYERS:
         conv = head._modules[name]
         geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups

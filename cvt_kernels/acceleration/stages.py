@@ -1,11 +1,10 @@
-"""A whole stage of a CvT, or a layer of another model, for serving: what is folded, and its forward.
+"""Folding and forward of a whole stage of a CvT, or a layer of another model, for inference.
 
-The residual stream is one tensor, in whose place each block puts its result. On a CPU a block is one
-operator, ``transformer_block``. Elsewhere it is a few launches, whose matrix products accumulate into the
-stream and add no biases: the stream has the biases of all blocks from its start, by LayerNorm's bias and the
-class token of the embedding, and each LayerNorm within subtracts those that are not due yet (``shift``).
-Products of 8-bit numbers add their own biases, where they are scaled. A stage that drops tokens is served on
-a CPU only: the tokens that have dropped out would lack the biases of later blocks.
+Each block overwrites the residual stream. On a CPU a block is one operator, ``transformer_block``. Elsewhere
+it is a few launches, whose matrix products accumulate into the stream without biases: the stream contains the
+biases of all blocks from its start, by the embedding's LayerNorm bias and class token, and each inner
+LayerNorm subtracts the biases of later blocks (``shift``). Quantized products add their own biases. A stage
+that drops tokens runs on a CPU only, because dropped tokens would lack the biases of later blocks.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     """Computes what serving on a type of device needs, once for as long as no parameter changes."""
     weight, bias = _fold_batch_norm(parts)
     norm_bias: Tensor | None = parts.norm.bias
-    # A copy: swap_tensors refuses a tensor of which there is a view.
+    # A copy: swap_tensors refuses a tensor that has a view.
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
     if device_type == "cpu":
@@ -121,14 +120,13 @@ def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
 
 
 def _has_one_mlp(block: TransformerBlock) -> bool:
-    """Says whether the MLP is asked of one operator."""
+    """Returns whether the MLP is one operator."""
     is_quantized = isinstance(block.fc1, QuantizedLinear) or isinstance(block.fc2, QuantizedLinear)
     return block.fc2.weight.shape[0] <= _MLP_CHANNELS and not is_quantized
 
 
 def _as_read(weight: Tensor) -> Tensor:
-    """Returns the weight of a convolution as it is read with maps whose channels are adjacent."""
-    # An image of few channels is not read so.
+    """Returns the weight of a convolution, channels last except for images of few channels."""
     return weight.contiguous(memory_format=torch.channels_last) if weight.shape[1] >= 8 else weight
 
 

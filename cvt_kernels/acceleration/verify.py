@@ -1,4 +1,4 @@
-"""Compares an accelerated model with itself restored, with its own weights, on the user's own inputs."""
+"""Compares the accuracy and speed of an accelerated model and the restored one, on the user's inputs."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _MORE_RUNS, _LUCK = 8, 10.0
 class Error(NamedTuple):
     """The largest errors against float64, each over the largest exact value, as means over the runs.
 
-    ``accelerated`` is that of the accelerated model, of which at most ``allowed`` is allowed; ``eager`` is
-    that of the restored model in the same dtype.
+    ``accelerated`` is the accelerated model's error, ``allowed`` its limit, and ``eager`` the error of the
+    restored model in the same dtype.
     """
 
     accelerated: float
@@ -157,20 +157,20 @@ class Verification(NamedTuple):
 @torch.inference_mode(False)
 @torch.enable_grad()
 def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = False) -> Verification:
-    """Runs a model accelerated and restored, in evaluation and for a training step, and compares them.
+    """Compares the accuracy and speed of the accelerated and the restored model, in evaluation and training.
 
-    The errors of both against the restored model in float64 are compared block by block: outputs, gradients
-    of the sum of the outputs' sines, and BatchNorm's running statistics. For these, dropout and drop path are
-    off, since they draw other random numbers in float64; one more step compares the two models with them.
-    Where an error is larger than allowed, but not ten times, it may be chance: both models run eight times
-    more, each time with other roundings in the inputs, and the rule is applied to the means.
+    It compares the errors of both against the restored model in float64, block by block: outputs, gradients
+    of the sum of the outputs' sines, and BatchNorm's running statistics. Dropout and drop path are off for
+    this, because they draw other random numbers in float64; one more step compares the two models with them.
+    An error that is larger than allowed, but less than ten times, may be chance: then both models run eight
+    more times with other roundings in the inputs, and the accuracy rule applies to the means.
 
-    A frozen stage or layer calls no blocks. So of a frozen model, the evaluation of stages, layers and the
-    whole model is that with these frozen; the rest is that of the model accelerated without freezing.
-    Quantized layers are so in all three, but in float64 they do not round what they get.
+    A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers
+    and the whole model are measured frozen, all others without freezing. Quantized layers stay quantized in
+    all models, but in float64 they do not round their inputs.
 
-    Works on copies: the model, its gradients and buffers, its modes and the random number generators stay as
-    they are. (Hooks of your own are copied along, and run.) Under ``torch.autocast`` both models are run so.
+    It works on copies: the model, its gradients and buffers, its modes and the random number generators stay
+    as they are. (Your own hooks are copied, and run.) ``torch.autocast`` applies to both models.
 
     Args:
         model: A model with blocks that :func:`~cvt_kernels.accelerate` supports, accelerated or not. If it is
@@ -180,7 +180,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
         progress: Show a bar over the runs on stderr, if that is a terminal.
 
     Returns:
-        A :class:`Verification`: print it, or ask for ``passed``.
+        A :class:`Verification`: print it, or use ``passed``.
 
     Raises:
         TypeError: An argument of the wrong type, or there is no tensor of floating point in ``inputs``.
@@ -252,8 +252,8 @@ def _in_float64(model: nn.Module) -> nn.Module:
 def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
     """Gives the gradient of an output the usual strides.
 
-    From those of upstream's views of one image the CPU's batch_norm computes wrong gradients (seen in torch
-    2.13), for which the accelerated model should not be found wrong.
+    With the strides of upstream's views of one image, batch_norm on a CPU computes wrong gradients (seen in
+    torch 2.13), which must not count against the accelerated model.
     """
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.clone(memory_format=torch.contiguous_format))
@@ -325,7 +325,7 @@ class _Run:
             return call_model(model, self.inputs)
 
     def nudged(self, seed: int) -> _Run:
-        """Returns the same with other roundings in the inputs, those of a seed."""
+        """Returns the same run with other roundings in the inputs, by a seed."""
         run = copy.copy(self)
         run.inputs = _mapped(functools.partial(_nudge, seed), self.inputs)
         return run
@@ -385,7 +385,7 @@ def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _nudge(seed: int, tensor: Tensor) -> Tensor:
     """Returns a tensor with two thirds of its numbers off by one or two units in the last place.
 
-    Equal images stay equal. Under autocast the units are those of its dtype if they are larger: its first
+    Equal images stay equal. Under autocast the units are its dtype's if they are larger, because its first
     cast would round smaller differences away.
     """
     generator = torch.Generator().manual_seed(seed)

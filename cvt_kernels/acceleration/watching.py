@@ -1,4 +1,4 @@
-"""Watches modules whose work is done without calling them: hooks, patches, and all that results depend on."""
+"""Watches modules that are replaced instead of called: hooks, patches, and all that results depend on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..structure import Structure
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Says whether :func:`why_must_be_called` has a reason, sooner than it finds one."""
+    """Returns whether :func:`why_must_be_called` has a reason; faster than finding it."""
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return True
     if module._backward_hooks or module._backward_pre_hooks:
@@ -30,12 +30,12 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Says whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
+    """Returns whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
     return type(module) is nn.Linear and not is_watched(module)
 
 
 def why_must_be_called(module: nn.Module) -> str | None:
-    """Says who would notice if the work of a module were done without calling it; None if nobody would."""
+    """Returns why a module must be called, such as hooks or patches, or None."""
     if module._forward_hooks or module._forward_pre_hooks:
         return "has forward hooks"
     if module._backward_hooks or module._backward_pre_hooks:
@@ -50,7 +50,7 @@ def why_must_be_called(module: nn.Module) -> str | None:
 
 
 def is_only_recorded(module: nn.Module) -> bool:
-    """Says whether only a recorder, which gets nothing of it, would notice that a module is not called."""
+    """Returns whether only a recorder, which gets nothing of it, would notice that a module is not called."""
     others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     if any(others) or "forward" in vars(module) or _is_patched(type(module)):
         return False
@@ -58,7 +58,7 @@ def is_only_recorded(module: nn.Module) -> bool:
 
 
 def _is_noticed(hooks: Mapping[int, Any]) -> bool:
-    """Says whether there is a hook other than those by which transformers records attention maps.
+    """Returns whether there is a hook other than those by which transformers records attention maps.
 
     These stay in a model once outputs have been recorded, and find no maps where a block runs fused.
     """
@@ -98,13 +98,13 @@ _FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in BYPA
 
 
 def _is_patched(cls: Any) -> bool:
-    """Says, sooner than :func:`patch_of`, whether the forward of a bypassed class has been patched."""
+    """Returns whether the forward of a bypassed class is patched; faster than :func:`patch_of`."""
     return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]
 
 
 # Many modules ---------------------------------------------------------------------------------------------
 
-#: The numbers and names that the work of a block depends on, besides those of convolutions.
+#: The settings that the results of a block depend on; for convolutions see below.
 _SETTINGS = (
     *("eps", "num_heads", "num_attention_heads", "attention_head_size", "head_dim", "scale", "scaling"),
     *("approximate", "act", "momentum", "process_group", "track_running_stats"),
@@ -118,9 +118,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Watch(Structure):
-    """The state of a module when it was examined: what it consists of, and what else its work depends on.
+    """The state of a module when it was examined: its members, and all else that its results depend on.
 
-    Of the tensors ``folded`` copies are served, so that changes of their values are noticed too.
+    Changes of the values of the tensors ``folded`` are detected too, because copies of them are used.
     """
 
     def __init__(self, owner: nn.Module, modules: Sequence[nn.Module], folded: Sequence[Tensor] = ()):
@@ -149,7 +149,7 @@ class Watch(Structure):
         return [list(hooks) for hooks in self._hooks if hooks and _is_noticed(hooks)]
 
     def is_changed(self) -> bool:
-        """Says whether the module has to be examined again."""
+        """Returns whether the module has to be examined again."""
         if (self._hooked or any(self._hooks)) and self._hook_numbers() != self._hooked:
             return True
         return (

@@ -1,10 +1,10 @@
 """Autotuning: which backend serves a call under ``auto``.
 
-The candidates for a kind of calls are checked and timed on the machine, and the fastest correct one is
-cached. No kernel serves on your machine before it has matched float64 there.
+Autotuning checks and times the candidates for a call on your machine, and caches the fastest correct one. No
+kernel serves before it has matched float64 there.
 
-``tuner`` checks and times candidates: ``accuracy`` is the rule of the check, ``clock`` measures the time.
-``cache`` remembers the result as an entry (``entries``) under a cache key, in a file for each machine
+``tuner`` checks and times candidates; ``accuracy`` is the accuracy rule, ``clock`` measures the time.
+``cache`` keeps the results: an entry (``entries``) for each cache key, in one file for each machine
 (``key``, ``files``, ``locks``).
 """
 

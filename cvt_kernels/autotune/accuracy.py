@@ -1,11 +1,11 @@
-"""The accuracy rule of the project, which tests, benchmarks, reports and autotuning share.
+"""The accuracy rule that autotuning, tests, benchmarks and reports share.
 
-Against a float64 result, our largest error is at most a factor times the largest error of PyTorch's own
-operators in the same dtype, plus a few units in the last place of the largest exact value.
+Against float64, our largest error may be a factor times the largest error of PyTorch's own operators in the
+same dtype, plus a few units in the last place (ulp) of the largest exact value.
 
-Where results are 8-bit numbers, errors are counted in steps from one such number to the next. Half a step is
-everyone's, by rounding; the rule is for what goes beyond it. So a number may be another one than the nearest
-only where the exact value is as good as in the middle of both.
+Errors of 8-bit results (int8, float8) are counted in steps from one representable number to the next. Half a
+step is always allowed, because rounding makes it; the rule applies to the rest. So a result may differ from
+the nearest number only where the exact value is about halfway between two.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ROUNDING = 0.5  # of a step
 
 
 class Error(NamedTuple):
-    """The largest errors of two results against float64, and the one that is allowed.
+    """The largest errors of our result and PyTorch's against float64, and the allowed error.
 
     Attributes:
         ours: The error of our result; NaN if a difference is NaN.
         pytorchs: The error of PyTorch's result in the same dtype.
-        allowed: The largest error that is allowed to ours.
+        allowed: The limit for ``ours``.
     """
 
     ours: float
@@ -39,7 +39,7 @@ class Error(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True if our error is allowed; NaN is not, and nothing is where ``allowed`` is not finite."""
+        """True if our error is allowed; False for NaN, and where ``allowed`` is not finite."""
         return self.ours <= self.allowed < math.inf
 
     def __str__(self) -> str:
@@ -57,21 +57,21 @@ def compare(
 ) -> Error:
     """Compares our result and PyTorch's with the exact one, by the accuracy rule.
 
-    Infinities that equal the exact ones are no error. NaN always is one, even where the exact value is NaN.
-    Of 8-bit numbers, the errors are in steps, and ``exact`` is what they would be if they were not rounded.
+    An infinity that equals the exact one is no error. NaN is always an error, even where the exact value is
+    NaN. For 8-bit results, errors are in steps, and ``exact`` has the values before rounding.
 
     Args:
         actual: Our result.
         same_dtype: The result of PyTorch's own operators, in the dtype of ``actual``.
         exact: The float64 result.
         factor: ``VALUE_FACTOR``, or ``GRADIENT_FACTOR`` for gradients.
-        units: Also allowed, in units in the last place of the largest exact value; None for
+        units: Allowed in addition, in units in the last place of the largest exact value; by default
             :func:`usual_units`.
-        dtype: The dtype of these units, where results are wider than what they are computed in, as under
-            autocast; None for the dtype of ``actual``.
+        dtype: The dtype of these units, by default the dtype of ``actual``. Under autocast, results may be
+            wider than the dtype that computes them.
 
     Returns:
-        The absolute errors; those of empty tensors are 0.
+        The absolute errors; 0 for empty tensors.
 
     Raises:
         ValueError: The shapes differ, the dtypes of the results differ, or ``exact`` is not float64.
@@ -98,7 +98,7 @@ def compare(
 
 
 def _in_steps(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns how many 8-bit numbers of a dtype lie between 0 and each number, with fractions in float64."""
+    """Returns each number in steps of an 8-bit dtype from 0, with fractions in float64."""
     numbers = numbers.detach().double()
     if dtype == torch.int8:
         return numbers
@@ -108,7 +108,7 @@ def _in_steps(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns numbers in another dtype, for integers the nearest ones that quantized rows may have."""
+    """Returns numbers cast to another dtype; for int8, rounded to the nearest from −127 to 127."""
     return numbers.round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else numbers.to(dtype)
 
 
@@ -120,17 +120,17 @@ def allowed_error(
     factor: float = VALUE_FACTOR,
     units: float = 1.0,
 ) -> float:
-    """Returns the largest error that the rule allows beside an error of PyTorch's.
+    """Returns the largest error that the rule allows, given PyTorch's.
 
-    ``units`` are in the last place of ``largest``, the largest exact value; 1 if errors are relative to it.
+    ``largest`` is the largest exact value (1 for relative errors), and ``units`` count its last place.
     """
     return factor * pytorchs + units * torch.finfo(dtype).eps * largest
 
 
 def usual_units(values: int) -> float:
-    """Returns the units in the last place that are allowed by default to a result of so many values.
+    """Returns the default ``units`` for a result with this number of values.
 
-    It is 1, or 8 below 1000 values, because the largest error of few values is luck.
+    They are 1, or 8 below 1000 values, where the largest error is a matter of luck.
     """
     return 8.0 if values < _FEW else 1.0
 
@@ -141,14 +141,14 @@ def _largest_difference(result: Tensor, exact: Tensor) -> float:
         return 0.0
     difference = (result.double() - exact).abs_()
     largest = difference.max().item()
-    if math.isnan(largest):  # which ∞ − ∞ is too
+    if math.isnan(largest):  # also from ∞ − ∞
         largest = difference.masked_fill_(result == exact, 0.0).max().item()
     return largest
 
 
 @torch.no_grad()
 def _largest_finite(exact: Tensor) -> float:
-    """Returns the largest absolute value that is not infinite, NaN if there is one."""
+    """Returns the largest finite absolute value, or NaN if there is a NaN."""
     if not exact.numel():
         return 0.0
     least, most = exact.aminmax()

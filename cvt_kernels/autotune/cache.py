@@ -1,9 +1,9 @@
-"""Entries: which backend serves which calls on this machine, and their cache on disk.
+"""The cache of autotuning: cache key → entry, in memory and on disk.
 
-A *cache_key* is a plain string that names an operator and a class of its calls; a :class:`Entry` answers it
-for one machine. The entries of a machine are one JSON file in the user's cache directory, named by a digest
-of everything that they depend on (:func:`machine_key`). Processes share it: each reads it once, and merges
-what it has tuned into it under a lock. ``CVT_KERNELS_TUNED`` names files that are read but never written.
+A cache key is a string that names an operator and a class of its calls. Its :class:`Entry` names the backend
+that serves them. Each machine has one JSON file in the user's cache directory, named by a hash of everything
+that its entries depend on (:func:`machine_key`). Processes share it: each reads it once and merges its new
+entries under a lock. ``CVT_KERNELS_TUNED`` names files that are read and never written.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = (
     "tuning_enabled",
 )
 
-#: How often the candidates of a call are timed, by as many processes, where other work disturbs the timing.
+#: How many processes time the candidates of a cache key where other work disturbs the timing.
 _MOST_TIMINGS = 3
 
-#: Seconds that a process waits while another one tunes, and while another one writes; and how often it looks
-#: meanwhile whether its own cache key has been answered.
+#: Seconds that a process waits while another one tunes, and while another one writes; and the interval at
+#: which it looks for an entry meanwhile.
 _TUNING_SECONDS, _WRITING_SECONDS, _TURN_SECONDS = 300.0, 10.0, 0.2
 
 
@@ -48,7 +48,7 @@ _TUNING_SECONDS, _WRITING_SECONDS, _TURN_SECONDS = 300.0, 10.0, 0.2
 
 
 def tuning_enabled() -> bool:
-    """Returns whether kernels may be tuned at first use: unless ``CVT_KERNELS_AUTOTUNE`` is 0.
+    """Returns whether calls are autotuned at first use: True unless ``CVT_KERNELS_AUTOTUNE`` is 0.
 
     Raises:
         ValueError: The variable is neither 0 nor 1.
@@ -60,13 +60,12 @@ def tuning_enabled() -> bool:
 
 
 def cache_directory() -> Path:
-    """Returns the folder of this package in the user's cache directory; it need not exist.
+    """Returns this package's folder in ``XDG_CACHE_HOME`` or ``~/.cache``; it need not exist.
 
-    The cache directory is ``XDG_CACHE_HOME``, or else ``~/.cache``. Without a home directory it is one that
-    cannot be made, so that nothing is written where nobody looks for it.
+    Without a home directory, it is a path that cannot be created, so that nothing is written anywhere.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # to be ignored, by the specification of XDG
+    if not cache.is_absolute():  # the XDG specification says to ignore it
         cache = Path(os.path.expanduser("~"), ".cache")
     if not cache.is_absolute():
         cache = Path(os.path.abspath(os.devnull))
@@ -82,7 +81,7 @@ _warned: set[str] = set()
 
 
 def _renew_guard() -> None:
-    """Makes the guard free in a forked process: the thread that held it is not there."""
+    """Releases the guard in a forked process, which lacks the thread that held it."""
     global _guard
     _guard = threading.RLock()
 
@@ -92,7 +91,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 def cache_for(device: torch.device) -> Cache:
-    """Returns the cache of a device: the same object in a process as long as its key is the same."""
+    """Returns the cache of a device: one object in a process for each machine key."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     device_and_threads = device, torch.get_num_threads()
@@ -107,7 +106,7 @@ def _new_cache(device_and_threads: tuple[torch.device, int]) -> Cache:
 
 
 def forget() -> None:
-    """Forgets what this process has read from disk, and which warnings it has given."""
+    """Drops the entries that this process has in memory, and lets it warn again."""
     with _guard:
         _caches.clear()
         _warned.clear()
@@ -116,13 +115,12 @@ def forget() -> None:
 class Cache:
     """The entries of one machine key.
 
-    Those of the files in ``CVT_KERNELS_TUNED`` win over those of the cache, and of several such files the
-    earlier one wins. A file that is damaged or was made for another machine is ignored, with one warning per
-    process.
+    Files in ``CVT_KERNELS_TUNED`` take precedence over the user's cache, and earlier ones over later ones. A
+    file that is damaged or from another machine is ignored, with one warning per process.
 
     Attributes:
-        key: The key, as :func:`machine_key` returns it.
-        path: The file in the cache.
+        key: The machine key (:func:`machine_key`).
+        path: The file in the user's cache.
     """
 
     def __init__(self, key: Mapping[str, object]):
@@ -131,33 +129,33 @@ class Cache:
         names = os.environ.get("CVT_KERNELS_TUNED", "").split(os.pathsep)
         self._shipped_paths = [Path(name) for name in names if name]
         self._shipped: dict[str, Entry] | None = None
-        self._cached: dict[str, Entry] = {}  # are in the cache's file, as it was last read or written
+        self._cached: dict[str, Entry] = {}  # in the cache's file, as last read or written
         self._unwritten: dict[str, Entry] = {}  # could not be written
-        self._passing: dict[str, Entry] = {}  # are not to be written, since they hold for this process only
+        self._passing: dict[str, Entry] = {}  # never written: they hold for this process only
         self._is_tried = False  # whether the next field holds
         self._why_not_written: str | None = None
-        self._settled: set[str] = set()  # were tuned or timed in this process
+        self._settled: set[str] = set()  # cache keys that were tuned or timed in this process
         self._is_disturbed = False  # whether other work disturbed a timing in this process
         # Replaced and never changed, so that get() needs no lock; None before the files have been read.
         self._known: dict[str, Entry] | None = None
 
     def get(self, cache_key: str) -> Entry | None:
-        """Returns the entry on a cache key; None if there is none."""
+        """Returns the entry of a cache key, or None."""
         known = self._known
         if known is None:
             known = self._read()
         return known.get(cache_key)
 
     def read_again(self) -> None:
-        """Takes in what other processes have tuned meanwhile."""
+        """Reads the cache's file again, for entries of other processes."""
         self._read()
 
     def entries(self) -> dict[str, Entry]:
-        """Returns every entry by its cache key."""
+        """Returns all entries: cache key → entry."""
         return dict(self._read() if self._known is None else self._known)
 
     def cached_entries(self) -> dict[str, Entry]:
-        """Returns the entries that are in the file of the cache, by their cache keys."""
+        """Returns the entries in the cache's file: cache key → entry."""
         if self._known is None:
             self._read()
         return dict(self._cached)
@@ -165,20 +163,20 @@ class Cache:
     def shipped_files(self) -> dict[Path, int | str]:
         """Returns the files of ``CVT_KERNELS_TUNED``: path → number of its entries, or why it is ignored.
 
-        The entries of another type of device do not count.
+        Entries for another type of device are not counted.
         """
         contents = {path: files.read(path, self.key) for path in self._shipped_paths}
         return {path: found if isinstance(found, str) else len(found) for path, found in contents.items()}
 
     def remember(self, entries: Mapping[str, Entry], *, replace: bool = False) -> None:
-        """Merges entries into the file of the cache, but keeps those that do not last in this process only.
+        """Adds entries to the cache, and to its file if they are lasting.
 
-        Where it cannot be written all are kept in this process, and one warning per process says so.
+        Where the file cannot be written, they stay in memory, and the process warns once.
 
         Args:
-            entries: CacheKey → entry. Numbers that are not finite become None, and such an error is also a
-                flaw.
-            replace: Whether they replace those that are already known; otherwise those stay.
+            entries: Cache key → entry. Numbers that are not finite become None; an error that is not finite
+                is also a flaw.
+            replace: Whether they replace existing entries of the same cache keys.
         """
         new = {cache_key: files.storable(entry) for cache_key, entry in entries.items()}
         with _guard:
@@ -209,10 +207,10 @@ class Cache:
         )
 
     def times_again(self, cache_key: str) -> bool:
-        """Says whether this process is to time the candidates of a known cache key again; once, if so.
+        """Returns whether this process should time the candidates again; True at most once for a cache key.
 
-        It is where other work disturbed an earlier process, and has not disturbed this one yet. Entries of
-        ``CVT_KERNELS_TUNED`` stay as they are.
+        It should where other work disturbed the timing in an earlier process, and has disturbed none in this
+        one. Entries of ``CVT_KERNELS_TUNED`` stay as they are.
         """
         with _guard:
             entry = self.get(cache_key)
@@ -224,7 +222,7 @@ class Cache:
             return entry.timings < _MOST_TIMINGS
 
     def advice(self) -> str | None:
-        """Says how many choices are unsure since the machine was busy, and what to do; None if none is."""
+        """Returns how many entries were timed on a busy machine, and what to do about it, or None."""
         known, shipped = self.entries(), self._shipped or {}
         if not (unsure := sum(known[cache_key].is_unsure for cache_key in known if cache_key not in shipped)):
             return None
@@ -235,7 +233,7 @@ class Cache:
         )
 
     def _without_passing(self, new: dict[str, Entry], replace: bool) -> dict[str, Entry]:
-        """Keeps the entries that do not last, and returns the others."""
+        """Keeps the entries that are not lasting in memory, and returns the others."""
         lasting = {cache_key: entry for cache_key, entry in new.items() if entry.is_lasting}
         if replace:
             for cache_key in new:
@@ -247,13 +245,13 @@ class Cache:
         return lasting
 
     def why_not_remembered(self, *, may_write: bool = True) -> str | None:
-        """Says why entries cannot be written here; None if they can.
+        """Returns why the cache's file cannot be written, or None.
 
-        The answer is kept until entries are written, or cannot be.
+        The result is kept until the next attempt to write.
 
         Args:
-            may_write: Whether to make the folder and a file in it, in order to find out. Otherwise the
-                permissions answer, as long as nothing has been written.
+            may_write: Whether to find out by creating the folder and a file in it. If not, only permissions
+                are looked at, as long as nothing has been written.
         """
         with _guard:
             if not self._is_tried and not may_write:
@@ -266,17 +264,17 @@ class Cache:
     def tuning(
         self, is_answered: Callable[[], bool] = lambda: False, *, waits: bool = True
     ) -> Iterator[bool]:
-        """Lets one thread of one process at a time tune kernels for this key, within a block.
+        """Holds the lock of this machine key: one thread of one process tunes at a time.
 
-        The block begins with what others have tuned meanwhile, and may be nested. It goes on without the
-        lock after 300 s, at once where nothing can be written, and as soon as there is nothing left to tune:
-        the process that tunes may itself wait for this one, in an exchange of data.
+        The context manager is reentrant, and reads the cache's file again before its block begins. It goes on
+        without the lock after 300 s, where nothing can be written, and once ``is_answered``: the process that
+        tunes may itself be waiting for this one, in a collective operation.
 
-        Its value is False where another thread or process has the lock.
+        The value of the block is False where another thread or process has the lock.
 
         Args:
-            is_answered: Says whether what is known suffices; asked whenever the files have been read again.
-            waits: Whether to wait for the lock at all.
+            is_answered: Returns whether the needed entries are there; called after each reading of the file.
+            waits: Whether to wait for the lock.
         """
         with contextlib.ExitStack() as stack:
             has_turn = True
@@ -293,7 +291,7 @@ class Cache:
             yield has_turn
 
     def _read(self) -> dict[str, Entry]:
-        """Reads the cache's file again, and the others the first time; returns all that is known then."""
+        """Reads the cache's file again, and the others the first time; returns all entries."""
         with _guard:
             return self._combine(self._read_cache())
 
@@ -314,10 +312,10 @@ class Cache:
         return self._known
 
     def _merge(self, new: dict[str, Entry], replace: bool) -> None:
-        """Merges entries into the file, and notes why if it cannot be written."""
+        """Merges entries into the file by an atomic write; notes why if it cannot be written."""
         try:
             files.make_folder(self.path.parent)
-            # If the lock does not come in time, the file stays whole all the same: an entry may be lost.
+            # Without the lock, the file stays whole all the same, but entries may be lost.
             with held(self.path.with_suffix(".writing"), _WRITING_SECONDS):
                 cached = self._read_cache()
                 old = {**cached, **self._unwritten}
@@ -333,7 +331,7 @@ class Cache:
 
 
 def _read_or_warn(path: Path, key: Mapping[str, object], *, is_shipped: bool) -> dict[str, Entry]:
-    """Reads the entries of a file; none, with a warning, if it cannot be used."""
+    """Returns the entries of a file; if it cannot be used, warns and returns none."""
     found = files.read(path, key, may_be_missing=not is_shipped)
     if not isinstance(found, str):
         return found

@@ -1,8 +1,8 @@
-"""The clock, the memory and the ceilings of a machine: the one way in which this project measures.
+"""Timing, memory and ceilings of a machine: all measurements of this project.
 
-Several functions are compared in turns: whole steps by the wall clock, single operators with caches flushed
-before each run and, on a GPU, by events, so that neither the host nor a warm cache is measured. Memory is
-what PyTorch's allocator held. The ceilings are the rates that a large copy and a large matrix product reach.
+Functions are timed in turns: whole steps by the wall clock, single operators with caches flushed before each
+run and, on a GPU, by CUDA events, so that neither the host nor a warm cache counts. Memory is what PyTorch's
+allocator held. The ceilings are the rates of a large copy and a large matrix product.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def synchronize(device: Device) -> None:
 
 
 def now(device: Device) -> float:
-    """Returns the wall clock's seconds once all work of a GPU is done."""
+    """Synchronizes a GPU and returns the wall clock's seconds."""
     synchronize(device)
     return time.perf_counter()
 
@@ -48,19 +48,19 @@ def seconds_in_turns(
     *,
     before_run: Callable[[int], Any] | None = None,
 ) -> list[list[float]]:
-    """Times functions by the wall clock, one run of each per round, so that all meet the same machine.
+    """Times functions by the wall clock, one run of each per round, so that load hits all of them alike.
 
-    Every other round goes backwards, so that none of them always follows the same one: what a function leaves
-    in the caches is worth a tenth of a small call's time to the next one.
+    Every other round goes backwards, because the caches that a function leaves behind are worth a tenth of a
+    small call's time to the next one.
 
     Args:
-        functions: They are called without arguments.
-        rounds: Timed runs of each, after one that warms up.
-        device: The device on which they compute; a GPU is waited for before and after each run.
-        before_run: Is called before each run with the number of the round, 0 for the one that warms up.
+        functions: Called without arguments.
+        rounds: Timed runs of each, after one warm-up.
+        device: The device on which they compute; a GPU is synchronized before and after each run.
+        before_run: Called before each run with the number of the round, 0 for the warm-up.
 
     Returns:
-        For each function the seconds of its runs.
+        The seconds of the runs of each function.
     """
     seconds: list[list[float]] = [[] for _ in functions]
     for i in range(rounds + 1):
@@ -77,9 +77,9 @@ def seconds_in_turns(
 
 
 class DeviceClock:
-    """A clock of the current GPU, which runs only between the two readings that follow :meth:`arm`.
+    """A clock of the current GPU, which runs only between the two readings after :meth:`arm`.
 
-    It serves where a timer is expected that is read before and after a call, as ``time.perf_counter`` is.
+    It stands in for a timer that is read before and after a call, like ``time.perf_counter``.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class DeviceClock:
         self._left = 0
 
     def arm(self) -> None:
-        """Flushes L2, which takes the GPU longer than the host takes to launch what is to be measured."""
+        """Flushes L2, which keeps the GPU busy until the host has launched the work to be timed."""
         _flush_cache()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._left = 2
 
     def read(self) -> float:
-        """Returns the seconds that it has run."""
+        """Returns the seconds that the clock has run."""
         if self._left:
             self._events[-self._left].record()
             self._left -= 1
@@ -105,13 +105,13 @@ class DeviceClock:
 
 
 class ColdTimes(NamedTuple):
-    """The seconds of runs that began with an empty L2 cache.
+    """The seconds of runs that began with a cold L2 cache.
 
     Attributes:
-        device: How long the device computed, in each run.
-        host: How long the host took to start it; empty on a CPU, where that is the same.
+        device: Device time of each run.
+        host: Time that the host took to start each run; empty on a CPU, where the two are the same.
         is_disturbed: Whether other work on the machine disturbed them: half of the runs took twice as long as
-            the fastest one, or in that one threads waited for a CPU for a tenth of its time (as Linux tells).
+            the fastest one, or threads waited for a CPU for a tenth of the fastest one (on Linux).
     """
 
     device: list[float]
@@ -128,18 +128,17 @@ def cold_seconds_in_turns(
     most: int,
     losers: Callable[[Mapping[int, ColdTimes]], Iterable[int]] = lambda timed: (),
 ) -> list[ColdTimes]:
-    """Times functions in turns, with L2 flushed before each run.
+    """Times functions in turns, with L2 flushed before each run, until one is left or the time is up.
 
     Args:
-        functions: They are called without arguments, and have run before: what a first run prepares is timed
-            otherwise.
+        functions: Called without arguments. Run them once before, or the first run's preparations are timed.
         device: The device on which they compute; a GPU must be the current one.
-        seconds: How long all rounds may take together, as far as ``fewest`` allows; five times as long where
-            other work on the machine disturbs them.
-        fewest: The least number of rounds.
+        seconds: The time limit for all rounds together, after ``fewest``; five times as long where other work
+            on the machine disturbs them.
+        fewest: The smallest number of rounds.
         most: The largest number of rounds.
-        losers: Given the times so far of those that are still timed, by their indices, returns the indices of
-            those that are timed no more. One that is left, or given, alone has nothing to be compared with.
+        losers: Called after each round with the times so far (index → times) of the functions that are still
+            timed; returns the indices to drop.
     """
     times = [ColdTimes([], []) for _ in functions]
     timed = dict(enumerate(times))
@@ -161,19 +160,19 @@ def cold_seconds_in_turns(
     return times
 
 
-_MOST_WAITING = 0.1  # times the time of a run, where nothing else runs
-_PATIENCE = 5  # times as long as asked for, where other work disturbs the runs
+_MOST_WAITING = 0.1  # the part of a run's time that threads may wait for a CPU on an idle machine
+_PATIENCE = 5  # the factor for the time limit where other work disturbs the runs
 
 
 def _is_disturbed(times: ColdTimes) -> bool:
-    """Says whether half of the runs took twice as long as the fastest one."""
+    """Returns whether half of the runs took twice as long as the fastest one."""
     return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
 
 
 def waited_seconds() -> float:
-    """Returns how long the threads of this process have been ready and waited for a CPU, all together.
+    """Returns the seconds that this process's threads, together, were ready and waited for a CPU.
 
-    It is 0 where the system does not tell, as Linux does.
+    It is 0 on systems other than Linux.
     """
     nanoseconds = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
@@ -183,9 +182,9 @@ def waited_seconds() -> float:
 
 
 def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> float:
-    """Notes the time of a run; returns for how long threads waited for a CPU meanwhile."""
+    """Times a run; returns the seconds that threads waited for a CPU meanwhile."""
     if device.type == "cuda":
-        # A flush keeps the GPU busy for some 60 µs, in which the host must have started the function.
+        # A flush keeps the GPU busy for some 60 µs; the host must have started the function by then.
         for _ in range(int(min(taken.host, default=0.0) / 5e-5)):
             _flush_cache()
         clock, waited = DeviceClock(), waited_seconds()
@@ -204,8 +203,8 @@ def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTime
     return waited_seconds() - waited
 
 
-#: Ends the thread's share of a busy processor now, so that it does not end within what is timed: where 13 of
-#: 100 short runs were interrupted on a busy machine, 3 were with it.
+#: Yields the CPU now, so that the scheduler interrupts fewer timed runs: on a busy machine 3 of 100 short
+#: runs instead of 13.
 _let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
 
 
@@ -215,26 +214,26 @@ def _flush_cache() -> None:
 
 @functools.cache
 def _flush_buffer(kind: str, number: int) -> torch.Tensor:
-    """Returns memory that fills the L2 of GPU ``number``, or on a CPU those of ``number`` threads' cores."""
+    """Returns a buffer that fills the L2 of GPU ``number``, or on a CPU the L2 of ``number`` cores."""
     size = number * 2**22
     if kind == "cuda":
         size = max(4 * torch.cuda.get_device_properties(number).L2_cache_size, 2**28)
     device = torch.device("cuda", number) if kind == "cuda" else "cpu"
-    with torch.inference_mode(False):  # a tensor of that mode could not be written outside of it
+    with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back the memory that cold timing has taken on a device, as it may be large on a GPU."""
+    """Frees the memory that cold timing has taken on a device, which may be large on a GPU."""
     _flush_buffer.cache_clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> float:
-    """Returns the seconds of the fastest of ``rounds`` calls, or of as many as take two seconds.
+    """Returns the seconds of the fastest of ``rounds`` calls, or fewer if they take two seconds.
 
-    A :class:`DeviceClock` measures them on a GPU, else the wall clock. One call before them warms up.
+    A :class:`DeviceClock` times them on a GPU, the wall clock elsewhere, after one warm-up call.
     """
     device = torch.device(device)
     cuda = device.type == "cuda"
@@ -252,7 +251,7 @@ def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> fl
 
 
 def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
-    """Captures a function in a CUDA graph and returns the graph's replay; None if it cannot be captured."""
+    """Captures a function in a CUDA graph and returns the graph's replay, or None if capturing fails."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -263,7 +262,7 @@ def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
     try:
         with machine.captured(graph, torch.cuda.graph_pool_handle(), stream):
             function()
-    except RuntimeError:  # it asks the host something meanwhile
+    except RuntimeError:  # the function synchronizes with the host
         torch.cuda.synchronize()
         return None
     return graph.replay
@@ -273,9 +272,9 @@ def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
 
 
 def profiled(function: Callable[[], Any], device: Device, *, memory: bool = False) -> profile:
-    """Runs a function once under PyTorch's profiler, until the GPU is done with it too.
+    """Runs a function once under PyTorch's profiler, and synchronizes a GPU.
 
-    With ``memory``, it also records every allocation on the CPU, which :func:`peak_of` reads.
+    With ``memory``, it also records every allocation on the CPU, for :func:`peak_of`.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
     cuda = torch.device(device).type == "cuda"
@@ -287,10 +286,10 @@ def profiled(function: Callable[[], Any], device: Device, *, memory: bool = Fals
 
 
 def peak_bytes(function: Callable[[], Any], device: Device) -> int:
-    """Returns the most bytes that one call holds in tensors at once, beyond what was held before it.
+    """Returns the peak memory of one call in bytes, beyond what was allocated before it.
 
     On a CPU it is the peak of the running sum over all allocations that the profiler records: exact, and the
-    same in every run. On a GPU it is what the allocator itself counts.
+    same in every run. On a GPU it is the allocator's own count.
     """
     if torch.device(device).type != "cuda":
         return peak_of(profiled(function, device, memory=True))
@@ -303,7 +302,7 @@ def peak_bytes(function: Callable[[], Any], device: Device) -> int:
 
 
 def peak_of(profiler: profile) -> int:
-    """Returns the peak of memory on the CPU in a profile of :func:`profiled`; 0 if it allocated nothing."""
+    """Returns the peak of CPU memory in a profile of :func:`profiled`; 0 without allocations."""
     with tempfile.TemporaryDirectory() as scratch:
         trace = Path(scratch, "trace.json")
         profiler.export_chrome_trace(str(trace))
@@ -323,7 +322,7 @@ def peak_of(profiler: profile) -> int:
 def copy_bandwidth(device: Device, size: int | None = None) -> float:
     """Returns the bytes per second, read and written, of a copy of ``size`` bytes.
 
-    The default is more than a cache holds: 256 MiB, on a large GPU 2 GiB.
+    The default size exceeds every cache: 256 MiB, up to 2 GiB on a large GPU.
     """
     source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -336,19 +335,19 @@ def _copy_size(device: torch.device) -> int:
     return max(2**28, min(2**31, torch.cuda.get_device_properties(device).total_memory // 16))
 
 
-#: Rows and columns of the matrices whose product is a ceiling.
+#: Rows and columns of the matrices in a :class:`Product`.
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
 class Product:
-    """The product a·bᵀ of two large matrices, and the ``ways`` that PyTorch has for it.
+    """The product a·bᵀ of two large matrices, with the ``ways`` to compute it in PyTorch.
 
-    On a CPU there are two: on AMD's CPUs MKL, which serves ``F.linear``, is slow in float32, and oneDNN does
-    the same product as a convolution of n pixels by 1×1.
+    On a CPU there are two: ``F.linear``, where MKL is slow in float32 on AMD's CPUs, and a 1×1 convolution of
+    n pixels by oneDNN.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, n: int | None = None):
-        """Makes the matrices, of ``PRODUCT_SIZE`` rows and columns by default."""
+        """Creates the matrices, with ``PRODUCT_SIZE`` rows and columns by default."""
         kind = torch.device(device).type
         self.n = n = n or PRODUCT_SIZE["cuda" if kind == "cuda" else "cpu"]
         self.operations = 2 * n**3

@@ -1,4 +1,4 @@
-"""Files of entries: how they are written and read, why that may not be possible, and what is left over."""
+"""Files of entries: atomic writes, reading, permissions, and removal of leftovers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .entries import Entry, Measurement
 _SCHEMA, _VERSION = "cvt-kernels entries", 2
 _NUMBERS = ("error", "allowed", "seconds", "host_seconds")
 _MOST_BYTES = 2**24  # of a file; an entry takes about a thousand
-_OLD_SECONDS = 3600.0  # after which a file that was to live for moments is left over
+_OLD_SECONDS = 3600.0  # the age from which a temporary file or a lock is a leftover
 _IS_POSIX = hasattr(os, "geteuid")
 
 # Writing --------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, key: Mapping[str, object], entries: Mapping[str, Entry]) -> None:
-    """Writes a file in one piece, whatever other processes do, and removes what killed ones have left."""
+    """Writes a file atomically, and removes what killed processes have left."""
     content = {
         "schema": _SCHEMA,
         "version": _VERSION,
@@ -56,7 +56,7 @@ def write(path: Path, key: Mapping[str, object], entries: Mapping[str, Entry]) -
 
 
 def storable(entry: Entry) -> Entry:
-    """Returns an entry as its file has it: without NaN and infinity, which JSON does not have."""
+    """Returns an entry as its file has it: without NaN and infinity, which JSON lacks."""
     measurements = {}
     for name, measurement in entry.measurements.items():
         flaw = measurement.flaw
@@ -72,10 +72,10 @@ def storable(entry: Entry) -> Entry:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder for files, unless it is there.
+    """Creates a folder unless it exists.
 
     Raises:
-        OSError: It cannot be made, or is not to be trusted.
+        OSError: It cannot be created, or is not trusted.
     """
     folder.mkdir(0o755, parents=True, exist_ok=True)
     if (reason := _why_not_trusted(os.stat(folder))) is not None:
@@ -83,7 +83,7 @@ def make_folder(folder: Path) -> None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Says why files cannot be written in a folder, having made it and a file in it; None if they can."""
+    """Returns why files cannot be written in a folder, or None; creates it and a file in it to find out."""
     try:
         make_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".tried.{os.getpid()}.") as file:
@@ -95,9 +95,9 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def why_not_permitted(folder: Path) -> str | None:
-    """Says why files may not be written in a folder, without a change on the disk; None if they may.
+    """Returns why files may not be written in a folder, or None, by permissions alone.
 
-    The permissions of the folder answer, or of the nearest one above it that exists.
+    If the folder does not exist, the nearest existing one above it counts.
     """
     nearest = next((path for path in (folder, *folder.parents) if os.path.exists(path)), folder)
     if not nearest.is_dir():
@@ -108,16 +108,16 @@ def why_not_permitted(folder: Path) -> str | None:
 
 
 def why_folder_not_trusted(folder: Path) -> str | None:
-    """Says why files in a folder are not to be trusted, since others may put them there; None if they are."""
+    """Returns why files in a folder are not trusted, since other users may write there, or None."""
     try:
         reason = _why_not_trusted(os.stat(folder))
-    except OSError:  # there is none, or it cannot be read
+    except OSError:  # it does not exist, or cannot be read
         return None
     return None if reason is None else f"{folder}: {reason}"
 
 
 def _why_not_trusted(status: os.stat_result) -> str | None:
-    """Says why others than this process's user and root may have written something; None if they may not."""
+    """Returns why users other than this process's and root may have written a file, or None."""
     if not _IS_POSIX:
         return None
     if status.st_uid not in (os.geteuid(), 0):
@@ -128,19 +128,19 @@ def _why_not_trusted(status: os.stat_result) -> str | None:
 
 
 def reason(error: OSError) -> str:
-    """Returns the message of an error, with the name of the file that it is about."""
+    """Returns the message of an error, with the name of its file."""
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 # Leftovers ------------------------------------------------------------------------------------------------
 
-#: The names of files that live for moments, with the number of their process, and of the locks of a file.
+#: The names of temporary files, with their process ID, and of locks.
 _SCRATCH = re.compile(r"\.(?:tried|\w+\.json)\.(?:(\d+)\.)?\w+")
 _LOCK = re.compile(r"(\w+)\.(?:tuning|writing)")
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what processes that were killed have left in the folder of a file that was just written."""
+    """Removes what killed processes have left in the folder of a file that was just written."""
     with contextlib.suppress(OSError):
         newest_left = path.stat().st_mtime - _OLD_SECONDS  # by the clock of the disk
         with os.scandir(path.parent) as entries:
@@ -150,7 +150,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Removes an old file if it is one that lives for moments, or a lock of a file that was never written."""
+    """Removes an old file if it is a temporary one, or the lock of a file that was never written."""
     with contextlib.suppress(OSError):
         if (scratch := _SCRATCH.fullmatch(path.name)) and not _runs(int(scratch[1] or 0)):
             path.unlink()
@@ -159,7 +159,7 @@ def _remove_if_left(path: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Says whether a process runs; False on Windows, where its open files cannot be removed anyway."""
+    """Returns whether a process runs; False on Windows, where its open files cannot be removed anyway."""
     if not (_IS_POSIX and process):
         return False
     try:
@@ -175,11 +175,11 @@ def _runs(process: int) -> bool:
 
 
 def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False) -> dict[str, Entry] | str:
-    """Reads the entries of a file with a machine's key.
+    """Reads the entries of a file, for a machine key.
 
     Returns:
-        CacheKey → entry, nothing from a file of another type of device, or from none that may be missing;
-        or why the file cannot be used.
+        Cache key → entry, or why the file cannot be used. It is empty for a file of another type of device,
+        and for a missing file if ``may_be_missing``.
     """
     try:
         return _parse(_text(path), key)
@@ -196,10 +196,10 @@ def read(path: Path, key: Mapping[str, object], *, may_be_missing: bool = False)
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file; waits for nobody to write, and reads no more than a file may have.
+    """Returns the text of a file; never blocks, as a pipe would, and reads at most 16 MiB.
 
     Raises:
-        ValueError: It is no regular file, too large, not to be trusted, or no text.
+        ValueError: It is not a regular file, too large, not trusted, or not text.
     """
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
@@ -214,15 +214,15 @@ def _text(path: Path) -> str:
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    """Opens a file without waiting, as one would for the writer of a pipe."""
+    """Opens a file without blocking, as a pipe would until somebody writes."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _parse(text: str, key: Mapping[str, object]) -> dict[str, Entry]:
-    """Returns the entries of a file's text, none if it is of another type of device.
+    """Returns the entries in a file's text, none if they are for another type of device.
 
     Raises:
-        ValueError: The text is no file of entries, or one that was made for another machine.
+        ValueError: It is not a file of entries, or one for another machine.
     """
     content = _checked(json.loads(text), dict, "file")
     found = _fields(content, {"schema": str, "version": int}, "")
@@ -271,7 +271,7 @@ def _parse_measurement(content: object, where: str) -> Measurement:
 
 
 def _fields(content: object, kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of an object of JSON that have a type here; raises ValueError for one of another."""
+    """Returns the fields in ``kinds`` of a JSON object; raises ValueError if one has another type."""
     found = _checked(content, dict, where.removesuffix(", "))
     for name, kind in kinds.items():
         if name not in found:

@@ -1,4 +1,4 @@
-"""The machine's key: everything that the entries of a device depend on."""
+"""The machine key: everything that the entries of a device depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import machine
 
 
 def machine_key(device: torch.device) -> dict[str, object]:
-    """Returns everything that the entries of a device depend on, ready for JSON."""
+    """Returns everything that the entries of a device depend on, serializable to JSON."""
     return {**_installation(), **_device_facts(device)}
 
 
@@ -40,12 +40,12 @@ def _installation() -> dict[str, object]:
 def _cudnn() -> int | str | None:
     try:
         return torch.backends.cudnn.version() if torch.version.cuda else None
-    except RuntimeError:  # it does not serve this GPU, or is another one than torch was built with
+    except RuntimeError:  # it lacks this GPU, or is not the version that torch was built with
         return "not usable"
 
 
 def _source_files() -> list[Path]:
-    """Returns the sources that decide what a kernel computes, whether it passes and how it is timed."""
+    """Returns the source files that decide what a kernel computes, whether it passes and how it is timed."""
     package = Path(__file__).parents[1]
     folders = (package / "ops").rglob("*.py"), package.glob("*.py"), (package / "autotune").glob("*.py")
     return [path for files in folders for path in sorted(files)]
@@ -86,10 +86,10 @@ def _gpu_facts(index: int) -> dict[str, object]:
 
 
 def _nvidia_driver() -> str:
-    """Describes the driver by its kernel module and its library, as ``580.65.06, CUDA 13.0``."""
+    """Returns the versions of the driver's kernel module and library, such as ``580.65.06, CUDA 13.0``."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:  # Windows and its Linux
+    except OSError:  # Windows and WSL
         text = ""
     number = re.search(r"\d+(\.\d+)+", text)
     cuda = machine.cuda_driver_version()
@@ -102,14 +102,14 @@ def _cpu_facts() -> dict[str, object]:
         "device": "cpu",
         "name": machine.cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        # The extension reads it too, at the first call of each family of kernels.
+        # The extension too reads it, at the first call of each family of kernels.
         "CVT_KERNELS_CPU": os.environ.get("CVT_KERNELS_CPU", ""),
         "instruction sets": _hash_of_instruction_sets(),
     }
 
 
 def _hash_of_instruction_sets() -> str:
-    """Returns the hash of the processor's flags in ``/proc/cpuinfo``; ``unknown`` where there is none."""
+    """Returns the hash of the CPU's flags in ``/proc/cpuinfo``, or ``unknown``."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -120,5 +120,5 @@ def _hash_of_instruction_sets() -> str:
 
 
 def digest(key: Mapping[str, object]) -> str:
-    """Returns the hash of a key, which names the file of its entries."""
+    """Returns the hash of a machine key, which names its file."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

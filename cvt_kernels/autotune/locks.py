@@ -1,4 +1,4 @@
-"""Locks of files between processes and threads."""
+"""File locks between processes and threads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _lock(path: Path, process: int) -> BaseFileLock:
-    """Returns a process's only lock object of a file, in which each thread counts how often it holds it.
+    """Returns the process's only lock object for a file; it is reentrant in each thread.
 
-    That of the process from which this one was forked is refused by filelock, or would seem to be held.
+    A forked process has its own: filelock refuses its parent's, or would take it as held.
     """
     from filelock import FileLock
 
@@ -25,7 +25,7 @@ def _lock(path: Path, process: int) -> BaseFileLock:
 
 
 def remove_unless_held(path: Path) -> None:
-    """Removes the file of a lock unless somebody holds it.
+    """Removes a lock file unless the lock is held.
 
     Raises:
         OSError: It cannot be locked or removed.
@@ -38,9 +38,9 @@ def remove_unless_held(path: Path) -> None:
 
 @contextlib.contextmanager
 def held(path: Path, seconds: float) -> Iterator[bool]:
-    """Holds a file's lock within a block, or goes on without it where it cannot be had in time.
+    """Holds a file lock within a block, or goes on without it after a timeout.
 
-    Its value is False if the time was up, True if the lock is held or cannot be had at all.
+    The value of the block is False after a timeout; True if the lock is held, or if locking is impossible.
     """
     from filelock import Timeout
 

@@ -1,9 +1,9 @@
-"""The tuning of kernels on this machine: they run in guarded memory, are compared with float64, and timed.
+"""The tuner: runs candidates in guarded memory, compares them with float64, and times those that pass.
 
 A candidate is a function that computes an operator from the record of a call. It passes if its outputs, its
-gradients and what it leaves in its arguments are as accurate as those of PyTorch (``accuracy``), and if it
-writes nowhere else: all memory that it is given or allocates holds NaN where nothing was written, and has
-guard zones on both sides. Integers of 8 bits have −128 there, which no operator returns.
+gradients and the arguments after the call are as accurate as PyTorch's (``accuracy``), and if it writes
+nowhere else. All memory that it gets or allocates lies between guard zones, and holds NaN until it is written
+(in int8, −128, which no operator returns).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .. import checks, machine
 from . import accuracy, clock
 from .entries import FAILS_HERE, Entry, Measurement
 
-#: A candidate takes the place of the default only if it wins by this factor. A smaller one lets noise decide:
+#: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
 MARGIN = 1.1
 
@@ -41,22 +41,22 @@ _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
 _POISON = -1  # in every byte of a number: NaN in all floating dtypes
 _POISON_OF_INT8 = 0x80  # −128: −1 is as good as any other number
 _HUGE = 1e15  # sums of squares of larger numbers may overflow float32
-_CANCELS = 1e-6  # times the size of other numbers: what a sum is at most that is zero but for rounding
-_UNITS = 4  # in the last place, allowed besides a multiple of PyTorch's own error
-_UNITS_OF_OTHERS = 16  # allowed to gradients besides, in units of the largest other one
-_UNITS_OF_FLOAT64 = 1000  # where PyTorch has no error, being the measure itself
-_NEAR_OF_8_BITS = 0.1  # times the largest exact value: what an error may be that rounding to 8 bits makes
+_CANCELS = 1e-6  # times the size of other numbers: the limit for a sum that is zero except for rounding
+_UNITS = 4  # in the last place, allowed in addition to a multiple of PyTorch's own error
+_UNITS_OF_OTHERS = 16  # allowed in addition for gradients, in units of the largest other one
+_UNITS_OF_FLOAT64 = 1000  # for results in float64, where PyTorch, being the reference itself, has no error
+_NEAR_OF_8_BITS = 0.1  # times the largest exact value: the largest error that rounding to 8 bits may make
 _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
-#: After how many rounds a candidate has lost that took at least so many seconds, and so many times as long as
-#: another one. An interruption can make a short run several times as long, a long one it cannot.
+#: (rounds, seconds, factor): after these rounds, a candidate has lost if it took at least these seconds and
+#: this many times as long as another one. An interruption can multiply the time of short runs only.
 _CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
-_ENOUGH = 5  # rounds after which one has lost that does not win against the default by MARGIN
+_ENOUGH = 5  # rounds after which a candidate has lost unless it wins against the default by MARGIN
 
 Function = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """The record of a call of an operator, and whether the backward belongs to it."""
+    """The record of an operator's call, and whether it includes the backward."""
 
     record: Any
     gradient: bool
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return self.record[0].device
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Call:
-        """Returns the call with ``function`` applied to every tensor, once to each."""
+        """Returns the call with ``function`` applied once to each tensor."""
         known: dict[int, Tensor] = {}
 
         def once(tensor: Tensor) -> Tensor:
@@ -78,26 +78,26 @@ class Call(NamedTuple):
         return self._replace(record=pytree.tree_map_only(Tensor, once, self.record))
 
     def detached(self) -> Call:
-        """Returns the call outside of any graph, its tensors requiring a gradient where one is wanted."""
+        """Returns the call with detached tensors, which require gradients where the call includes them."""
         return self.map(lambda tensor: tensor.detach().requires_grad_(self.gradient and tensor.requires_grad))
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors in the arguments, in their order."""
+        """Returns the tensors in the arguments, in order."""
         return checks.tensors_of(self.record)
 
 
 class Task(NamedTuple):
-    """The candidates for one kind of calls, and what they are tried on.
+    """The candidates for one cache key, and the calls that check and time them.
 
     Attributes:
-        cache_key: The cache key that the entry answers.
-        reference: The operator in plain PyTorch: in float64 the oracle, in the call's dtypes the measure.
-        candidates: By the name of their backend.
+        cache_key: The cache key of the entry.
+        reference: The operator in plain PyTorch: the oracle in float64, and the measure in the call's dtypes.
+        candidates: Backend → function.
         default: The candidate that serves unless another wins by ``MARGIN``.
-        sample: A call on few images, which is checked: float64 takes its time.
-        timed: The same on more images, which is timed.
-        exact: The oracle in the place of the reference in float64.
-        unrounded: Computes what results may be as well; see :class:`backends.Operator`.
+        sample: The call on a few images, for the check, because float64 is slow.
+        timed: The call on more images, for the timing.
+        exact: Replaces the reference as the oracle, if given.
+        unrounded: Computes alternative results that are correct too; see :class:`backends.Operator`.
     """
 
     cache_key: str
@@ -110,15 +110,15 @@ class Task(NamedTuple):
     unrounded: Function | None = None
 
     def expected(self) -> Expected:
-        """Returns the results by which the candidates are judged."""
+        """Runs the reference and returns the results to compare candidates with."""
         return Expected.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
 def tune(task: Task) -> Entry:
-    """Checks and times the candidates of a tuning, and chooses the one that serves.
+    """Checks and times the candidates of a task, and chooses the one that serves.
 
-    Arguments, random numbers and gradients of the caller stay as they are, and its hooks on saved tensors and
-    its modes see nothing of it.
+    The caller's arguments, random numbers and gradients stay as they are. Its modes and its hooks on saved
+    tensors are off meanwhile.
 
     Raises:
         Exception: The reference cannot compute the sample, or there is not enough memory
@@ -131,10 +131,10 @@ def tune(task: Task) -> Entry:
 
 
 def time_again(task: Task, entry: Entry) -> Entry:
-    """Times the candidates of a tuning that passed it before, where other work disturbed the timing then.
+    """Times again the candidates that have passed, because other work disturbed the first timing.
 
     Returns:
-        The entry by the new times; the old one, but for the number of timings, if these are disturbed too.
+        The entry with the new times; with the old ones if the new timing is disturbed too.
 
     Raises:
         Exception: As :func:`tune`.
@@ -154,7 +154,7 @@ def _time_sound(task: Task, measurements: Mapping[str, Measurement]) -> dict[str
     return timed
 
 
-# What a terminal shows --------------------------------------------------------------------------------------
+# The notice on a terminal -----------------------------------------------------------------------------------
 
 _PATIENCE = 2.0  # seconds of tuning in a process without a notice
 _NOTICE = (
@@ -168,9 +168,9 @@ _is_noticed = False
 
 @contextlib.contextmanager
 def noticed() -> Iterator[None]:
-    """Says on a terminal what the block does, once in a process and after two seconds of such blocks.
+    """Prints a notice about autotuning on a terminal, once in a process, after two seconds in such blocks.
 
-    Nothing is said where stderr is no terminal, nor in tests by pytest.
+    Nothing is printed where stderr is no terminal, nor under pytest.
     """
     global _seconds
     if _is_noticed or "PYTEST_CURRENT_TEST" in os.environ or not _is_terminal(sys.stderr):
@@ -190,7 +190,7 @@ def noticed() -> Iterator[None]:
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # no stream, or a closed one
         return False
 
 
@@ -198,24 +198,24 @@ def _notice(stream: TextIO) -> None:
     global _is_noticed
     if not _is_noticed:
         _is_noticed = True
-        with contextlib.suppress(OSError, ValueError):  # it is gone
+        with contextlib.suppress(OSError, ValueError):  # the stream is gone
             stream.write(_NOTICE)
             stream.flush()
 
 
 # The caller -----------------------------------------------------------------------------------------------
 
-#: Functions to call when a thread's tuning ends.
+#: Callbacks for the end of a thread's tuning.
 _endings: dict[int, contextlib.ExitStack] = {}
 
 
 def is_tuning() -> bool:
-    """Says whether this thread is within a tuning: an operator may be composed of others."""
+    """Returns whether this thread is tuning; an operator that is tuned may call others."""
     return bool(_endings) and _endings_here() is not None
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Calls a function when the tuning that this thread is within has ended."""
+    """Registers a callback for the end of this thread's tuning."""
     endings = _endings_here()
     assert endings is not None, "there is no tuning"
     endings.callback(function)
@@ -242,9 +242,9 @@ def _tuning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Lets the block run without the caller's modes and hooks on saved tensors, but with its autocast.
+    """Runs the block without the caller's modes and hooks on saved tensors, but with its autocast.
 
-    The caller's random numbers go on afterwards as if nothing had been drawn.
+    The state of the random number generators is restored afterwards.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_tuning())
@@ -256,7 +256,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-            # Without its cache, which would hold the copies of weights.
+            # Without its cache, which would keep copies of weights.
             dtype = torch.get_autocast_dtype(device.type)
             stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
         yield
@@ -267,12 +267,12 @@ def _unchanged(value: Any) -> Any:
 
 
 def choose(measurements: dict[str, Measurement], default: str) -> Entry:
-    """Returns the entry on measurements: the fastest without a flaw, but the default if it is as fast.
+    """Returns the entry for measurements: the fastest candidate without a flaw wins, if by ``MARGIN``.
 
-    In a graph the device alone counts; elsewhere a call takes as long as the slower of host and device.
+    In a CUDA graph only device time counts; elsewhere the larger of host and device time.
     """
     sound = [name for name, measurement in measurements.items() if measurement.flaw is None]
-    if len(sound) == 1:  # which is not timed
+    if len(sound) == 1:  # it was not timed
         return Entry(sound[0], sound[0], measurements)
     on_device = {
         name: measurement.seconds
@@ -298,7 +298,7 @@ def _fastest(seconds: dict[str, float], default: str) -> str:
 
 
 class Results(NamedTuple):
-    """The outputs of one run, the gradients of the arguments that require one, and all arguments after it."""
+    """The outputs of a run, the gradients of arguments that require one, and all arguments after the run."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -307,16 +307,16 @@ class Results(NamedTuple):
 
 @dataclass
 class Expected:
-    """The results by which candidates are judged on a sample of a call.
+    """The expected results on a sample of a call.
 
     Attributes:
         reference: The operator in plain PyTorch, which need not be checked.
         oracle: Computes the exact results in float64.
-        sample: The call, its tensors detached.
-        douts: Gradients of the outputs, if the backward belongs to the call.
-        same: Results of the reference in the dtypes of the call.
-        exact: Its results in float64.
-        unrounded: Computes what results may be as well.
+        sample: The call, with detached tensors.
+        douts: Gradients of the outputs, if the call includes the backward.
+        same: The reference's results in the dtypes of the call.
+        exact: The oracle's results in float64.
+        unrounded: Computes alternative results that are correct too.
     """
 
     reference: Function
@@ -335,7 +335,7 @@ class Expected:
         oracle: Function | None = None,
         unrounded: Function | None = None,
     ) -> Expected:
-        """Runs the reference; on random numbers where those of the call could not tell right from wrong.
+        """Runs the reference; on random numbers where the call's numbers cannot tell right from wrong.
 
         Raises:
             FloatingPointError: PyTorch's results are not finite on random numbers either.
@@ -366,14 +366,14 @@ class Expected:
 
     @functools.cached_property
     def other(self) -> Expected | None:
-        """The expected of results in which nothing is rounded; None if there are no such."""
+        """The expected results of ``unrounded``, or None."""
         return None if self.unrounded is None else self._run(self.unrounded, self.sample, self.unrounded)
 
     @functools.cached_property
     def nudged(self) -> Results:
-        """The results in float64 for arguments that are off by roundings in float32.
+        """The results in float64 for arguments that are perturbed by roundings in float32.
 
-        They show what rounding may do to results, as where a statistic is of two values: the error of
+        They show how far rounding may move results, for example a variance of two values, where the error of
         ``same`` may be small by luck.
         """
         generator = torch.Generator(self.sample.device).manual_seed(2)
@@ -381,9 +381,9 @@ class Expected:
         return _run_in_float64(self.oracle, nudged, self.douts)
 
     def _is_near_exact(self) -> bool:
-        """Says whether PyTorch's own results are near the exact ones, so that errors of others show.
+        """Returns whether PyTorch's own results are near the exact ones, so that errors of candidates show.
 
-        Where activations are rounded to 8 bits, which they are not in float64, near is less near.
+        The tolerance is larger where activations are rounded to 8 bits, which they are not in float64.
         """
         rounds = any(tensor.dtype in accuracy.OF_8_BITS for tensor in self.sample.tensors())
         after = zip(self.sample.tensors(), self.same.arguments, self.exact.arguments, strict=True)
@@ -404,7 +404,7 @@ class Expected:
 
 
 def _is_fine(tensor: Tensor) -> bool:
-    """Says whether a tensor is of floating-point numbers of more than 8 bits, others being exact."""
+    """Returns whether a tensor has floating-point numbers of more than 8 bits; others are taken as exact."""
     return tensor.is_floating_point() and tensor.dtype not in accuracy.OF_8_BITS
 
 
@@ -414,7 +414,7 @@ def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Res
 
 
 def run(function: Function, call: Call, douts: list[Tensor]) -> Results:
-    """Runs a function on a call, which it may change, and with ``douts`` the backward too."""
+    """Runs a function on a call, which it may change, and the backward if the call includes it."""
     return _results(call, _forward(function, call), douts)
 
 
@@ -429,7 +429,7 @@ def _results(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> Results:
 
 
 def _gradients(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients of the arguments that require one; zeros where there is none."""
+    """Returns the gradients of arguments that require one, with zeros for unused arguments."""
     leaves = [t for t in call.tensors() if t.requires_grad]
     pairs = [pair for pair in zip(outputs, douts, strict=True) if pair[0].requires_grad]
     roots, grads = zip(*pairs, strict=True) if pairs else ((), ())
@@ -441,9 +441,9 @@ def _gradients(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> list[T
 
 
 def check(function: Function, expected: Expected) -> Measurement:
-    """Runs a candidate on the sample in guarded memory, and compares it with the expected.
+    """Runs a candidate on the sample in guarded memory, and compares its results with the expected ones.
 
-    The reference does not run again: what it returned is part of the expected.
+    The reference does not run again: its results are among the expected ones.
     """
     results = expected.same if function is expected.reference else _run_guarded(function, expected)
     if isinstance(results, str):
@@ -456,7 +456,7 @@ def check(function: Function, expected: Expected) -> Measurement:
 
 
 def _run_guarded(function: Function, expected: Expected) -> Results | str:
-    """Returns the results of a candidate in guarded memory, or the flaw that leaves none to compare."""
+    """Returns the results of a candidate in guarded memory, or a flaw if there are none to compare."""
     try:
         with guarded_memory() as memory:
             results = run(function, expected.sample.map(memory.copy), expected.douts)
@@ -469,13 +469,13 @@ def _run_guarded(function: Function, expected: Expected) -> Results | str:
 
 
 def _wait_for_stream(device: torch.device) -> None:
-    """Waits for the work of the current stream: others may wait for processes that wait for this tuning."""
+    """Synchronizes the current stream only: other streams may wait for processes that wait for this one."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def is_usable(device: torch.device) -> bool:
-    """Says whether a device still computes: after an illegal access a GPU does not, for the whole process."""
+    """Returns whether a device still works: after an illegal access, no GPU does in the whole process."""
     try:
         torch.zeros(1, device=device).add_(1)
         _wait_for_stream(device)
@@ -485,16 +485,16 @@ def is_usable(device: torch.device) -> bool:
 
 
 def _flaw_of(error: Exception) -> str:
-    # A fault of what a kernel needs to be built, loaded or started; Triton's error has no type of its own.
+    # The kernel could not be built, loaded or started; Triton's error has no type of its own.
     is_of_environment = isinstance(error, OSError | ImportError | subprocess.SubprocessError)
     is_of_environment |= "Failed to find C compiler" in str(error)
     return f"{FAILS_HERE if is_of_environment else 'fails: '}{describe_error(error)}"
 
 
 def describe_error(error: Exception) -> str:
-    """Returns the type of an error and the first line of its message, then those of its cause.
+    """Returns an error's type and the first line of its message, then the same of its cause.
 
-    The messages of Triton's compiler show the source first: of a cause in it, the last line is returned.
+    If the cause is in Triton's compiler, whose messages begin with the source, it is the last line.
     """
     cause = error
     while isinstance(cause.__cause__, Exception):
@@ -510,14 +510,14 @@ def _lines(error: Exception) -> list[str]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Says whether an error means that there is not enough memory; that of a host has no type of its own."""
+    """Returns whether an error means that memory is short; on a CPU, PyTorch's has no type of its own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED"))
 
 
 def _compare(results: Results, expected: Expected) -> Measurement:
-    """Returns the measurement of results: their largest error, or the first one that is not allowed."""
+    """Returns a measurement with the largest error of the results, or the first one that is not allowed."""
     shapes = [(out.dtype, out.shape) for out in results.outputs]
     due = [(out.dtype, out.shape) for out in expected.same.outputs]
     if shapes != due:
@@ -536,7 +536,7 @@ def _compare(results: Results, expected: Expected) -> Measurement:
 
 
 def _argument_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
-    """Yields the errors of what a run left in its arguments, where that is not what the reference left."""
+    """Yields the errors of arguments after a run, where they differ from those after the reference's run."""
     for i, (given, mine, same) in enumerate(
         zip(expected.sample.tensors(), ours, expected.same.arguments, strict=True)
     ):
@@ -546,7 +546,7 @@ def _argument_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[s
             error = accuracy.compare(mine.double(), same.double(), same.double(), factor=0.0, units=0.0)
         else:
             error = _error(mine, expected, "arguments", i)
-            # A sum with the old value is as coarse as that.
+            # A sum with the old value is rounded at the old value's size.
             coarseness = _UNITS * torch.finfo(given.dtype).eps * given.abs().max().item()
             error = error._replace(allowed=error.allowed + coarseness)
         yield f"tensor {i} of the arguments, after the call,", error
@@ -555,8 +555,8 @@ def _argument_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[s
 def _gradient_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
     """Yields the errors of gradients.
 
-    Some gradients are sums that cancel, as those of q for a single key: PyTorch's may then be exact by luck,
-    and the rounding that is left to ours depends on the size of other numbers.
+    Some gradients are sums that cancel, such as the gradient of q for a single key. PyTorch's may then be
+    exact by luck, while the rounding that remains in ours depends on the size of other numbers.
     """
     exact = expected.exact.gradients
     others = max((t.abs().max().item() for t in (*exact, *expected.douts) if t.numel()), default=0.0)
@@ -571,7 +571,7 @@ def _gradient_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[s
 def _errors(
     name: str, ours: list[Tensor], expected: Expected, kind: str, factor: float = accuracy.VALUE_FACTOR
 ) -> Iterator[tuple[str, accuracy.Error]]:
-    """Yields the errors of all results of a kind, a field of :class:`Results`, each with its name."""
+    """Yields the name and the error of each result in a field of :class:`Results`."""
     for i, mine in enumerate(ours):
         error = _error(mine, expected, kind, i, factor)
         yield f"{name} {i}" if len(ours) > 1 else name, error
@@ -606,7 +606,7 @@ def _in_float64(tensor: Tensor) -> Tensor:
 
 
 def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a tensor in float64, each number off by up to a few units in the last place of float32."""
+    """Returns a tensor in float64, perturbed by up to a few units in the last place of float32."""
     exact = _in_float64(tensor)
     if _is_fine(tensor):
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64, device=tensor.device)
@@ -616,7 +616,7 @@ def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _varies(tensor: Tensor) -> bool:
-    """Says whether a tensor can tell right from wrong: not if it is constant, has a NaN or huge numbers."""
+    """Returns whether a tensor can tell right from wrong: not if constant, or with NaN or huge numbers."""
     if not _is_fine(tensor) or not tensor.numel():
         return True
     if not tensor.ndim:  # a scale
@@ -625,7 +625,7 @@ def _varies(tensor: Tensor) -> bool:
 
 
 def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns random numbers in the place of a tensor's; positive ones for a vector, as of variances."""
+    """Returns random numbers in a tensor's layout; positive for a vector, which may be a variance."""
     if not _is_fine(tensor):
         return tensor
     numbers = torch.randn(_extent(tensor), generator=generator, dtype=torch.float32, device=tensor.device)
@@ -636,7 +636,7 @@ def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Returns the number of elements from the first to the last one of a tensor in memory."""
+    """Returns the number of elements from a tensor's first to its last in memory."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((size - 1) * stride for size, stride in steps) + 1 if tensor.numel() else 0
 
@@ -646,7 +646,7 @@ def _extent(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def guarded_memory() -> Iterator[GuardedMemory]:
-    """Lets the block run in :class:`GuardedMemory`, the extension's kernels included."""
+    """Runs the block in :class:`GuardedMemory`, which then includes the extension's allocations."""
     _count_guarded(1)
     try:
         with GuardedMemory() as memory:
@@ -656,11 +656,11 @@ def guarded_memory() -> Iterator[GuardedMemory]:
 
 
 _lock = threading.Lock()
-_guarded = 0  # blocks in guarded memory, of all threads
+_guarded = 0  # blocks in guarded memory, in all threads
 
 
 def _count_guarded(change: int) -> None:
-    """Lets the extension allocate where Python can watch as long as there is a block in guarded memory."""
+    """Lets the extension allocate through the dispatcher, as long as any block is in guarded memory."""
     global _guarded
     with _lock:
         _guarded += change
@@ -670,11 +670,11 @@ def _count_guarded(change: int) -> None:
 
 
 class GuardedMemory(TorchDispatchMode):
-    """The memory of a run: it holds NaN until something is written, and lies between guard zones."""
+    """A mode in which memory holds NaN until it is written, and lies between guard zones."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or each first tuning would import torch._dynamo, which takes seconds
+        return False  # or the first tuning would import torch._dynamo, which takes seconds
 
     def __init__(self) -> None:
         super().__init__()
@@ -685,7 +685,7 @@ class GuardedMemory(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function.namespace == "cvt_kernels":
-            # Past Python's dispatch key, which brought the call here, so that its allocations come here too.
+            # Past the Python dispatch key, which brought the call here; its allocations then come here too.
             tensors = (t for t in pytree.tree_leaves(args) if isinstance(t, Tensor))
             key = torch._C.DispatchKey.CUDA if next(tensors).is_cuda else torch._C.DispatchKey.CPU
             with self:
@@ -697,7 +697,7 @@ class GuardedMemory(TorchDispatchMode):
         return guarded.copy_(result) if function in _FILLED else guarded
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of a tensor, with its strides and its alignment."""
+        """Returns a copy of a tensor with its strides and its alignment."""
         flat = tensor.detach().as_strided((_extent(tensor),), (1,))
         shift = tensor.data_ptr() % _ALIGNMENT
         copy = self._allocate(flat, flat.nbytes, shift - shift % flat.element_size()).copy_(flat)
@@ -706,12 +706,12 @@ class GuardedMemory(TorchDispatchMode):
     def _allocate(self, like: Tensor, size: int, shift: int = 0) -> Tensor:
         """Returns poisoned memory of ``size`` bytes with the dtype, shape and strides of a tensor.
 
-        It begins ``shift`` bytes behind an aligned address.
+        It begins ``shift`` bytes after an aligned address.
         """
         start = _GUARD + shift
         padded = -(-(start + size + _GUARD) // _ALIGNMENT) * _ALIGNMENT
-        with _disable_current_modes():  # this one, where copy() was called within it
-            # As words, which are an eighth as many as bytes: on a busy machine threads wait for each other.
+        with _disable_current_modes():  # this one, if copy() is called within it
+            # As words, an eighth as many as bytes: on a busy machine threads wait for each other.
             words = torch.full((padded // 8,), _POISON, dtype=torch.int64, device=like.device)
             buffer = words.view(torch.uint8)
             if like.dtype == torch.int8:
@@ -724,7 +724,7 @@ class GuardedMemory(TorchDispatchMode):
         return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)
 
     def is_overwritten(self) -> bool:
-        """Says whether something was written into a guard zone."""
+        """Returns whether something was written into a guard zone."""
         return any(bool((zone != _POISON).any()) for zone in self._zones)
 
 
@@ -735,7 +735,7 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-#: What else gives kernels memory to write into.
+#: Other operators that give kernels memory to write into.
 _FILLED = {
     torch.ops.aten.clone.default,
     torch.ops.aten.full.default,
@@ -758,11 +758,11 @@ def time_in_turns(
     measurements: Mapping[str, Measurement],
     default: str | None = None,
 ) -> dict[str, Measurement]:
-    """Times candidates that passed, L2-cold and in turns, each until it has clearly lost.
+    """Times candidates that passed, in turns with a cold L2, each until it has clearly lost.
 
     Returns:
-        Their measurements so far with the seconds of the fastest run, or with a flaw if a candidate fails,
-        which may happen to a large call only; a single candidate is not timed.
+        The given measurements with the seconds of the fastest run, or with a flaw if a candidate fails on
+        this larger call. Nothing for a single candidate, which is not timed.
     """
     if len(candidates) < 2:
         return {}
@@ -797,9 +797,9 @@ def time_in_turns(
 
 
 def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[int]:
-    """Returns which of some candidates have lost against another one, after as many rounds of each.
+    """Returns the candidates that have lost against another one, after equally many rounds.
 
-    The fastest runs are compared, as :func:`choose` does: other work on the machine only ever adds to a run.
+    It compares the fastest runs, as :func:`choose` does: other work on the machine only makes runs slower.
     """
     rounds = len(next(iter(timed.values())).device)
     best = {i: (min(times.device), min(times.host, default=0.0)) for i, times in timed.items()}
@@ -818,7 +818,7 @@ def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[i
 
 
 def runner_of(function: Function, call: Call) -> Callable[[], Any]:
-    """Returns what runs a candidate as it is timed, with the backward if that belongs to the call."""
+    """Returns the function to time for a candidate, with the backward if the call includes it."""
 
     def run_forward() -> Any:
         with torch.no_grad():
@@ -835,9 +835,9 @@ def runner_of(function: Function, call: Call) -> Callable[[], Any]:
 
 
 def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
-    """Returns what serves such calls after the first (``backends.prepared_by``); None if nothing does.
+    """Returns the candidate's prepared function for later calls (``backends.prepared_by``), or None.
 
-    A launch that is planned takes the host a third of the time of one by name.
+    A planned launch takes the host a third of the time of one by name.
     """
     prepare = getattr(function, "prepare", None)
     if prepare is None:

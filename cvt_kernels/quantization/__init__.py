@@ -1,6 +1,6 @@
-"""The linear layers of a CvT as products of 8-bit numbers, after training: ``quantize``.
+"""Post-training quantization of a CvT's linear layers to 8 bits: ``quantize``.
 
-LayerNorm, softmax, depthwise convolutions, the first embedding and the head stay as they are.
+LayerNorm, softmax, depthwise convolutions, the first embedding and the head stay in floating point.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QuantizedLayerReport(NamedTuple):
         scheme: ``"dynamic"``, ``"static"``, or ``"float"`` if it stays as it is.
         sqnr: The ratio in dB of its output to the error of this output, for inputs of the model in floating
             point on the calibration's images; None without calibration.
-        reason: Says why it stays as it is, or has another scheme than was asked for; None otherwise.
+        reason: Why it stays as it is or has another scheme than requested, or None.
     """
 
     path: str
@@ -72,13 +72,12 @@ def quantize(
     dtype: torch.dtype = torch.int8,
     progress: bool = False,
 ) -> QuantizationReport:
-    """Turns the linear layers in the blocks of a CvT into :class:`cvt_kernels.LinearInt8`, in place.
+    """Replaces the linear layers in a CvT's blocks by :class:`cvt_kernels.LinearInt8`, in place.
 
-    The blocks are those that :func:`cvt_kernels.accelerate` knows, accelerated or not. Each layer keeps its
-    name; ``state_dict`` has ``qweight`` of 8-bit numbers in place of its ``weight``, and ``weight_scale``
-    beside it. The layers are kept aside: :func:`cvt_kernels.restore` puts them back, :func:`unquantize` some
-    of them. ``save_pretrained`` of a model of transformers raises ValueError as long as it is quantized,
-    since ``from_pretrained`` could not read the layers.
+    It finds the blocks that :func:`cvt_kernels.accelerate` supports, accelerated or not. Each layer keeps its
+    name; ``state_dict`` has an 8-bit ``qweight`` and a ``weight_scale`` instead of ``weight``. The original
+    layers are kept: :func:`cvt_kernels.restore` puts all back, :func:`unquantize` some. ``save_pretrained``
+    of a quantized model of transformers raises ValueError, because ``from_pretrained`` could not read it.
 
     Args:
         model: Any module in evaluation mode; wrappers are looked into.
@@ -189,7 +188,7 @@ def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
 
     Raises:
         TypeError: ``model`` is no module, or ``paths`` are no names, or a single one.
-        ValueError: A name is not that of a quantized layer, or of one that was loaded as it is; the model is
+        ValueError: A name is no quantized layer's, or a layer was loaded as a quantized one; the model is
             left as it was.
     """
     checks.check_kind("model", model, nn.Module)

@@ -1,4 +1,4 @@
-"""Calibration: images are run through a model, to find the scales of its layers' inputs and their errors."""
+"""Calibration: runs images through a model to find input scales and errors of its layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     Attributes:
         input_scale: The scale of all of its inputs; None for one per row.
         sqnr: In dB, if it is known.
-        reason: Says why it is dynamic although one scale was asked for; None otherwise.
+        reason: Why it is dynamic although one scale was requested, or None.
     """
 
     input_scale: float | None

@@ -1,4 +1,4 @@
-"""The layers of a model that can be quantized, and what takes their places."""
+"""The layers of a model that can be quantized, and their replacements."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _why_weight_unsupported(weight: Tensor) -> str | None:
 
 
 def quantized(layer: Layer, dtype: torch.dtype) -> QuantizedLayer:
-    """Returns what takes the place of a layer that can be quantized.
+    """Returns the quantized replacement of a layer.
 
     Raises:
         TypeError: ``dtype`` is not one of 8 bits.
