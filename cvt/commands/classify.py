@@ -28,14 +28,14 @@ from .common import (
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser("classify", help="print the most probable classes of photographs")
     add_photos_argument(parser)
     add_model_arguments(parser, pretrained=True)
     add_token_keep_argument(parser)
     add_labels_argument(parser)
-    parser.add_argument("--top", type=positive_int, default=5, help="classes per photograph (default: 5)")
-    parser.add_argument("--batch-size", type=batch_size, default=32, help="default: 32")
+    parser.add_argument("--top", type=positive_int, default=5, help="classes to print per photo (default: 5)")
+    parser.add_argument("--batch-size", type=batch_size, default=32, help="images per batch (default: 32)")
     add_device_argument(parser)
     parser.set_defaults(run=_classify)
 

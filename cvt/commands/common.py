@@ -65,7 +65,9 @@ seed = integer(0, MOST_SEED)
 
 def add_photos_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the photographs, for :meth:`LoadedModel.read`."""
-    parser.add_argument("photos", nargs="+", type=input_path, metavar="PHOTO", help="JPEG, PNG, WebP, …")
+    parser.add_argument(
+        "photos", nargs="+", type=input_path, metavar="PHOTO", help="image file (JPEG, PNG, WebP, …)"
+    )
 
 
 def add_labels_argument(parser: argparse.ArgumentParser) -> None:
@@ -74,32 +76,36 @@ def add_labels_argument(parser: argparse.ArgumentParser) -> None:
         "--labels",
         type=input_path,
         metavar="FILE",
-        help="class names: one per line, or a JSON list or {index: name}",
+        help="file of class names: one per line, or JSON: a list or {index: name}",
     )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = False) -> None:
     """Adds the options for :func:`load_model`; ``--checkpoint`` is required if not ``pretrained``."""
     text = (
-        "official .pth, .safetensors, a directory of Hugging Face or of cvt train, owner/name on the Hub, "
-        "or digits"
+        "weights to load: an official .pth, a .safetensors file, a directory written by Hugging Face or cvt "
+        "train, owner/name on the Hub, or digits (a small bundled model)"
     )
     parser.add_argument(
         "--checkpoint",
         type=input_path,
         required=not pretrained,
-        help=f"{text} (default: microsoft/cvt-13, or what fits --model)" if pretrained else text,
+        help=f"{text} (default: microsoft/cvt-13, or Microsoft's for --model)" if pretrained else text,
     )
-    parser.add_argument("--model", choices=tuple(PRESETS), help="default: what the checkpoint looks like")
+    parser.add_argument(
+        "--model", choices=tuple(PRESETS), help="architecture (default: detected from the checkpoint)"
+    )
     parser.add_argument(
         "--activation",
         choices=tuple(ACTIVATIONS),
-        help="default: quick_gelu for the published weights, gelu for other models of the Hub",
+        help="activation of the MLPs (default: quick_gelu for the published weights, gelu for other models "
+        "on the Hub)",
     )
     parser.add_argument(
         "--image-size",
         type=image_size,
-        help="pixels (default: as trained; 224, for cvt_w24 384); from 384 on uncropped",
+        help="side of the input images in pixels (default: as trained, or else 224, 384 for cvt_w24); no "
+        "center crop from 384 up",
     )
 
 
@@ -109,8 +115,8 @@ def add_token_keep_argument(parser: argparse.ArgumentParser) -> None:
         "--token-keep",
         type=token_keep,
         metavar="KEEP",
-        help="drop unimportant tokens in the last stage: the fraction to keep, such as 0.7, or entropy to "
-        "decide per image; a list with commas gives each block its own (default: the checkpoint's, or all)",
+        help="prune unimportant tokens in the last stage: fraction to keep, such as 0.7, or entropy to "
+        "decide per image; comma-separated for one value per block (default: as in the checkpoint, or keep all)",
     )
 
 
@@ -127,12 +133,15 @@ def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.datasets.Batches`."""
-    parser.add_argument("--batch-size", type=batch_size, default=32, help="default: 32")
+    parser.add_argument("--batch-size", type=batch_size, default=32, help="images per batch (default: 32)")
     parser.add_argument(
-        "--workers", type=worker_count, default=0, help="processes that read images (default: none)"
+        "--workers", type=worker_count, default=0, help="worker processes that load images (default: 0)"
     )
     parser.add_argument(
-        "--corrupt", choices=("error", "skip"), default="error", help="for unusable images (default: error)"
+        "--corrupt",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at an unreadable image, or skip it (default: error)",
     )
 
 
@@ -143,14 +152,15 @@ def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -
         type=input_path,
         required=required,
         metavar="DATA",
-        help="digits, or a folder: images of train/CLASS calibrate, those of val/CLASS tell the accuracy; of "
-        "a folder with CLASS/IMAGE only, every fifth image tells it",
+        help="calibration data: digits, or a folder with train/CLASS/IMAGE for calibration and "
+        "val/CLASS/IMAGE for measuring accuracy; in a folder with only CLASS/IMAGE, every fifth image is "
+        "held out for accuracy",
     )
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Adds ``--device``, for :func:`resolve_device`."""
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if there is one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if available)")
 
 
 def resolve_device(name: str | None) -> torch.device:

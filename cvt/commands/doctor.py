@@ -1,4 +1,4 @@
-"""``cvt doctor``: what is installed, which backend each operator takes on this machine, and why."""
+"""``cvt doctor``: installed components, and the backend of each operator on this machine with the reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .paths import add_json_argument, reporting
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
-        "doctor", help="what is installed, which backend each operator takes on this machine, and why"
+        "doctor", help="show what is installed, and which backend each operator uses on this machine and why"
     )
-    add_json_argument(parser, "the same as data")
+    add_json_argument(parser, "the same report as JSON")
     parser.set_defaults(run=_doctor)
 
 

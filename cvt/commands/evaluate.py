@@ -41,17 +41,17 @@ _WORST = 10  # classes of a report
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
         "evaluate",
-        help="accuracy, loss and confusion on a data set; parameters, multiply-adds, speed, memory",
+        help="measure accuracy, loss and speed on a data set; count parameters and multiply-adds",
     )
     parser.add_argument(
         "--data",
         type=input_path,
         required=True,
-        help="digits, or a folder with val/CLASS/IMAGE, the layout of ImageNet; for a model of train --task "
-        "segment one with val/images/NAME.jpg and val/labels/NAME.png",
+        help="digits, or a folder in ImageNet's layout, val/CLASS/IMAGE; for segmentation models "
+        "val/images/NAME.jpg and val/labels/NAME.png",
     )
     add_model_arguments(parser)
     add_labels_argument(parser)
@@ -63,11 +63,11 @@ def add_parser(commands: Any) -> None:
         default=[],
         type=token_keep,
         metavar="KEEP",
-        help="the same weights too, with these fractions of the last stage's tokens staying, or entropy; the "
-        "checkpoint's own setting comes first in any case",
+        help="also evaluate with token pruning: fractions of the last stage's tokens to keep, or entropy; "
+        "the checkpoint's own setting is always evaluated first",
     )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
-    add_json_argument(parser, "the figures and the whole confusion matrix")
+    add_json_argument(parser, "the metrics and the full confusion matrix")
     add_device_argument(parser)
     parser.set_defaults(run=_evaluate)
 

@@ -22,10 +22,10 @@ from .paths import output_path
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
         "explain",
-        help="what the model looks at: attention over photographs, entropy and distance of its heads",
+        help="draw attention maps over photos; measure the entropy and attention distance of each head",
     )
     add_photos_argument(parser)
     add_model_arguments(parser)
@@ -35,13 +35,13 @@ def add_parser(commands: Any) -> None:
         type=output_path,
         required=True,
         metavar="DIR",
-        help="for explain.json, and for each photograph NAME.attention.png and NAME.rollout.png, with "
-        "NAME.tokens.png where tokens dropped out",
+        help="where to write explain.json and, for each photo, NAME.attention.png and NAME.rollout.png (with "
+        "token pruning also NAME.tokens.png)",
     )
     parser.add_argument(
         "--plot",
         action="store_true",
-        help="heads.png too (needs the package matplotlib)",
+        help="also write heads.png, a plot of all heads (needs matplotlib)",
     )
     add_device_argument(parser)
     parser.set_defaults(run=_explain, written=_names_written)

@@ -54,13 +54,17 @@ class Parity(NamedTuple):
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
-    parser = commands.add_parser("export", help="write a model for torch.export or ONNX, and compare the two")
+    """Adds this command to ``cvt``."""
+    parser = commands.add_parser(
+        "export", help="export a model by torch.export or to ONNX, and check the file's outputs"
+    )
     add_model_arguments(parser)
     add_token_keep_argument(parser)
-    parser.add_argument("--format", required=True, choices=FORMATS)
-    parser.add_argument("--output", type=output_path, required=True, metavar="FILE")
-    add_json_argument(parser, "how close the file is to the model")
+    parser.add_argument(
+        "--format", required=True, choices=FORMATS, help="torch.export program (pt2) or ONNX model (onnx)"
+    )
+    parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="file to write")
+    add_json_argument(parser, "how far the file's outputs are from the model's")
     parser.set_defaults(run=_export)
 
 

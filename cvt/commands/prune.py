@@ -51,39 +51,41 @@ _ROUNDS = 5  # of the measurement of speed
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
         "prune",
-        help="remove the hidden units and heads of a model that matter least, and say what that costs",
+        help="remove a model's least important hidden units and heads, and report the loss of accuracy",
     )
     add_model_arguments(parser)
     for option, what in (
         ("--mlp", "hidden units of every MLP"),
         ("--heads", "attention heads of every block"),
     ):
-        text = f"the fraction of the {what} that is removed (default: none)"
+        text = f"fraction of the {what} to remove (default: 0)"
         parser.add_argument(option, type=float, default=0.0, metavar="FRACTION", help=text)
     parser.add_argument(
         "--output",
         type=output_path,
         required=True,
         metavar="PATH",
-        help=f"a name that ends with {SUFFIX}, or a directory",
+        help=f"{SUFFIX} file or Hugging Face directory to write",
     )
     add_calibrate_argument(parser, required=False)
     parser.add_argument(
         "--saliency",
         choices=get_args(Saliency),
-        help="what matters: large weights (magnitude), or what changes the loss (taylor); default: taylor "
-        "with --calibrate, else magnitude",
+        help="importance score: size of the weights (magnitude), or estimated change of the loss (taylor) "
+        "(default: taylor with --calibrate, else magnitude)",
     )
     parser.add_argument(
-        "--batches", type=positive_int, default=8, help="as many calibrate at most (default: 8)"
+        "--batches", type=positive_int, default=8, help="most batches to calibrate with (default: 8)"
     )
-    parser.add_argument("--seed", type=seed, default=0, help="chooses their images (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed for choosing the calibration images (default: 0)"
+    )
     add_labels_argument(parser)
     add_batch_arguments(parser)
-    add_json_argument(parser, "the figures")
+    add_json_argument(parser, "accuracy, size and speed before and after")
     add_device_argument(parser)
     parser.set_defaults(run=_prune, written=_names_written)
 

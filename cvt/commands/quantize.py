@@ -46,20 +46,21 @@ _ROUNDING = 1e-9  # of differences of fractions
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
-        "quantize", help="turn a model's linear layers into 8-bit numbers, and say what accuracy that costs"
+        "quantize", help="quantize a model's linear layers to 8 bits, and report the loss of accuracy"
     )
     add_model_arguments(parser)
     add_calibrate_argument(parser, required=True)
     parser.add_argument(
-        "--output", type=output_path, required=True, metavar="FILE", help=f"its name ends with {SUFFIX}"
+        "--output", type=output_path, required=True, metavar="FILE", help=f"{SUFFIX} file to write"
     )
     parser.add_argument(
         "--scheme",
         choices=_SCHEMES,
         default="dynamic",
-        help="a scale for each token (dynamic, the default), or one for each layer (static)",
+        help="activation scales: per token at run time (dynamic, the default), or one calibrated per layer "
+        "(static)",
     )
     parser.add_argument(
         "--keep-float",
@@ -67,24 +68,27 @@ def add_parser(commands: Any) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="layers to leave alone, such as 'stage2.blocks.9.*'",
+        help="layers to keep in floating point, such as 'stage2.blocks.9.*'",
     )
     parser.add_argument(
         "--max-drop",
         type=_points,
         default=0.5,
-        help="points of top-1 that may be lost, or else layers are left alone (default: 0.5)",
+        help="largest accepted drop of top-1, in percentage points; the most sensitive layers are kept in "
+        "floating point until it holds (default: 0.5)",
     )
     parser.add_argument(
-        "--embeddings", action="store_true", help="quantize all embeddings but the first, too"
+        "--embeddings", action="store_true", help="also quantize all convolutional embeddings but the first"
     )
     parser.add_argument(
-        "--images", type=positive_int, default=256, help="as many calibrate at most (default: 256)"
+        "--images", type=positive_int, default=256, help="most images to calibrate with (default: 256)"
     )
-    parser.add_argument("--seed", type=seed, default=0, help="chooses those that calibrate (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="seed for choosing the calibration images (default: 0)"
+    )
     add_labels_argument(parser)
     add_batch_arguments(parser)
-    add_json_argument(parser, "the figures of the model and of every layer")
+    add_json_argument(parser, "accuracy, size and the error of every layer")
     add_device_argument(parser)
     parser.set_defaults(run=_quantize)
 

@@ -37,48 +37,67 @@ _MODEL_OPTIONS = ("drop_path_rate", "layer_scale", "token_keep")  # fields of Cv
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``, with an option for every field of :class:`TrainConfig`."""
+    """Adds this command to ``cvt``, with an option for every field of :class:`TrainConfig`."""
     own = _differing("--task segment", SEGMENT_OPTIONS), _differing("--data digits", DIGITS_OPTIONS)
     parser = commands.add_parser(
         "train",
-        help="train a CvT, with torchrun on several devices",
+        help="train or fine-tune a CvT; on several devices under torchrun",
         epilog=" ".join(own),
     )
     parser.add_argument(
         "--data",
         type=input_path,
         required=True,
-        help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for --task segment one with "
+        help="digits, or a folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for --task segment "
         "train/images/NAME.jpg, train/labels/NAME.png and the same in val/",
     )
     parser.add_argument(
         "--task",
         choices=get_args(Head),
         default="classify",
-        help="a class of every image (classify, the default), or of every pixel (segment); the end of this "
-        "help has the defaults of segment",
+        help="predict a class per image (classify, the default) or per pixel (segment, whose defaults are "
+        "listed below)",
     )
     parser.add_argument(
-        "--output", type=output_path, required=True, metavar="DIR", help="for checkpoints and logs"
+        "--output", type=output_path, required=True, metavar="DIR", help="where to write checkpoints and logs"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
-    parser.add_argument("--model", choices=tuple(MODELS), help="default: cvt_13; for digits cvt_nano")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
     parser.add_argument(
-        "--checkpoint", type=input_path, help="fine-tune these weights, with a new head for other classes"
+        "--model", choices=tuple(MODELS), help="architecture (default: cvt_13; for digits cvt_nano)"
     )
     parser.add_argument(
-        "--activation", choices=tuple(ACTIVATIONS), help="default: the checkpoint's, or else quick_gelu"
+        "--checkpoint",
+        type=input_path,
+        help="weights to fine-tune; the head is replaced if the classes differ",
     )
-    parser.add_argument("--teacher", type=input_path, metavar="CHECKPOINT", help="for --distillation")
-    parser.add_argument("--image-size", type=image_size, help="pixels (default: 224; for digits 16)")
-    parser.add_argument("--drop-path-rate", type=float, help="stochastic depth (default: the model's)")
-    parser.add_argument("--layer-scale", type=float, help="initial value (default: no layer scale)")
+    parser.add_argument(
+        "--activation",
+        choices=tuple(ACTIVATIONS),
+        help="activation of the MLPs (default: the checkpoint's, or else quick_gelu)",
+    )
+    parser.add_argument(
+        "--teacher", type=input_path, metavar="CHECKPOINT", help="teacher model for --distillation"
+    )
+    parser.add_argument(
+        "--image-size",
+        type=image_size,
+        help="side of the input images in pixels (default: 224; for digits 16)",
+    )
+    parser.add_argument(
+        "--drop-path-rate", type=float, help="rate of stochastic depth (default: the model's)"
+    )
+    parser.add_argument(
+        "--layer-scale", type=float, help="initial value of layer scale (default: no layer scale)"
+    )
     add_token_keep_argument(parser)
     parser.add_argument(
-        "--workers", type=worker_count, default=0, help="processes that decode images (default: 0)"
+        "--workers", type=worker_count, default=0, help="worker processes that load images (default: 0)"
     )
     parser.add_argument(
-        "--corrupt", choices=("error", "skip"), default="error", help="files that are no images"
+        "--corrupt",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at an unreadable image, or skip it (default: error)",
     )
     add_device_argument(parser)
     for field in dataclasses.fields(TrainConfig):
@@ -88,7 +107,7 @@ def add_parser(commands: Any) -> None:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             parser.add_argument(option, type=_kind(field), help=text)
-    add_json_argument(parser, "the options, and the figures of every epoch")
+    add_json_argument(parser, "the options and the metrics of every epoch")
     parser.set_defaults(run=_train, written=_names_written)
 
 

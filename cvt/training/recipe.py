@@ -48,45 +48,51 @@ def _option(default: Any, help: str, least: float = 0, below: float = math.inf) 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The configuration that decides on the weights that come out; by default for ImageNet from scratch.
+    """The training recipe; the defaults are for ImageNet from scratch.
 
     Raises:
         TypeError: A value of the wrong type.
         ValueError: A value out of range, or values that contradict each other.
     """
 
-    epochs: int = _option(300, "times that every image is seen", 1, 10**6 + 1)
+    epochs: int = _option(300, "passes over the training set", 1, 10**6 + 1)
     batch_size: int = _option(
-        256, "images per step, of all processes and micro-batches together", 1, MOST_IMAGES + 1
+        256, "images per step, over all processes and micro-batches", 1, MOST_IMAGES + 1
     )
-    accumulate: int = _option(1, "micro-batches per step", 1, MOST_IMAGES + 1)
-    lr: float = _option(2.5e-4, "learning rate after warm-up")
-    min_lr: float = _option(1e-5, "learning rate at the end of the cosine")
-    warmup_epochs: float = _option(5.0, "epochs of linear warm-up; half of all, if those are no more")
+    accumulate: int = _option(1, "micro-batches per step (gradient accumulation)", 1, MOST_IMAGES + 1)
+    lr: float = _option(2.5e-4, "peak learning rate, after warm-up")
+    min_lr: float = _option(1e-5, "final learning rate of the cosine schedule")
+    warmup_epochs: float = _option(5.0, "epochs of linear warm-up; in a run no longer than that, half of it")
     weight_decay: float = _option(
-        0.05, "of matrices; not of biases, norms, layer scales, class tokens and position_bias"
+        0.05, "weight decay; not for biases, norms, layer scales, class tokens and position_bias"
     )
-    layer_decay: float = _option(1.0, "factor of the learning rate per layer below the head", 1e-6, 1 + 1e-9)
-    clip_norm: float = _option(0.0, "largest norm of the gradient; 0 for any")
-    label_smoothing: float = _option(0.1, "part of each target spread over all classes", 0, 1)
+    layer_decay: float = _option(1.0, "learning-rate factor per layer below the head", 1e-6, 1 + 1e-9)
+    clip_norm: float = _option(0.0, "clip gradients to this norm; 0 for no clipping")
+    label_smoothing: float = _option(0.1, "fraction of each target spread over all classes", 0, 1)
     mixup: float = _option(0.8, "alpha of Mixup; 0 for none")
-    cutmix: float = _option(1.0, "alpha of CutMix; 0 for none; with Mixup, each batch takes one of them")
-    min_scale: float = _option(0.08, "least part of its area that an image is cropped to", 0, 1 + 1e-9)
+    cutmix: float = _option(1.0, "alpha of CutMix; 0 for none; if Mixup is on too, each batch gets one")
+    min_scale: float = _option(0.08, "smallest random crop, as a fraction of the image's area", 0, 1 + 1e-9)
     flip: float = _option(0.5, "probability of a horizontal flip", 0, 1 + 1e-9)
-    color_jitter: float = _option(0.4, "brightness, contrast and saturation; where RandAugment is off", 0, 1)
+    color_jitter: float = _option(
+        0.4, "strength of random brightness, contrast and saturation; only if RandAugment is off", 0, 1
+    )
     rand_augment: int = _option(
-        9, "magnitude of RandAugment's two operations; off for 0 or below 128²", 0, 30
+        9, "magnitude of RandAugment's two operations; 0 for none; off for images below 128×128", 0, 30
     )
     random_erasing: float = _option(0.25, "probability of erasing a rectangle", 0, 1 + 1e-9)
-    ema_decay: float = _option(0.0, "of averaged weights, which are then evaluated; 0 for none", 0, 1)
+    ema_decay: float = _option(
+        0.0, "decay of the EMA of weights, which is then what is evaluated; 0 for none", 0, 1
+    )
     precision: str = _option("fp32", "fp32, or autocast to bf16 or fp16")
-    distillation: str = _option("none", "none, soft or hard, from a teacher")
-    distillation_weight: float = _option(0.5, "of the teacher beside the labels", 0, 1 + 1e-9)
-    temperature: float = _option(1.0, "of soft distillation", 1e-3)
-    freeze_bn: bool = _option(False, "BatchNorm keeps its running statistics and normalizes by them", 0, 2)
-    sync_bn: bool = _option(True, "BatchNorm takes its statistics over all processes", 0, 2)
-    shard: bool = _option(False, "FSDP2 instead of DDP: each process keeps a part of the weights", 0, 2)
-    seed: int = _option(0, "of everything random", 0, MOST_SEED + 1)
+    distillation: str = _option("none", "distillation from --teacher: none, soft or hard")
+    distillation_weight: float = _option(
+        0.5, "weight of the distillation loss against the labels'", 0, 1 + 1e-9
+    )
+    temperature: float = _option(1.0, "temperature of soft distillation", 1e-3)
+    freeze_bn: bool = _option(False, "keep BatchNorm's running statistics fixed and normalize by them", 0, 2)
+    sync_bn: bool = _option(True, "SyncBatchNorm: statistics over all processes", 0, 2)
+    shard: bool = _option(False, "shard the weights over processes by FSDP2 instead of using DDP", 0, 2)
+    seed: int = _option(0, "random seed", 0, MOST_SEED + 1)
 
     def __post_init__(self) -> None:
         kinds = {"int": int, "float": float, "bool": bool}

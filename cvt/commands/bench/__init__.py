@@ -1,4 +1,4 @@
-"""``cvt bench``: parity, speed and memory of a model beside its peers, on this machine."""
+"""``cvt bench``: accuracy, speed and memory of a model next to its peers, on this machine."""
 
 from __future__ import annotations
 
@@ -20,58 +20,70 @@ from ..paths import STDOUT, add_json_argument, input_path, output_path
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     bench = commands.add_parser(
-        "bench", help="parity, speed and memory on real photographs, side by side with Hugging Face's model"
+        "bench", help="compare accuracy, speed and memory with Hugging Face's model on real photos"
     )
     bench.add_argument(
         "--checkpoint",
         type=input_path,
-        help="weights of a CvT of the paper or of cvt train; for another --model a directory of Hugging Face "
-        "or owner/name on the Hub; default: random ones",
+        help="weights to load: for a CvT the paper's or cvt train's; for another --model a Hugging Face "
+        "directory or owner/name on the Hub (default: random weights)",
     )
     bench.add_argument(
         "--model",
         metavar="NAME",
         help="cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 "
-        "to _b5, pvt_v2_b2_linear, or glpn; default: as the checkpoint, or cvt_13",
+        "to _b5, pvt_v2_b2_linear, or glpn (default: detected from the checkpoint, or cvt_13)",
     )
     bench.add_argument(
-        "--images", type=input_path, nargs="+", metavar="PHOTO", help="default: the two of scikit-learn"
+        "--images",
+        type=input_path,
+        nargs="+",
+        metavar="PHOTO",
+        help="photos to run on (default: scikit-learn's two sample images)",
     )
     bench.add_argument(
-        "--image-size", type=image_size, help="pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
+        "--image-size",
+        type=image_size,
+        help="side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)",
     )
     bench.add_argument(
         "--batch-size",
         type=batch_size,
         nargs="+",
         default=[8],
-        help="images per step, one or more (default: 8)",
+        help="one or more batch sizes to measure (default: 8)",
     )
-    bench.add_argument("--rounds", type=positive_int, default=10, help="timed steps of each (default: 10)")
-    bench.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    bench.add_argument("--train", action="store_true", help="a training step instead of a forward")
+    bench.add_argument("--rounds", type=positive_int, default=10, help="timed steps per model (default: 10)")
+    bench.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="default: float32")
+    bench.add_argument(
+        "--train", action="store_true", help="measure a training step instead of a forward pass"
+    )
     bench.add_argument(
         "--peers",
         type=lambda names: names.split(","),
         default=["hf"],
         metavar="NAMES",
-        help="of hf, compile, compile-max, eager, cvt-compile, accelerate-compile and "
-        "accelerate-frozen-compile, with commas between; hf is always measured (default: hf)",
+        help="models to compare with, comma-separated: hf, compile, compile-max, eager, cvt-compile, "
+        "accelerate-compile, accelerate-frozen-compile; hf is always included (default: hf)",
     )
     bench.add_argument(
-        "--save-weights", type=output_path, metavar="DIR", help="keep the weights as a Hugging Face directory"
+        "--save-weights", type=output_path, metavar="DIR", help="save the weights as a Hugging Face directory"
     )
     add_json_argument(bench, "the results")
-    bench.add_argument("--report", type=output_path, metavar="DIR", help="write index.html and its plots")
-    bench.add_argument("--against", type=input_path, metavar="OLD.json", help="compare with these results")
+    bench.add_argument(
+        "--report", type=output_path, metavar="DIR", help="write a report, index.html with plots"
+    )
+    bench.add_argument(
+        "--against", type=input_path, metavar="OLD.json", help="compare with earlier results of --json"
+    )
     bench.add_argument(
         "--compare",
         nargs=2,
         type=input_path,
         metavar=("OLD.json", "NEW.json"),
-        help="compare two results, measure nothing",
+        help="compare two earlier results instead of measuring",
     )
     add_device_argument(bench)
     bench.set_defaults(run=_bench, written=_names_written)

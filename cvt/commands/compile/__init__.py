@@ -1,4 +1,4 @@
-"""``cvt compile``: compiles every Triton kernel for named GPUs, which need not be here, and reports on it."""
+"""``cvt compile``: compiles every Triton kernel for given GPUs, on a machine that need not have one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NOTHING = "--model, --operator, --stage: none of these models has such an operat
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
         "compile",
-        help="compile every Triton kernel for a GPU model, even on a machine without one; list registers, "
+        help="compile every Triton kernel for given GPUs, even on a machine without one; report registers, "
         "spills and shared memory",
     )
     add_selection_arguments(parser, OPERATORS)
@@ -38,28 +38,28 @@ def add_parser(commands: Any) -> None:
 
 
 def add_selection_arguments(parser: argparse.ArgumentParser, operators: Sequence[str]) -> None:
-    """Adds what says which kernels are compiled, by default of these operators, and in how many processes."""
+    """Adds the options that select kernels, by default of the given operators, and ``--jobs``."""
     for option, name, kind, default, text in (
         ("--arch", "archs", str, ["sm_90"],
-         f"{', '.join(_ARCHS)} (default: sm_90)"),
+         f"GPU architectures: {', '.join(_ARCHS)} (default: sm_90)"),
         ("--model", "models", str, ["cvt_13", "segformer_b0", "pvt_v2_b2"],
-         "cvt_13, cvt_21, cvt_w24; of depthwise_conv_gelu alone, segformer_b0, segformer_b5, pvt_v2_b2 "
+         "cvt_13, cvt_21, cvt_w24; for depthwise_conv_gelu also segformer_b0, segformer_b5, pvt_v2_b2 "
          "(default: cvt_13, segformer_b0, pvt_v2_b2)"),
         ("--dtype", "dtypes", str, list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
         ("--operator", "operators", str, list(operators),
          f"{', '.join((*_NOT_BY_DEFAULT, *operators))} "
          "(default: all but the first three)"),
         ("--stage", "stages", positive_int, [1, 2, 3, 4],
-         "1, 2, 3; of the models of depthwise_conv_gelu, 4 (default: all)"),
+         "stages of the model: 1, 2, 3; for segformer and pvt_v2 also 4 (default: all)"),
         ("--image-size", "image_sizes", image_size, [None],
-         "default: 224; 384 for cvt_w24, 512 for segformer_b0 and segformer_b5"),
-        ("--batch-size", "batch_sizes", batch_size, [256], "default: 256"),
+         "sides of the input images in pixels (default: 224; 384 for cvt_w24, 512 for segformer)"),
+        ("--batch-size", "batch_sizes", batch_size, [256], "one or more batch sizes (default: 256)"),
     ):  # fmt: skip
         metavar = option.removeprefix("--").upper()
         parser.add_argument(
             option, dest=name, nargs="+", type=kind, metavar=metavar, default=default, help=text
         )
-    parser.add_argument("--jobs", type=integer(1, 256), help="processes (default: one per core)")
+    parser.add_argument("--jobs", type=integer(1, 256), help="parallel processes (default: one per core)")
 
 
 def selection_of(arguments: argparse.Namespace, operators: Collection[str]) -> jobs.Selection:
@@ -88,7 +88,7 @@ def selection_of(arguments: argparse.Namespace, operators: Collection[str]) -> j
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    """Compiles and prints a table; returns 1 if a kernel has a flaw, such as a spill, else 0."""
+    """Compiles and prints a table; returns 1 if a kernel has a flaw such as a register spill, else 0."""
     selection = selection_of(arguments, TRITON_OPERATORS)
     from . import jobs, report
 

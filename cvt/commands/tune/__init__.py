@@ -1,4 +1,4 @@
-"""``cvt tune``: checks and times every kernel that a model needs on this machine, ahead of its first use."""
+"""``cvt tune``: autotuning of a model's kernels on this machine, ahead of their first use."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ _DAY = 24 * 60 * 60
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of ``cvt``."""
+    """Adds this command to ``cvt``."""
     parser = commands.add_parser(
         "tune",
         aliases=["prove"],  # its name before 0.1.0
-        help="check every kernel that a model needs on this machine against float64, time it, and cache "
-        "which backend serves",
-        description="Checks every kernel that a model needs on this machine, and times it beside PyTorch's "
-        "own operators, in a separate process, so that a kernel that hangs or crashes does no harm. The "
-        "entries are remembered in the user's cache directory, below XDG_CACHE_HOME or else ~/.cache, in "
-        "cvt_kernels/entries/; auto then takes the fastest backend. With Triton, the kernels are compiled "
-        "into its cache meanwhile. Exit codes: 0: everything is tuned; 1: a kernel of this project has a "
-        "flaw, or a cache key could not be tuned; 2: it could not begin.",
+        help="autotune ahead of time: check every kernel of a model against float64, time it, and cache the "
+        "fastest backend",
+        description="Autotunes a model's kernels ahead of time. Every kernel is checked against float64 and "
+        "timed against PyTorch's own operators, in a separate process, so that a kernel that hangs or "
+        "crashes does no harm. The fastest correct backend of each call is saved in the cache, "
+        "~/.cache/cvt_kernels/entries/ (or below XDG_CACHE_HOME), where the backend auto finds it. Triton "
+        "kernels are compiled into Triton's cache on the way. Exit codes: 0: everything is tuned; 1: a "
+        "kernel of this project failed its check, or a call could not be tuned; 2: tuning could not start.",
     )
-    parser.add_argument("--model", choices=tuple(PRESETS), default="cvt_13", help="default: cvt_13")
+    parser.add_argument(
+        "--model", choices=tuple(PRESETS), default="cvt_13", help="architecture (default: cvt_13)"
+    )
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -48,43 +50,45 @@ def add_parser(commands: Any) -> None:
         help=f"{', '.join(DTYPES)} (default: float32 and bfloat16)",
     )
     parser.add_argument(
-        "--batch-size", nargs="+", type=batch_size, help="default: 1 and 8, on a GPU 1 and 256"
+        "--batch-size",
+        nargs="+",
+        type=batch_size,
+        help="one or more batch sizes to tune for (default: 1 and 8; on a GPU 1 and 256)",
     )
     parser.add_argument(
         "--image-size",
         type=image_size,
-        help="side of the square images in pixels (default: 224, for cvt_w24 384)",
+        help="side of the input images in pixels (default: 224; for cvt_w24 384)",
     )
     parser.add_argument(
         "--train",
         action="store_true",
-        help="tune a training step too; 16-bit dtypes then mean autocast",
+        help="also tune the training step; 16-bit dtypes then mean autocast",
     )
     parser.add_argument(
         "--quantized",
         action="store_true",
-        help="tune the calls of the model that cvt quantize makes too",
+        help="also tune the 8-bit kernels of a model written by cvt quantize",
     )
     parser.add_argument(
         "--token-keep",
         type=token_keep,
         default=1.0,
         metavar="KEEP",
-        help="check kernels for a model that drops unimportant tokens in the last stage: the fraction to "
-        "keep, or entropy; a list with commas gives each block its own (default: keep all)",
+        help="tune for token pruning in the last stage: fraction to keep, or entropy; comma-separated for "
+        "one value per block (default: keep all)",
     )
     parser.add_argument(
         "--seconds",
         type=integer(1, _DAY),
         default=60,
-        help="seconds that a kernel may take; after that its process is ended and it counts as hanging "
-        "(default: 60)",
+        help="time limit for each kernel; one that takes longer counts as hanging (default: 60)",
     )
     parser.add_argument(
         "--time-limit",
         type=integer(1, _DAY),
         metavar="SECONDS",
-        help="begin nothing new after so many seconds; what is tuned already comes last (default: no limit)",
+        help="start no more calls after this time; those already in the cache come last (default: no limit)",
     )
     add_json_argument(parser, "every result as JSON")
     add_device_argument(parser)
@@ -92,7 +96,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    """Tunes and prints a table; returns 1 if a kernel has a flaw or a cache key has no entry, else 0."""
+    """Tunes and prints a table; returns 1 if a kernel failed or a cache key got no entry, else 0."""
     until = time.monotonic() + (arguments.time_limit or math.inf)
     device = resolve_device(arguments.device)
     if arguments.json not in (None, STDOUT):
