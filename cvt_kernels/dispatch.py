@@ -187,7 +187,7 @@ def _choose(operator: str, call: Record) -> Choice:
     if entry is None and is_tuning():
         return _choice(operator, able[0], lasts=False)
     if entry is None or not _knows(entry, able):
-        lasting, passing = _why_not_provable(cache), _why_not_provable_now(x)
+        lasting, passing = _why_not_tunable(cache), _why_not_tunable_now(x)
         if lasting is None and passing is None:
             try:
                 entry = _tune(cache, asked, able, operator, call)
@@ -281,7 +281,7 @@ def _remembered_backend(
     return None
 
 
-def _why_not_provable(cache: autotune.Cache) -> str | None:
+def _why_not_tunable(cache: autotune.Cache) -> str | None:
     """Returns why this process does not autotune at first use, or None."""
     if not autotune.tuning_enabled():
         return "CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use"
@@ -291,7 +291,7 @@ def _why_not_provable(cache: autotune.Cache) -> str | None:
     return None
 
 
-def _why_not_provable_now(x: Tensor) -> str | None:
+def _why_not_tunable_now(x: Tensor) -> str | None:
     """Returns why a call cannot be autotuned now, or None."""
     if x.numel() == 0:
         return "nothing is tuned on an empty tensor"
@@ -364,7 +364,7 @@ def _may_time_again(cache: autotune.Cache, x: Tensor) -> bool:
     """Returns whether a call may be timed again; deterministic algorithms forbid it."""
     if is_tuning() or torch.are_deterministic_algorithms_enabled():
         return False
-    return _why_not_provable(cache) is None and _why_not_provable_now(x) is None
+    return _why_not_tunable(cache) is None and _why_not_tunable_now(x) is None
 
 
 def _time_again(

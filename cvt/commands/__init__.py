@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -30,7 +31,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else [*argv]
+    if words[:1] == ["prove"]:  # the former name of cvt tune, for one more release
+        words[0] = "tune"
+    arguments = parser.parse_args(words)
     if arguments.command is None:
         parser.error_with_help("a command is missing")
     return arguments

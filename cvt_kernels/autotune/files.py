@@ -247,7 +247,10 @@ def _told(fact: object) -> str:
 
 
 _KINDS_OF_ENTRY = {"chosen": str, "chosen_in_graphs": str, "measurements": dict, "timings": int}
-_KINDS_OF_TRIAL = dict.fromkeys(_NUMBERS, float | int | None) | {"flaw": str | None, "is_disturbed": bool}
+_KINDS_OF_MEASUREMENT = dict.fromkeys(_NUMBERS, float | int | None) | {
+    "flaw": str | None,
+    "is_disturbed": bool,
+}
 
 
 def _parse_entry(content: object, where: str) -> Entry:
@@ -260,7 +263,7 @@ def _parse_entry(content: object, where: str) -> Entry:
 
 
 def _parse_measurement(content: object, where: str) -> Measurement:
-    fields = _fields(content, _KINDS_OF_TRIAL, f"{where}, ")
+    fields = _fields(content, _KINDS_OF_MEASUREMENT, f"{where}, ")
     for name in _NUMBERS:
         value = fields[name]
         if value is not None:

@@ -29,7 +29,6 @@ def add_parser(commands: Any) -> None:
     """Adds this command to ``cvt``."""
     parser = commands.add_parser(
         "tune",
-        aliases=["prove"],  # its name before 0.1.0
         help="autotune ahead of time: check every kernel of a model against float64, time it, and cache the "
         "fastest backend",
         description="Autotunes a model's kernels ahead of time. Every kernel is checked against float64 and "

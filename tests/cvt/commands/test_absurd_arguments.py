@@ -105,7 +105,7 @@ def _parsers():
     choices = parser.add_subparsers()
     for command in commands._COMMANDS:
         command.add_parser(choices)
-    return {parser.prog.split()[-1]: parser for parser in choices.choices.values()}  # an alias has the same
+    return choices.choices
 
 
 def _values(command, action):

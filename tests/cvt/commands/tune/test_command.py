@@ -213,3 +213,10 @@ def test_bad_arguments(cache, capsys, monkeypatch):
 def test_a_process_that_does_not_start_is_one_line(cache, few_cache_keys, capsys, monkeypatch):
     monkeypatch.setattr(worker, "Worker", functools.partial(worker.Worker, setup=broken_kernels.die))
     assert "does not start (dies: exit code 5)" in bad(capsys, main, *SMALL)
+
+
+def test_the_former_name_stays_for_a_release(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["prove", "--help"])
+    assert ended.value.code == 0
+    assert "usage: cvt tune" in capsys.readouterr().out

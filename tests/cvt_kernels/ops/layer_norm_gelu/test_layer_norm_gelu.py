@@ -1,7 +1,5 @@
 """LayerNorm, GELU and their combinations: the kinds of their calls, and their page."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
