@@ -176,7 +176,7 @@ void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed)
   }
 }
 
-// From the types of a call to those of a template ----------------------------------------------------------
+// From the types of a call to template parameters -----------------------------------------------------------
 
 template <class F>
 void with_types(DType dtype, Activation activation, F f) {

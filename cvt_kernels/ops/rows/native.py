@@ -53,7 +53,7 @@ def _(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
     return None
 
 
-# The kernels, with one dtype per call ---------------------------------------------------------------
+# The kernels, with one dtype per call ---------------------------------------------------------------------
 
 
 def _scatter(
@@ -126,7 +126,7 @@ autograd.KERNELS["native"] = autograd.Kernels(
 )
 
 
-# The backend: the public functions of the same names, whose checks it relies on ----------------------------
+# The backend: the public functions of the same names, for checked arguments -------------------------------
 
 gather_rows = functools.partial(autograd.gather_rows, "native")
 gather_add_layer_norm = functools.partial(autograd.gather_add_layer_norm, "native")
