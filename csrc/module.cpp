@@ -1,5 +1,5 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
-// The Python module `_C` itself holds the facts of its build, and a switch for the tuning of the kernels.
+// The Python module `_C` itself holds the facts of its build, and a switch for autotuning.
 
 // torch 2.11 refuses to share its pybind11 with users of the stable ABI, which has nothing to do with it.
 #pragma push_macro("TORCH_TARGET_VERSION")
@@ -13,8 +13,8 @@
 #include "common/workspace.h"
 
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
-  // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of "none", "tanh" and "quick", which
-  // are those of GELU; mean and rstd are accumulators (common/half.h), one per row.
+  // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of GELU's "none", "tanh" and
+  // "quick"; mean and rstd are accumulators (common/half.h), one per row.
   //
   // out = activation(layer_norm(x)) in `dtype`; without mean and rstd where no gradient is wanted, and then of x + shift
   // if there is a shift (channels,). On the GPU a shift goes with the identity alone.
@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype, "
       "Tensor? shift=None) -> Tensor");
-  // h = x + residual in the dtype of residual, out = layer_norm(h) in `dtype`, which is that of x.
+  // h = x + residual in the dtype of residual, out = layer_norm(h) in `dtype`, which is x's.
   m.def(
       "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> "
       "(Tensor h, Tensor out, Tensor mean, Tensor rstd)");
@@ -71,7 +71,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
 
   // Mean and variance (biased) of each branch's convolution over the batch, in accumulators. The gradients of the above:
   // `norms` are the scale, mean and variance of each branch, in accumulators as are the gradients of scale and shift;
-  // `constant` says whether mean and variance are constants, as in evaluation, or those of the batch; `douts` has the
+  // `constant` says whether mean and variance are constants, as in evaluation, or batch statistics; `douts` has the
   // gradient of an output for each branch of its sum.
   m.def(
       "conv_projection_moments(Tensor x, int height, int width, Tensor[] weights, int[] geometry) -> "
@@ -109,10 +109,11 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
   // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
   // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
-  // of all heads, the hidden channels and the number of heads. `weight_scales` are those of the outputs of layers that
-  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own. `rows`
-  // (batch, rows), int64, are the tokens that are computed, of an image ascending, then -1; `scores` (batch, keys), float32,
-  // takes how much the class token (`query` is "cls") or the mean query of the other tokens ("avg") attends to each key.
+  // of all heads, the hidden channels and the number of heads. `weight_scales` are the output scales of layers that
+  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own.
+  // `rows` (batch, rows), int64, are the tokens that are computed, of an image ascending, then -1; `scores` (batch,
+  // keys), float32, takes how much the class token (`query` is "cls") or the mean query of the other tokens ("avg")
+  // attends to each key.
   m.def(
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
@@ -124,7 +125,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // tokens in rows of an image: `packed` are the linear layers of Q, K and V, then proj, fc1 and fc2; `reduction` one for each row of the
   // weight (channels, channels, r, r), with the inputs of that row in the order column, channel, or none. `vectors`, in
   // float32, are weight and bias of both LayerNorms and the biases of the linear layers, then bias of the reduction and
-  // weight and bias of its LayerNorm; `eps` are those of the LayerNorms; `widths` as above.
+  // weight and bias of its LayerNorm; `eps` are the LayerNorms'; `widths` as above.
   m.def("pack_depthwise(Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "pyramid_block_packed(Tensor x, int height, int width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "

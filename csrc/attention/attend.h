@@ -128,7 +128,7 @@ struct TileBias {
   const int64_t* rows = nullptr;  // the tokens of the queries; null where they are those from `first` on
   int64_t first = 0;
 
-  // Adds those of one query to its scores with the keys from `first_key` on, and something to scores after them.
+  // Adds one query's biases to its scores with the keys from `first_key` on; scores after the last key get garbage.
   VECTOR_INLINE void add(int64_t query, int64_t first_key, int64_t keys, A* scores) const {
     const int64_t token = (rows == nullptr ? first + query : rows[query]) - grids->class_tokens;
     if (token < 0 || token >= grids->height * grids->width) return;

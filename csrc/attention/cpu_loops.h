@@ -49,7 +49,7 @@ static inline Scale split(double scale) {
 
 // The loops, compiled for one instruction set.
 struct Kernels {
-  // Serves the tiles from `begin` to `end`, of which there are tiles_of(queries) per head, heads per image.
+  // Computes the tiles from `begin` to `end`; there are tiles_of(queries) per head and image.
   void (*forward)(DType, const Forward&, int64_t begin, int64_t end, void* scratch);
   int64_t (*scratch_bytes)(DType, const Forward&);
 };

@@ -34,7 +34,7 @@ void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t toke
          Shown{q});
 }
 
-// Checks all but the scale, of which there are no wrong ones.
+// Checks all arguments but the scale, which may be any number.
 void check(const Tensor& q, const Tensor& k, const Tensor& v) {
   dtype_of("q", q);
   expect(q.dim() == 4, "q", q, "(batch, tokens, heads, head_dim)");

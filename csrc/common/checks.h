@@ -151,8 +151,9 @@ constexpr int64_t kMostSteps = 1 << 20;  // the largest stride, padding and dila
 constexpr int64_t kFewSteps = 64;        // a padding that is taken whatever the sizes are
 constexpr int64_t kMostHeld = 1 << 26;   // numbers of rows that a thread holds, where their padding is wider
 
-// Returns the map of outputs of a convolution, after checks of all that its loops count with. `name` is the argument, or
-// those, with the settings; `channels` are those of which the loops hold rows with their padding, or 0.
+// Returns the map of outputs of a convolution, after checks of all that its loops count with. `name` is the argument,
+// or the arguments, with the settings; `channels` is the number of channels of the padded rows that the loops hold, or
+// 0.
 inline Map outputs_of(const char* name, Map map, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation,
                       int64_t channels) {
   const auto within = [&](const char* what, int64_t value, int64_t least, int64_t most) {

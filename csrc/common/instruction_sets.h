@@ -9,8 +9,8 @@ enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_
 
 // DECLARE_KERNEL_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
 // InstructionSet. Where there is no x86-64, there is only the first. AMX serves products of matrices (product.h) only:
-// families that have them take PRODUCT_TABLES, the others are not compiled for it. INTEGER_TABLES are those of products
-// of 8-bit integers (linear_int8/), for which bfloat16 does not matter.
+// families that have them take PRODUCT_TABLES, the others are not compiled for it. INTEGER_TABLES are for products of
+// 8-bit integers (linear_int8/), for which bfloat16 does not matter.
 #ifdef __x86_64__
 #define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
 #define KERNEL_TABLES \

@@ -116,7 +116,7 @@ template <int rows, int vectors, int left, int next_left, int right, int next_ri
   }
 }
 
-// multiply_rows for one or two tiles of rows, the second of which may overlap the first: it begins with the row `second`.
+// multiply_rows for one or two tiles of rows; the second one begins at the row `second` and may overlap the first.
 // Tiles 5 and 7 are as deep as the others where `alike`, else as deep as what is left after whole tiles.
 template <int rows, int vectors, bool alike, class P, class A>
 void multiply_tiles(const P* a, int64_t a_stride, int64_t second, const P* b, int64_t depth, A* c, int64_t c_stride,

@@ -41,7 +41,7 @@ inline int64_t numbers_of(const char* name, const Tensor& x) {
   return product(name, sizes.begin(), sizes.end());
 }
 
-// The last size of a tensor, of which the others make rows.
+// The last size of a tensor; the other dimensions are rows.
 inline int64_t channels_of(const char* name, const Tensor& x) {
   const int64_t rank = x.dim(), channels = rank > 0 ? x.size(rank - 1) : 0;
   expect(channels > 0, name, x, "(..., channels)");
@@ -101,11 +101,11 @@ inline void expect_apart(const char* name, const Tensor& tensor, const Tensor& x
          "no memory of ", x_name, ", which is overwritten");
 }
 
-// Makes `empty` ask PyTorch's dispatcher, where the tuning of a kernel hands out guarded memory (cvt_kernels/tunings.py).
+// Makes `empty` ask PyTorch's dispatcher, so that autotuning can hand out guarded memory (cvt_kernels/autotune).
 inline std::atomic<bool> dispatches_allocations{false};
 
-// A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the search for the operator by
-// its name that torch::stable::empty makes.
+// A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the operator lookup by name of
+// torch::stable::empty.
 inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
   const int64_t numbers = product("result", sizes.begin(), sizes.end());
   if (dispatches_allocations.load(std::memory_order_relaxed)) {

@@ -234,8 +234,7 @@ void read_row(const Projection& call, int64_t first, int64_t image, int64_t row,
   }
 }
 
-// The row of output whose last row of x is `row`, that of the first row of output being the last of `reach`; -1 if there is
-// none.
+// The row of output whose last row of x is `row`, or -1; for the first row of output, this is the last row of `reach`.
 [[maybe_unused]] inline int64_t output_row(const Branch& branch, Reach reach, int64_t row) {
   const int64_t place = row - reach.end + 1;
   if (place < 0 || place % branch.stride != 0) return -1;

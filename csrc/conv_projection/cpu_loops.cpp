@@ -3,8 +3,8 @@
 //
 // Every row of x is read once, converted, and laid down in a ring of rows that stays in L1: vectors of channels one
 // after the other, each with all its columns, so that neighboring pixels lie at constant distances. Zeros around the
-// rows are the padding. As soon as a row is there, each branch, or sum of branches, makes the output row of which it is the
-// last.
+// rows are the padding. As soon as a row is there, each branch, or sum of branches, computes the output row that it
+// completes.
 
 #include "conv_projection/convolve.h"
 #include "conv_projection/training.h"

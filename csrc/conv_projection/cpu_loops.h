@@ -44,8 +44,8 @@ struct Projection {
   int64_t margin, held;
 };
 
-// The rows of x, from the first to before the end, that the first row of output of some branches reads. Each row of output
-// reads those that lie a stride below those of the row before it.
+// The rows of x, from the first to before the end, that the first row of output of some branches reads. The rows of x
+// for each next row of output lie one stride further down.
 struct Reach {
   int64_t first, end;
 };

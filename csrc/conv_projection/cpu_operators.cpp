@@ -1,7 +1,7 @@
 // The operators of conv_projection on the CPU: tensors, threads and the choice of instruction set around the loops.
 //
-// Results do not depend on the number of threads: every output is a sum of its own, in one order, and the sums over a batch
-// are those of its images, added in their order.
+// Results do not depend on the number of threads: every output is a sum of its own, in one order, and the images' sums
+// are added in order.
 
 #include <algorithm>
 #include <cmath>

@@ -115,8 +115,8 @@ VECTOR_INLINE F over_columns(int64_t width, G f) {
 
 // Statistics -----------------------------------------------------------------------------------------------
 
-// Merges the moments of a row into those of the rows above it (Chan et al.): no digits are lost where the mean is many
-// deviations.
+// Merges the moments of a row into the moments of the rows above it (Chan et al.), which loses no digits where the mean
+// is many deviations.
 template <class T>
 void statistics_of(const Unit<T, double>& unit) {
   using A = Accumulator<T>;
@@ -240,8 +240,8 @@ VECTOR_INLINE void spread(Shape<0, 0>, const Branch& branch, const A* const* row
   }
 }
 
-// Spreads a row of the convolution's gradient, `row`, in vectors of channels whose rows lie `plane` apart. `dtaps` are the
-// sums of the first vector's taps, and those of the next lie `pitch` behind.
+// Spreads a row of the convolution's gradient, `row`, in vectors of channels whose rows lie `plane` apart. `dtaps` are
+// the sums of the first vector's taps; the next vector's lie `pitch` behind.
 template <class S, class A>
 void spread_row(S shape, const Branch& branch, const A* const* rows, A* const* drows, const A* packed, const A* row,
                 int64_t padded, int64_t plane, A* dtaps, int64_t pitch) {
@@ -330,7 +330,7 @@ void gradients_of(const Unit<T, A>& unit) {
 
 // Units ------------------------------------------------------------------------------------------------------
 
-// Copies the sums of a unit to their place among those of all.
+// Copies the sums of a unit to their place in the sums of all units.
 template <class T, class Q>
 void write_sums(const Unit<T, Q>& unit) {
   const int64_t channels = unit.forward().channels, quantities = unit.call.quantities;

@@ -1,8 +1,8 @@
 // The loops of the depthwise convolution with GELU on the CPU. setup.py compiles this file once per instruction set, with
 // KERNELS naming the table it fills; it includes nothing whose code the linker could merge between them.
 //
-// The backward goes down a band of rows. It computes the convolution of a row again, and from it the gradient before the
-// activation, which is added to those of the taps at once and stays in a ring of three rows. As soon as the ring has the
+// The backward goes down a band of rows. It recomputes the convolution of a row, and from it the gradient before the
+// activation, which is added to the taps' gradients at once and stays in a ring of three rows. As soon as the ring has the
 // rows around one, their convolution with the taps in reverse order is the gradient of x.
 
 #include "depthwise_conv_gelu/cpu_loops.h"
@@ -142,7 +142,7 @@ void pack_both(const Unit<T>& unit) {
   }
 }
 
-// Copies the sums of a unit to their place among those of all.
+// Copies the sums of a unit to their place in the sums of all units.
 template <class T, class A = Accumulator<T>>
 void write_sums(const Unit<T>& unit, A* out) {
   for (int64_t c = 0; c < unit.size(); c += kLanes<T>) {
@@ -176,7 +176,7 @@ void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed)
   }
 }
 
-// From the types of a call to those of a template ----------------------------------------------------------
+// From the types of a call to template parameters -----------------------------------------------------------
 
 template <class F>
 void with_types(DType dtype, Activation activation, F f) {

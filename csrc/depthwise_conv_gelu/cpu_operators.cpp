@@ -102,7 +102,7 @@ Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, c
   return out;
 }
 
-// The gradient of a parameter, of whose numbers each channel has `size`: of the totals, those from the quantity `first` on.
+// The gradient of a parameter with `size` numbers per channel: the totals from the quantity `first` on.
 Tensor gradient_of(const Tensor& parameter, const std::vector<double>& totals, int64_t first, int64_t size) {
   const Tensor gradient = empty(parameter.sizes(), parameter.scalar_type(), parameter);
   const int64_t channels = parameter.size(0);

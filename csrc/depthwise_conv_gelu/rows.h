@@ -13,7 +13,7 @@ using conv_projection::kLanes;
 using conv_projection::unroll;
 using layer_norm_gelu::Activation;
 
-// The rows of tokens above, at and below a row of outputs. They may be those of a part of the channels.
+// The rows of tokens above, at and below a row of outputs. They may have a part of the channels only.
 template <class T>
 struct Rows {
   const T* tokens[3];  // the first of each row; null beyond the image
@@ -106,7 +106,7 @@ VECTOR_INLINE void for_sums(const Rows<T>& rows, int64_t channels, const A* pack
 }
 
 // Computes activation(convolution + bias) of a row, rounded once to the type of `out`, whose tokens lie `pitch` elements
-// apart. The channels are those of rows and packed.
+// apart. The channels are the same as in rows and packed.
 template <Activation activation, class T, class Out, class A = Accumulator<T>>
 void convolve_row(const Rows<T>& rows, int64_t channels, const A* packed, Out* out, int64_t pitch) {
   for_sums(rows, channels, packed, [&](int64_t column, int64_t c, const Vector<A>* sums, auto lanes, auto n) LAMBDA_INLINE {

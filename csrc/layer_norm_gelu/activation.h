@@ -39,7 +39,7 @@ KERNEL_INLINE T limited(T y, float least, [[maybe_unused]] float most = 0) {
 KERNEL_INLINE double normal_cdf(double x) { return 0.5 * std::erfc(x * -0.70710678118654752440); }
 
 // Φ(-a) for a ≥ 0, as 2^(a · P(a) - 1) with P fitted on a < 6 to an absolute error of 8.0e-9, or 3.0e-7 for half
-// precision (1.8e-6 with that of the power, where half of float16's last place is 2.4e-4). Beyond, the exponent goes on
+// precision (1.8e-6 with the power's error, where half of float16's last place is 2.4e-4). Beyond, the exponent goes on
 // falling, to what is 0 in float. Rounded, x · Φ(x) differs from float64 by at most 1.0e-7 · |x| (measured at 2.8e7 points
 // from -14 to 14, with fused multiply-add and without; PyTorch 2.13: 3.8e-7).
 template <Precision precision, class F>

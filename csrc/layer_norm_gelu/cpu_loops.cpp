@@ -152,7 +152,7 @@ void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A*
   }
 }
 
-// From the types of a call to those of a template ----------------------------------------------------------
+// From the types of a call to template parameters -----------------------------------------------------------
 
 template <class F>
 void with_types(DType dtype, Activation activation, F f) {

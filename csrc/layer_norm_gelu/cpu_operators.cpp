@@ -85,8 +85,8 @@ void for_blocks(int64_t size, const F& f) {
   });
 }
 
-// Adds in pairs what f(begin, end, sums) gives of parts of at most `most` each, for each of which `size` accumulators are
-// zeroed: so errors grow with the logarithm of what is added. `sums` has room for the pairs behind the total.
+// Pairwise sum of the results of f(begin, end, sums) over parts of at most `most` each, every one with `size` zeroed
+// accumulators: errors grow with the logarithm of the number of parts. `sums` has room for the pairs behind the total.
 template <class A, class F>
 void sum_in_pairs(int64_t begin, int64_t end, int64_t most, int64_t size, A* sums, const F& f) {
   if (end - begin <= most) {

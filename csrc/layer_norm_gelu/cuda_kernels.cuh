@@ -3,7 +3,7 @@
 //
 // Bytes move once: a row is read into registers, reduced there by warp shuffles (across warps, for rows that one warp does
 // not hold, through shared memory) and written. Statistics and sums are float. Sums over rows: each block keeps
-// its own in registers while it walks over its rows, adds those of its threads in fixed order and writes them out;
+// its own in registers while it walks over its rows, adds its threads' sums in fixed order and writes them out;
 // sum_over_blocks_kernel adds the blocks', again in fixed order. Nothing is atomic: the same bits every time.
 #pragma once
 
@@ -191,8 +191,8 @@ __device__ __forceinline__ float reciprocal_root(float x) {
 
 // Rows in threads -------------------------------------------------------------------------------------------
 
-// The place of a thread's vectors in its row: those of adjacent threads are adjacent. Single values are adjacent in the
-// thread instead, since the compiler keeps an address for each that it cannot tell from the one before.
+// The place of a thread's vectors in its row: vectors of adjacent threads are adjacent. Single values are adjacent in
+// the thread instead, since the compiler keeps an address for each that it cannot derive from the one before.
 template <int VECTOR, int VECTORS>
 struct Place {
   const int channels;
@@ -248,8 +248,8 @@ __device__ __forceinline__ float first_of_row(float value, const Place<VECTOR, V
   return firsts[at.row];
 }
 
-// Sums over the threads of a row, of which each gets the same bits. Several sums hide the time of each other's exchanges.
-// All threads of the block take part.
+// Sums over the threads of a row; all of them get the same bits. Several sums hide the latency of each other's
+// exchanges. All threads of the block take part.
 template <int VECTOR, int VECTORS, int COUNT>
 __device__ __forceinline__ void sum_over_row(float (&sums)[COUNT], const Place<VECTOR, VECTORS>& at) {
 #pragma unroll 1
@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     for (int i = 0; i < VECTORS; i++) read_parameters(i);
   }
   const int step = static_cast<int>(gridDim.x) * at.rows_at_once;
-  // The number of turns is that of the block, whose threads meet in sum_over_row.
+  // The number of turns is the block's, since its threads meet in sum_over_row.
   for (int first = static_cast<int>(blockIdx.x) * at.rows_at_once; first < call.rows; first += step) {
     const bool present = first + at.row < call.rows;  // else the row is the last one again, and does not count
     const int row = min(first + at.row, call.rows - 1);
@@ -564,7 +564,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
 
 // GELU ------------------------------------------------------------------------------------------------------
 
-// GELU of a flat tensor, of which a block takes one piece.
+// GELU of a flat tensor, one piece per block.
 template <class T, Activation activation, int VECTOR, int VECTORS>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_kernel(GeluForward call) {
   const Piece<VECTOR, VECTORS> at(call.size);

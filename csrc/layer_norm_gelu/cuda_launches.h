@@ -31,7 +31,7 @@ struct Layout {
   int threads;  // of a block
 };
 
-// A LayerNorm has two types: that of its rows (x or h), which names the kernels, and that of its result. With a residual,
+// A LayerNorm has two types: its rows' (x or h), which names the kernels, and its result's. With a residual,
 // x is of the type of the result: a branch of 16 bits beside a stream of floats, under autocast.
 struct LayerNormForward {
   const void* x;

@@ -238,7 +238,7 @@ class Gpu {
     expect(activation != Activation::identity, "activation", std::string_view("'identity'"), "none, tanh or quick");
   }
 
-  // The gradient of a parameter, in its type, from the sums of the blocks, of which each block has one row.
+  // The gradient of a parameter, in its type, from the sums of the blocks, one row per block.
   Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const Tensor& sums, int64_t index) const {
     if (!parameter.has_value()) return no_gradient(x);
     const int64_t channels = channels_of("x", x);

@@ -36,8 +36,8 @@ inline void check(const Parameters& parameters, const Tensor& x) {
   if (parameters.bias.has_value()) check_parameter("bias", *parameters.bias, x);
 }
 
-// The tensors below are contiguous. `out` and `dout` may be of another dtype than the rows that are normalized, those of
-// x or h; a device that does not compute a pair of dtypes refuses the call.
+// The tensors below are contiguous. `out` and `dout` may have another dtype than the normalized rows (x or h); a device
+// that does not support a pair of dtypes refuses the call.
 
 struct LayerNormTensors {
   Tensor x;  // of the dtype of `out` if there is a residual

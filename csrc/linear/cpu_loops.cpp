@@ -47,7 +47,8 @@ int64_t packed_bytes(DType dtype, int64_t outputs, int64_t inputs) {
   return bytes;
 }
 
-// Whether the products of a shape are those of integers, which are exact. Memory is static: this runs after a fork.
+// Whether the products of a shape equal products of integers, which are exact. Memory is static: this runs after a
+// fork.
 template <int vectors>
 bool tiles_are_right(int64_t rows, int64_t depth) {
   constexpr int64_t most_rows = 33, most_depth = 70, columns = vectors * kTileSide;

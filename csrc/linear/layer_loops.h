@@ -71,7 +71,7 @@ class Parts {
 
 // Linear layers -------------------------------------------------------------------------------------------
 
-// Calls f(column, lanes) for the vectors of a panel, of which `left` columns are left.
+// Calls f(column, lanes) for the vectors of a panel with `left` columns left.
 template <int vectors, class G>
 VECTOR_INLINE void for_columns(int64_t left, G f) {
   for (int i = 0; i < vectors; i++) {
@@ -151,7 +151,7 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
   apply(linear, begin, end, a, a_stride, rows, tile, f);
 }
 
-// Rounds the input of a quantized layer, and leaves that of others.
+// Rounds the input of a quantized layer; does nothing for other layers.
 template <class T, class E>
 void round_rows(const Linear& linear, const E* a, int64_t a_stride, int64_t rows, const Rounded& to) {
   if constexpr (std::is_same_v<T, float>) {

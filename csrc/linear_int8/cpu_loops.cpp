@@ -1,8 +1,8 @@
 // The loops for linear layers of 8-bit integers on the CPU. setup.py compiles this file once per instruction set, with
 // KERNELS naming the table it fills; it includes nothing whose code the linker could merge between them.
 //
-// A packed weight is a strip after another, each of as many outputs as two vectors have lanes: the sums that the products
-// begin with, then its numbers, those of a lane beside each other (inputs / kTogether, outputs, kTogether).
+// A packed weight is one strip after another, each of as many outputs as two vectors have lanes: the initial sums of
+// the products, then the numbers, a lane's beside each other (inputs / kTogether, outputs, kTogether).
 
 #include "linear_int8/cpu_loops.h"
 

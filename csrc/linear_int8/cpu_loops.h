@@ -1,5 +1,5 @@
-// The interface of the loops for linear layers of 8-bit integers on the CPU (cpu_loops.cpp). The operators of this folder
-// (cpu_operators.cpp) and those of transformer_block/ call them. Floats are of any dtype but float64.
+// The interface of the loops for linear layers of 8-bit integers on the CPU (cpu_loops.cpp). The operators of this
+// folder (cpu_operators.cpp) and of transformer_block/ call them. Floats are of any dtype but float64.
 //
 // Numbers lie between -127 and 127. A row of activations is quantized with one scale: x ≈ scale · number. How rows and
 // weights lie is the concern of an instruction set alone; the sums of their products are exact.
@@ -15,7 +15,7 @@
 namespace cvt_kernels::linear_int8 {
 
 constexpr int64_t kPanel = 32;            // the outputs that are computed together
-constexpr int64_t kMostInputs = 1 << 16;  // of which the sums of products fit into 32 bits
+constexpr int64_t kMostInputs = 1 << 16;  // so that sums of products fit into 32 bits
 constexpr float kLimit = 127;
 // A row whose largest number is smaller counts as zeros: the reciprocal of its scale would overflow.
 constexpr float kLeast = 0x1p-117f;
@@ -28,7 +28,7 @@ struct Rows {
   int64_t stride = 0, channels = 0;
   float scale = 0;               // of all rows, or 0: see Kernels::quantize
   bool normalizes = false;       // whether there is a LayerNorm
-  Norm norm{};                   // of which only the bias counts without it, and that with an activation only
+  Norm norm{};                   // without it only the bias is used, and only with an activation
   const float* shift = nullptr;  // added to x before the LayerNorm
   Activation activation = Activation::identity;
 };

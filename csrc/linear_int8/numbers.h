@@ -14,7 +14,7 @@
 namespace cvt_kernels {
 namespace {
 
-#if defined KERNELS_VECTOR_BYTES  // whose vectors are not those of the machine
+#if defined KERNELS_VECTOR_BYTES  // whose vectors differ from the machine's
 #define INTRINSICS 0
 #else
 #define INTRINSICS 1
@@ -103,7 +103,7 @@ VECTOR_INLINE void store_numbers(N* out, I x, Part part) {
 template <class N>
 VECTOR_INLINE float quantize_row(const float* x, int64_t inputs, float scale, N* out, int offset) {
   using F = Vector<float>;
-  I most[4] = {0, 0, 0, 0};  // as bits, of which those of infinity and NaN are larger than all others
+  I most[4] = {0, 0, 0, 0};  // as bits: infinity and NaN are larger than all others
   for_vectors<F::lanes>(inputs, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
     const I magnitude = (I::Type)absolute(load(x + c, lanes)).v;
     most[i] = select(most[i] < magnitude, magnitude, most[i]);

@@ -11,8 +11,7 @@
 
 namespace cvt_kernels::rows {
 
-// Rows of x (images, tokens, channels), of which an index has `count` for each image, in their order. A negative one is
-// a row of zeros.
+// Rows of x (images, tokens, channels) by an index with `count` entries per image; a negative entry is a row of zeros.
 struct Gather {
   const void* x;
   int64_t image_stride, token_stride;  // between images and between tokens of x, in values

@@ -1,4 +1,4 @@
-// What blocks of both kinds have: those with three convolutions (cpu_loops.h) and those with a reduction, or none
+// The common parts of both kinds of blocks: with three convolutions (cpu_loops.h), and with a reduction or none
 // (pyramid_cpu_loops.h).
 #pragma once
 

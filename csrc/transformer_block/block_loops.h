@@ -1,4 +1,4 @@
-// What the loops of both kinds of blocks share. Everything has internal linkage, as in vector.h.
+// The common loops of both kinds of blocks. Everything has internal linkage, as in vector.h.
 #pragma once
 
 #include "attention/heads.h"

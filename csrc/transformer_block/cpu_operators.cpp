@@ -34,7 +34,7 @@ Norm norm_of(const std::vector<Tensor>& vectors, int first, int64_t channels, do
           static_cast<float>(eps)};
 }
 
-// Fills in what blocks of both kinds have, but for the linear layers. `vectors` begins with those of the LayerNorms.
+// Fills in the fields of blocks of both kinds, except the linear layers. `vectors` begins with the LayerNorms' vectors.
 void fill(AnyBlock& block, const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& vectors,
           const std::vector<int64_t>& widths, double eps1, double eps2, double scale, const std::string& activation) {
   expect_count("widths", widths, 3);
@@ -53,7 +53,7 @@ void fill(AnyBlock& block, const Tensor& x, int64_t height, int64_t width, const
   block.activation = activation_of(activation);
 }
 
-// Fills in the linear layers, of which layer(i, outputs, inputs) returns one.
+// Fills in the linear layers; layer(i, outputs, inputs) returns the i-th.
 template <class F>
 void fill_layers(AnyBlock& block, const std::vector<int64_t>& widths, const F& layer) {
   const int64_t channels = block.channels, projected = widths[0], hidden = widths[1];
@@ -203,7 +203,7 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   return block;
 }
 
-// Returns the rows of all images, of which each must be ascending, followed by -1 only.
+// Returns the rows of all images; each image's must be ascending, followed by -1 only.
 const int64_t* rows_of(const Tensor& rows, int64_t images, int64_t tokens) {
   expect(rows.scalar_type() == ScalarType::Long && rows.dim() == 2 && rows.size(0) == images && rows.size(1) > 0 &&
              rows.is_contiguous(),

@@ -39,7 +39,7 @@ def check_inplace(name: str, written: Tensor, *tensors: Tensor | None) -> None:
     Args:
         name: The argument's name.
         written: The tensor.
-        tensors: All tensors of the call, one of which may require a gradient.
+        tensors: All tensors of the call; any of them may require a gradient.
     """
     if modes.wants_gradient(*tensors):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")

@@ -1,10 +1,10 @@
-"""Launches of Triton kernels that are planned once for a key, and then start without Triton's binding.
+"""Triton launches planned once per cache key, which then bypass Triton's argument binding.
 
-Triton binds the arguments of a launch by looking at each of them, at every launch, which takes the host about
-three times as long as a plan. For calls of one key everything is the same but where the tensors lie. So a
-function of a backend runs once on tensors of its own, and starts nothing: its launches are noted, and which
-tensors of the call, casts of them and new tensors they take. The plan makes the new tensors and starts the
-compiled kernels directly.
+Triton binds and inspects every argument at every launch, which takes the host about three times as long as a
+plan. Calls of one cache key differ only in the tensors' addresses. So a backend's function runs once on dummy
+tensors without starting kernels, while its launches are recorded, with the tensors that they take: the
+call's, casts of these, and new ones. The plan allocates the new tensors and starts the compiled kernels
+directly.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _ALLOCATIONS = {
 
 
 def planned(function: _Function) -> _Function:
-    """Marks the function of a backend as one whose launches are planned after the first call of a key."""
+    """Marks a backend's function: its launches are planned after the first call of a cache key."""
     return prepared_by(lambda call: _plan(function, call))(function)
 
 
 class _Noted(TorchDispatchMode):
-    """A record of all that a function does besides launching: it may allocate, look at tensors and cast them.
+    """A dispatch mode that records a function's operators: it may only allocate, make views and cast.
 
     Attributes:
-        casts: The storage of a cast → the tensor.
-        computes: Whether it does anything else.
+        casts: The storage of a cast → the tensor that was cast.
+        computes: Whether the function calls any other operator.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Noted(TorchDispatchMode):
         if function is _aten._to_copy.default and set(kwargs) == {"dtype"}:
             self.casts[_storage(out)] = args[0]
         elif function not in _ALLOCATIONS and not function.is_view and isinstance(out, Tensor | tuple | list):
-            self.computes = True  # and does not only look, as at the promotion of dtypes
+            self.computes = True  # other than for dtype promotion and the like, which returns no tensor
         return out
 
 
@@ -70,7 +70,7 @@ def _plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any]
     if not all(type(leaf) in (Tensor, nn.Parameter) and leaf.numel() for leaf in leaves):
         return None
     launches: list[launching.Launch] = []
-    # Tensors of its own tell apart what in this call may be one and the same.
+    # Dummy tensors are distinct where the call may pass the same tensor twice.
     alone = pytree.tree_map_only(Tensor, _like, call)
     with launching.planned_launches(launches.append), _Noted() as noted:
         out = function(alone)
@@ -91,14 +91,14 @@ class _CannotBePlannedError(Exception):
 
 
 class _Source(NamedTuple):
-    """A tensor of a plan, as the expression that has it."""
+    """A tensor of a plan, with its Python expression."""
 
     expression: str
     like: Tensor
 
 
 class _Writer:
-    """Writes the function that a plan is."""
+    """The writer of a plan's Python source."""
 
     def __init__(self, function: Callable[[Record], Any], call: Record, noted: _Noted) -> None:
         self._record, self._casts = type(call), noted.casts
@@ -115,8 +115,8 @@ class _Writer:
         self._of_call = {source.expression for source in self._sources.values()}
 
     def plan(self, launches: list[launching.Launch], out: Any) -> Callable[..., Any]:
-        """Returns the function, which takes the values of the record of a call."""
-        results = self._results(out)  # first, since what is returned has its own shape
+        """Returns the plan: a function of the values of a call's record."""
+        results = self._results(out)  # first, since results have shapes of their own
         starts = [self._start(i, launch) for i, launch in enumerate(launches)]
         names = ", ".join(self._record._fields)
         pointers = [f"{pointer} = {each}.data_ptr()" for each, pointer in self._pointers.items()]
@@ -145,7 +145,7 @@ class _Writer:
                 self._add_leaves(f"{expression}[{i}]", each)
 
     def _source(self, tensor: Tensor) -> str:
-        """Returns the expression of a tensor, which a line makes if it is a new one."""
+        """Returns the expression of a tensor, after a line that allocates it if it is new."""
         if tensor.data_ptr() != _storage(tensor):  # it begins elsewhere
             raise _CannotBePlannedError
         known = self._sources.get(_storage(tensor))
@@ -169,7 +169,7 @@ class _Writer:
         return f"_empty({tuple(tensor.shape)}, dtype={name}, device=_device)"
 
     def _cast_source(self, tensor: Tensor) -> str:
-        """Returns the expression of a tensor whose cast lies as that of the one in the call would."""
+        """Returns the expression of a tensor to cast, whose cast has the same layout as in the call."""
         expression = self._source(tensor)
         like = self._sources[_storage(tensor)].like
         same = (like.shape, like.stride()) == (tensor.shape, tensor.stride())
@@ -178,7 +178,7 @@ class _Writer:
         raise _CannotBePlannedError
 
     def _argument(self, name: str, value: Any, *, as_tensor: bool) -> str:
-        """Returns the expression of an argument of a kernel: its tensors, or where they lie."""
+        """Returns the expression of a kernel's argument: a tensor or its address."""
         if isinstance(value, Tensor):
             source = self._source(value)
             pointer = self._pointers.setdefault(source, f"p{len(self._pointers)}")
@@ -195,7 +195,7 @@ class _Writer:
         return name
 
     def _start(self, number: int, launch: launching.Launch) -> str:
-        """Returns the line that starts a launch: by Triton until it is compiled, then directly."""
+        """Returns the line that starts a launch: through Triton until it is compiled, then directly."""
         kernel, grid, options = launch.kernel, (*launch.grid, 1, 1)[:3], launch.options
         runs: list[Any] = [None]
 
@@ -214,7 +214,7 @@ class _Writer:
         return f"{run}({pointers}) if {run} else _start{number}({tensors})"
 
     def _results(self, out: Any) -> list[str]:
-        """Returns the lines that end the function."""
+        """Returns the last lines of the function."""
         if not isinstance(out, tuple):
             return [*self._changes(out), f"return {self._source(out)}"]
         sources = ", ".join(map(self._source, out))
@@ -225,7 +225,7 @@ class _Writer:
         return [*changes, f"return {sources},"]
 
     def _changes(self, result: Tensor) -> list[str]:
-        """Returns the lines that count a change of an argument that is the result."""
+        """Returns the lines that bump the version counter of an argument written in place."""
         source = self._source(result)
         if source not in self._of_call:
             return []
@@ -233,7 +233,7 @@ class _Writer:
 
 
 def _descriptor(like: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
-    """Returns a descriptor like one that has been checked."""
+    """Returns a copy of a checked tensor descriptor on another base, without checking again."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.__dict__.update(like.__dict__)
     made.base = base

@@ -1,4 +1,4 @@
-"""Operators bound to their packed parameters, as frozen modules call them again and again."""
+"""Operators bound to their packed parameters, for repeated calls of frozen modules."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .. import backends
 from ..declaration import key_of_serving
 from .packing import Snapshot, is_noting
 
-#: How many kinds and sizes of tensors are remembered of a module.
+#: The most programs cached per module.
 _MOST = 32
 
 Steps = Sequence[Callable[[Tensor], Tensor]]
 
 
 class _Program(Snapshot):
-    """Steps that hold as long as no tensor changes, and no backend is registered.
+    """Steps that are valid until a tensor changes or a backend is registered.
 
     Args:
         tensors: The tensors.
-        bind: Returns the steps, one after the other; None if there are none.
+        bind: Returns the steps in order, or None.
 
     Attributes:
         steps: The steps.
@@ -30,7 +30,7 @@ class _Program(Snapshot):
 
     def __init__(self, tensors: Sequence[Tensor | None], bind: Callable[[], Steps | None]):
         self._tensors, self._plans = tensors, backends.plans
-        super().__init__(tensors)  # first: what changes meanwhile is noticed
+        super().__init__(tensors)  # first, so that changes meanwhile are noticed
         self.steps = bind()
 
     def is_current(self) -> bool:
@@ -38,7 +38,7 @@ class _Program(Snapshot):
         return backends.plans is self._plans and self.holds(self._tensors)
 
     def outdate(self) -> None:
-        """Notes that a tensor was written, or that its memory is gone, and frees packed parameters."""
+        """Marks the program as outdated and frees packed parameters."""
         super().outdate()
         self.steps = None
 
@@ -48,16 +48,16 @@ class _Program(Snapshot):
 
 
 class Programs:
-    """The programs of a module, by what tells calls without gradients apart whose parameters stay."""
+    """The programs of a module, cached by input and settings, for calls without gradients."""
 
     def __init__(self) -> None:
         self._programs: dict[Any, _Program] = {}
 
     def run(self, x: Tensor, *settings: Any) -> Tensor | None:
-        """Returns what the steps make of a tensor like an earlier one; None where there are none now."""
+        """Runs the cached steps for a tensor like an earlier one; returns None if there are none."""
         program = self._programs.get((key_of_serving(x), settings))
         steps = None if program is None or not program.is_current() else program.steps
-        if steps is None or is_noting():  # as a graph that has to know the copies that it reads
+        if steps is None or is_noting():  # such as a CUDA graph that must know the copies that it reads
             return None
         for step in steps:
             x = step(x)
@@ -70,13 +70,13 @@ class Programs:
         bind: Callable[[], Steps | None],
         *settings: Any,
     ) -> None:
-        """Keeps the steps for tensors like one that has been served, unless it is known that there are none.
+        """Caches the steps for tensors like one that has been served.
 
         Args:
             x: The tensor.
             tensors: Returns the parameters.
-            bind: As of the program.
-            settings: What else tells calls apart.
+            bind: Returns the steps in order, or None.
+            settings: The rest of the key.
         """
         state = key_of_serving(x)
         known = self._programs.get((state, settings))

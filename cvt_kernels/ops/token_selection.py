@@ -1,10 +1,9 @@
-"""The choice of the tokens that stay where a stage drops some: their scores, budgets, and rows.
+"""Token pruning: scores of tokens, the number that stay, and their rows.
 
-The score of a token is how much the query of the head attends to it: the class token's, or with
-``pool="avg"`` the mean of all queries, summed over the heads. Keys lie on a coarser grid than tokens, and
-what a key receives is shared among the tokens that it stands for (:func:`spread_keys`). A token that has
-dropped out keeps the values that it has: it still takes part in the depthwise convolutions of keys and
-values, but has no query and no MLP any more.
+A token's score is the attention that it gets from the class token's query, or with ``pool="avg"`` from the
+mean of all queries, summed over the heads. Keys lie on a coarser grid than tokens, and a key's attention is
+shared among the tokens that it stands for (:func:`spread_keys`). A dropped token keeps its values: it still
+takes part in the depthwise convolutions of keys and values, but has no query and no MLP any more.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..reference import attended_keys
 Grid = tuple[int, int]
 
 _ROUNDING = 1e-6  # 0.55 of 100 tokens are 55, though the product is a little more in binary
-_PREFERENCE = 1e-3  # how much less the last token counts than the first
+_PREFERENCE = 1e-3  # relative penalty of the last token against the first
 _SMALLEST = 1e-12  # added to scores of 0
 
 #: How many tokens stay: a fraction, or "entropy" for as many as attention is spread over.
@@ -32,13 +31,13 @@ TokenKeep = float | Literal["entropy"]
 
 
 def spread_keys(grid: Grid, stride: int, *, class_token: bool, device: torch.device | None = None) -> Tensor:
-    """Returns (S, T): how what each key receives is shared among the tokens; every row sums to 1.
+    """Returns (S, T), the shares of each key's attention for the tokens; every row sums to 1.
 
     Args:
         grid: (H, W) of the tokens.
         stride: Of the keys.
         class_token: Whether there is one, token and key 0. It stands for itself.
-        device: Where the result is made.
+        device: The result's device.
     """
     down, across = (
         interpolation(torch.arange(n, device=device) / stride, (n - 1) // stride + 1) for n in grid
@@ -58,9 +57,9 @@ def interpolation(places: Tensor, count: int) -> Tensor:
 def score_tokens(
     q: Tensor, k: Tensor, grid: Grid, *, stride: int, scale: float, pool: Pool, rows: Tensor | None
 ) -> Tensor:
-    """Returns how much the query of the head attends to each token, (B, H·W) float32, of sum ≤ heads.
+    """Returns the tokens' scores, (B, H·W) float32, with a sum of at most the number of heads.
 
-    A bias by position has no part in it: neither a class token nor a mean of queries has a place.
+    A bias by position is ignored: neither a class token nor a mean of queries has a position.
 
     Args:
         q: Queries (B, Nq, h, D), a class token's first if there is one.
@@ -69,7 +68,7 @@ def score_tokens(
         stride: Of the keys.
         scale: Factor on the scores of attention.
         pool: ``"cls"`` for the query of the class token, ``"avg"`` for the mean query of the other tokens.
-        rows: (B, Nq), the tokens that the queries are; None where there is one for each token.
+        rows: (B, Nq), the queries' tokens; None if every token has a query.
     """
     height, width = ((n - 1) // stride + 1 for n in grid)
     class_tokens = k.shape[1] - height * width
@@ -79,9 +78,9 @@ def score_tokens(
 
 @torch.no_grad()
 def scores_of_tokens(received: Tensor, grid: Grid, stride: int) -> Tensor:
-    """Returns the scores of tokens (B, H·W) from what their keys receive (B, Nkv), a class token left out."""
+    """Returns the scores of tokens (B, H·W) from their keys' attention (B, Nkv), without a class token."""
     spread = spread_keys(grid, stride, class_token=False, device=received.device).to(received.dtype)
-    autocast = modes.autocast_enabled(received)  # which would round them, so that more are equal
+    autocast = modes.autocast_enabled(received)  # autocast would round them, so that more are equal
     with torch.autocast(received.device.type, enabled=False) if autocast else contextlib.nullcontext():
         return received[:, -spread.shape[0] :] @ spread
 
@@ -92,10 +91,10 @@ def select_tokens(
 ) -> Tensor:
     """Returns the rows (B, K) of the tokens that stay: the class token, then the best, ascending, then −1.
 
-    With a fraction every image keeps as many. With ``"entropy"`` an image keeps exp(entropy) of its n
-    tokens, the number that its scores are spread over, within ``bounds`` as parts of n; K is the largest
-    number of the batch, or where shapes have to be known before (torch.compile, export, CUDA graphs) the
-    largest possible one.
+    With a fraction every image keeps the same number. With ``"entropy"`` an image keeps exp(entropy) of its n
+    tokens, the number that its scores are spread over, within ``bounds`` as fractions of n; K is the largest
+    number of the batch, or the largest possible one where shapes must be static (torch.compile, export, CUDA
+    graphs).
 
     Args:
         scores: (B, H·W), not negative.
@@ -110,7 +109,7 @@ def select_tokens(
     else:
         spatial = rows[:, int(class_token) :] - int(class_token)
         before = spatial.shape[1]
-        # Not of bool, which torch.jit.trace and ONNX do not know a scatter of.
+        # Not bool: torch.jit.trace and ONNX have no scatter of bool.
         marks = scores.new_zeros(batch, tokens + 1)
         marks = marks.scatter(1, torch.where(spatial < 0, tokens, spatial), scores.new_ones(spatial.shape))
         present = marks[:, :tokens] > 0
@@ -132,12 +131,12 @@ def select_tokens(
 
 
 def _budgets(scores: Tensor, count: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Returns how many of ``count`` tokens (B,) stay, those that the scores (B, H·W) are spread over."""
+    """Returns how many of ``count`` tokens (B,) stay: exp(entropy) of the scores (B, H·W), within bounds."""
     shares = scores / scores.sum(1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
     spread = torch.special.entr(shares).sum(1).exp()
     least, most = (_part(count, bound) for bound in bounds)
     budget = torch.minimum(torch.maximum(spread.ceil(), least), most)
-    return torch.where(budget.isnan(), most, budget)  # what is not a number spoils its own image only
+    return torch.where(budget.isnan(), most, budget)  # NaN affects its own image only
 
 
 def _part(count: Tensor, fraction: float) -> Tensor:
@@ -145,10 +144,10 @@ def _part(count: Tensor, fraction: float) -> Tensor:
 
 
 def _ranked(scores: Tensor, present: Tensor) -> Tensor:
-    """Returns the tokens (B, H·W), best first, those that are not present last.
+    """Returns the tokens (B, H·W), best first, absent ones last.
 
-    Tokens that share their key alone have equal scores, but for rounding. So that rounding, which differs
-    from batch to batch, does not choose among them, those further back count a little less.
+    Tokens with the same key have equal scores up to rounding, which differs from batch to batch. Later tokens
+    get a small penalty, so that rounding does not choose among them.
     """
     tokens = scores.shape[1]
     factors = 1 - _PREFERENCE * torch.arange(tokens, device=scores.device) / tokens
@@ -157,7 +156,7 @@ def _ranked(scores: Tensor, present: Tensor) -> Tensor:
 
 
 def _with_a_row(x: Tensor) -> Tensor:
-    """Returns x with a row more where it is exported: without rows, sorting ends onnxruntime by a signal."""
+    """Returns x with one more row in exports: onnxruntime crashes when it sorts no rows."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])]) if modes.is_exporting() else x
 
 

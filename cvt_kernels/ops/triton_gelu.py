@@ -1,7 +1,7 @@
-"""GELU as a function of Triton's kernels, with one instruction of the unit for special functions (MUFU) each.
+"""GELU for Triton kernels, with one special-function instruction (MUFU) per element.
 
-GELU is h + h · tanh(u) with h = x / 2. In the tanh and the quick variant that is their definition; erf is, as
-exactly as 16 bits can tell, a tanh of a polynomial. A call of erf would take three times the instructions.
+GELU is h + h · tanh(u) with h = x / 2. The tanh and quick variants are so by definition; erf is, up to 16-bit
+accuracy, a tanh of a polynomial. A call of erf would take three times the instructions.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def activate(x, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE_TANH:
     Args:
         x: A tile.
         APPROXIMATE: The variant, as ``cvt_kernels.gelu`` names it.
-        IS_HALF: Whether the result will be rounded to 16 bits, so that erf may be approximated.
-        HARDWARE_TANH: Whether tanh is the GPU's own instruction, whose relative error of 2^-11 is that of 16
+        IS_HALF: Whether the result has 16 bits, so that erf may be approximated.
+        HARDWARE_TANH: Whether to use the GPU's tanh instruction, with a relative error of 2^-11, as of 16
             bits.
     """
     return activate_half(x * 0.5, APPROXIMATE, IS_HALF, HARDWARE_TANH)
@@ -60,15 +60,15 @@ def activate_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE_
 def derivative_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE: tl.constexpr):
     """Returns gelu'(2 · h) of float32 or float64.
 
-    With x = 2 · h it is Φ(x) + x · Φ'(x). Φ is the sigmoid of 2 · u, with u as above, and Φ' is that of the
-    sigmoid; but exact GELU has its own Φ', which takes fewer instructions than that of the polynomial.
+    With x = 2 · h it is Φ(x) + x · Φ'(x). Φ is the sigmoid of 2 · u, with u as above, and Φ' its derivative;
+    but exact GELU uses the normal density, which takes fewer instructions than the polynomial's derivative.
 
     Args:
         h: A tile.
         APPROXIMATE: The variant.
         IS_HALF: As in :func:`activate`.
-        HARDWARE: Whether powers and reciprocals are the GPU's own instructions. Unlike the hardware's tanh,
-            these are as exact as float32, for the slope of tanh would be twice as wrong as tanh.
+        HARDWARE: Whether to use the GPU's instructions for powers and reciprocals. Unlike its tanh, these
+            have float32 accuracy; the slope of tanh would have twice tanh's error.
     """
     if APPROXIMATE == "none" and not IS_HALF:
         return 0.5 + 0.5 * tl.erf(h * _SQRT_2) + h * _SQRT_2_OVER_PI * tl.exp(-2.0 * (h * h))

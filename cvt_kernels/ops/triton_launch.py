@@ -1,4 +1,4 @@
-"""The parts that all Triton kernels share: replaced configurations, budgets, dtypes."""
+"""Helpers of all Triton kernels: overrides of launch configurations, budgets, dtypes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Config = TypeVar("Config")
 
 
 class Overrides(Generic[Config]):
-    """The launch configurations that stand in for the shipped ones of an operator, one set for the process.
+    """Overrides of an operator's shipped launch configurations, process-wide.
 
     Args:
-        kernels: The names that the operator's kernels have in its table of configurations.
+        kernels: The names of the operator's kernels in its table of configurations.
     """
 
     def __init__(self, kernels: Collection[str]) -> None:
@@ -28,7 +28,7 @@ class Overrides(Generic[Config]):
         self._configs: dict[str, Config] = {}
 
     def get(self, kernel: str) -> Config | None:
-        """Returns the configuration that replaces the shipped one of a kernel; None if none does."""
+        """Returns the override of a kernel's configuration, or None."""
         return self._configs.get(kernel)
 
     @contextlib.contextmanager
@@ -36,12 +36,12 @@ class Overrides(Generic[Config]):
         """Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning.
 
         Raises:
-            ValueError: There is no such kernel.
+            ValueError: An unknown kernel.
         """
         if kernel not in self._kernels:
             raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(self._kernels)}")
         outer, self._configs = self._configs, self._configs | {kernel: config}
-        backends.forget()  # the launches that are planned
+        backends.forget()  # planned launches
         try:
             yield
         finally:
@@ -51,7 +51,7 @@ class Overrides(Generic[Config]):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The most that the machine code of a kernel may take, by ``benchmarks.machine_code``; None for no limit.
+    """Limits on a kernel's machine code, for ``benchmarks.machine_code``; None for no limit.
 
     Attributes:
         instructions_per_output: Instructions that a thread executes for one element of the output.
@@ -71,7 +71,7 @@ class Budget:
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which sums over tensors like ``x`` are taken: float32, or float64 for float64."""
+    """Returns the accumulator's dtype for tensors like ``x``: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -89,12 +89,12 @@ def product_types(dtype: torch.dtype, *, tf32: bool) -> dict[str, Any]:
 
     Args:
         dtype: The dtype.
-        tf32: Whether it is float32 that PyTorch lets be rounded to TF32.
+        tf32: Whether PyTorch allows TF32 for float32.
 
     Returns:
-        ``element``, Triton's dtype of the activations; ``operand``, that of the factors: ``element``, but
-        float32 for bfloat16 in Triton's interpreter, whose product of bfloat16 is wrong; ``accumulator``,
-        that of sums; ``precision``, the ``input_precision`` of ``tl.dot``.
+        ``element``, Triton's dtype of the activations; ``operand``, of the factors: ``element``, but float32
+        for bfloat16 in Triton's interpreter, whose product of bfloat16 is wrong; ``accumulator``, of sums;
+        ``precision``, the ``input_precision`` of ``tl.dot``.
     """
     element = ELEMENTS[dtype]
     upcast = machine.INTERPRETING and dtype == torch.bfloat16
@@ -107,5 +107,5 @@ def product_types(dtype: torch.dtype, *, tf32: bool) -> dict[str, Any]:
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Returns a contiguous tensor of the same numbers; None for None."""
+    """Returns ``tensor.contiguous()``; None for None."""
     return None if tensor is None else tensor.contiguous()

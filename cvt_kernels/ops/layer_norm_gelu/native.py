@@ -168,7 +168,7 @@ def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> _Tensors
     return x.new_empty(x.shape), _gradient_like(_statistics_like(x), bias)
 
 
-# The backend: the public functions of the same names, whose checks it relies on ----------------------------
+# The backend: the public functions of the same names, for checked arguments -------------------------------
 #
 # Under autocast the dtypes are PyTorch's, unless the caller names the result's: a sum is promoted, F.gelu
 # keeps its input's dtype, and so does F.layer_norm on the CPU; on a GPU it computes in float32. Where no

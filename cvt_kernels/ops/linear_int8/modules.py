@@ -173,7 +173,7 @@ def _check_outputs(name: str, outputs: int, inputs: int) -> None:
 class LinearInt8(QuantizedLayer):
     """A linear layer with an 8-bit weight, whose input is quantized in every call.
 
-    Its tensors are those of :class:`QuantizedLayer`.
+    See :class:`QuantizedLayer` for its tensors.
 
     Args:
         in_features: Inputs.
@@ -231,7 +231,7 @@ class LinearInt8(QuantizedLayer):
 class ConvInt8(QuantizedLayer):
     """A convolution with an 8-bit weight: each patch of the map is a row of a linear layer.
 
-    Its tensors are those of :class:`QuantizedLayer`; the inputs are channels, then rows and columns of the
+    See :class:`QuantizedLayer` for its tensors; the inputs are channels, then rows and columns of the
     kernel, as in a convolution's weight.
 
     Args:

@@ -1,7 +1,7 @@
-"""Rows of tokens by an index for each image: gathered with the LayerNorm after, put back with the sum before.
+"""Gather and scatter of tokens by an index per image, fused with residual sum and LayerNorm.
 
-They serve blocks that compute on some of the tokens only. ``rows`` names them, unique within an image; -1
-fills up an image that has fewer than others of its batch: zeros are gathered for it, and nothing is put back.
+They are for blocks that compute only some of the tokens. ``rows`` has their indices, unique within an image.
+-1 pads images with fewer rows than others of the batch: it gathers zeros and scatters nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _kind(call: Record) -> str:
     others = given.get("values"), given.get("branch")
     words += ", mixed dtypes" if any(t is not None and t.dtype != x.dtype for t in others) else ""
     dtype = given.get("dtype")
-    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU that of x comes by itself
+    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU it is the dtype of x by default
         words += f", to {checks.dtype_name(dtype)}"
     words += ", in place" if given.get("inplace") else ""
     return words + ("" if x.stride(2) == 1 else ", strided")
@@ -51,7 +51,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 def _check_unique(rows: Tensor, tokens: int) -> None:
-    """Raises for rows of which backends may make different things, so that no entry comes from them."""
+    """Raises for rows that backends may treat differently, so that autotuning never uses them."""
     rows = rows.cpu()
     checks.check_row_values("rows", rows, tokens)
     ordered = rows.sort(1).values
@@ -80,8 +80,8 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         x: ``(B, T, C)``; float16, bfloat16, float32 or float64.
-        rows: ``(B, K)`` int64, the tokens of each image, unique within it; or -1, as often as needed. Others
-            below T are not checked on a GPU, which would have to be waited for; they count as -1 there.
+        rows: ``(B, K)`` int64, the tokens of each image, unique within it, or -1 as padding. Values are not
+            checked on a GPU, since that would synchronize; those out of range count as -1 there.
 
     Returns:
         ``(B, K, C)``.
@@ -148,7 +148,7 @@ def _check_scatter_rows(call: Any) -> None:
 
 
 def _check_places(call: Any) -> None:
-    """Checks what no key has: the rows, and whether tensors share memory."""
+    """Checks the facts that no cache key has: the values of rows, and shared memory."""
     _check_values(call)
     if call.inplace:
         _check_inplace(call.x, call.values, call.branch)
@@ -158,27 +158,27 @@ def _check_places(call: Any) -> None:
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:
-    """Returns x with values + branch in the places of the tokens at ``rows``.
+    """Returns x with values + branch at the tokens ``rows``.
 
     Args:
         x: As in :func:`gather_rows`.
         rows: See there; where it is -1, nothing is written.
         values: ``(B, K, C)``, of the dtype of ``x``.
         branch: Added to ``values``, of their shape and dtype; None for nothing.
-        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
+        inplace: Whether the result overwrites ``x``. Autograd does not track it.
 
     Returns:
         ``(B, T, C)``; ``x`` itself if ``inplace``.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, or ``inplace`` where a gradient is wanted or ``x`` is not
+        ValueError: A wrong shape or device, or ``inplace`` where a gradient is required or ``x`` is not
             contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     values = values if branch is None else values + branch
     tokens = x.shape[1]
-    # One place more takes what goes nowhere, and tokens that x does not have lie beyond it.
+    # One more place takes the padding; indices beyond it are out of range.
     index = torch.where(rows < 0, tokens, rows + (rows >= tokens))[..., None].expand_as(values)
     out = F.pad(x, (0, 0, 0, 1)).scatter(1, index, values.to(x.dtype))[:, :tokens]
     return x.copy_(out) if inplace else out

@@ -1,7 +1,7 @@
-"""Operators on rows with their gradients, on top of the kernels of a backend.
+"""Autograd functions of the operators on rows, on top of a backend's kernels.
 
-Rows are unique, so that the gradient of a gather is a scatter into zeros, and that of a scatter a gather:
-nothing is added up, and the same call gives the same bits every time.
+Rows are unique, so the gradient of a gather is a scatter into zeros, and of a scatter a gather. Nothing is
+summed, so results are bitwise deterministic.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Kernels(NamedTuple):
         gather: (x, rows) → the rows.
         scatter: (x or None for zeros, rows, values or None for zeros, branch or None, number of tokens) → x
             with values + branch at the rows, of the dtype of x or, without it, of the values.
-        scatter_: (x, rows, values, branch or None); it writes to x.
+        scatter_: (x, rows, values, branch or None), in place.
         gather_add_layer_norm: (x, rows, branch, weight, bias, eps, dtype of the LayerNorm, whether a gradient
-            is wanted) → h, its LayerNorm, and what the gradient needs besides, a list.
+            is required) → h, its LayerNorm, and a list of other tensors for the backward.
         layer_norm_backward: (dy, dh or None, h, weight, bias, eps, that list) → gradients of h, weight, bias,
-            the latter two None where there is no such parameter.
+            the latter two None for an absent parameter.
     """
 
     gather: Callable[..., Tensor]
@@ -38,8 +38,7 @@ class Kernels(NamedTuple):
     layer_norm_backward: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-#: The kernels by the name of their backend, which is what autograd functions are given: torch.compile traces
-#: through them, and takes a name for a constant.
+#: The kernels by backend. Autograd functions take the backend's name, which is a constant for torch.compile.
 KERNELS: dict[str, Kernels] = {}
 
 
@@ -116,7 +115,7 @@ class _Scatter(torch.autograd.Function):
         return None, dx, None, dvalues.to(of_values), dbranch
 
 
-# The functions of backends, without autograd's bookkeeping where no gradient is wanted ----------------------
+# The functions of backends, without autograd's bookkeeping where no gradient is required ------------------
 
 
 def gather_rows(backend: str, call: Record) -> Tensor:
@@ -155,7 +154,7 @@ def sum_dtype(x: Tensor, branch: Tensor) -> torch.dtype:
 def _result_dtype(x: Tensor, branch: Tensor, named: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of the LayerNorm of x + branch.
 
-    That is the one that the caller names, but for float64; else that of ``F.layer_norm``.
+    It is the caller's, except for float64; by default it is the dtype of ``F.layer_norm``.
     """
     stream = sum_dtype(x, branch)
     if stream == torch.float64:

@@ -2,8 +2,8 @@
 
 A row is read once and written once: ``gather_add_layer_norm`` normalizes it while it is in the cache, and
 ``scatter_rows`` takes each token from x or from the values, by the inverse of the index. x may have any
-strides but between channels; other inputs that are not contiguous are copied first, and results are
-contiguous. Indices that x does not have are refused. The backward of LayerNorm is that of ``layer_norm``.
+strides if its channels are contiguous; other inputs that are not contiguous are copied first, and results are
+contiguous. Indices out of range raise an error. The backward of LayerNorm is ``layer_norm``'s.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
     return None
 
 
-# The kernels, which know one dtype in a call ---------------------------------------------------------------
+# The kernels, with one dtype per call ---------------------------------------------------------------------
 
 
 def _scatter(
@@ -72,7 +72,7 @@ def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | 
 def _of_dtype(
     x: Tensor | None, values: Tensor | None, branch: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns values and branch in the dtype of x; their sum, if they differ from it or from each other."""
+    """Returns values and branch in the dtype of x, already summed if dtypes differ."""
     if x is None or values is None:
         return values, branch
     if branch is not None and not values.dtype == branch.dtype == x.dtype:
@@ -126,7 +126,7 @@ autograd.KERNELS["native"] = autograd.Kernels(
 )
 
 
-# The backend: the public functions of the same names, whose checks it relies on ----------------------------
+# The backend: the public functions of the same names, for checked arguments -------------------------------
 
 gather_rows = functools.partial(autograd.gather_rows, "native")
 gather_add_layer_norm = functools.partial(autograd.gather_add_layer_norm, "native")

@@ -1,7 +1,7 @@
-"""A block of CvT, SegFormer or PVT as one operator, for serving.
+"""A block of CvT, SegFormer or PVT as one operator, for inference.
 
-``onednn`` takes PyTorch's packed linear layers for CPUs. ``composed`` takes other operators of this package
-one after the other, each by its own entry.
+``native`` has CPU kernels. ``onednn`` uses PyTorch's packed linear layers on a CPU. ``composed`` calls other
+operators of this package one after the other, each with its own cache entry.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _kind(call: Record) -> str:
 
 
 def _words_of_tokens(call: Record) -> str:
-    """Returns words for the tokens, and for what makes those of keys and values of them."""
+    """Returns words for the tokens, and for the convolutions or reduction before keys and values."""
     x, block, tokens = call.x, call.block, call.x.shape[1]
     if isinstance(block.reduce, Reduction):
         ratio = block.reduce.weight.shape[3]
@@ -59,7 +59,7 @@ def _words_of_tokens(call: Record) -> str:
 
 
 def _kind_of(layer: AnyLinear) -> str:
-    """Returns what a quantized layer computes in; "" of another."""
+    """Returns a word for a quantized layer's scheme; "" for other layers."""
     if isinstance(layer, Linear):
         return ""
     return checks.dtype_name(layer.weight.dtype) + ("" if layer.input_scale is None else " with one scale")
@@ -67,7 +67,7 @@ def _kind_of(layer: AnyLinear) -> str:
 
 def _sample(factor: int, call: Record) -> Record:
     images = images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel())
-    # The scores of bfloat16 are made of a single query that is rounded: chance would decide which is better.
+    # Scores in bfloat16 come from a single rounded query: chance would decide which backend is more accurate.
     scores = None if call.x.dtype == torch.bfloat16 else call.scores
     copied = "x" if call.inplace else None
     return first_images(call._replace(scores=scores), images, "x", "rows", copied=copied)
@@ -82,7 +82,7 @@ def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
     for conv in block.convs:
         numbers += conv[6:11]
     kinds = map(type, (*numbers, block.reduce, block.mix, *block.layers()))
-    # Weights of inference mode are not packed: their changes are not counted.
+    # Inference tensors are not packed, since they have no version counter.
     numbers += [layer.weight.is_inference() for layer in block.layers()]
     return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]
 
@@ -97,7 +97,7 @@ def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
 
 
 def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> list[Tensor]:
-    """Returns the tokens of which Q, K and V are made, in plain PyTorch."""
+    """Returns the tokens from which Q, K and V are projected, in plain PyTorch."""
     if not isinstance(block.reduce, Reduction):
         convs = block.convs
         return list(reference.conv_projection(y, grid, convs, training=False)) if convs else [y, y, y]
@@ -153,36 +153,35 @@ def transformer_block(
     scores: Pool | None = None,
     inplace: bool = False,
 ) -> Any:
-    """Computes a block of CvT, SegFormer or PVT: x + attention and x + MLP, each of a LayerNorm.
+    """Computes a block of CvT, SegFormer or PVT: x + attention(norm1(x)), then x + mlp(norm2(x)).
 
-    With convolutional projections it is the block of CvT (Wu et al. 2021, section 3), whose BatchNorm
-    normalizes by the running statistics. With a reduction and a convolution in the MLP it is that of
-    SegFormer (Xie et al. 2021, section 3.1) and PVT v2 (Wang et al. 2022), without the convolution that of
-    PVT (Wang et al. 2021), in evaluation. Quantized layers, any of the six, serve only: there is no gradient.
+    With convolutional projections it is CvT's block (Wu et al. 2021, section 3), in evaluation: BatchNorm
+    normalizes by the running statistics. With a reduction and a convolution in the MLP it is the block of
+    SegFormer (Xie et al. 2021, section 3.1) and PVT v2 (Wang et al. 2022); without that convolution, of PVT
+    (Wang et al. 2021). Any of the six linear layers may be quantized, for inference only.
 
     Args:
-        x: Tokens ``(B, T, C)`` as of :func:`cvt_kernels.conv_projection`; no class token where there is a
-            reduction or a convolution in the MLP, any number of tokens where there is no convolution at all.
+        x: Tokens ``(B, T, C)`` as in :func:`cvt_kernels.conv_projection`; no class token with a reduction or
+            a convolution in the MLP; any number of tokens without any convolution.
         grid: ``(H, W)`` of the spatial tokens.
-        block: The parameters. Kernels may keep packed copies of its weights for as long as these live and are
-            not changed.
-        rows: ``(B, K)`` int64, the tokens of each image that are computed, ascending, then -1 to fill up; the
-            others stay as they are, but all have keys and values. None for all tokens, as with a convolution
+        block: The parameters. Kernels may cache packed copies of the weights until these change or die.
+        rows: ``(B, K)`` int64, the tokens of each image to compute, ascending, padded by -1; the others stay
+            as they are, but still have keys and values. None for all tokens; must be None with a convolution
             in the MLP.
-        scores: ``"cls"`` to return how much the class token attends to each key too, which must be among the
-            rows, ``"avg"`` for the mean query of the other tokens that are computed; None for neither, as
-            without convolutional projections.
-        inplace: Whether the result takes the place of ``x``. Autograd does not follow it.
+        scores: ``"cls"`` also returns the class token's attention to each key (it must be among the rows),
+            ``"avg"`` the attention of the mean query of the other computed tokens; None returns no scores.
+            Needs convolutional projections.
+        inplace: Whether the result overwrites ``x``. Autograd does not track it.
 
     Returns:
         The shape and dtype of ``x``; ``x`` itself if ``inplace``. With ``scores`` a second tensor
-        ``(B, Nkv)``, float32 (float64 for float64), the probabilities summed over the heads, without a
-        gradient.
+        ``(B, Nkv)``, float32 (float64 for float64), the probabilities summed over the heads, without
+        gradients.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
         ValueError: A wrong shape or device, an invalid setting, ``inplace`` or quantized layers where a
-            gradient is wanted, or ``inplace`` where ``x`` is not contiguous.
+            gradient is required, or ``inplace`` where ``x`` is not contiguous.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     y = reference.layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)

@@ -1,4 +1,4 @@
-"""The checks of a transformer block's arguments, with errors that name them."""
+"""The checks of a transformer block's arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(call: Record) -> None:
 
 
 def check_row_values(call: Record) -> None:
-    """Raises ValueError for rows whose values are no indices of tokens in ascending order."""
+    """Raises ValueError unless the values of rows are ascending indices of tokens."""
     x, rows, scores = call.x, call.rows, call.scores
     if isinstance(rows, Tensor) and isinstance(x, Tensor) and _are_rows_of(rows, x):
         is_cls = isinstance(scores, str) and scores == "cls"
@@ -63,7 +63,7 @@ def check_row_values(call: Record) -> None:
 
 
 def _check_parts(block: TransformerBlock) -> None:
-    """Raises TypeError or ValueError for a block whose parts are of other types or numbers."""
+    """Raises TypeError or ValueError for a block with parts of wrong types or in wrong numbers."""
     checks.check_kind("block", block, TransformerBlock)
     triples: dict[str, tuple[type, ...]] = {"linears": _LAYERS}
     if isinstance(block.reduce, Reduction):
@@ -88,7 +88,7 @@ def _check_parts(block: TransformerBlock) -> None:
 
 
 def _check_tokens(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> None:
-    """Raises TypeError or ValueError for tokens and a grid that are not those of the block."""
+    """Raises TypeError or ValueError for tokens and a grid that do not fit the block."""
     if block.convs:
         check_arguments(x, grid, block.convs, training=False)
         _check_grids(grid, block.convs)
@@ -134,7 +134,7 @@ def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> 
 
 
 def _check_rows(rows: Any, x: Tensor, block: TransformerBlock) -> None:
-    """Raises for rows that are no indices of the tokens of x; their values are left to the backends."""
+    """Raises for rows of a wrong type or shape; their values are left to the backends."""
     meaning = "(batch, rows)"
     checks.check_dtype("rows", rows, meaning, torch.int64)
     checks.check_rank("rows", rows, 2, meaning)
@@ -163,7 +163,7 @@ def _check_scores(scores: object, block: TransformerBlock, class_tokens: int) ->
 
 
 def _check_layers(x: Tensor, block: TransformerBlock) -> None:
-    """Raises TypeError or ValueError for linear layers that do not follow one another, and wrong heads."""
+    """Raises TypeError or ValueError for linear layers that do not fit together, and wrong heads."""
     channels = x.shape[2]
     widths = [
         _check_linear(f"block.linears[{i}]", linear, channels, x) for i, linear in enumerate(block.linears)

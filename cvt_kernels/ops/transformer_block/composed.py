@@ -1,4 +1,4 @@
-"""A transformer block by other operators of this package one after the other, each by its own entry."""
+"""A transformer block composed of other operators of this package, each with its own cache entry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def transformer_block(call: Record) -> Any:
 
 
 def with_scores(out: Tensor, q: Tensor, k: Tensor, call: Record) -> Any:
-    """Returns the result of a call: x after the block, and the scores if it asks for them."""
+    """Returns the result of a call: x after the block, with the scores if requested."""
     x, grid, block, rows, scores, _ = call
     if scores is None:
         return out
@@ -61,7 +61,7 @@ def _project(
 
 
 def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:
-    """Returns the tokens of which queries, keys and values are made, all of the queries."""
+    """Returns the tokens from which Q, K and V are projected; for Q, all tokens."""
     if isinstance(block.reduce, Reduction):
         kept = reduce_tokens(y, grid, block.reduce)
         return y, kept, kept
@@ -109,7 +109,7 @@ def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
 
 
 def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
-    """Returns the sum of the stream and a linear layer, for a float layer in the place of the stream."""
+    """Returns the sum of the stream and a linear layer; a float layer may write it in place."""
     if isinstance(layer, Linear):
         return linear_add(y, *layer, stream, inplace=inplace)
     dtype = torch.promote_types(stream.dtype, modes.autocast_dtype(stream) or stream.dtype)

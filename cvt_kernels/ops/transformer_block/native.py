@@ -1,18 +1,18 @@
 """Transformer blocks on a CPU by the compiled extension (csrc): inference, with weights packed for this CPU.
 
-There are two operators. ``transformer_block_`` computes blocks with convolutional projections, in the place
-of x and in two steps: a band of an image's rows is normalized, convolved and multiplied into finished
-queries, keys and values; then a tile of queries passes through attention, the linear layer behind it,
-LayerNorm and the MLP in one go. Where only some tokens are computed, only these have queries and pass through
-the second step; what they get is the same to the last bit as if all were computed. In front of a quantized
-layer rows are rounded where they lie, and the products are of 8-bit integers.
+There are two operators. ``transformer_block_`` computes blocks with convolutional projections, in place and
+in two steps: a band of an image's rows is normalized, convolved and multiplied into finished queries, keys
+and values; then a tile of queries passes through attention, the linear layer behind it, LayerNorm and the MLP
+in one go. Where only some tokens are computed, only these have queries and pass through the second step;
+their results are bitwise the same as if all were computed. In front of a quantized layer rows are rounded in
+place, and the products are of 8-bit integers.
 
 ``pyramid_block_packed`` computes blocks with a reduction, or none, in three steps: keys and values; tiles of
 queries through attention and the linear layer behind it; and the MLP, a few rows of tokens at a time, whose
 hidden channels stay in the cache.
 
-Sums are in float32, and products too, but for bfloat16 where the CPU multiplies pairs of it. The same bits
-every time, whatever the number of threads.
+Sums and products are in float32; only products of bfloat16 use the CPU's instructions for pairs, where it has
+them. Results are bitwise deterministic, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _why_pyramidal_unsupported(call: Record) -> str | None:
 # Both return arguments of the operators in their order: see ``csrc/module.cpp``.
 
 
-@torch.inference_mode(False)  # in which the copies could not be used elsewhere
+@torch.inference_mode(False)  # copies made in inference mode could not be used outside it
 @torch.no_grad()
 def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
     linears = block.layers()
@@ -117,15 +117,15 @@ def _pack_linear(linear: AnyLinear) -> Tensor:
 
 
 def _weight_scale(linear: AnyLinear) -> Tensor:
-    """Returns the scales of a quantized layer's outputs; an empty tensor of another."""
+    """Returns the scales of a quantized layer's outputs; an empty tensor for other layers."""
     return torch.empty(0) if isinstance(linear, Linear) else linear.weight_scale.detach().contiguous()
 
 
 def _input_scale(linear: AnyLinear) -> float:
-    """Returns the scale of a quantized layer's input; 0 where there is none for all rows.
+    """Returns the scale of a quantized layer's input; 0 for a scale per row.
 
     Raises:
-        ValueError: It is not a positive number.
+        ValueError: The scale is not a positive number.
     """
     if isinstance(linear, Linear) or linear.input_scale is None:
         return 0.0
@@ -183,7 +183,7 @@ def _scale_of(block: TransformerBlock) -> float:
 
 
 def _arguments_of_convolutional(call: Record) -> tuple[Any, ...]:
-    """Returns what the operator takes besides x, of a block whose tokens are all computed."""
+    """Returns the operator's arguments besides x, for a call that computes all tokens."""
     block = call.block
     settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
     packed = packing.packed(block.fc1.weight, settings, lambda: _pack_convolutional(block), block.tensors())
@@ -191,7 +191,7 @@ def _arguments_of_convolutional(call: Record) -> tuple[Any, ...]:
 
 
 def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
-    """Returns what the operator takes besides x."""
+    """Returns the operator's arguments besides x."""
     grid, block = call.grid, call.block
     eps = [block.norm1.eps, block.norm2.eps]
     if block.reduce is not None:
@@ -204,14 +204,14 @@ def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
 
 
 def _run_in_place(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """Computes a block with convolutional projections in the place of its input."""
+    """Computes a block with convolutional projections in place."""
     _ops.transformer_block_.default(out, *arguments)
     count_change(out)
     return out
 
 
 def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
-    """Returns the operator on tokens, with the parameters packed; None for calls that are not served so."""
+    """Binds the operator to its packed parameters; returns a function of the tokens, or None."""
     in_place = bool(call.block.convs)  # as the operator computes it
     if call.inplace != in_place or call.rows is not None or call.scores is not None or not call.x.numel():
         return None

@@ -1,8 +1,8 @@
-"""Transformer blocks on a CPU with oneDNN's linear layers, whose weights are packed once: inference only.
+"""Transformer blocks on a CPU with oneDNN's prepacked linear layers: inference only.
 
-See ``packed_linear``. Layers that read the same tokens are one product: K and V of a reduction, all three of
-all tokens. A reduction is a linear layer of squares of tokens. Everything else is done by this package's
-operators, each by its own entry.
+See ``packed_linear``. Layers that read the same tokens are one product: K and V with a reduction, else Q, K
+and V. A reduction is a linear layer of squares of tokens. Everything else uses this package's operators, each
+with its own cache entry.
 """
 
 from __future__ import annotations

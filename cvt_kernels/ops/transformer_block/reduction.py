@@ -1,4 +1,4 @@
-"""A reduction of tokens for keys and values as a linear layer of squares of tokens (SegFormer, PVT)."""
+"""The token reduction before keys and values (SegFormer, PVT) as a linear layer of squares of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..linear import linear
 
 
 def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
-    """Returns the tokens (B, H'·W', C) that a reduction makes of tokens (B, H·W, C)."""
+    """Reduces tokens (B, H·W, C) to (B, H'·W', C)."""
     weight, bias, norm = reduction
     kept = linear(squares_of(x, grid, weight.shape[-1]), matrix_of(weight), bias)
     return layer_norm(kept, norm.weight, norm.bias, eps=norm.eps)

@@ -372,8 +372,8 @@ def _reach_input_1(
 ):  # fmt: skip
     """Adds the contribution of a branch of stride 1 to the input's gradient at ``row`` and the next two rows.
 
-    It is a convolution of dconv with the flipped taps. Returns the three sums, of which the last still lacks
-    later rows, and the raw dconv at ``row`` + 2.
+    It is a convolution of dconv with the flipped taps. Returns the three sums (the last still lacks later
+    rows) and the raw dconv at ``row`` + 2.
     """
     next_raw = load_outputs(dconvs, row + 1, width, limits, 1, True, CHANNELS, WALK)
     last_raw = load_outputs(dconvs, row + 2, width, limits, 1, True, CHANNELS, WALK)

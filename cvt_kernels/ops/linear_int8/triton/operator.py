@@ -115,7 +115,7 @@ def gelu_quantize(call: Record) -> QuantizedRows:
 
 
 def _served(operator: Any, forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
-    """Returns what an operator, or in eager mode its launcher, makes of the rows of x, in the shape of x."""
+    """Calls an operator, or in eager mode its launcher, on the rows of x; reshapes the values like x."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     values, scales = (operator if torch.compiler.is_compiling() else forward)(rows, *others)
     return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))

@@ -6,15 +6,15 @@
 
 Layout: x (B, T, C) with any strides but between channels, rows (B, K), all others (B, K, C) and contiguous.
 A program holds some short rows in registers, of one image, from one read to one write. Sums are in float32
-(float64 for float64). An index that x does not have counts as −1: nothing outside of x is read or written.
+(float64 for float64). An index out of range counts as −1: nothing outside of x is read or written.
 
-A scatter goes over the T tokens of x once and takes each from x or from the values, as the inverse of the
-index says: a small kernel writes that before, one program for each image. In place it writes K rows.
+A scatter goes over the T tokens of x once and takes each from x or from the values, by the inverse of the
+index, which a small kernel writes first, with one program per image. In place it writes K rows.
 
-The backward saves rows, h and γ. It computes mean and variance again, h being read anyhow:
+The backward saves rows, h and γ. It recomputes mean and variance, since it reads h anyway:
 ``g = dy · γ``, ``dh += (g − mean(g) − x̂ · mean(g · x̂)) / √(variance + ε)``; each program sums dγ and dβ of
-its rows, and these sums are added in their order. The gradient of a gather is a scatter into zeros, that of a
-scatter a gather, and a scatter of zeros. No atomics: the same bits every time.
+its rows, and these sums are added in their order. The gradient of a gather is a scatter into zeros; a
+scatter's are a gather and a scatter of zeros. No atomics: the same bits every time.
 
 Bytes per launch, with e per element and the index's 8·B·K apart:
 

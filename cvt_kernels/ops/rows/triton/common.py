@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels on rows of tokens, budgets, and what they are compiled for."""
+"""Launch configurations, budgets and compile-time constants of the kernels on rows of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CHANNELS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """The way a kernel cuts its work.
+    """The launch configuration of a kernel.
 
     Attributes:
         elements: The most elements of a tile of rows; a longer row is a tile too.
@@ -77,7 +77,7 @@ class RowSpec(NamedTuple):
     Attributes:
         parts: The parts of a row.
         rows: Rows that the threads of a program hold at once.
-        repeats: How often they hold other ones.
+        repeats: Rounds of rows per program.
     """
 
     parts: Parts
@@ -96,5 +96,5 @@ class RowSpec(NamedTuple):
         return cls(parts, rows, repeats), config
 
     def tiles(self, rows: int) -> int:
-        """Returns how many tiles have so many rows."""
+        """Returns the number of tiles for a number of rows."""
         return -(-rows // (self.rows * self.repeats))

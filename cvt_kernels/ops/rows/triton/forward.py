@@ -89,7 +89,7 @@ def rounded(xs, ptr, SPEC: tl.constexpr):
 
 @triton.jit
 def vector_of(ptr, SPEC: tl.constexpr):
-    """Returns the parts of a vector (C,), which each row's threads have for themselves; () for None."""
+    """Returns the parts of a vector (C,), loaded by each row's threads; () for None."""
     PARTS: tl.constexpr = SPEC.parts
     ROWS: tl.constexpr = SPEC.rows
     return load_vector(ptr, tl.zeros([1, ROWS, 1], tl.int32), PARTS)
@@ -97,7 +97,7 @@ def vector_of(ptr, SPEC: tl.constexpr):
 
 @triton.jit
 def _tokens_at(rows_ptr, row, tokens, count):
-    """Returns the tokens of some rows of an image, and which of them there are."""
+    """Returns the tokens of some rows of an image, and their mask."""
     token = tl.load(rows_ptr + row, mask=row < count, other=-1)
     return token.to(tl.int32), (token >= 0) & (token < tokens)
 
@@ -119,7 +119,7 @@ def _gather_rows_kernel(
 
 
 def gather_rows_forward(x: Tensor, rows: Tensor) -> Tensor:
-    """Returns the rows (B, K, C) of x (B, T, C), whose channels are adjacent, at contiguous ``rows``."""
+    """Returns the rows (B, K, C) of x (B, T, C), with contiguous channels, at contiguous ``rows``."""
     batch, tokens, channels = x.shape
     count = rows.shape[1]
     out = x.new_empty(batch, count, channels)
@@ -175,7 +175,7 @@ def gather_add_layer_norm_forward(
 
 @triton.jit(do_not_specialize=["tokens", "count"])
 def _scatter_rows_places_kernel(rows_ptr, places_ptr, tokens, count, CHUNK: tl.constexpr):
-    """Writes the place of each token of an image in its index, −1 for those that it does not have."""
+    """Writes the place of each token of an image in its index, −1 for tokens not in it."""
     image = tl.program_id(0).to(tl.int64)
     rows_ptr += image * count
     places_ptr += image * tokens
@@ -194,7 +194,7 @@ def _scatter_rows_kernel(
     x_ptr, places_ptr, values_ptr, branch_ptr, out_ptr, image_stride, token_stride, tokens, count, tiles,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of the tokens of an image: those of the index from the values, or zeros, else from x."""
+    """Writes a tile of an image's tokens: from the values, or zeros, where indexed, else from x."""
     C: tl.constexpr = SPEC.parts.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     token = rows_of_tile(tl.program_id(0) % tiles, SPEC)

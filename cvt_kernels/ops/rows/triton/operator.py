@@ -1,4 +1,4 @@
-"""The Triton kernels on rows as PyTorch sees them: torch.compile, and the backend's functions.
+"""Custom operators for torch.compile and backend functions of the Triton kernels on rows.
 
 In eager mode the launchers are called directly; a registered operator would cost more host time per call.
 """
@@ -50,7 +50,7 @@ def _layer_norm_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> list[Tensor]:
     out, *gradients = layer_norm_backward(dy, dh, h, weight, bias, eps)
-    # Of float32 they are halves of one tensor, which an operator must not return.
+    # In float32 they are halves of one tensor; outputs of an operator must not share storage.
     return [out, *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
