@@ -34,15 +34,15 @@ from ..records import (
 )
 from .watching import is_plain_linear, is_watched
 
-#: What a module may be: exact classes, or names of classes, with or without their module.
+#: The allowed classes of a module: exact classes, or names of classes, with or without their module.
 Kinds = tuple[type | str, ...]
 
 #: The upstream of the models of transformers.
 HUGGING_FACE = "Hugging Face"
 
-#: What the BatchNorm of a projection may be.
+#: The allowed classes of a projection's BatchNorm.
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
-#: What a LayerNorm may be: PyTorch's or Microsoft's.
+#: The allowed classes of a LayerNorm: PyTorch's or Microsoft's.
 LAYER_NORMS: Kinds = (nn.LayerNorm, "LayerNorm")
 #: Classes of GELU besides ``nn.GELU``, of Microsoft and of transformers, and what :func:`cvt_kernels.gelu`
 #: calls them.
@@ -54,12 +54,12 @@ GELU_VARIANTS: dict[str, GeluVariant] = {
     "PytorchGELUTanh": "tanh",
     "NewGELUActivation": "tanh",
 }
-#: What the activation of an MLP may be.
+#: The allowed classes of an MLP's activation.
 GELUS: Kinds = (nn.GELU, *GELU_VARIANTS)
 
 
 class Unsupported(Exception):  # noqa: N818 (it says what a block is, and never leaves this package)
-    """A block has no parts for a fused forward; says why."""
+    """A block has no parts for a fused forward; the message is the reason."""
 
 
 class BypassedParts(NamedTuple):
@@ -74,7 +74,7 @@ class BypassedParts(NamedTuple):
     reason: str | None = None
 
     def bypassed(self) -> Sequence[tuple[Any, Kinds]]:
-        """Returns the modules that are not called, each with the classes that it may have."""
+        """Returns the replaced modules, each with its allowed classes."""
         return self.modules
 
     def why_unsupported(self) -> str | None:
@@ -174,7 +174,7 @@ class BlockParts(NamedTuple):
         ]
 
     def bypassed(self) -> list[tuple[Any, Kinds]]:
-        """Returns the modules whose work the fused forward does without calling them, if they are such."""
+        """Returns the modules that the fused forward replaces, each with its allowed classes."""
         found: list[tuple[Any, Kinds]] = [(self.norm1, LAYER_NORMS), (self.norm2, LAYER_NORMS)]
         for conv, norm in self.pairs():
             found += [(conv, (nn.Conv2d,)), (norm, BATCH_NORMS)]
@@ -192,13 +192,13 @@ class BlockParts(NamedTuple):
         return found
 
     def called(self) -> list[nn.Module]:
-        """Returns the modules that the fused forward calls where somebody would notice if it did not."""
+        """Returns the modules that the fused forward calls if they are watched."""
         pool = None if self.pooling is None else self.pooling[0]
         others = (*self.drops, self.drop_path, *self.layer_scales, self.relu, pool)
         return [*self.layers(), *(module for module in others if module is not None)]
 
     def modules(self) -> list[nn.Module]:
-        """Returns the modules whose work a block does that is served as one operator."""
+        """Returns the modules that a block as one operator replaces."""
         scales = [scale for scale in self.layer_scales if scale is not None]
         return [*(module for module, _ in self.bypassed()), *self.layers(), *scales]
 
@@ -288,7 +288,7 @@ class StageParts(NamedTuple):
     token_keep_bounds: tuple[float, float] = (0.0, 1.0)
 
     def modules(self) -> list[nn.Module]:
-        """Returns the modules whose work a served stage does."""
+        """Returns the modules that a stage as one step replaces."""
         own = (module for module in (self.conv, self.batch_norm, self.norm) if module is not None)
         return [*own, *(module for block in self.blocks for module in block.modules())]
 
@@ -303,13 +303,13 @@ class StageParts(NamedTuple):
 
 
 def _prepared_linear(module: Any) -> Any:
-    """Returns the tensors of a linear layer, or the layer if somebody would notice that it is not called."""
+    """Returns the tensors of a linear layer, or the layer itself if it is watched."""
     is_plain = is_plain_linear(module) and not _is_shadowed(module)
     return Linear(module.weight, module.bias) if is_plain else module
 
 
 def _is_shadowed(module: nn.Module) -> bool:
-    """Returns whether attributes are in the places of parameters: others may be, in every call."""
+    """Returns whether attributes shadow parameters; their values may differ in every call."""
     return not vars(module).keys().isdisjoint(("weight", "bias", "running_mean", "running_var"))
 
 
@@ -323,7 +323,7 @@ def norm_of(norm: nn.LayerNorm) -> Norm:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Returns a tensor in float32, or in float64 if it is."""
+    """Returns a tensor in float32, or a float64 tensor as it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -350,7 +350,7 @@ def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear
 
 
 def gelu_variant(activation: Any) -> GeluVariant:
-    """Returns what :func:`cvt_kernels.gelu` calls an activation, which is ``nn.GELU`` or a named one."""
+    """Returns the variant of an activation for :func:`cvt_kernels.gelu`."""
     if type(activation) is nn.GELU:
         return cast(GeluVariant, activation.approximate)
     return GELU_VARIANTS.get(type(activation).__name__, "quick")
@@ -459,7 +459,7 @@ class BlockEntry(NamedTuple):
             fused forward themselves.
         children: Names of the submodules. There are no parameters or buffers beside them.
         classes: Names of the classes within a block that hold the modules of its parts.
-        layers: Paths of what ``quantize`` may replace: linear layers, or the convolution of an embedding.
+        layers: Paths of the layers that ``quantize`` may replace: linear, or an embedding's convolution.
         forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
@@ -488,7 +488,7 @@ class BlockEntry(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """The word for what it describes."""
+        """The word for its modules."""
         return "layer"
 
     @property
@@ -499,7 +499,7 @@ class BlockEntry(NamedTuple):
     def call_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, tuple[Any, Any]] | None:
-        """Returns the tokens and the grid of a block's call; None for another form, or for attention maps."""
+        """Returns the tokens and the grid of a block's call, or None for another form or attention maps."""
         if len(args) == 3 and not kwargs:
             x, height, width = args
         else:
@@ -517,26 +517,26 @@ class BlockEntry(NamedTuple):
         return x, (height, width)
 
     def result(self, tokens: Tensor, grid: tuple[int, int]) -> Any:
-        """Makes what a block's forward returns of its tokens (B, T, C)."""
+        """Returns the result of a block's forward for its tokens (B, T, C)."""
         return (tokens,) if "output_attentions" in self.arguments else tokens
 
     def tokens(self, result: Any) -> Tensor:
-        """Returns the tokens of what a block's forward has returned."""
+        """Returns the tokens in a result of a block's forward."""
         tokens: Tensor = result[0] if isinstance(result, tuple) else result
         return tokens
 
 
 class StageEntry(NamedTuple):
-    """A class of stages, each an embedding and its blocks, which are served as one.
+    """A class of stages, each an embedding and its blocks, which run as one.
 
     Attributes:
         block: Describes the class as if it were a block.
         classes: Names of its submodules' classes outside of ``torch.nn``.
         parts: Returns the modules of a stage.
         embedding: Returns the convolution and the class token, if there is one.
-        result: Makes what the stage's forward returns of its tokens (B, T, C) and their grid.
-        tokens: Makes the tokens of what the stage's forward has returned.
-        why_unsupported: Says why a stage of upstream's structure cannot be served as one; None if it can.
+        result: Takes tokens (B, T, C) and their grid; returns the result of the stage's forward.
+        tokens: Takes a result of the stage's forward; returns its tokens.
+        why_unsupported: Returns why a stage of upstream's structure cannot run as one, or None.
     """
 
     block: BlockEntry
@@ -554,7 +554,7 @@ class StageEntry(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """The word for what it describes."""
+        """The word for its modules."""
         return "stage"
 
     def call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, None] | None:

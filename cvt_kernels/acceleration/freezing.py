@@ -79,7 +79,7 @@ def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
 
 
 def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
-    """Returns why a stage or a layer cannot be served as one as it is now, or None."""
+    """Returns why a stage or a layer cannot run as one now, or None."""
     reason = why_another_forward(stage, block_of(entry))
     if reason is not None:
         return reason
@@ -233,7 +233,7 @@ def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
 
 
 def try_to_serve(stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Computes a call of a frozen stage or layer; None where its own forward has to.
+    """Runs a frozen stage or layer as one; returns None where its own forward has to run.
 
     Raises:
         RuntimeError: It is in training mode.
@@ -257,7 +257,7 @@ def try_to_serve(stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwar
 def try_to_serve_in_evaluation(
     stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Computes a call of a stage or layer on a CPU without gradients; None where its own forward has to."""
+    """Runs a stage or layer as one on a CPU without gradients; None where its own forward has to run."""
     call = entry.call_of(args, kwargs)
     if call is None or call[0].device.type != "cpu" or has_gradient(stage, call[0]):
         return None
@@ -282,7 +282,7 @@ def refuse_to_train(stage: nn.Module) -> None:
 def tokens_served(
     stage: nn.Module, entry: ServedEntry, x: Any, grid: Any = None
 ) -> tuple[Tensor, tuple[int, int]] | None:
-    """Computes the tokens of a frozen stage or layer and their grid; None where its own forward has to."""
+    """Returns the tokens of a frozen stage or layer and their grid; None where its own forward has to run."""
     if torch_module._has_any_global_hook() or modes.autocast_enabled(x) or modes.is_transformed():
         return None
     found = _frozen_or_why_not(stage, entry)
@@ -293,7 +293,7 @@ def tokens_served(
         return serve_layer(folded, x, grid, found.programs)
     weight = folded.conv_weight
     if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
-        return None  # its own forward says what is wrong
+        return None  # its own forward raises the error
     return serve(folded, x, found.programs)
 
 
@@ -307,7 +307,7 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
 
 
 def graph_key(stage: nn.Module, entry: ServedEntry) -> Any:
-    """Returns what tells apart the states in which a captured graph of a frozen module is right."""
+    """Returns a key that changes when a captured graph of a frozen module becomes outdated."""
     found = _frozen_or_why_not(stage, entry)
     return found if isinstance(found, str) else found.number
 
@@ -407,9 +407,9 @@ for _name, _function, _shape_of in (
 def try_to_trace_as_one(
     stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Traces a frozen stage or layer as one operator; None where its own modules are to be traced.
+    """Traces a frozen stage or layer as one operator; None where its own modules must be traced.
 
-    In training mode it is one operator too, which raises when it is called.
+    In training mode it is one operator too, which raises when called.
     """
     number = getattr(stage, NUMBER)
     call = entry.call_of(args, kwargs)

@@ -1,4 +1,4 @@
-"""The work of submodules of a block by the public operators, without calling them, and of a whole block."""
+"""The fused forward of a block, and of its submodules, by the public operators."""
 
 from __future__ import annotations
 
@@ -202,14 +202,14 @@ def forward_block(
     *,
     with_scores: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes a block by the operators, with gradients, BatchNorm statistics and dropout as in its modules.
+    """Runs a block by the operators, with the gradients, BatchNorm statistics and dropout of its modules.
 
     Args:
-        parts: Its modules. Linear layers, dropout and stochastic depth are called if somebody watches them.
+        parts: Its modules. Linear layers, dropout and stochastic depth are called if they are watched.
         x: Tokens (B, T, C).
-        grid: (H, W) of the spatial ones.
-        rows: (B, K), the tokens that take part; None for all. The others stay as they are.
-        with_scores: Also score the tokens, as ``parts.pool`` says.
+        grid: (H, W) of the spatial tokens.
+        rows: (B, K), the tokens to compute; None for all. The others stay as they are.
+        with_scores: Also score the tokens, by ``parts.pool``.
 
     Returns:
         Tokens like ``x``, and their scores (B, H·W) or None.

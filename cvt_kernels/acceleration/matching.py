@@ -60,7 +60,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
 
 
 def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
-    """Returns what :func:`find_blocks` does, or an empty list.
+    """Returns the blocks of :func:`find_blocks`, or an empty list.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -84,7 +84,7 @@ def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
 
 
 def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Returns why a block is not of the class whose work the fused forward does, or None."""
+    """Returns why a block does not match its entry, or None."""
     reason = why_another_forward(block, entry)
     if reason is not None:
         return reason
@@ -130,7 +130,7 @@ def _replaced_method(module: nn.Module, owner: Any) -> str | None:
 
 
 def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
-    """Returns the modules whose work the fused forward of a block does, or says why it cannot."""
+    """Returns the parts of a block, or why it has none for a fused forward."""
     parts = built_parts(block, entry)
     if isinstance(parts, str):
         return parts
@@ -141,7 +141,7 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
 
 
 def built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
-    """Returns the parts of a block or a stage, or says why it is not built as upstream's."""
+    """Returns the parts of a block or a stage, or why it is not built like upstream's."""
     try:
         return entry.parts(module)
     except Unsupported as error:
@@ -197,9 +197,9 @@ class _ExaminedBlock(Examined):
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
-    """Returns the modules of a block whose fused forward may run now; None if its own has to.
+    """Returns the parts of a block if its fused forward may run now, or None.
 
-    Every call asks. ``torch.compile`` asks when it traces.
+    It runs at every call, or when ``torch.compile`` traces.
     """
     if torch.compiler.is_compiling():
         parts = _parts_if_traced(block, entry)
@@ -230,7 +230,7 @@ def _examine(block: nn.Module, entry: BlockEntry) -> _ExaminedBlock:
 
 
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
-    """Returns the parts by what ``torch.compile`` can trace, and guard."""
+    """Returns the parts, or None, by checks that ``torch.compile`` can trace and guard."""
     parts = parts_or_why_not(block, entry)
     if isinstance(parts, str):
         return None
@@ -247,7 +247,7 @@ _CALLED = nn.Linear, nn.Dropout, nn.Identity, LinearInt8
 
 
 def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Returns why a block that was of the right class cannot run fused at the moment, or None."""
+    """Returns why a block that matches its entry cannot run fused now, or None."""
     parts = parts_or_why_not(block, entry)
     if isinstance(parts, str):
         return parts

@@ -54,7 +54,7 @@ class Error(NamedTuple):
 
 
 class LayerErrors(NamedTuple):
-    """The errors of one block, together with all that came before it in the model.
+    """The errors of one block, accumulated over the model up to it.
 
     Attributes:
         path: Its name in ``model.named_modules()``; empty for the whole model.
@@ -98,7 +98,7 @@ class Verification(NamedTuple):
             outputs of the two models, over the largest value; None if the model has neither.
         evaluation: Speed of a forward in evaluation without gradients.
         training: Speed of a training step, without an optimizer's.
-        advice: What to do for a better choice of backends; None if nothing.
+        advice: Advice for a better choice of backends, or None.
     """
 
     heading: str
@@ -125,7 +125,7 @@ class Verification(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """True if everything is as accurate as plain PyTorch, by the accuracy rule."""
+        """True if all errors are allowed by the accuracy rule."""
         return not self.failures
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ def why_must_be_called(module: nn.Module) -> str | None:
 
 
 def is_only_recorded(module: nn.Module) -> bool:
-    """Returns whether only a recorder, which gets nothing of it, would notice that a module is not called."""
+    """Returns whether a module's only hooks are output recorders that get nothing from it."""
     others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     if any(others) or "forward" in vars(module) or _is_patched(type(module)):
         return False
@@ -72,7 +72,7 @@ def _is_noticed(hooks: Mapping[int, Any]) -> bool:
 
 
 def patch_of(cls: type) -> str | None:
-    """Returns the name of the function that somebody put in the place of the forward of a class, or None."""
+    """Returns the name of the function that patches the forward of a class, or None."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     forward = vars(owner)["forward"]
     # functools.wraps gives a patch the names of what it wraps, but not its globals.
@@ -149,7 +149,7 @@ class Watch(Structure):
         return [list(hooks) for hooks in self._hooks if hooks and _is_noticed(hooks)]
 
     def is_changed(self) -> bool:
-        """Returns whether the module has to be examined again."""
+        """Returns whether the module must be examined again."""
         if (self._hooked or any(self._hooks)) and self._hook_numbers() != self._hooked:
             return True
         return (
@@ -160,10 +160,10 @@ class Watch(Structure):
 
 
 class Examined:
-    """The result of examining a module, which holds until ``watch`` notices a change.
+    """The result of examining a module, valid until ``watch`` detects a change.
 
-    It is an attribute of the module: a dictionary with weak keys would keep a module alive to which one of
-    its parts or hooks refers. A copy or a pickle of the module has None in its place.
+    It is an attribute of the module: a dictionary with weak keys would keep a module alive if its parts or
+    hooks refer to it. A copy or a pickle of the module has None instead.
     """
 
     attribute: ClassVar[str]
@@ -179,7 +179,7 @@ _Examined = TypeVar("_Examined", bound=Examined)
 
 
 def known_of(module: nn.Module, kind: type[_Examined]) -> _Examined | None:
-    """Returns what was found of a module, unless it has changed since; None if there is nothing."""
+    """Returns the result of examining a module, or None if there is none or the module has changed."""
     known: _Examined | None = vars(module).get(kind.attribute)
     if known is None or known.owner() is not module or known.watch.is_changed():
         return None
@@ -187,6 +187,6 @@ def known_of(module: nn.Module, kind: type[_Examined]) -> _Examined | None:
 
 
 def forget(module: nn.Module) -> None:
-    """Removes everything that was found of a module."""
+    """Removes all results of examining a module."""
     for kind in Examined.__subclasses__():
         vars(module).pop(kind.attribute, None)

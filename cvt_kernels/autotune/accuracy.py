@@ -79,10 +79,10 @@ def compare(
     for name, result in (("actual", actual), ("same_dtype", same_dtype)):
         if result.shape != exact.shape:
             raise ValueError(
-                f"{name}: got shape {tuple(result.shape)}, expected {tuple(exact.shape)}, that of exact"
+                f"{name}: got shape {tuple(result.shape)}, expected {tuple(exact.shape)} as exact"
             )
     if actual.dtype != same_dtype.dtype:
-        raise ValueError(f"actual: got {actual.dtype}, expected {same_dtype.dtype}, that of same_dtype")
+        raise ValueError(f"actual: got {actual.dtype}, expected {same_dtype.dtype} as same_dtype")
     if exact.dtype != torch.float64:
         raise ValueError(f"exact: got {exact.dtype}, expected torch.float64")
     units = usual_units(exact.numel()) if units is None else units
