@@ -21,9 +21,9 @@ from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
-from .ops.packing import refresh, release_memory
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.transformer_block import transformer_block
+from .ops.weight_cache import refresh, release_memory
 from .quantization import quantize
 from .records import (
     ConvBatchNorm,

@@ -36,7 +36,6 @@ from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
-from .ops import packing
 from .structure import Structure
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -486,7 +485,7 @@ class _Graph:
             self._inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
             args, kwargs = call.arguments(self._inputs)
             versions = [tensor._version for tensor in self._inputs]
-            with packing.noted_uses() as self.copies:
+            with weight_cache.noted_uses() as self.copies:
                 outputs, self.recorded = cuda.record(lambda: forward(*args, **kwargs))
             is_written = versions != [tensor._version for tensor in self._inputs]
         self._leaves, self._form = pytree.tree_flatten(outputs)

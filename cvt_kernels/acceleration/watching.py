@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.packing import Snapshot
+from ..ops.weight_cache import Snapshot
 from ..structure import Structure
 
 # One module -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends
 from ..declaration import key_of_serving
-from .packing import Snapshot, is_noting
+from .weight_cache import Snapshot, is_noting
 
 #: The most programs cached per module.
 _MOST = 32

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
@@ -419,7 +419,7 @@ def test_a_graph_that_reads_a_packed_weight_is_captured_again_when_that_changes(
             change()
             for _ in range(3):
                 got = model(x)
-                packing._known.clear()  # nobody else keeps it
+                weight_cache._known.clear()  # nobody else keeps it
                 torch.testing.assert_close(got, plain(model)(x), rtol=0, atol=0)
     assert captures(cuda) == 4
 

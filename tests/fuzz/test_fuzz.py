@@ -12,7 +12,7 @@ import torch
 
 from cvt.commands.process import run_command
 from cvt_kernels import backends, reference
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from tests.checks import implementation, not_built
 from tests.fuzz import campaign, cases, commands, files, raw, subjects, world
 from tests.fuzz.__main__ import main
@@ -261,7 +261,7 @@ def test_other_faults_are_found():
 
 @pytest.mark.slow
 def test_a_forward_with_old_weights_is_found(monkeypatch):
-    monkeypatch.setattr(packing, "note_written", lambda tensors: None)
+    monkeypatch.setattr(weight_cache, "note_written", lambda tensors: None)
     answers = [ask(f"models mode=frozen backend=onednn second=step seed={seed}") for seed in range(30)]
     flaws = [flaw for answer in answers for flaw in answer.flaws]
     assert flaws

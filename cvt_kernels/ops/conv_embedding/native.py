@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ... import machine, modes
 from ...backends import Record, bound_by
-from .. import packing
+from .. import weight_cache
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -75,7 +75,7 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor]:
         )
 
     tensors = (bias, norm_weight, norm_bias, class_token)
-    packed = packing.packed(weight, ("embedding", channels_last), pack, tensors)
+    packed = weight_cache.packed(weight, ("embedding", channels_last), pack, tensors)
     arguments = *packed, weight.shape[3], stride, padding, channels_last, eps
     return lambda image: _ops.conv_embedding_inference.default(image, *arguments)
 

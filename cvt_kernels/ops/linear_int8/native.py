@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ... import checks, machine
 from ...backends import Record
 from ...records import QuantizedRows
-from .. import packing
+from .. import weight_cache
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -101,7 +101,7 @@ def _run(
             packed = _ops.pack_linear_int8.default(weight)
             return _Packed(packed, weight_scale.contiguous(), _vector(bias))
 
-    packed = packing.packed(weight, "linear_int8", pack, (weight_scale, bias))
+    packed = weight_cache.packed(weight, "linear_int8", pack, (weight_scale, bias))
     return _ops.linear_int8_packed.default(
         x, x_scales, packed.weight, packed.scale, packed.bias, input_scale, residual, activation, dtype
     )

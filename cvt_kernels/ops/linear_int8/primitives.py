@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ... import backends, checks, reference
 from ...backends import Record
 from ...records import LIMITS
-from ..packing import packed
+from ..weight_cache import packed
 
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
 _MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs on a GPU

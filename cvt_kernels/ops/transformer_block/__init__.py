@@ -18,7 +18,7 @@ from ...declaration import facts_of_tensor, native_kernels, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..kinds import first_images, gelu_words, images_within, size_class
-from ..packed_linear import why_unavailable
+from ..onednn_layers import why_unavailable
 from . import checking, composed, onednn
 
 _SAMPLE = 2**17  # elements

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ... import checks, machine, modes
 from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
-from .. import packing
+from .. import weight_cache
 from ..autograd import count_change
 
 machine.load_extension()
@@ -186,7 +186,9 @@ def _arguments_of_convolutional(call: Record) -> tuple[Any, ...]:
     """Returns the operator's arguments besides x, for a call that computes all tokens."""
     block = call.block
     settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
-    packed = packing.packed(block.fc1.weight, settings, lambda: _pack_convolutional(block), block.tensors())
+    packed = weight_cache.packed(
+        block.fc1.weight, settings, lambda: _pack_convolutional(block), block.tensors()
+    )
     return *call.grid, *packed, block.norm1.eps, block.norm2.eps, _scale_of(block), block.approximate
 
 
@@ -199,7 +201,7 @@ def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
     elif block.mix is None:
         grid = 1, call.x.shape[1]
     settings = "native pyramid", block.num_heads
-    packed = packing.packed(block.fc1.weight, settings, lambda: _pack_pyramidal(block), block.tensors())
+    packed = weight_cache.packed(block.fc1.weight, settings, lambda: _pack_pyramidal(block), block.tensors())
     return *grid, *packed, eps, _scale_of(block), block.approximate
 
 

@@ -1,6 +1,6 @@
 """Transformer blocks on a CPU with oneDNN's prepacked linear layers: inference only.
 
-See ``packed_linear``. Layers that read the same tokens are one product: K and V with a reduction, else Q, K
+See ``onednn_layers``. Layers that read the same tokens are one product: K and V with a reduction, else Q, K
 and V. A reduction is a linear layer of squares of tokens. Everything else uses this package's operators, each
 with its own cache entry.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ...backends import Record
 from ...records import Linear, Reduction, TransformerBlock
-from .. import packed_linear as packed
+from .. import onednn_layers as packed
 from ..attention import attention
 from ..conv_projection import conv_projection
 from ..depthwise_conv_gelu import depthwise_conv_gelu
 from ..layer_norm_gelu import layer_norm
-from ..packed_linear import ACTIVATIONS, packed_linear, packed_linear_add
+from ..onednn_layers import ACTIVATIONS, packed_linear, packed_linear_add
 from ..rows import gather_rows, scatter_rows
 from .composed import with_scores
 from .reduction import matrix_of, squares_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, stages_of
 from tests.upstream import huggingface, images, logits, microsoft, ours, relative, segformer
 
@@ -151,7 +151,7 @@ def test_nothing_is_packed_before_the_first_call_in_evaluation():
     ck.release_memory()
     model = accelerated(microsoft)
     logits(model(images()))
-    assert packing.packed_bytes() == 0
+    assert weight_cache.packed_bytes() == 0
     with torch.no_grad(), ck.use_backend("onednn", "native", "reference"):
         model(images())
-    assert packing.packed_bytes() > 0
+    assert weight_cache.packed_bytes() > 0

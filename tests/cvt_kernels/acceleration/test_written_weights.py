@@ -11,7 +11,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels.acceleration import freezing
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from tests.upstream import (
     KERNELS_FIRST,
     glpn,
@@ -130,12 +130,12 @@ def test_steps_of_another_model_change_nothing(monkeypatch):
     monkeypatch.setattr(freezing, "fold", lambda *args: folded.append(args) or own_fold(*args))
     teacher, student = Sharing(ours), nn.Linear(2, 2)
     assert len(folded) == 3
-    known = dict(packing._known)
+    known = dict(weight_cache._known)
     student(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(student.parameters(), lr=0.1, fused=True).step()
     teacher.results()
     assert len(folded) == 3
-    assert packing._known == known
+    assert weight_cache._known == known
 
 
 class _Subclass(nn.Parameter):
@@ -151,9 +151,9 @@ def _as_fsdp1_marks_it(parameter):
 def test_a_step_of_sharded_parameters_outdates_everything(shard):
     """A module computes with a gathered copy, which the optimizer does not hold."""
     weight = torch.ones(2, 2)
-    assert packing.packed(weight, "a", lambda: 1) == 1
+    assert weight_cache.packed(weight, "a", lambda: 1) == 1
     torch.optim.SGD([shard(nn.Parameter(torch.ones(2)))], lr=0.1).step()
-    assert packing.packed(weight, "a", lambda: 2) == 2
+    assert weight_cache.packed(weight, "a", lambda: 2) == 2
 
 
 def _through_data(parameter, values):

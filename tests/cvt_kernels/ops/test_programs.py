@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.programs import _MOST, Programs
 from tests.checks import add_marked_backend
 
@@ -138,7 +138,7 @@ def test_other_states_of_the_process_end_or_leave_them(model):
 
 def test_none_serve_where_copies_are_noted_or_a_mode_watches(model):
     served(model)
-    with packing.noted_uses():
+    with weight_cache.noted_uses():
         assert not served(model)
     with FlopCounterMode(display=False):
         assert not served(model)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from tests.checks import (
     compiler,
     every_instruction_set,
@@ -238,9 +238,9 @@ def test_calls_that_the_kernels_do_not_serve():
 def test_compiled_linear_layers_pack_their_weight_once(monkeypatch):
     torch.compiler.reset()
     x, weight, scales, bias, _ = arguments(torch.float32)
-    packs, packed = [], packing.packed
+    packs, packed = [], weight_cache.packed
     monkeypatch.setattr(
-        packing,
+        weight_cache,
         "packed",
         lambda weight, key, make, *others: packed(weight, key, lambda: packs.append(key) or make(), *others),
     )

@@ -10,14 +10,14 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from cvt_kernels.ops import packed_linear, packing
+from cvt_kernels.ops import onednn_layers, weight_cache
 from tests.cvt_kernels.ops.transformer_block.calls import BACKENDS, make, pyramid, with_quantized
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
     """Lets each test begin without packed weights, requests the backend, and records no gradients."""
-    monkeypatch.setattr(packing, "_known", {})
+    monkeypatch.setattr(weight_cache, "_known", {})
     with torch.no_grad(), ck.use_backend(*BACKENDS["onednn"]):
         yield
 
@@ -55,7 +55,7 @@ def test_a_changed_weight_is_packed_anew(change):
     out = ck.transformer_block(x, grid, block)
     assert (out - before).abs().max() > 1e-2
     torch.testing.assert_close(out, reference.transformer_block(x, grid, block))
-    assert len(packing._known) == 7  # six weights, and the scaled bias
+    assert len(weight_cache._known) == 7  # six weights, and the scaled bias
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_changed_weight_is_packed_anew(change):
 )
 def test_weights_are_packed_once(monkeypatch, made, packs, most):
     """Layers of the same tokens are one product: ``most`` weights together."""
-    packed, pack = [], packed_linear._pack
-    monkeypatch.setattr(packed_linear, "_pack", lambda *args: packed.append(args) or pack(*args))
+    packed, pack = [], onednn_layers._pack
+    monkeypatch.setattr(onednn_layers, "_pack", lambda *args: packed.append(args) or pack(*args))
     x, grid, block = made(approximate="quick")
     for inplace in (False, True, False):
         ck.transformer_block(x, grid, block, inplace=inplace)
@@ -83,10 +83,10 @@ def test_weights_are_packed_once(monkeypatch, made, packs, most):
 def test_copies_die_with_their_weights():
     x, grid, block = make(approximate="quick")
     ck.transformer_block(x, grid, block)
-    assert len(packing._known) == 7
+    assert len(weight_cache._known) == 7
     del block
     gc.collect()
-    assert not packing._known
+    assert not weight_cache._known
 
 
 def resident_mib():
@@ -97,7 +97,7 @@ def resident_mib():
 def test_release_memory_gives_it_back_to_the_system():
     weights = torch.ones(4000, 1).unbind()
     for weight in weights:
-        packing.packed(weight, "a", lambda: torch.ones(4096))
+        weight_cache.packed(weight, "a", lambda: torch.ones(4096))
     staying = torch.ones(4096)  # above the others: the heap does not get shorter by itself
     before = resident_mib()
     ck.release_memory()
@@ -114,7 +114,7 @@ def test_each_copy_of_a_weight_is_made_once():
 
     def ask():
         together.wait()
-        copies.append(packing.packed(weight, "a", make_copy))
+        copies.append(weight_cache.packed(weight, "a", make_copy))
 
     copies = []
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -124,8 +124,8 @@ def test_each_copy_of_a_weight_is_made_once():
         thread.join()
     assert len(made) == 1
     assert all(copy is copies[0] for copy in copies)
-    assert packing.packed(weight, "b", lambda: "another") == "another"
-    assert packing.packed(weight, "a", make_copy) is copies[0]
+    assert weight_cache.packed(weight, "b", lambda: "another") == "another"
+    assert weight_cache.packed(weight, "a", make_copy) is copies[0]
 
 
 def test_weights_of_inference_mode_are_not_kept():
@@ -133,9 +133,9 @@ def test_weights_of_inference_mode_are_not_kept():
         x, grid, block = make()
         with refused("inference mode, where changes cannot be noticed"):
             ck.transformer_block(x, grid, block)
-        assert packing.packed(block.fc1.weight, "a", lambda: 1) == 1
-        assert packing.packed(block.fc1.weight, "a", lambda: 2) == 2
-    assert not packing._known
+        assert weight_cache.packed(block.fc1.weight, "a", lambda: 1) == 1
+        assert weight_cache.packed(block.fc1.weight, "a", lambda: 2) == 2
+    assert not weight_cache._known
 
 
 def test_weights_of_inference_mode_like_others_that_were_served():
@@ -185,8 +185,8 @@ def test_some_layers_without_a_bias():
 
 
 def test_16_bits_that_the_cpu_does_not_multiply_are_refused(monkeypatch):
-    library = packed_linear._library()._replace(has_bfloat16=lambda: False, has_float16=lambda: False)
-    monkeypatch.setattr(packed_linear, "_library", lambda: library)
+    library = onednn_layers._library()._replace(has_bfloat16=lambda: False, has_float16=lambda: False)
+    monkeypatch.setattr(onednn_layers, "_library", lambda: library)
     for dtype in (torch.bfloat16, torch.float16):
         with refused(r"this CPU has no products of b?float16 for oneDNN"):
             ck.transformer_block(*make(dtype=dtype))
@@ -194,7 +194,7 @@ def test_16_bits_that_the_cpu_does_not_multiply_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("lacks", ["library", "operators"])
 def test_a_torch_without_the_operators(monkeypatch, lacks):
-    packed_linear._library.cache_clear()
+    onednn_layers._library.cache_clear()
     if lacks == "library":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     else:
@@ -204,4 +204,4 @@ def test_a_torch_without_the_operators(monkeypatch, lacks):
         with refused("this PyTorch has no .*oneDNN"):
             ck.transformer_block(*make())
     finally:
-        packed_linear._library.cache_clear()
+        onednn_layers._library.cache_clear()

@@ -8,7 +8,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import dispatch, reference
 from cvt_kernels.autotune import tuner
-from cvt_kernels.ops import packing
+from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.ops.transformer_block.calls import (
     BACKENDS,
     call,
@@ -124,7 +124,7 @@ def test_every_backend_passes_its_tuning(kind, inplace):
         _, _, block = with_quantized((x, grid, block), scale=0.1 if kind == "one scale" else None)
     settings = {"rows": some_rows(x, grid, 9), "scores": "cls"} if kind == "rows" else {}
     x[:] = 1.0  # which the tuning replaces by random numbers, and not the rows
-    given, before = x.clone(), set(packing._known)
+    given, before = x.clone(), set(weight_cache._known)
     with torch.no_grad(), tuner.undisturbed(x.device):
         task = dispatch.task_of("transformer_block", x, grid, block, **settings, inplace=inplace)
         expected = tuner.Expected.of(task.reference, task.sample)
@@ -134,7 +134,7 @@ def test_every_backend_passes_its_tuning(kind, inplace):
     serving = [name for name in BACKENDS if name != "onednn" or not block.quantized_layers()]
     assert {name: measurement.flaw for name, measurement in timed.items()} == dict.fromkeys(serving)
     assert torch.equal(x, given)
-    assert set(packing._known) <= before  # timed runs pack copies of the tensors, which are gone
+    assert set(weight_cache._known) <= before  # timed runs pack copies of the tensors, which are gone
 
 
 KINDS = {

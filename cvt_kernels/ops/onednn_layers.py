@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import checks, modes
 from ..records import AnyLinear
-from .packing import packed
+from .weight_cache import packed
 
 _QUICK = 1.702  # of QuickGELU
 
