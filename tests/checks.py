@@ -74,7 +74,7 @@ def compiled(command: list[str], sources: list[Path], suffix: str = "") -> Path:
     return path
 
 
-#: Parametrizes by the values of CVT_KERNELS_CPU, all of which matter where there are products of matrices.
+#: Parametrizes by the values of CVT_KERNELS_CPU, all of them relevant to matrix products.
 every_instruction_set = pytest.mark.parametrize(
     "name", ["plain", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"]
 )
@@ -170,7 +170,7 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
 def remember_entry(
     backend: str, operator: str, *args: Any, is_disturbed: bool = False, **kwargs: Any
 ) -> None:
-    """Caches the entry that a backend serves calls with such arguments, those of the implementations."""
+    """Adds an entry to the cache by which a backend serves calls with such arguments (the implementations')."""
     cache_key = dispatch.cache_key(operator, *args, **kwargs)
     measurement = autotune.Measurement(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
     measurement = measurement._replace(is_disturbed=is_disturbed)

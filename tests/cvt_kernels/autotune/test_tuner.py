@@ -577,7 +577,7 @@ def default_dtype(dtype):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_tunings_in_any_context(context):
+def test_autotuning_in_any_context(context):
     x = torch.zeros(3, 8, requires_grad=True)
     with context():
         entry = tune("gelu", x, approximate="none")
@@ -610,7 +610,7 @@ def test_a_branch_without_gradients():
     assert entry.measurements["native"].seconds is not None
 
 
-def test_no_call_of_a_tuning_exchanges_data_with_other_processes():
+def test_autotuning_exchanges_no_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
     task = dispatch.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
     for call in (task.sample, task.timed):

@@ -20,7 +20,7 @@ def _few_blocks():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Returns an empty cache directory; first-use tunings stay off."""
+    """Returns an empty cache directory; autotuning on first use stays off."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     autotune.forget()
     return tmp_path / "cache"

@@ -144,7 +144,7 @@ def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_cache_keys, 
     assert not recwarn.list
 
 
-def test_settings_that_keep_the_entries_from_serving_are_told(
+def test_settings_that_keep_the_entries_from_serving_are_reported(
     cache, few_cache_keys, monkeypatch, tmp_path, capsys
 ):
     cache = autotune.cache_for(CPU)
