@@ -170,7 +170,7 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
 def remember_entry(
     backend: str, operator: str, *args: Any, is_disturbed: bool = False, **kwargs: Any
 ) -> None:
-    """Adds an entry to the cache by which a backend serves calls with such arguments (the implementations')."""
+    """Caches an entry by which a backend serves calls with such arguments (the implementations')."""
     cache_key = dispatch.cache_key(operator, *args, **kwargs)
     measurement = autotune.Measurement(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
     measurement = measurement._replace(is_disturbed=is_disturbed)

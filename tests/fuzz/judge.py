@@ -233,7 +233,7 @@ class _Rule(NamedTuple):
             which overflow elsewhere on the way.
         may_be_finite: Whether a number may be finite where PyTorch has NaN: gradients of convolutions need
             not multiply zeros of the padding.
-        others: For a gradient, the size of the other gradients and of the outputs' gradients; None for results.
+        others: For a gradient, the size of the other gradients and the outputs' gradients; else None.
     """
 
     floor: float
