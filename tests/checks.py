@@ -148,7 +148,7 @@ def not_built() -> bool:
 
 
 def operators_asked_on_a_cpu() -> set[str]:
-    """Returns the operators of whose calls there are cache keys when models run on a CPU."""
+    """Returns the operators that models on a CPU need cache entries for."""
     of_extension = {"gelu"} if not_built() else {"bias_gelu", "conv_embedding"}
     parts = {"conv_projection", "attention", "layer_norm", "add_layer_norm", "linear"}
     return {*parts, *of_extension, "transformer_block"}

@@ -1,4 +1,4 @@
-"""``auto``: the first call of a kind tunes the kernels; later ones and other processes rely on that."""
+"""``auto``: the first call of each cache key autotunes; later calls and other processes use its entry."""
 
 import contextlib
 import json
@@ -435,7 +435,7 @@ def test_on_a_cpu_gelu_is_left_to_torch_compile(tuned):
     torch.testing.assert_close(compiled(x, weight, bias), expected)
     assert targets == [F.linear, F.gelu]
     assert ck.fallbacks()["gelu", "native"] == "torch.compile fuses such calls with others on a CPU"
-    with ck.use_backend("native", "reference"):  # who asks for a backend gets it
+    with ck.use_backend("native", "reference"):  # a requested backend serves
         torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight) + 10)
     remember_entry("native", "gelu", x.requires_grad_(), approximate="none")
     assert torch.equal(torch.compile(ck.gelu, fullgraph=True, backend=noted)(x), x + 10)  # with gradients
@@ -483,7 +483,7 @@ def test_the_choice_for_graphs_serves_in_graphs(tuned, monkeypatch):
 
 
 def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned):
-    """A call before, which it could not serve, may have left it out."""
+    """An earlier call, which it could not serve, may have left it out."""
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
     asked = remember(autotune.Entry("reference", "reference", {"reference": MEASUREMENT}), x)

@@ -1,4 +1,4 @@
-"""The choice of backends, by request and by entry, with made-up ones besides the project's."""
+"""The choice of backends, by request and by cache entry, with made-up ones besides the project's."""
 
 import _thread
 import math

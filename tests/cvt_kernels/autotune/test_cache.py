@@ -1,4 +1,4 @@
-"""Tests of cvt_kernels/entries: files, merges, damage, locks, and what a machine's key depends on."""
+"""Tests of the autotuning cache: files, merges, damage, locks, and what a machine's key depends on."""
 
 import errno
 import json

@@ -24,7 +24,7 @@ def expected_of(operator, *args, gradient=False, **kwargs):
 
 
 def check(function, expected) -> tuner.Measurement:
-    """Checks a function of the parameters of the operator of a expected."""
+    """Checks a function of the operator's parameters against expected results."""
     operator = type(expected.sample.record).__name__.removesuffix("_call")
     return tuner.check(backends.operators[operator].passing_on(function), expected)
 
@@ -585,7 +585,7 @@ def test_autotuning_in_any_context(context):
     assert {measurement.flaw for measurement in entry.measurements.values()} == {None}
     with context():
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad_mode, inference)
-    # Nothing that the tuning has left is bound to its context.
+    # Nothing that autotuning left behind is bound to its context.
     assert {
         measurement.flaw for measurement in tune("gelu", x, approximate="tanh").measurements.values()
     } == {None}

@@ -12,7 +12,7 @@ from tests.processes import CONTEXT
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_blocks():
-    """Leaves seven blocks of CvT-13's last stage out, which ask what the other three ask."""
+    """Leaves out seven blocks of CvT-13's last stage, which have the same cache keys as the other three."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "cvt_13", dataclasses.replace(PRESETS["cvt_13"], depths=(1, 2, 3)))
         yield

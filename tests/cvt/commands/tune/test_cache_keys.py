@@ -1,4 +1,4 @@
-"""The cache keys that are collected without memory are those that models ask when they run."""
+"""The cache keys that are collected on fake tensors equal the ones that models use when they run."""
 
 import dataclasses
 

@@ -56,7 +56,7 @@ def test_tunes_a_model_for_later_processes(cache, tmp_path, capsys):
     for row in rows:
         measurements = row["measurements"]
         assert len(measurements) > 1
-        assert "triton" not in measurements  # its interpreter serves only who asks for it
+        assert "triton" not in measurements  # its interpreter serves by request only
         assert all(
             measurement["flaw"] is None and measurement["seconds"] > 0
             for measurement in measurements.values()
