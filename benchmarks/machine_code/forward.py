@@ -1,6 +1,6 @@
 """Every launch of a model's forward on a GPU, counted without one: what each moves and computes.
 
-The model is frozen (``accelerate(freeze=True)``) and runs on fake tensors, with this project's
+The model is frozen (``accelerate(freeze=True)``) and runs on tensors without memory, with this project's
 kernels wherever they can serve. ``python -m benchmarks.machine_code.forward docs/forward.md`` puts the table
 into the page.
 """

@@ -116,7 +116,7 @@ def add_token_keep_argument(parser: argparse.ArgumentParser) -> None:
         type=token_keep,
         metavar="KEEP",
         help="prune unimportant tokens in the last stage: fraction to keep, such as 0.7, or entropy to "
-        "decide per image; comma-separated for one value per block (default: the checkpoint's, or keep all)",
+        "decide per image; comma-separated for one per block (default: as in the checkpoint, or keep all)",
     )
 
 
