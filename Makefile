@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 # the part of them that has every value of every parameter (tests/tiers.py). They have one more worker than processors, since
 # some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
-# Processes that tests start find compiled modules, even on a machine that is told to write none.
+# Processes that tests start find compiled modules, even where Python may write none.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
@@ -62,7 +62,7 @@ ONLY ?=
 matrix:
 	$(PYTHON) tests/matrix.py $(ONLY)
 
-# On a machine with an NVIDIA GPU: four commands of at most 570 seconds each, of which STAGE names some. 1 checks memory and
+# On a machine with an NVIDIA GPU: four commands of at most 570 seconds each; STAGE chooses some. 1 checks memory and
 # autotunes inference in bfloat16, 2 the rest and tests, 3 measures, 4 profiles and tunes. Each leaves build/gpu/stageN.tar.gz
 # however it ends. It takes $(PYTHON) as it is, with torch and triton, and no network; RESULTS=DIR puts the JSON elsewhere.
 # Without make: python3 benchmarks/run.py --stage 1

@@ -1,4 +1,4 @@
-"""Builds the compiled extension cvt_kernels._C; everything else is in pyproject.toml.
+"""Builds the compiled extension cvt_kernels._C; all other settings are in pyproject.toml.
 
 It is built where torch and a C++ compiler are at hand; otherwise the Python part is installed alone, and
 ``cvt doctor`` says so. Nothing is downloaded. The environment decides what it contains:
@@ -32,14 +32,14 @@ HEADERS = sorted(str(path) for suffix in ("h", "cuh") for path in CSRC.rglob(f"*
 
 FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror"
 # Errno and traps would cost branches; values do not depend on them. A product and a sum become one
-# instruction where there is one. No vector crosses from one object file to another, of which -Wpsabi warns.
+# instruction where there is one. No vector type is passed between object files, so -Wpsabi's warning is moot.
 SIMD_FLAGS = "-fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi"
 NVCC_FLAGS = "-std=c++20 -O3 -Werror all-warnings -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Werror"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
 # The loops of the CPU, csrc/*/*cpu_loops.cpp, are compiled for each and chosen when they first run,
-# but for AMX only those with products of matrices, and those of 8-bit integers for sets of their own.
+# but for AMX only those with matrix products; int8 loops have instruction sets of their own.
 PRODUCTS = CSRC / "common/product.h"
 INTEGERS = CSRC / "linear_int8/cpu_loops.cpp"
 INSTRUCTION_SETS = {"plain": ""}
@@ -166,7 +166,7 @@ def cuda_request() -> str:
 
 @functools.cache
 def find_toolkit() -> Toolkit | None:
-    """Returns the CUDA toolkit to build with; None if there is none that can be used, or none is wanted.
+    """Returns the CUDA toolkit to build with, or None if none is usable or wanted.
 
     Raises:
         SystemExit: ``CVT_KERNELS_CUDA=1`` and there is none that can be used.

@@ -1,6 +1,6 @@
-"""The archive that a run leaves: its results, the entries and the kernels that Triton compiled meanwhile.
+"""The archive of a run: its results, the autotuning cache and the compiled Triton kernels.
 
-It also carries entries and compiled kernels from one machine to the next, and so into the next run.
+It also carries cache entries and compiled kernels over to a run on another machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ RESULTS, ENTRIES, KERNELS = "results", "entries", "triton"
 
 
 def entries_directory() -> Path:
-    """Returns where entries are remembered."""
+    """Returns the folder of the autotuning cache."""
     return autotune.cache_directory() / "entries"
 
 
 def kernels_directory() -> Path:
-    """Returns where Triton keeps compiled kernels, each in a folder of its own."""
+    """Returns the folder of Triton's cache, with a folder for each compiled kernel."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
 
@@ -79,9 +79,9 @@ def _changed(path: Path) -> float:
 
 
 def restore(path: Path) -> None:
-    """Puts the entries and kernels of an archive, or of a folder like one, where processes look for them.
+    """Puts the entries and kernels of an archive, or of a folder like one, into the caches.
 
-    What is there already stays. Entries serve on machines like the one that they are of.
+    Existing files stay. Entries apply to machines with the same cache key as the one they come from.
 
     Raises:
         OSError, ValueError: It cannot be read.

@@ -1,6 +1,6 @@
-"""Times ``auto`` beside PyTorch's own forms of every operator, at all shapes of CvT-13, as JSON.
+"""Times ``auto`` against PyTorch's own forms of every operator, at all shapes of CvT-13, as JSON.
 
-``python -m benchmarks.auto FILE``. Each call runs once before, which tunes the kernels if this machine has
+``python -m benchmarks.auto FILE``. Each call runs once before, which autotunes the kernels if the cache has
 no entry yet; then the public function and PyTorch's own backends, called directly, run in turns. A call is
 judged by the median of the rounds' own ratios. A call that looks slow is measured again at the end, for
 longer: a disturbance by other programs is over by then, a wrong choice is not. A call that raises costs the
@@ -60,7 +60,7 @@ class Call(NamedTuple):
     Attributes:
         operator: Name of the operator.
         bind: Turns an implementation of it into a function of the leaves.
-        leaves: Tensors of which gradients are wanted if there are ``douts``.
+        leaves: Tensors; with ``douts`` their gradients are computed.
         douts: Gradients of the outputs; None for a forward.
     """
 
@@ -70,7 +70,7 @@ class Call(NamedTuple):
     douts: list[torch.Tensor] | None
 
     def runner(self, function: Callable[..., Any]) -> Callable[[], Any]:
-        """Returns what is to be timed of an implementation."""
+        """Returns the function to time for an implementation."""
         call = self.bind(function)
         if self.douts is None:
             return functools.partial(call, *self.leaves)
@@ -98,7 +98,7 @@ class Measurement(NamedTuple):
         chosen: The backend that served under ``auto``; several with `` and `` between them.
         seconds: ``auto`` and PyTorch's own backends → the median seconds of the call.
         best_of_pytorch: The fastest one of PyTorch's own backends.
-        ratio: The median of its seconds divided by those of ``auto``, round by round.
+        ratio: The median over rounds of its seconds divided by ``auto``'s.
         quartiles: The lower and the upper quartile of these ratios.
         rounds: Number of rounds.
     """
@@ -144,7 +144,7 @@ def makers() -> Iterator[tuple[str, functools.partial[Call]]]:
 
 
 def cases() -> list[Case]:
-    """Lists the rows; 8-bit numbers have no gradients."""
+    """Lists the rows; quantized operators have no gradients."""
     return [
         Case(setting, name, make)
         for setting in settings()
@@ -154,7 +154,7 @@ def cases() -> list[Case]:
 
 
 def _is_forward_only(make: functools.partial[Call]) -> bool:
-    """Says whether the function of a maker, of which the partial is made, is of 8-bit numbers."""
+    """Returns whether a maker, unwrapped from its partial, is of a quantized operator."""
     return make.func in (linear_int8, rows_of_8_bits)
 
 
@@ -265,7 +265,7 @@ def measured(call: Call, seconds: float) -> Measurement:
     return Measurement(" and ".join(chosen), seconds_of, best, share.median, quartiles, rounds)
 
 
-#: What is no form of PyTorch's: kernels of this project, and other operators one after the other.
+#: Backends that are no form of PyTorch's: kernels of this project, and other operators one after the other.
 _NOT_PYTORCHS = (*backends.OURS, "composed")
 
 
@@ -287,7 +287,7 @@ def pytorchs_own(call: Call) -> dict[str, Callable[..., Any]]:
 
 
 def is_slow(row: dict[str, Any]) -> bool:
-    """Says whether ``auto`` is slower than PyTorch's own by more than noise and its own dispatch."""
+    """Returns whether ``auto`` is slower than PyTorch's own by more than noise and its own dispatch."""
     seconds = row["seconds"]
     lost = seconds["auto"] - seconds[row["best_of_pytorch"]]
     return row["ratio"] < TOLERANCE and lost > DISPATCH

@@ -1,6 +1,6 @@
 """Calls every operator by each backend of this project that serves it, forward and backward, at small shapes.
 
-``python -m benchmarks.calls FILE`` is for a checker of memory, and says in FILE what ran and what raised. The
+``python -m benchmarks.calls FILE`` is for a memory checker, and lists in FILE what ran and what raised. The
 exit status is 1 if a call raises.
 """
 

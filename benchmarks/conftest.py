@@ -1,4 +1,4 @@
-"""Options of the suites, and what their JSON says of the machine."""
+"""Pytest options of the suites, and the machine's description in their JSON."""
 
 import signal
 import time
@@ -32,7 +32,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_entries_of_a_smoke_test(tmp_path_factory):
-    """Keeps what is tuned at the shapes of a smoke test out of the user's cache."""
+    """Keeps a smoke test's entries out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         if suites.TINY:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

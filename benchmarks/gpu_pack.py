@@ -1,8 +1,8 @@
-"""Packs what a GPU machine without a network needs: these sources, built and compiled ahead, in one file.
+"""Packs everything for a GPU machine without a network into one file: sources, extension, compiled kernels.
 
 ``make gpu-pack`` runs this with a Python of the version that the other machine has, and torch of its version.
 The pack holds the sources of the commit, the extension for that Python, a Triton that is cut down to what
-computes, and kernels that it has compiled for the GPU: those that ``cvt compile`` lists. Triton finds them by
+computes, and the kernels that ``cvt compile`` lists, compiled for the GPU. Triton finds them by
 the keys under which it would put them itself. ``benchmarks/run.py`` uses all of them where it finds them.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-#: The folder of everything within the file, and in it that of ``run.PACK``.
+#: The top folder in the file, and the folder of ``run.PACK`` in it.
 TOP, PACK = "cvt-kernels", "build/gpu-pack"
 #: Files of Triton that no run needs: tools, and the assembler for GPUs from sm_100 on.
 UNNEEDED = (
@@ -38,7 +38,7 @@ UNNEEDED = (
     "cupti",
     "__pycache__",
 )
-#: Operators whose kernels are compiled ahead: those of CvT-13 as it is and as it is frozen, without 8 bits.
+#: Operators whose kernels are compiled ahead: CvT-13's, plain and frozen, without quantization.
 OPERATORS = (
     *("conv_projection", "conv_linear", "conv_embedding", "attention", "layer_norm_mlp"),
     *("linear_gelu", "linear_add", "linear_add_layer_norm"),

@@ -1,7 +1,7 @@
 """Profiles CvT-13: one inference and one training step, by kernel, as JSON.
 
 ``python -m benchmarks.profile_model FILE``. On a GPU time is the device's, elsewhere the CPU's. The backends
-are those of ``auto``, which tunes what it needs before.
+are ``auto``'s, autotuned before.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Measures models with 8-bit layers: their speed beside float32 and bfloat16, their accuracy, their size.
+"""Measures quantized models: speed against float32 and bfloat16, accuracy, size.
 
 ``python -m benchmarks.quantization FILE`` writes JSON. Every model is frozen for serving. On a CPU it also
 holds the kernels to older instruction sets, one process for each, in which both sides run this package's own
-kernels, since PyTorch's would take the newer instructions. Accuracy is that of scanned digits which nobody
-was trained or calibrated on; a CvT-13 is trained for it here, within minutes.
+kernels, since PyTorch's would take the newer instructions. Accuracy is measured on held-out scanned
+digits; a CvT-13 is trained for it here, within minutes.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def of_random_weights() -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def described(name: str, scheme: str, plain: nn.Module, model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Returns what is said of every model: its name, and how far its logits are from those of float32."""
+    """Returns the columns of every model: its name, and how far its logits are from float32's."""
     exact = torch.cat([plain(part) for part in images.split(32)])
     logits = torch.cat([model(part) for part in images.split(32)])
     noise = (logits - exact).square().sum().item()

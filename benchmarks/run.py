@@ -2,8 +2,8 @@
 
 ``make gpu`` is this script, run by a python3 that has torch and triton already; no network is needed. On a
 GPU it takes four commands, ``--stage 1`` to ``4``, each of at most 570 seconds. Each part is a process of its
-own with a time limit; one that fails or takes too long costs the others nothing. What ``cvt tune`` remembers
-the later parts find where every process looks for it, in the user's cache. ``summary.json`` (how each part
+own with a time limit; one that fails or takes too long costs the others nothing. What ``cvt tune`` caches
+is used by the later parts, from the user's cache. ``summary.json`` (how each part
 went) and a file from each part that autotunes or measures go into ``benchmarks/results/<device>/<date>/``.
 However a stage ends, ``build/gpu/stage<N>.tar.gz`` holds these, the entries and the kernels that Triton
 compiled; ``--from`` gives them to a later stage on another machine. With the pack of ``make gpu-pack``
@@ -67,14 +67,14 @@ STAGES = {
         *("quantization", "variants"),
     ),
 }
-#: Seconds that a stage may take, and those of them that its archive may take.
+#: Seconds that a stage may take, and the part of them for its archive.
 LIMIT, RESERVE = 570.0, 15.0
 #: The beginnings of commands. Warnings are errors elsewhere; here they would cost measurements.
 MODULE = (sys.executable, "-m")
 PYTEST = (*MODULE, "pytest", "-W", "default", "--tb=short", "-q")
 #: What the project itself imports.
 REQUIRED = ("torch", "triton", "numpy", "PIL", "safetensors", "tabulate", "tqdm")
-#: Seconds from the interrupt, after which pytest still reports what it has, to the end.
+#: Seconds between the interrupt, on which pytest reports its results so far, and the kill.
 GRACE = 5.0
 
 
@@ -101,7 +101,7 @@ class Part(NamedTuple):
 def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str, Part]:
     """Returns every part by name, in the order of ``NAMES``.
 
-    Limits are for a GPU: those of a stage leave its archive some time, and a build too, but that of the last
+    Limits are for a GPU: within a stage they leave time for the archive and a build, except for the last
     parts. The longest are ``autotune`` and ``autotune_bfloat16``, which compile the Triton kernels for the
     parts after them. On a CPU each part may take all the time that there is.
     """
@@ -219,7 +219,7 @@ def _suite(name: str, seconds: float, *, results: Path, tiny: bool) -> Part:
 
 
 def benches(device: str, results: Path, *, tiny: bool) -> tuple[list[Part], list[Part]]:
-    """Returns the parts that run ``cvt bench``: those of CvT-13, and those of other models."""
+    """Returns the parts that run ``cvt bench``, for CvT-13 and for other models."""
     cuda = device == "cuda"
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
     trained = ["2"] if tiny else ["256"] if cuda else ["8"]
@@ -558,7 +558,7 @@ def restore(archives: Collection[Path]) -> None:
 
 
 def serves(device: str, facts: Mapping[str, Any]) -> bool:
-    """Says whether the extension of the pack serves this machine, which then need not build one."""
+    """Returns whether the extension of the pack serves this machine, which then need not build one."""
     if not facts:
         return False
     code = (

@@ -23,7 +23,7 @@ from cvt_kernels.autotune import accuracy, clock
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-#: Whether shapes are those of a smoke test, without torch.compile; set before the suites are imported.
+#: Whether this is a smoke test: small shapes, no torch.compile; set before the suites are imported.
 TINY = False
 #: The ceilings that were measured in this process: bytes or operations per second.
 CEILINGS: dict[str, float] = {}
@@ -132,7 +132,7 @@ def serving(model: torch.nn.Module, images: torch.Tensor):
 
 
 def backends_serving(call) -> dict[str, list[str]]:
-    """Runs ``call`` twice, of which the first tunes what it needs; returns operator → backends."""
+    """Runs ``call`` twice, first to autotune; returns operator → backends of the second."""
     served: dict[str, set[str]] = {}
 
     def noted(operator, backend, implementation):
@@ -149,7 +149,7 @@ def backends_serving(call) -> dict[str, list[str]]:
 
 
 def results(call, leaves, douts=None):
-    """Returns what ``call(*leaves)`` does and, if the gradients of that are given, those of the leaves."""
+    """Returns the outputs of ``call(*leaves)`` and, with ``douts``, the leaves' gradients."""
     if douts is None:
         with torch.inference_mode():
             return _flat(call(*leaves))

@@ -232,7 +232,7 @@ _ACCELERATED = {"accelerate-frozen": "accelerated", "accelerate": "with `freeze=
 
 
 def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
-    """Returns the contender whose figures a column shows: where nothing is frozen, that of the blocks."""
+    """Returns the contender whose figures a column shows: the blocks' if nothing is frozen."""
     return "accelerate" if name == "accelerate-frozen" and name not in rows else name
 
 

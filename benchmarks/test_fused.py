@@ -227,7 +227,7 @@ PARTS = ("composed", "triton", "native", "reference")
 
 
 def operator_of(make):
-    """Returns the operator that a case calls: that of its name, or of all blocks."""
+    """Returns the operator that a case calls: the one of its name, or the whole block."""
     return "transformer_block" if make is segformer_block else make.__name__
 
 

@@ -8,7 +8,7 @@ begin. The models take our native kernels wherever there are any.
 On a GPU these are calls with one image, which the GPU serves faster than the host issues them; nobody waits
 for it in between. Without a GPU every part but the driver runs, on CPU tensors: Triton compiles for an sm_90
 and binds the arguments of its kernels, and its launcher, from which C calls the driver, does nothing. The
-numbers leave out that launcher then, and what the allocator of a GPU takes more or less than that of a CPU.
+numbers leave out that launcher then, and the difference between the allocators of GPU and CPU.
 LayerNorm has no Triton kernel; without a GPU it is the CPU's, of few tokens.
 """
 

@@ -1,8 +1,8 @@
 """Whole models, in inference and in training steps (forward, loss, backward).
 
-The contenders are those of ``cvt bench``, and ours compiled. The time is the wall clock's; for small batches
-on a GPU most of it is the host's, unless a CUDA graph is replayed. Ours run under ``auto``, which tunes what
-it needs in a first run that is not timed.
+The contenders are ``cvt bench``'s, and ours compiled. The time is the wall clock's; for small batches
+on a GPU most of it is the host's, unless a CUDA graph is replayed. Ours run under ``auto``, autotuned
+in a first run that is not timed.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def run(module, x, dtype):
 
 
 def tune(module, x, dtype):
-    """Lets ``auto`` tune what a model needs, before it is compiled or timed; returns operator → backends."""
+    """Autotunes a model under ``auto`` before it is compiled or timed; returns operator → backends."""
     module = getattr(module, "_orig_mod", module)  # of a compiled one, what it is made of
     return suites.backends_serving(functools.partial(run, module, x, dtype))
 

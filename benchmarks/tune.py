@@ -1,8 +1,8 @@
 """Times other launch configurations of the Triton kernels at CvT-13's shapes, and writes the fastest as JSON.
 
 ``python -m benchmarks.tune FILE --seconds 300``. Each candidate differs from the configuration that ships in
-one field; last comes the combination of the best values. A candidate must give the results of what ships.
-Processes beside this one compile ahead, into Triton's cache. No code is rewritten: that is for the reader.
+one field; last comes the combination of the best values. A candidate must give the same results.
+Processes beside this one compile ahead, into Triton's cache. No code is rewritten.
 """
 
 import contextlib

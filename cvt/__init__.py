@@ -1,4 +1,4 @@
-"""A thin CvT on the operators of cvt_kernels. See README.md for the tour."""
+"""CvT models built on the operators of cvt_kernels. See README.md for an overview."""
 
 from cvt_kernels import __version__
 

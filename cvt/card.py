@@ -1,4 +1,4 @@
-"""The card of a model: the description that this package's commands write beside the weights.
+"""Model cards: the description that this package's commands save with the weights.
 
 A card comes from a file that anybody may have written, so every field is checked before anything is built.
 """
@@ -18,7 +18,7 @@ _LONGEST_NAME = 1000
 
 
 class ModelCard(NamedTuple):
-    """The description of a model and of its images that this package's commands write beside the weights.
+    """The description of a model and its images that this package's commands save with the weights.
 
     Attributes:
         config: The architecture.
@@ -35,7 +35,7 @@ class ModelCard(NamedTuple):
     folders: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, which ``torch.load(weights_only=True)`` reads."""
+        """Returns plain values that ``torch.load(weights_only=True)`` can read."""
         content = {**self._asdict(), "config": dataclasses.asdict(self.config)}
         if self.folders is None:  # which earlier versions do not know
             del content["folders"]
@@ -46,8 +46,8 @@ class ModelCard(NamedTuple):
         """Builds a card from what :meth:`to_dict` returned.
 
         Raises:
-            TypeError: It is no mapping, or has a value of the wrong type.
-            ValueError: A field is missing or not known, a value is out of range, or there is not one name for
+            TypeError: Not a mapping, or a value of the wrong type.
+            ValueError: A field is missing or unknown, a value is out of range, or there is not one name for
                 each class.
         """
         if not isinstance(content, Mapping):
@@ -66,7 +66,7 @@ class ModelCard(NamedTuple):
 
 
 def check_names(field: str, names: Any, classes: int) -> None:
-    """Raises unless there is a list of one name for each class, and each is text that can be written.
+    """Raises unless ``names`` is a list of one valid name per class.
 
     Raises:
         TypeError: Something else than a list of strings.

@@ -1,7 +1,7 @@
-"""Reading of weights: Microsoft's ``.pth``, Hugging Face's, ``.safetensors``, our own, and the Hub's.
+"""Loading of checkpoints: Microsoft's ``.pth``, Hugging Face's, ``.safetensors``, our own, and the Hub's.
 
-Parameter names are Microsoft's in the end. Files are read without running code from them, and a model is
-changed only once everything is known to fit.
+Parameter names are converted to Microsoft's. No code from a file is run, and a model is changed only after
+everything has been checked to fit.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def _naming(path: object) -> Iterator[None]:
 
 
 class Checkpoint(NamedTuple):
-    """The weights of a file, under our names.
+    """A loaded checkpoint, with our parameter names.
 
     Attributes:
-        path: The place they come from, for people.
+        path: Where the weights come from, for messages.
         tensors: Parameter name → tensor, on the CPU.
         hf_config: ``config.json`` of a Hugging Face directory, else None.
         card: The description that ``cvt train`` wrote beside the weights, else None.
@@ -117,17 +117,17 @@ class Checkpoint(NamedTuple):
 
     @property
     def head(self) -> Head | None:
-        """The ``head`` of :class:`CvTConfig` that there are weights of, or None if there is no head."""
+        """The kind of head that the weights have, as ``head`` of :class:`CvTConfig`, or None."""
         return _head_and_classes(self.tensors)[0]
 
     @property
     def quantized(self) -> dict[str, str]:
-        """The layers of 8-bit numbers: name → ``"dynamic"`` or ``"static"``; see ``cvt_kernels.quantize``."""
+        """Quantized layers: name → ``"dynamic"`` or ``"static"``; see ``cvt_kernels.quantize``."""
         return quantized_layers(self.tensors)
 
     @property
     def labels(self) -> list[str] | None:
-        """The class names, or None if there is not one for each class, or transformers made them up."""
+        """The class names, or None if they are incomplete or made up by transformers."""
         labels: list[str] | None = None
         if self.card is not None:
             labels = self.card.labels
@@ -137,14 +137,14 @@ class Checkpoint(NamedTuple):
 
     @property
     def preprocessing(self) -> Preprocessing | None:
-        """The images that the weights were trained with, or None if nothing tells."""
+        """The preprocessing that the weights were trained with, or None if unknown."""
         if self.card is not None:
             return Preprocessing(self.card.image_size, self.card.crop_fraction)
         return None if self.hf_preprocessor is None else preprocessing_of_huggingface(self.hf_preprocessor)
 
     @property
     def preset(self) -> str | None:
-        """The model of the paper that has this many channels and blocks, or None."""
+        """The name of the paper's model with this many channels and blocks, or None."""
         return preset_of(*_dims_and_depths(self.tensors))
 
     @property
@@ -154,7 +154,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def activation(self) -> str | None:
-        """The activation to run the weights with, or None if nothing tells.
+        """The activation to run the weights with, or None if unknown.
 
         Hugging Face runs exact GELU, with which models of the Hub are trained, except Microsoft's.
         A directory is taken for one of Microsoft's.
@@ -166,7 +166,7 @@ class Checkpoint(NamedTuple):
         return "quick_gelu" if self.repository in (None, *hub.MICROSOFT) else "gelu"
 
     def why_choose_activation(self) -> str | None:
-        """Says why :attr:`activation` may not be what the user wants, or returns None."""
+        """Returns why :attr:`activation` may be the wrong one, or None."""
         if self.hf_config is None or self.config is not None or self.repository in hub.MICROSOFT:
             return None
         if self.repository is not None:
@@ -180,7 +180,7 @@ class Checkpoint(NamedTuple):
         """Returns :attr:`config`, or else :attr:`preset`, or else what Hugging Face's ``config.json`` says.
 
         Raises:
-            CheckpointError: That is no CvT that this package can build, or nothing tells.
+            CheckpointError: The architecture is unknown, or no CvT that this package can build.
         """
         if self.config is not None:
             return self.config
@@ -197,10 +197,10 @@ class Checkpoint(NamedTuple):
         return config
 
     def check(self) -> None:
-        """Raises unless all that was written beside the weights is in order, and agrees with them.
+        """Checks that everything saved with the weights is valid and agrees with them.
 
         Raises:
-            CheckpointError: Something is not.
+            CheckpointError: It is not.
         """
         with _naming(self.path):
             reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
@@ -214,7 +214,7 @@ class Checkpoint(NamedTuple):
                 self._check_blocks(self.config)
 
     def _check_blocks(self, config: CvTConfig) -> None:
-        """Raises if a configuration has other sizes than the weights, for which some would be made up."""
+        """Raises if the sizes of a configuration differ from the weights'."""
         dims, depths = _dims_and_depths(self.tensors)
         for field, told, found in (
             ("embed_dims", config.embed_dims, dims),
@@ -229,8 +229,8 @@ class Checkpoint(NamedTuple):
         """Returns the configuration of a model for these weights.
 
         Args:
-            model: A configuration; or the name of a model of the paper, whose choices give way to those that
-                were written beside the weights; or None for :meth:`architecture`.
+            model: A configuration; or the name of a model of the paper, whose choices are overridden by
+                the ones saved with the weights; or None for :meth:`architecture`.
             **overrides: Fields of :class:`CvTConfig` to change.
 
         Raises:
@@ -264,10 +264,10 @@ def warn_of_activation(checkpoint: Checkpoint) -> None:
 
 
 def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Module:
-    """Builds a model for weights that fit it; takes no memory for one that they do not fit.
+    """Builds a model for a checkpoint; checks that the weights fit before it allocates memory.
 
     Args:
-        checkpoint: The weights, which are not loaded. The model gets layers of 8-bit numbers where they do.
+        checkpoint: The weights, which are not loaded. The model gets quantized layers where they have some.
         build: Builds the ``CvT``, ``CvTFeatures`` or ``CvTSegmenter``.
 
     Raises:
@@ -303,7 +303,7 @@ class LoadReport(NamedTuple):
 
 
 def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint:
-    """Reads weights without running code from the file.
+    """Reads a checkpoint without running code from the file.
 
     Args:
         path: One of
@@ -315,7 +315,7 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
             a directory of ``cvt train``, for its best weights;
             ``"digits"``, if there is no such path, for the model of scanned digits in this package;
             ``"owner/name"`` of a model on the Hugging Face Hub, also ``"owner/name@revision"``, if there is
-            no such path, and ``"hf-hub:owner/name"`` in any case; it is fetched unless the cache has it.
+            no such path, and ``"hf-hub:owner/name"`` in any case; it is downloaded unless cached.
             Names may be Microsoft's or Hugging Face's. A :class:`Checkpoint` is returned as it is.
         **download: Arguments of ``huggingface_hub.hf_hub_download``, such as ``revision``, ``token``,
             ``cache_dir`` and ``local_files_only``.
@@ -366,10 +366,10 @@ def local_place(given: _PathLike) -> Path | hub.HubModel:
 
 
 def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> LoadReport:
-    """Loads weights into a model of this package; every parameter and buffer must be there and fit.
+    """Loads weights into a model of this package; every parameter and buffer must be present and fit.
 
-    A head for another number of classes, or of another kind, is not loaded: the model's own stays as it is,
-    with a warning. The model gets the ``labels`` and ``preprocessing`` of the checkpoint.
+    A head for another number of classes, or of another kind, is skipped with a warning, and the model keeps
+    its own. The model gets the ``labels`` and ``preprocessing`` of the checkpoint.
 
     Args:
         model: The model, which is left as it was if this raises.
@@ -406,7 +406,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
 
 
 def _head_and_classes(tensors: Mapping[str, Tensor]) -> tuple[Head | None, int | None]:
-    """Returns the kind of head that there are weights of, and the number of its classes, or None."""
+    """Returns the kind of head that the weights have and its number of classes, or None."""
     for head, layer in _LAST_LAYERS.items():
         weight = tensors.get(f"{layer}.weight")
         if weight is not None:
@@ -429,7 +429,7 @@ def _dims_and_depths(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, ...], tu
 
 
 def why_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Says which weight in floating point has NaN or infinite numbers, or returns None."""
+    """Returns which floating-point weight has NaN or infinite values, or None."""
     for name, tensor in tensors.items():
         if tensor.dtype in _FLOATS and is_plain(tensor) and tensor.numel():
             least, most = tensor.aminmax()
@@ -472,12 +472,12 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], ModelCard | None]:
 
 
 def save_safetensors(checkpoint: Checkpoint, path: _PathLike, **metadata: str) -> None:
-    """Writes weights and their card as one file, which :func:`read_checkpoint` reads without pickle.
+    """Saves weights and their card as one ``.safetensors`` file.
 
     Args:
         checkpoint: What :func:`read_checkpoint` returned, such as the best weights of a ``cvt train``.
         path: The file, which ends with ``.safetensors`` and is replaced.
-        **metadata: More to say of the weights, such as ``description="Scanned digits"``.
+        **metadata: More metadata, such as ``description="Scanned digits"``.
 
     Raises:
         ValueError: Another ending.
@@ -603,7 +603,7 @@ def _is_table(tensor: Tensor) -> bool:
 
 
 def _why_quantized_otherwise(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str | None:
-    """Says which layer is of 8-bit numbers in the weights and not in the model, or the reverse."""
+    """Returns which layer is quantized in the weights but not in the model, or the reverse."""
     theirs, ours = quantized_layers(tensors), quantized_layers(own)
     for layer in theirs:
         if layer not in ours and f"{layer}.weight" in own:
@@ -640,7 +640,7 @@ def _check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], own: Mappi
 
 
 def _is_copyable(source: Tensor, target: Tensor) -> bool:
-    """Tells whether ``target.copy_(source)`` keeps the values, but for rounding."""
+    """Returns whether ``target.copy_(source)`` keeps the values, but for rounding."""
     if source.dtype in LIMITS or target.dtype in LIMITS:
         is_same_kind = source.dtype == target.dtype
     else:

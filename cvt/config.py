@@ -1,4 +1,4 @@
-"""The configuration of a CvT as frozen dataclasses, and the three models of the paper as a table.
+"""The configuration of a CvT, and the presets of the paper's three models.
 
 Source: Wu et al. 2021, "CvT: Introducing Convolutions to Vision Transformers", table 2, and the experiment
 files of Microsoft's repository.
@@ -24,7 +24,7 @@ EmbedNorm = Literal["layer_norm", "batch_layer_norm"]
 DropPathSchedule = Literal["stage", "depth", "constant"]
 Mixing = Literal["plain", "hybrid"]
 Head = Literal["classify", "segment"]
-#: How many tokens stay after a block: a fraction, or "entropy" for as many as attention is spread over.
+#: How many tokens stay after a block: a fraction, or "entropy" to decide per image by attention's.
 TokenKeep = float | Literal["entropy"]
 
 #: The GELU of each activation.
@@ -32,9 +32,9 @@ ACTIVATIONS: dict[Activation, GeluVariant] = {"quick_gelu": "quick", "gelu": "no
 #: The dtypes that models are measured and compiled in, by name.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-#: The most pixels of a side that images are resized to, beyond which a number is taken for a mistake.
+#: The largest accepted image size; a larger number is taken for a mistake.
 LARGEST_IMAGE = 1 << 14
-#: The most classes of a pixel: labels have 8 bits, and the last of them marks pixels that are ignored.
+#: The most classes of a segmenter: labels have 8 bits, and 255 marks ignored pixels.
 MOST_LABELS = 255
 #: The most classes of an image.
 MOST_CLASSES = 10_000_000
@@ -175,14 +175,14 @@ class CvTConfig:
         mixing: The convolutions of Q, K and V: ``"plain"`` for one of ``kernel_size``, ``"hybrid"`` for the
             sum of that and a 5×5 convolution of dilation 2, each with a BatchNorm.
         position_bias: Whether attention adds a learned bias for each head and each offset from key to query.
-        position_bias_size: The pixels of the side of the images that the tables of these are made for; they
-            are interpolated for other images.
+        position_bias_size: The image size that the bias tables are made for; they are interpolated for
+            other sizes.
         token_keep: The fraction of the tokens of the last stage that stays after a block, above 0 and at most
-            1, or ``"entropy"``, which keeps as many as the attention of the head's query is spread over. One
+            1, or ``"entropy"``, which keeps more if the attention of the head's query is widespread. One
             value for each block of the last stage (1 after the last), or a single one, which applies after a
             quarter, half and three quarters of the blocks. The other tokens keep the values that they have.
         token_keep_bounds: The least and the greatest fraction that ``"entropy"`` keeps.
-        head: ``"classify"``, or ``"segment"`` for a class of every pixel.
+        head: ``"classify"``, or ``"segment"`` for a class per pixel.
         decoder_dim: Channels within the head of ``"segment"``.
         num_classes: Outputs of the head; 0 for no head. A head of ``"segment"`` has 2 to 255.
         in_chans: Channels of the images.
@@ -250,10 +250,10 @@ class CvTConfig:
 
     @classmethod
     def from_dict(cls, content: Any) -> CvTConfig:
-        """Builds a configuration from what ``dataclasses.asdict`` returned, of this version or earlier.
+        """Builds a configuration from ``dataclasses.asdict`` of one, of this version or earlier.
 
         Raises:
-            TypeError: It is no mapping, or has a value of the wrong type.
+            TypeError: Not a mapping, or a value of the wrong type.
             ValueError: An unknown field, or a value out of range.
         """
         if not isinstance(content, Mapping):
@@ -386,7 +386,7 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """Returns a number above 0 and at most 1 as a float; raises for anything else."""
+    """Returns a number in (0, 1] as a float; raises for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {shown(value)}, expected a number")
     if not 0 < value <= 1:
@@ -435,13 +435,13 @@ PRESETS: dict[str, CvTConfig] = {
 
 
 def preset_of(embed_dims: tuple[int, ...], depths: tuple[int, ...]) -> str | None:
-    """Returns the name of the model of the paper that has these channels and blocks, or None."""
+    """Returns the name of the paper's model with these channels and blocks, or None."""
     names = (name for name, c in PRESETS.items() if (c.embed_dims, c.depths) == (embed_dims, depths))
     return next(names, None)
 
 
 def default_image_size(model: str | CvTConfig) -> int:
-    """Returns the pixels of each side of the images of a model for which nobody chose a size.
+    """Returns the default image size of a model.
 
     The published weights of ``"cvt_w24"`` were trained with 384; every other model gets 224.
     """
@@ -449,7 +449,7 @@ def default_image_size(model: str | CvTConfig) -> int:
 
 
 def resolve_config(model: str | CvTConfig, **overrides: Any) -> CvTConfig:
-    """Returns the preset of that name (or the configuration itself) with some fields replaced.
+    """Returns the preset of that name, or the given configuration, with some fields replaced.
 
     Raises:
         TypeError: An override that is not a field, or of the wrong type.

@@ -82,17 +82,17 @@ class RandomCrop:
 
 
 class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
-    """Labeled images, as the tensors that a model is trained or evaluated on.
+    """Labeled images as tensors, for training or evaluation.
 
-    An image that cannot be used comes as the exception that says why; :class:`Batches` deals with it.
+    An unusable image is returned as an exception, which :class:`Batches` raises or skips.
 
     Args:
         images: Paths, or images in memory.
-        labels: The class of each, an index of ``classes``.
+        labels: The class of each image, an index into ``classes``.
         classes: Their names.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
-        random_crop: In place of :func:`preprocess`; depends on seed, epoch and index of the image only.
+        random_crop: Replaces :func:`preprocess`; depends only on seed, epoch and index of the image.
 
     Attributes:
         epoch: Decides, with ``seed``, on the random numbers; set by :class:`Batches`.
@@ -188,8 +188,8 @@ def open_dataset(
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
         random_crop: As in :class:`ImageDataset`.
-        corrupt: What cannot be used in a folder (a link to nothing, say, or an image beside the class
-            folders) is an error, or for ``"skip"`` counted in a warning.
+        corrupt: Unusable files (such as a broken link, or an image outside the class folders) raise an
+            error, or for ``"skip"`` are counted in a warning.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
@@ -215,7 +215,7 @@ def open_parts(
     crop_fraction: float | None = None,
     corrupt: Corrupt = "error",
 ) -> tuple[ImageDataset, ImageDataset]:
-    """Opens the images that a model may be fitted to, and those that are held out, both as for evaluation.
+    """Opens the images for calibration and the held-out images, both preprocessed as for evaluation.
 
     Args:
         source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, where every fifth image of
@@ -228,7 +228,7 @@ def open_parts(
         ModuleNotFoundError: scikit-learn is needed and not installed.
         FileNotFoundError: There is no such folder.
         ImageError: As by :func:`open_dataset`.
-        ValueError: An empty class folder, fewer than two, no image beside those that are held out, or parts
+        ValueError: An empty class folder, fewer than two, all images held out, or parts
             of different classes.
     """
     if source == DIGITS or any(Path(source, split).is_dir() for split in SPLITS):
@@ -314,10 +314,10 @@ def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str
 
     Args:
         folder: Where to look.
-        deep: False takes subfolders for things of no use.
+        deep: False counts subfolders as unusable.
 
     Returns:
-        The files, and a sentence about each thing of no use.
+        The files, and a sentence about each unusable entry.
     """
     files: list[Path] = []
     unusable: list[str] = []
@@ -355,7 +355,7 @@ def _why_of_the_system(folder: Path) -> str | None:
 
 
 def _entries(folder: Path) -> list[tuple[Path, str]]:
-    """Lists what a folder has, without hidden files, each with ``"file"``, ``"folder"`` or what is wrong."""
+    """Lists the entries of a folder, except hidden ones, with ``"file"``, ``"folder"`` or what is wrong."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -371,7 +371,7 @@ def _entries(folder: Path) -> list[tuple[Path, str]]:
 
 
 def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:
-    """Raises ImageError for things in a folder that are of no use, or warns: how many, and the first."""
+    """Raises ImageError for unusable entries of a folder, or warns how many there are."""
     if not unusable:
         return
     count = f"{len(unusable)} {'entry' if len(unusable) == 1 else 'entries'} of {folder}"
@@ -393,10 +393,10 @@ def check_choices(corrupt: Corrupt, split: str = "train") -> None:
 
 
 class Batches:
-    """The batches of one process' share of a data set.
+    """The batches of one process's share of a data set.
 
-    With ``shuffle`` the order depends on seed and epoch only, each process gets as many images, and what does
-    not fill a batch of all processes is left out. Otherwise every image comes exactly once.
+    With ``shuffle`` the order depends on seed and epoch only, every process gets as many images, and an
+    incomplete last batch is dropped. Otherwise every image comes exactly once.
 
     Args:
         dataset: What to read. Its ``seed`` and ``epoch`` are set.
@@ -406,7 +406,7 @@ class Batches:
         rank: Which of the processes this is.
         world_size: Number of processes.
         workers: Processes that decode images; 0 decodes in this one.
-        corrupt: Whether a file that cannot be used is an error, or left out of its batch with a warning.
+        corrupt: ``"error"`` raises for an unusable file, ``"skip"`` leaves it out with a warning.
 
     Raises:
         TypeError: A batch size or seed that is no integer.
@@ -456,7 +456,7 @@ class Batches:
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses order and crops of the next iteration."""
+        """Sets the epoch, which the order and the crops of the next iteration depend on."""
         self.dataset.epoch = epoch
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)

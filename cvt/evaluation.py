@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
         top1: Fraction of the images whose class is the most probable one.
         top5: Fraction of the images whose class is among the five most probable ones.
         loss: Cross-entropy, mean over the images.
-        confusion: (K, K) int64 on the CPU: images of class i that were taken for class j.
+        confusion: (K, K) int64 on the CPU: images of class i that were classified as j.
         images_per_second: The speed of forward passes, without the first batch of each size, in which kernels
             may be tuned, unless there are no others.
         peak_memory: Bytes. On CUDA, PyTorch's peak during the evaluation; elsewhere the largest resident size
@@ -73,13 +73,13 @@ class Evaluation(NamedTuple):
 class PixelSums(NamedTuple):
     """The figures of a segmenter over labeled images, as torchmetrics counts them.
 
-    A class that is neither in the labels nor in the answers has an IoU of 0 and is left out of the mean.
+    A class that is in neither the labels nor the predictions has an IoU of 0 and is left out of the mean.
 
     Attributes:
         loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
         miou: Intersection over union (IoU), mean over the classes.
-        iou: (K,) float32, that of each class.
-        confusion: (K, K) int64: pixels of class i that were taken for class j.
+        iou: (K,) float32, the IoU of each class.
+        confusion: (K, K) int64: pixels of class i that were classified as j.
     """
 
     loss: float
@@ -140,12 +140,12 @@ def add_up(
     autocast: torch.dtype | None = None,
     observe: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
 ) -> Sums:
-    """Adds up loss and hits of a classifier over labeled images, and waits for the device only at the end.
+    """Sums up loss and hits of a classifier over labeled images; synchronizes the device only at the end.
 
     Args:
         model: Images (B, …) to logits (B, K), in evaluation mode.
         batches: Pairs of images (B, …) and integer labels (B,), on any device.
-        device: That of the model.
+        device: The model's device.
         autocast: As in :func:`evaluate`.
         observe: Called for every batch with images, labels, logits and its (B, 5) most probable classes.
     """
@@ -178,7 +178,7 @@ def _answers(
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None) -> Evaluation:
-    """Runs a classifier over labeled images, which count the same however they are batched.
+    """Evaluates a classifier on labeled images; the result does not depend on the batching.
 
     Args:
         model: Images (B, …) to logits (B, K). Runs in evaluation mode and is left in the modes it had.
@@ -315,12 +315,12 @@ def add_up_pixels(
     observe: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     together: bool = True,
 ) -> PixelSums:
-    """Adds up the pixels that a segmenter takes for each class, by torchmetrics.
+    """Sums up the confusion of a segmenter's pixels by torchmetrics.
 
     Args:
         model: Images (B, …) to logits (B, K, H, W), in evaluation mode.
         batches: Pairs of images (B, …) and labels (B, H, W): classes, or 255 for pixels that do not count.
-        device: That of the model.
+        device: The model's device.
         classes: K.
         autocast: As in :func:`evaluate`.
         observe: Called with images, labels and logits of every batch before they are added.
@@ -357,7 +357,7 @@ def add_up_pixels(
 def evaluate_pixels(
     model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
 ) -> PixelEvaluation:
-    """Runs a segmenter over images with label maps, whose pixels all count the same.
+    """Evaluates a segmenter on images with label maps; every labeled pixel counts the same.
 
     Args:
         model: A :class:`cvt.CvTSegmenter`. Runs in evaluation mode and is left in the modes it had.
@@ -389,7 +389,7 @@ def evaluate_pixels(
 
 
 def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = None) -> Cost:
-    """Counts parameters, and the multiply-adds of one image, as torch's own counter has them.
+    """Counts parameters, and multiply-adds per image by torch's own counter.
 
     The paper's "FLOPs" are multiply-adds; torch counts each as two. Matrix products and convolutions count;
     norms, activations, softmax and biases do not. The reference's operators run on the meta device, so that
@@ -419,7 +419,7 @@ def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = 
 
 
 class TokenCounter:
-    """Counts the tokens that the blocks of a model's last stage compute, while it is entered.
+    """A context manager that counts the tokens that the blocks of the last stage compute.
 
     Args:
         model: A model whose blocks are called, so not frozen for serving.
@@ -459,7 +459,7 @@ class TokenCounter:
         ]
 
     def multiply_adds_without(self, computed: Sequence[float]) -> float:
-        """Returns what an image costs less if blocks compute ``computed`` tokens, not :meth:`means`."""
+        """Returns the multiply-adds per image that are saved if blocks compute only ``computed`` tokens."""
         saved = 0.0
         for block, calls, mean, fewer in zip(self._blocks, self._calls, self.means(), computed, strict=True):
             attention, keys = block.attn, calls[0][2]
@@ -470,10 +470,10 @@ class TokenCounter:
 
 
 def pairs(batches: LabeledImages) -> Iterator[tuple[Tensor, Tensor]]:
-    """Returns the batches, each checked when its turn comes.
+    """Yields the batches, each checked to be a pair of tensors.
 
     Raises:
-        TypeError: These are no batches; later: one is no pair of tensors.
+        TypeError: Not an iterable, or a batch that is no pair of tensors.
     """
     if isinstance(batches, str) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: got {checks.shown(batches)}, expected pairs of images and labels")

@@ -1,4 +1,4 @@
-"""Explanation of what a CvT looks at: maps of the image, and entropy and distance of every head.
+"""Attention maps of a CvT over its image, and entropy and attention distance of every head.
 
 The keys of CvT lie on a coarser grid than its tokens: key (i, j) at token (s·i, s·j), s the stride of its
 convolution. A token between keys belongs to them in proportion to how near they are, and what a key receives
@@ -77,10 +77,10 @@ class Explanation(NamedTuple):
 
 @torch.inference_mode()
 def explain(model: CvT, images: Tensor) -> Explanation:
-    """Runs a model and looks at the attention of every block.
+    """Runs a model and records the attention of every block.
 
     Args:
-        model: In evaluation mode. It is not changed: hooks on its linear layers see queries and keys.
+        model: In evaluation mode. It is not changed: hooks on its linear layers read queries and keys.
         images: (B, in_chans, H, W), as the model takes them.
 
     Raises:
@@ -115,7 +115,7 @@ def explain(model: CvT, images: Tensor) -> Explanation:
 
 
 def rollout(matrices: Sequence[Tensor], spread: Tensor, start: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Computes attention rollout (Abnar and Zuidema 2020): how much of each token reaches some, in the end.
+    """Computes attention rollout (Abnar and Zuidema 2020): each token's share in some outputs.
 
     A block passes on half of a token (the residual) and half of what its attention collects, mean over the
     heads: Ã = (A · spread + 1) / 2. The rollout is start · Ã_L … Ã_1. A token that a block does not compute
@@ -228,7 +228,7 @@ def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor
 
 
 def photograph(image: Tensor) -> Image.Image:
-    """Returns what the model saw of a photograph: ``image`` (3, H, W) before :func:`cvt.images.normalize`."""
+    """Returns the photo as the model saw it: ``image`` (3, H, W) before :func:`cvt.images.normalize`."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     pixels = (image.cpu() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())

@@ -1,4 +1,4 @@
-"""Import of optional packages, those that the extras of ``pyproject.toml`` install."""
+"""Import of optional packages, which the extras of ``pyproject.toml`` install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Construction of a CvT with weights from a checkpoint (``create_model``) or made up (``randomize``)."""
+"""Construction of a CvT, with weights from a checkpoint (``create_model``) or random ones (``randomize``)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def create_model(
     out_indices: Sequence[int] | None = None,
     **overrides: Any,
 ) -> CvT | CvTFeatures | CvTSegmenter:
-    """Builds a CvT, of the paper or of your own, and loads weights into it.
+    """Builds one of the paper's CvT models or your own, and loads weights into it.
 
     Args:
         model: ``"cvt_13"``, ``"cvt_21"``, ``"cvt_w24"``, or a :class:`CvTConfig`; None for the model of the
@@ -132,7 +132,7 @@ def _published_weights(model: str | CvTConfig | None, checkpoint: Any) -> str:
 
 
 def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # noqa: A002 (timm's name)
-    """Lists the names that :func:`create_model` takes.
+    """Lists the model names that :func:`create_model` takes.
 
     Args:
         filter: A pattern of the names, with wildcards, such as ``"cvt_2*"``; empty for all.
@@ -148,7 +148,7 @@ def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # 
 
 
 def randomize(model: nn.Module, seed: int = SEED) -> None:
-    """Fills a model with reproducible weights whose every parameter and statistic matters to the output.
+    """Fills a model with reproducible random weights, such that every parameter affects the output.
 
     A freshly initialized model has biases of 0, norms of 1 and logits that hardly depend on the image, which
     would hide errors.

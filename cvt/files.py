@@ -1,7 +1,7 @@
-"""Files that are written completely or not at all, whenever the process or the machine dies.
+"""Atomic writes: a file is written completely or not at all, even if the process or the machine dies.
 
-A link is followed: what it leads to is replaced, and the link stays. A device, a pipe or an open file, such
-as ``/dev/stdout``, is written to when all is done.
+A symbolic link is followed: its target is replaced, and the link stays. A device, a pipe or an open file,
+such as ``/dev/stdout``, is written to at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_NAME = 143  # bytes that every file system takes; most take 255
 
 @contextmanager
 def making(directory: _PathLike) -> Iterator[None]:
-    """Makes a folder and its parents; those that are new are gone again after an error, if they are empty."""
+    """Makes a folder and its parents; after an error, new folders are removed again if empty."""
     new = [folder for folder in (Path(directory), *Path(directory).parents) if not folder.exists()]
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -64,9 +64,9 @@ def filling(directory: _PathLike) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: _PathLike) -> Iterator[Path]:
-    """Yields where to write a file, which replaces ``path`` when the block ends without an error.
+    """Yields a temporary path to write to; the file replaces ``path`` when the block ends without an error.
 
-    That place is always the same file beside ``path``: the next writer overwrites what a killed one left.
+    The temporary file is always the same one beside ``path``: the next writer overwrites a killed one's.
     A device, a pipe or an open file gets the content of a temporary file at the end.
 
     Raises:
@@ -125,7 +125,7 @@ def writing(path: _PathLike) -> Iterator[BinaryIO]:
 
 
 class _Patient(io.RawIOBase):
-    """A file that keeps the first exception of its writing, and takes no more from then on."""
+    """A file that remembers the first exception of a write, and ignores writes after it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -154,7 +154,7 @@ class _Patient(io.RawIOBase):
 
 
 def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | None = None) -> None:
-    """Writes an object as JSON, without what JSON does not have: NaN and infinity raise ``ValueError``."""
+    """Writes an object as strict JSON: NaN and infinity raise ``ValueError``."""
     text = json.dumps(content, indent=indent, allow_nan=False)
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -164,7 +164,7 @@ def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | Non
 
 
 def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
-    """Raises unless a file can be written at ``path``, or files below it if it is a directory; makes nothing.
+    """Checks that ``path`` can be written, or files in it if it is a directory; creates nothing.
 
     Missing parents are allowed above a directory, not above a file.
 
@@ -195,7 +195,7 @@ def _is_written_to(path: Path) -> bool:
 
 
 def _why_not_written_to(path: Path) -> str | None:
-    """Says why a device, a pipe or an open file takes nothing; None if it does."""
+    """Returns why a device, a pipe or an open file cannot be written to, or None."""
     if _descriptor(path) is None and stat.S_ISSOCK(path.stat().st_mode):
         return "is a socket, expected a file"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Weights by name: models of the Hugging Face Hub, which ``huggingface_hub`` fetches into its cache."""
+"""Models on the Hugging Face Hub, downloaded and cached by ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRETRAINED = {
 
 _PREFIX = "hf-hub:"
 _NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^\s@]+))?")
-#: What is certainly meant to be a file of one's own.
+#: Prefixes of names that certainly mean a local file.
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".safetensors")
 
 
@@ -52,7 +52,7 @@ class HubModel(NamedTuple):
 def parse(text: str) -> HubModel | None:
     """Returns the model that ``owner/name``, ``owner/name@revision`` or ``hf-hub:…`` names.
 
-    None stands for what must be a path.
+    None means that it must be a path.
 
     Raises:
         ValueError: ``hf-hub:`` is followed by anything else.
@@ -67,10 +67,10 @@ def parse(text: str) -> HubModel | None:
 
 
 def fetch(model: HubModel, **options: Any) -> Path:
-    """Returns a folder of the cache with ``config.json``, ``preprocessor_config.json`` and the weights.
+    """Downloads a model into the cache; returns the folder of its configuration and weights.
 
-    What the cache has of the revision is not fetched again. Without a network the last revision that was
-    fetched serves. ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` hold.
+    Cached files are not downloaded again. Without a network the last downloaded revision is used.
+    ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` apply.
 
     Args:
         model: Its ``preprocessor_config.json`` may be missing.
@@ -109,11 +109,11 @@ def fetch(model: HubModel, **options: Any) -> Path:
 
 
 class _UnreachableError(Exception):
-    """The Hub cannot be asked now."""
+    """The Hub cannot be reached."""
 
 
 class _Source:
-    """A revision of a model on the Hub, whose files are fetched unless the cache has them."""
+    """A revision of a model on the Hub, whose files are downloaded unless cached."""
 
     def __init__(self, model: HubModel, options: dict[str, Any]):
         self.hub = require("huggingface_hub", "hf")
@@ -123,7 +123,7 @@ class _Source:
         self._is_reachable = False
 
     def get(self, file: str) -> Path | None:
-        """Returns a file in the cache, once it is there; None if the revision has none of this name.
+        """Returns the cached path of a file, downloaded if need be; None if the revision has no such file.
 
         Raises:
             _UnreachableError: The cache does not have it, and there is no network.
@@ -140,11 +140,11 @@ class _Source:
         return Path(path)
 
     def lacks(self, file: str) -> bool:
-        """Tells whether the cache knows that the revision has no such file."""
+        """Returns whether the cache knows that the revision has no such file."""
         return self._in_cache(file) is self.hub._CACHED_NO_EXIST
 
     def get_weights(self) -> None:
-        """Fetches the weights in the best format that there is, unless the cache has them in any."""
+        """Downloads the weights in the best available format, unless cached in any format."""
         files = [name + suffix for name in WEIGHTS for suffix in ("", INDEX)]
         files.sort(key=lambda file: not isinstance(self._in_cache(file), str))
         found = next((path for path in map(self.get, files) if path is not None), None)
@@ -175,7 +175,7 @@ class _Source:
 
 
 def _explain(error: Exception, model: HubModel) -> tuple[type[Exception], str]:
-    """Returns the class of the error that the user shall see, and the reason."""
+    """Returns the class and the message of the error to raise to the user."""
     if isinstance(error, ModuleNotFoundError | CheckpointError):
         return CheckpointError, str(error)
     constants, errors = (require(f"huggingface_hub.{name}", "hf") for name in ("constants", "utils"))

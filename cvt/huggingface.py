@@ -97,12 +97,12 @@ _PER_CHANNEL = ("image_mean", "image_std")
 
 
 class Preprocessing(NamedTuple):
-    """The images that a model was trained with, in the words of :func:`cvt.images.preprocess`.
+    """The preprocessing that a model was trained with, as arguments of :func:`cvt.images.preprocess`.
 
     Attributes:
-        image_size: Pixels of each side; None if nothing tells.
+        image_size: Pixels of each side; None if unknown.
         crop_fraction: None for the rule of the official evaluation.
-        remarks: Sentences on what else was asked for, and ``cvt.images`` does not do.
+        remarks: Sentences about requested steps that ``cvt.images`` does not support.
     """
 
     image_size: int | None
@@ -121,7 +121,7 @@ def save_huggingface(
     image_size: int | None = None,
     crop_fraction: float | None = None,
 ) -> None:
-    """Writes a ``CvT`` as a directory that transformers loads, as a model and as a pipeline.
+    """Saves a ``CvT`` as a directory that transformers can load, as a model or a pipeline.
 
     Warns if the activation is not exact GELU, the only one that Hugging Face's model has: its outputs differ.
 
@@ -129,9 +129,9 @@ def save_huggingface(
         model: A ``CvT`` with a head.
         directory: Made if it does not exist; ``config.json``, ``model.safetensors`` and
             ``preprocessor_config.json`` in it are replaced.
-        labels: Class names; None for those of the checkpoint that was loaded into the model, if it has any.
-        image_size: Pixels of each side of its images; None likewise, or for 224 (384 for ``"cvt_w24"``).
-        crop_fraction: That of :func:`cvt.images.preprocess`, for this ``image_size``.
+        labels: Class names; None for the loaded checkpoint's, if it has any.
+        image_size: Side of the images in pixels; None likewise, or else for 224 (384 for ``"cvt_w24"``).
+        crop_fraction: As in :func:`cvt.images.preprocess`, for this ``image_size``.
 
     Raises:
         TypeError: ``model`` is not a classifier.
@@ -295,7 +295,7 @@ def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
 
 
 def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> str | None:
-    """Says how a ``config.json`` contradicts a model, also where shapes do not show it, or returns None."""
+    """Returns how a ``config.json`` contradicts a model, even where shapes agree, or None."""
     recorded = own_config(content)
     theirs = content if recorded is None else _architecture(recorded)
     if theirs.get("model_type") != "cvt":
@@ -329,7 +329,7 @@ def labels_of_huggingface(content: Mapping[str, Any], classes: int) -> list[str]
 
 
 def why_inexpressible(config: CvTConfig) -> str | None:
-    """Says what Hugging Face's CvT does not have of a model, or returns None."""
+    """Returns which feature of a model Hugging Face's CvT lacks, or None."""
     obstacles = {
         "model without a head": not config.num_classes,
         f"scale={config.scale!r}": config.scale != "embed_dim",
@@ -353,7 +353,7 @@ def why_inexpressible(config: CvTConfig) -> str | None:
 
 
 def _why_quantized(model: nn.Module) -> str | None:
-    """Says that Hugging Face's CvT has no layers of 8-bit numbers, or returns None."""
+    """Returns that Hugging Face's CvT has no quantized layers, or None."""
     is_quantized = any(tensor.dtype in LIMITS for tensor in model.state_dict().values())
     return "Hugging Face's CvT has no linear layers of 8-bit numbers" if is_quantized else None
 

@@ -1,4 +1,4 @@
-"""Reading of photographs, their transform to the tensors that CvT takes, and class names."""
+"""Reading of images, their preprocessing for CvT, and class names."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class ImageError(ValueError):
-    """A file is not an image that can be used."""
+    """The file is not a usable image."""
 
 
 @contextlib.contextmanager
 def naming_image(name: object) -> Iterator[None]:
-    """Lets errors of the block about an image begin with its name; too little memory is one of them."""
+    """Prefixes errors about an image with its name; running out of memory is one of them."""
     try:
         yield
     except ImageError as error:
@@ -96,7 +96,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """Reads an image file as a person sees it: 8-bit RGB, upright.
+    """Reads an image file as upright 8-bit RGB.
 
     EXIF orientation is applied; grayscale (8 and 16 bits), palette and CMYK are converted; transparency is
     shown on white.
@@ -141,7 +141,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 def preprocess(
     image: Image.Image, image_size: int = 224, *, crop_fraction: float | None = None, upscale: bool = False
 ) -> Tensor:
-    """Resizes, crops and normalizes an image as the evaluation of Microsoft's CvT does.
+    """Resizes, crops and normalizes an image as Microsoft's evaluation of CvT does.
 
     Below 384 the shorter side is resized to ``image_size / 0.875`` (256 for 224) and the center is cropped;
     from 384 on the whole image is resized to the square. Bicubic; ImageNet's mean and standard deviation.
@@ -201,7 +201,7 @@ def _central(image: Image.Image, shorter: int, size: int) -> Image.Image:
 
 
 def normalize(pixels: Tensor) -> Tensor:
-    """Returns pixels (..., 3, H, W) from 0 to 1, less ImageNet's mean, over its standard deviation."""
+    """Normalizes pixels (..., 3, H, W) from 0 to 1 by ImageNet's mean and standard deviation."""
     mean, std = (pixels.new_tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     return (pixels - mean) / std
 

@@ -1,4 +1,4 @@
-"""Data sets of images with a class of every pixel, and one that is made of photographs and scanned digits."""
+"""Data sets with a class per pixel, and a synthetic one of scanned digits on photos."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LAYOUT = "train/images/NAME.jpg, train/labels/NAME.png, and the same in val/"
 
 
 class LabelMapDataset(ImageDataset):
-    """Images with label maps, as the tensors that a segmenter is trained or evaluated on.
+    """Images with label maps as tensors, for training or evaluating a segmenter.
 
     A label map is as large as its image; its pixels are indices of ``classes``, or 255 for those that are
     ignored. A random crop is the same for both. Without it, both are resized to the square as a whole.
@@ -159,7 +159,7 @@ def open_label_maps(
         classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
             which are all read for that.
         random_crop: As in :class:`LabelMapDataset`.
-        corrupt: Whether what cannot be used among images and label maps is an error, or skipped with a
+        corrupt: ``"error"`` raises for unusable images or label maps, ``"skip"`` leaves them out with a
             warning.
 
     Raises:
@@ -180,7 +180,7 @@ def open_label_maps(
 
 
 def has_label_maps(source: str | os.PathLike[str], split: Literal["train", "val"]) -> bool:
-    """Tells whether a split of a folder is one that :func:`open_label_maps` takes."""
+    """Returns whether a split of a folder is one that :func:`open_label_maps` takes."""
     try:
         _files(Path(source, split))
     except (OSError, ValueError):

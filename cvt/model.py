@@ -106,7 +106,7 @@ class ConvProjection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention behind convolutional projections (section 3.2)."""
+    """Multi-head attention with convolutional projections (section 3.2)."""
 
     def __init__(self, config: StageConfig):
         super().__init__()
@@ -212,7 +212,7 @@ class Block(nn.Module):
     def _call_modules(
         self, x: Tensor, grid: Grid, rows: Tensor | None, with_scores: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes the block by its modules, where somebody would notice that one is not called."""
+        """Computes the block by calling its modules, for the case that one has a hook or was replaced."""
         scores, given = None, () if rows is None else (rows,)
         if with_scores:
             branch, scores = self.attn(self.norm1(x), grid, *given, with_scores=True)
@@ -273,7 +273,7 @@ class FeatureInfo(list[dict[str, Any]]):
 
 
 class Stages(nn.Module):
-    """The stages ``stage0``, ``stage1``, … of every model here: the first ``count``, or all.
+    """The base class of all models: the stages ``stage0``, ``stage1``, …, the first ``count`` or all.
 
     Raises:
         TypeError: No configuration.
@@ -302,7 +302,7 @@ class Stages(nn.Module):
     def set_token_keep(
         self, token_keep: TokenKeep | Sequence[TokenKeep], bounds: tuple[float, float] | None = None
     ) -> None:
-        """Changes how many tokens of the last stage stay; there are no weights to it.
+        """Sets the token pruning of the last stage, which needs no weights.
 
         Args:
             token_keep: As in :class:`CvTConfig`.
@@ -512,7 +512,7 @@ def _check_like(images: Tensor, weight: Tensor) -> None:
 
 
 def _normalizes_by_batch(stage: nn.Module) -> bool:
-    """Says whether the keys of the first block of a stage are normalized by the statistics of the batch."""
+    """Returns whether the first block of a stage normalizes its keys by batch statistics."""
     block = next(iter(getattr(stage, "blocks", ())), None)
     branch = getattr(getattr(block, "attn", None), "conv_proj_k", None)
     batch_norm = getattr(branch, "bn", None)

@@ -1,4 +1,4 @@
-"""The methods of ``huggingface_hub.PyTorchModelHubMixin``, without the import of that package."""
+"""The methods of ``huggingface_hub.PyTorchModelHubMixin``, without importing that package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Model = TypeVar("_Model", bound="PretrainedModel")
 
 
 class PretrainedModel(nn.Module):
-    """A model that is saved to directories and to the Hugging Face Hub, and loaded from them.
+    """A mixin for models: saving to and loading from directories and the Hugging Face Hub.
 
     Attributes:
         labels: Class names of the checkpoint that was loaded, or None.
@@ -42,16 +42,16 @@ class PretrainedModel(nn.Module):
         local_files_only: bool = False,
         **overrides: Any,
     ) -> _Model:
-        """Builds the model that a checkpoint describes, with its weights, in evaluation mode.
+        """Builds a checkpoint's model with its weights, in evaluation mode.
 
         Args:
             pretrained_model_name_or_path: What ``create_model`` takes as ``checkpoint``: a directory, a file,
                 or ``"owner/name"`` on the Hub.
             revision: A branch, a tag or a commit of a model on the Hub.
             token: For a private or gated one; None for ``HF_TOKEN`` or the login of this machine.
-            cache_dir: The cache; None for that of ``huggingface_hub``.
-            force_download: Fetch files that the cache has, too.
-            local_files_only: Fetch nothing.
+            cache_dir: The cache; None for ``huggingface_hub``'s default.
+            force_download: Download even cached files.
+            local_files_only: Download nothing.
             **overrides: Fields of ``CvTConfig`` to change, such as ``num_classes=10``.
 
         Raises:
@@ -88,7 +88,7 @@ class PretrainedModel(nn.Module):
         image_size: int | None = None,
         crop_fraction: float | None = None,
     ) -> None:
-        """Writes a directory from which this package builds exactly this model again.
+        """Saves the model as a directory from which this package restores it exactly.
 
         transformers loads it too, if its CvT can express the model; it always runs exact GELU.
 
@@ -98,7 +98,7 @@ class PretrainedModel(nn.Module):
             labels: Class names; None for :attr:`labels`.
             image_size: Pixels of each side of its images; None as in :attr:`preprocessing`, or else
                 224 (384 for ``"cvt_w24"``).
-            crop_fraction: That of :func:`cvt.images.preprocess`, for this ``image_size``.
+            crop_fraction: As in :func:`cvt.images.preprocess`, for this ``image_size``.
 
         Raises:
             TypeError: Labels that are not strings.

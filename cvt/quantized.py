@@ -1,6 +1,6 @@
-"""Layers of 8-bit numbers, as weights on a disk and as modules of a model.
+"""Quantized layers, in checkpoints and as modules.
 
-Their tensors say all: ``LAYER.qweight`` is of 8-bit numbers and ``LAYER.weight_scale`` has a scale per
+Their tensors describe them: ``LAYER.qweight`` has 8-bit values and ``LAYER.weight_scale`` has a scale per
 output; ``LAYER.input_scale`` is there if all inputs have one scale.
 """
 
@@ -23,13 +23,13 @@ _WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".qweight", ".weight_scale", ".input_scal
 
 
 def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns the layers of 8-bit numbers: name → ``"dynamic"`` or ``"static"``."""
+    """Returns the quantized layers: name → ``"dynamic"`` or ``"static"``."""
     names = [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
     return {name: "static" if name + _INPUT_SCALE in tensors else "dynamic" for name in names}
 
 
 def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
-    """Says what is wrong with the layers of 8-bit numbers among some weights, or returns None."""
+    """Returns what is wrong with the quantized layers of a checkpoint, or None."""
     for layer in quantized_layers(tensors):
         weight, scale = tensors[layer + _WEIGHT], tensors.get(layer + _WEIGHT_SCALE)
         name, reason = layer + _WEIGHT, _why_no_weight(weight)
@@ -70,7 +70,7 @@ def _is_within(weight: Tensor, limit: float) -> bool:
 
 
 def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Puts modules of 8-bit numbers, still without weights, into the places where some weights have such.
+    """Replaces the layers that are quantized in a checkpoint by quantized ones, still without weights.
 
     Layers that the model does not have at all are passed over.
 
@@ -79,7 +79,7 @@ def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         tensors: The weights.
 
     Raises:
-        ValueError: Something else than a linear layer or an embedding of a stage is in such a place.
+        ValueError: Such a layer is neither a linear layer nor the embedding of a stage.
     """
     modules = dict(model.named_modules())
     for layer, scheme in quantized_layers(tensors).items():
@@ -94,7 +94,7 @@ def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _quantized_like(module: nn.Module, **settings: Any) -> QuantizedLayer | None:
-    """Returns a layer of the same sizes, or None for a module that cannot be of 8-bit numbers."""
+    """Returns a quantized layer of the same sizes, or None if the module cannot be quantized."""
     if type(module) is nn.Linear:
         return LinearInt8(module.in_features, module.out_features, module.bias is not None, **settings)
     if type(module) is nn.Conv2d and module.groups == 1:
@@ -106,9 +106,9 @@ def _quantized_like(module: nn.Module, **settings: Any) -> QuantizedLayer | None
 
 
 def compact(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights as they are kept in files of quantized models.
+    """Returns weights in the compact form of a quantized model's file.
 
-    What has two and more dimensions and stays in floating point is rounded to float16, if that changes it by
+    Floating-point tensors of two or more dimensions are rounded to float16, if that changes it by
     no more than half a unit in the last place of its largest number. In float32 it would be a quarter of the
     file of a CvT-13.
     """

@@ -1,7 +1,7 @@
-"""Reading of JSON, pickles and safetensors that anybody may have written.
+"""Safe reading of JSON, pickles and safetensors from untrusted sources.
 
-Nothing runs code from a file, and nothing takes much more memory than the file has bytes: what would unpack
-to more is refused before it is read.
+No code from a file is run, and reading takes little more memory than the file has bytes: a file that would
+unpack to more is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ZIP_ENDS = 22 + 20 + 56
 
 
 class CheckpointError(ValueError):
-    """A file is not a checkpoint that can be read, or not one of this model."""
+    """The file is not a readable checkpoint, or not one of this model."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def why_larger(tensors: Iterable[Tensor], size: int) -> str | None:
-    """Says that tensors have more numbers than a file of ``size`` bytes holds, or returns None.
+    """Returns how tensors have more elements than a file of ``size`` bytes can hold, or None.
 
     A file may repeat one number all over a tensor. Tensors may share their numbers, as layers that are one
     module do; each gets a copy when it is loaded, so the sum of all is bounded too.
@@ -129,7 +129,7 @@ def why_larger(tensors: Iterable[Tensor], size: int) -> str | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tells whether a tensor is an array in memory, which may repeat its numbers."""
+    """Returns whether a tensor is an array in memory, which may repeat its numbers."""
     of_another_kind = tensor.is_nested or tensor.is_quantized or tensor.is_meta
     return not of_another_kind and tensor.layout == torch.strided
 

@@ -1,4 +1,4 @@
-"""CvT with a head that gives every pixel a class: the all-MLP decoder of SegFormer (Xie et al. 2021, 3.2)."""
+"""CvT for semantic segmentation, with the all-MLP decoder of SegFormer (Xie et al. 2021, 3.2)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
 
 class CvTSegmenter(Stages, PretrainedModel):
-    """A CvT that gives every pixel of an image a class.
+    """A CvT for semantic segmentation, with a class per pixel.
 
     Parameters of the stages have the names of :class:`CvT`; names of the head begin with ``decoder``.
 
@@ -83,7 +83,7 @@ class CvTSegmenter(Stages, PretrainedModel):
         return self.config.num_classes
 
     def forward(self, images: Tensor) -> Tensor:
-        """Turns images into logits of every pixel."""
+        """Turns images into logits per pixel."""
         return resize(self.decoder(self.maps(images)), images)
 
 
@@ -95,12 +95,12 @@ def resize(maps: Tensor, like: Tensor) -> Tensor:
 def pixel_loss(
     logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0, reduction: str = "mean"
 ) -> Tensor:
-    """Computes the cross-entropy of the pixels that are not ignored; 0 if all are.
+    """Computes the cross-entropy over the labeled pixels; 0 if all are ignored.
 
     Args:
         logits: (B, K, H, W) float32.
         labels: (B, H, W): classes, or :data:`IGNORED`.
-        label_smoothing: Part of each target that is spread over all classes.
+        label_smoothing: Fraction of each target spread over all classes.
         reduction: ``"mean"`` or ``"sum"``, over these pixels.
     """
     options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}

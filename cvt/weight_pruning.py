@@ -1,4 +1,4 @@
-"""Structured pruning of weights: a smaller CvT, without the hidden units and heads that matter least.
+"""Structured pruning: a smaller CvT without the least important hidden units and heads.
 
 A hidden unit of an MLP is a row of ``fc1`` with its bias, and a column of ``fc2``; a head is its rows of
 ``proj_q``, ``proj_k`` and ``proj_v``, its columns of ``proj``, and its table of ``position_bias``. The
@@ -44,7 +44,7 @@ def prune_weights(
     batches: Iterable[tuple[Tensor, Tensor]] | None = None,
     saliency: Saliency | None = None,
 ) -> _Model:
-    """Returns a smaller model without the hidden units and the heads that matter least in each block.
+    """Returns a smaller model without the least important hidden units and heads of each block.
 
     Args:
         model: A model of this package in floating point, which is left as it is. It may be accelerated; the
@@ -53,7 +53,7 @@ def prune_weights(
         heads: The fraction of the heads of every block that is removed.
         batches: Images (B, …) with labels, for ``"taylor"``: (B,), or (B, H, W) for a model that gives every
             pixel a class, where 255 does not count.
-        saliency: How much a unit or head matters. ``"magnitude"``: the norm of all its weights. ``"taylor"``:
+        saliency: The importance score. ``"magnitude"``: the norm of all its weights. ``"taylor"``:
             by how much, to first order, the loss would change without it: the absolute sum of gradient ·
             activation over the tokens of an image, summed over the images (Molchanov et al. 2017 and 2019).
             None for ``"taylor"`` with batches and ``"magnitude"`` without.
@@ -113,11 +113,11 @@ def _copy_of(model: nn.Module, config: CvTConfig) -> nn.Module:
 
 
 def pruned_config(config: CvTConfig, *, mlp: float = 0.0, heads: float = 0.0) -> CvTConfig:
-    """Returns the configuration of a model from which fractions of the hidden units and heads are removed.
+    """Returns the configuration of a model after pruning fractions of its hidden units and heads.
 
-    Every block of a stage loses as many. Of hidden units as many stay as are the nearest multiple of 8, or,
-    where that is all of them or none, the nearest number. Of heads the fraction is removed, rounded down;
-    those that stay keep their width, ``head_dim``.
+    All blocks of a stage lose the same number. The number of hidden units that stay is rounded to a multiple
+    of 8, or, if that would be all or none, to an integer. The number of removed heads is rounded down; the
+    others keep their width, ``head_dim``.
 
     Raises:
         TypeError: A fraction that is not a number.
@@ -170,7 +170,7 @@ def _check_left(option: str, units: str, before: tuple[int, ...], left: tuple[in
 
 
 class _Saliency(NamedTuple):
-    """Numbers, in float64, that tell how much each head and each hidden unit of a block matters."""
+    """The importance of each head and each hidden unit of a block, in float64."""
 
     heads: Tensor
     units: Tensor

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
+from .ops import weight_cache
 from .structure import Structure
 
 _Model = TypeVar("_Model", bound=nn.Module)

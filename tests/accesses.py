@@ -35,7 +35,7 @@ class Lanes(NamedTuple):
         address: Where each begins.
         width: Its bytes.
         program: The program that it belongs to.
-        time: The number of its load or store among those of the launch.
+        time: The index of its load or store within the launch.
         phase: How many barriers of the launch were before it.
     """
 
@@ -250,7 +250,7 @@ class _LaunchCheck:
         self._inside = self._memory.elements(self._tensors)
 
     def run(self) -> None:
-        """Notes what there is to note."""
+        """Records the accesses."""
         if self._log.atomics:
             self._fault("has atomic operations")
         loads, read = self._within(self._loads, "reads")

@@ -40,7 +40,7 @@ def _kind(values: Callable[[Any], list[Any]]) -> Kind:
 
 
 def of_values(*values: Any) -> Kind:
-    """An argument of which None and some values are bad."""
+    """An argument for which None and some values are invalid."""
     return _kind(lambda good: list(values))
 
 
@@ -105,7 +105,7 @@ def _other_tensors(good: Tensor, first: bool) -> list[Any]:
             wrong += [torch.nested.nested_tensor([good, good])]
             wrong += [good.to_sparse_csr()] if good.ndim == 2 else []
     if not first and good.dtype == torch.float32:
-        wrong.append(good.double())  # another dtype than that of the first
+        wrong.append(good.double())  # another dtype than the first's
     return wrong if first else [*wrong, good.to("meta")]
 
 

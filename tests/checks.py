@@ -76,7 +76,7 @@ def compiled(command: list[str], sources: list[Path], suffix: str = "") -> Path:
     return path
 
 
-#: Parametrizes by the values of CVT_KERNELS_CPU, all of which matter where there are products of matrices.
+#: Parametrizes by the values of CVT_KERNELS_CPU, all of them relevant to matrix products.
 every_instruction_set = pytest.mark.parametrize(
     "name", ["plain", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"]
 )
@@ -150,7 +150,7 @@ def not_built() -> bool:
 
 
 def operators_asked_on_a_cpu() -> set[str]:
-    """Returns the operators of whose calls there are cache keys when models run on a CPU."""
+    """Returns the operators that models on a CPU need cache entries for."""
     of_extension = {"gelu"} if not_built() else {"bias_gelu", "conv_embedding"}
     parts = {"conv_projection", "attention", "layer_norm", "add_layer_norm", "linear"}
     return {*parts, *of_extension, "transformer_block"}
@@ -172,7 +172,7 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
 def remember_entry(
     backend: str, operator: str, *args: Any, is_disturbed: bool = False, **kwargs: Any
 ) -> None:
-    """Caches the entry that a backend serves calls with such arguments, those of the implementations."""
+    """Caches an entry by which a backend serves calls with such arguments (the implementations')."""
     cache_key = dispatch.cache_key(operator, *args, **kwargs)
     measurement = autotune.Measurement(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
     measurement = measurement._replace(is_disturbed=is_disturbed)

@@ -12,8 +12,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton and cvt_kernels are imported
-# Tests, and processes that they start, tune kernels only where they say so, and know nothing of the user's
-# entries; the fonts that matplotlib has found may lie where they are.
+# Tests, and processes that they start, autotune only where they say so, and do not read the user's
+# cache; the fonts that matplotlib has found may lie where they are.
 os.environ["CVT_KERNELS_AUTOTUNE"] = "0"
 os.environ.pop("CVT_KERNELS_TUNED", None)
 os.environ["CVT_KERNELS_CHECK_PLANS"] = "1"

@@ -57,7 +57,7 @@ class Child:
         self._process.kill()
 
     def communicate(self) -> tuple[str, str]:
-        """Waits for its end; returns what it has written to its standard output and error."""
+        """Waits for its end; returns its standard output and error."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         with self.stdout, self._errors:

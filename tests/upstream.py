@@ -127,7 +127,7 @@ def logits(outputs):
 
 
 def pair(make, mode="eval", **config):
-    """Returns an upstream model and its accelerated copy, each call of which is left to the blocks."""
+    """Returns an upstream model and its accelerated copy, whose calls are left to the blocks."""
     own = make(**config)
     getattr(own, mode)()
     fused = ck.accelerate(copy.deepcopy(own), freeze=False)

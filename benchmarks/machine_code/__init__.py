@@ -1,7 +1,7 @@
 """The machine code of the GPU kernels, counted without a GPU: instructions, predicted bounds, budgets.
 
 ``python -m benchmarks.machine_code`` compiles the kernels that ``cvt compile`` does, and the CUDA kernels,
-and has what those need who write kernels. ``docs/kernels.md`` says what the numbers mean,
+for authors of kernels. ``docs/kernels.md`` says what the numbers mean,
 ``CONTRIBUTING.md`` how budgets are kept.
 
 - ``disassembly``, ``instructions`` and ``loops`` read machine code of ``examined`` and ``cuda_kernels``.

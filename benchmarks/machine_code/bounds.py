@@ -45,7 +45,7 @@ class Counts(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The predicted time of one launch, on a GPU that nobody has asked.
+    """The predicted time of one launch, without a measurement.
 
     Attributes:
         microseconds: Part of the chip → the time that it is busy: ``issue`` of instructions, ``MUFU``,

@@ -1,6 +1,6 @@
-"""The budgets of kernels, and which of them the code of a kernel exceeds.
+"""The budgets of kernels, and a check of compiled code against them.
 
-Those of Triton kernels stand beside their launch configurations, as ``BUDGETS`` of each family's ``common``,
+Triton kernels have theirs beside their launch configurations, as ``BUDGETS`` of each family's ``common``,
 by compute capability and kernel. They hold for the launches that ``is_budgeted`` names, since the
 instructions of an output depend on type and shape, and for the code of Triton 3.7; an older Triton is allowed
 more for some kernels.
@@ -40,7 +40,7 @@ _FAMILIES = {
     "scatter_rows": "cvt_kernels.ops.rows.triton.common",
 }
 
-#: By version of Triton, compute capability and kernel, what its code takes more than that of Triton 3.7.
+#: By version of Triton, compute capability and kernel, what is allowed beyond the budget for Triton 3.7.
 _OLDER: dict[str, dict[int, dict[str, dict[str, int]]]] = {
     "3.6": {
         90: {
@@ -63,14 +63,14 @@ CUDA_BUDGETS: dict[int, dict[tuple[str, CudaCase], Budget]] = {
 
 
 def cuda_budget_of(kernel: str, case: CudaCase | None, dtype: str, arch: int) -> Budget | None:
-    """Returns the budget of a CUDA kernel; None if it has none."""
+    """Returns the budget of a CUDA kernel, or None."""
     if case is None or dtype != "bfloat16":
         return None
     return CUDA_BUDGETS.get(arch, {}).get((kernel, case))
 
 
 def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
-    """Returns the budget of a Triton kernel; None if it has none.
+    """Returns the budget of a Triton kernel, or None.
 
     Args:
         operator: The operator, as ``--operator`` names it.
@@ -89,7 +89,7 @@ def budget_of(operator: str, kernel: str, arch: int) -> Budget | None:
 
 
 def is_budgeted(model: str, image_size: int, batch_size: int, dtype: str) -> bool:
-    """Says whether budgets hold for launches of these settings."""
+    """Returns whether budgets hold for launches of these settings."""
     return (model, image_size) in _BUDGETED and (batch_size, dtype) == (256, "bfloat16")
 
 

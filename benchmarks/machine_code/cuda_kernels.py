@@ -1,4 +1,4 @@
-"""The CUDA kernels: those of the built extension if it holds code for the GPU; else nvcc compiles csrc."""
+"""The CUDA kernels, from the built extension if it holds code for the GPU, or else compiled by nvcc."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class KeyInstructions(NamedTuple):
 
     @classmethod
     def of(cls, code: MachineCode) -> KeyInstructions:
-        """Returns those of machine code."""
+        """Returns the key instructions of machine code."""
 
         def select(*prefixes: str) -> dict[str, int]:
             return {name: count for name, count in code.counts.items() if name.startswith(prefixes)}
@@ -59,7 +59,7 @@ class KeyInstructions(NamedTuple):
         )
 
     def flaws(self) -> list[str]:
-        """Returns what must not be: accesses to registers in memory."""
+        """Returns the flaws of the code: register spills."""
         loads, stores = (sum(spills.values()) for spills in (self.spill_loads, self.spill_stores))
         return [f"spills: {loads} loads, {stores} stores"] if loads or stores else []
 

@@ -97,7 +97,7 @@ def forward_launches(
 
 
 class _Recorder(TorchDispatchMode):
-    """The launches of a forward on tensors without memory."""
+    """The launches of a forward on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The loops of a function, and how many instructions a warp executes with given trips of them.
 
-A loop is a branch backwards. Conditional code and predicated instructions count as executed, so the counts
-are those of a warp that runs all the code, unless it is said how often; calls are not followed. A loop that
+A loop is a backward branch. Conditional code and predicated instructions count as executed, so the counts
+are a warp's that runs all the code, unless a frequency is given; calls are not followed. A loop that
 only counts, which compilers leave where they moved everything else out of it, counts as straight code and has
 no trips.
 """
@@ -76,7 +76,7 @@ def _backward_branches(blocks: Sequence[Block]) -> list[tuple[int, int]]:
 
 
 def why_not_counted(blocks: Sequence[Block], trips: Sequence[float]) -> str | None:
-    """Says why ``executed`` cannot count a function with these trips; None if it can."""
+    """Returns why ``executed`` cannot count a function with these trips, or None."""
     loops = len(loops_of(blocks))
     if loops != len(trips):
         return f"not counted: the code has {loops} loops, work.py describes {len(trips)}"

@@ -20,7 +20,7 @@ from .report import SCHEMA, VERSION, access_range
 def main(arguments: Sequence[str | Path]) -> None:
     """Puts the tables of a report into a page, between ``<!-- compile: NAME -->`` and ``<!-- end -->``.
 
-    The names are those of ``tables``.
+    The names are the keys of ``tables``.
 
     Args:
         arguments: The paths of the report and of the page.

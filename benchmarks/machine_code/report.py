@@ -131,7 +131,7 @@ def _families(counts: dict[str, int]) -> dict[str, int]:
 
 
 def entry(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each flaw, or one line that says that there is none."""
+    """Returns a line for each flaw, or one line that there is none."""
     return compile_report.entry(
         rows, _purpose, "nothing spills, everything fits, no kernel is over its budget"
     )

@@ -102,7 +102,7 @@ def _mean_trips(size: int, parts: int, step: int) -> float:
 
 
 def _each_once(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the tensors of outputs, each of which is given for every summand of its own."""
+    """Returns the tensors of outputs, which are passed once per summand, once each."""
     return list({id(output): output for output in outputs}.values())
 
 
@@ -210,7 +210,7 @@ def _over_regions(launch: launching.Launch, read: tuple[str, ...], results: tupl
 
 
 def _conv_gelu(launch: launching.Launch, results: tuple[str, ...]) -> Work:
-    """Describes a walk that reads the first tensors and writes ``results``, the first of which counts."""
+    """Describes a walk that reads the first tensors and writes ``results``; the first result counts."""
     arguments = launch.arguments
     moved = [arguments[name] for name in ("x_ptr", "dy_ptr", *results) if name in arguments]
     return _work(launch, arguments[results[0]].numel(), _bytes(moved), _walk_trips(arguments))
@@ -220,7 +220,7 @@ def _conv_gelu(launch: launching.Launch, results: tuple[str, ...]) -> Work:
 
 
 def _conv_linear(launch: launching.Launch) -> Work:
-    """Describes the forward, whose loops are those of the class tokens, then those of each group.
+    """Describes the forward, with loops over the class tokens, then over each group.
 
     The former are a loop over blocks of images and, unless there is one chunk of channels, one over chunks
     for each branch; the latter one over tiles, and one over chunks. A program runs the loops of one group.
@@ -341,7 +341,7 @@ def _linear(launch: launching.Launch, results: tuple[str, ...]) -> Work:
 
     Args:
         launch: The launch.
-        results: The parameters of what it writes, the first of which counts as its output.
+        results: The parameters that it writes; the first counts as its output.
     """
     arguments = launch.arguments
     spec = arguments["SPEC"]

@@ -41,13 +41,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
-    """Runs a command, and says before on one line which kernels are missing, if warnings are wanted.
+    """Runs a command, after a one-line warning if compiled kernels are missing.
 
-    The argument ``written``, if it has one, names the files that it writes into folders.
+    ``arguments.written``, if there, returns the names of the files that the command writes into folders.
     """
     written = vars(arguments).pop("written", None)
     check_outputs(arguments, {} if written is None else written(arguments))
-    if arguments.command != "doctor":  # which says so itself
+    if arguments.command != "doctor":  # whose report says so anyway
         with warnings.catch_warnings(record=True) as caught:
             warn_of_missing_kernels()
         print_remarks(arguments, [str(warning.message) for warning in caught])

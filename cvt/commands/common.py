@@ -227,13 +227,13 @@ class LoadedModel(NamedTuple):
 
     def read(self, photos: list[str]) -> Tensor:
         """Reads photographs as the model takes them: float32 (len(photos), 3, image_size, image_size)."""
-        from ..images import load_images  # Pillow, which --help need not wait for
+        from ..images import load_images  # lazy: Pillow would slow down --help
 
         upscale = self.checkpoint.preprocessing is not None
         return load_images(photos, self.image_size, crop_fraction=self.crop_fraction, upscale=upscale)
 
     def labels(self, file: str | None) -> list[str] | None:
-        """Reads the class names from a file; without one, returns those of the checkpoint, if it has any."""
+        """Returns the class names from a file, or else the checkpoint's, or None."""
         from ..images import read_labels
 
         return self.checkpoint.labels if file is None else read_labels(file, self.model.num_classes)
@@ -294,8 +294,8 @@ def build_model(
 def open_calibration(
     arguments: argparse.Namespace, loaded: LoadedModel, images: int
 ) -> tuple[Batches, Batches]:
-    """Opens the images of ``--calibrate``: so many, drawn by ``--seed``, and those that are held out."""
-    from ..datasets import Batches, open_parts  # Pillow, which --help need not wait for
+    """Opens ``--calibrate``: that many images, drawn by ``--seed``, and the held-out images."""
+    from ..datasets import Batches, open_parts  # lazy: Pillow would slow down --help
 
     source = arguments.calibrate
     with recorded_warnings() as unread:
@@ -325,10 +325,10 @@ def open_split(
 ) -> ImageDataset:
     """Opens a split of ``--data``: images with a class each, or for the head ``"segment"`` label maps.
 
-    The arguments are as of ``open_dataset`` and ``open_label_maps``; it raises what these do, and ValueError
-    for data of the other kind.
+    The arguments and errors are ``open_dataset``'s and ``open_label_maps``'s; data of the other kind raise
+    ValueError.
     """
-    from ..datasets import DIGITS, open_dataset  # Pillow, which --help need not wait for
+    from ..datasets import DIGITS, open_dataset  # lazy: Pillow would slow down --help
     from ..label_maps import has_label_maps, open_label_maps
 
     if head == "classify":

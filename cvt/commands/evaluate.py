@@ -1,4 +1,4 @@
-"""``cvt evaluate``: accuracy, loss and confusion on a data set; parameters, multiply-adds, speed, memory."""
+"""``cvt evaluate``: accuracy, loss, speed and memory on a data set; parameters and multiply-adds."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from ..datasets import Batches  # Pillow, which --help need not wait for
+    from ..datasets import Batches  # lazy: Pillow would slow down --help
 
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
@@ -215,7 +215,7 @@ def _worst(evaluation: Evaluation | PixelEvaluation, labels: Sequence[str] | Non
 def as_json(
     evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Returns the figures as numbers, with those of every class and the complete confusion matrix.
+    """Returns the metrics as plain numbers, with every class' own and the full confusion matrix.
 
     The accuracy of a class without images is null.
     """

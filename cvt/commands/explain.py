@@ -1,4 +1,4 @@
-"""``cvt explain``: maps of attention over photographs, entropy and distance of the model's heads."""
+"""``cvt explain``: attention maps over photos, and entropy and attention distance of every head."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _explain(arguments: argparse.Namespace) -> None:
-    # Pillow, which --help need not wait for.
+    # lazy: Pillow would slow down --help.
     from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures, plot_heads
 
     photos, output = arguments.photos, Path(arguments.output)

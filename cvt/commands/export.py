@@ -1,6 +1,6 @@
-"""``cvt export``: a model as a file of ``torch.export`` or ONNX, compared with the model.
+"""``cvt export``: export by ``torch.export`` or to ONNX, with a check of the file's outputs.
 
-The file needs nothing of this package.
+The file runs without this package.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _import_onnxruntime() -> ModuleType:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what PyTorch tells its developers: graphs of models that fail, packages that are not there."""
+    """Silences PyTorch's debugging output: graphs that failed to export, missing packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

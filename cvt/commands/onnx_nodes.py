@@ -1,7 +1,7 @@
-"""Layers of 8-bit numbers as ONNX's nodes QuantizeLinear and DequantizeLinear, for ``cvt export``.
+"""Quantized layers as ONNX's QuantizeLinear and DequantizeLinear nodes (QDQ), for ``cvt export``.
 
-Between the two stand the numbers, after them a product in float32: that is what ONNX calls QDQ, and what its
-runtimes may compute in integers.
+The int8 values lie between the two nodes, followed by a float32 product; runtimes may fuse this pattern into
+integer products.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIMIT = LIMITS[torch.int8]
 
 
 def with_nodes(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose layers of 8-bit integers ``torch.onnx.export`` turns into nodes."""
+    """Returns a copy of a model whose int8 layers ``torch.onnx.export`` turns into nodes."""
     model = copy.deepcopy(model)
     for path, layer in list(model.named_modules()):
         if isinstance(layer, QuantizedLayer):
@@ -35,7 +35,7 @@ def with_nodes(model: nn.Module) -> nn.Module:
 
 
 class _Nodes(nn.Module):
-    """A layer of 8-bit integers whose product consists of nodes."""
+    """A int8 layer whose product consists of nodes."""
 
     def __init__(self, layer: QuantizedLayer):
         super().__init__()

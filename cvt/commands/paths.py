@@ -1,4 +1,4 @@
-"""The paths among a command's arguments: what it reads and what it writes, which are different files."""
+"""Paths among a command's arguments, with a check that no output overwrites an input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
 def reporting(
     path: str | None, *, indent: int | None = None
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yields what takes the report of a command, and writes it when the block has ended.
+    """Yields a function that takes the report of a command; the report is written when the block ends.
 
     The path is a file, ``-`` for standard output, or None for nowhere.
     """
@@ -76,7 +76,7 @@ def reporting(
 
 
 def check_outputs(arguments: argparse.Namespace, names: Mapping[str, Iterable[str]]) -> None:
-    """Raises ValueError, which names the options, if a command would write what it reads, or a file twice.
+    """Raises ValueError, naming the options, if an output is an input, or two outputs are the same file.
 
     Args:
         arguments: The command's. Images are listed only if an output exists already.
@@ -114,7 +114,7 @@ def _option(argument: str) -> str:
 
 
 def _is_read(output: str, argument: str, source: str) -> bool:
-    """Says whether a file is what an argument names, or one of its files."""
+    """Returns whether a file is what an argument names, or one of its files."""
     if argument in _DATA:
         return os.path.isfile(output) and any(_is_same(output, file) for file in _images(source))
     place = local_place(source) if argument in _MODELS else Path(source)
@@ -126,7 +126,7 @@ def _is_read(output: str, argument: str, source: str) -> bool:
 
 
 def _is_within(source: str, folder: str, names: Iterable[str]) -> bool:
-    """Says whether a file of weights lies in the folder into which another model is written."""
+    """Returns whether a file of weights lies in the folder into which another model is written."""
     place = local_place(source)
     if not isinstance(place, Path) or not place.is_file() or not any(map(_is_of_model, names)):
         return False
@@ -134,12 +134,12 @@ def _is_within(source: str, folder: str, names: Iterable[str]) -> bool:
 
 
 def _is_of_model(name: str) -> bool:
-    """Says whether a folder with a model may be read by a file of this name."""
+    """Returns whether a folder with a model may be read by a file of this name."""
     return name in CONFIGS or name.endswith((INDEX, *WEIGHT_SUFFIXES))
 
 
 def _images(source: str) -> Iterator[Path]:
-    """Yields the files of a folder of images, those of its splits only if it has any."""
+    """Yields the files of a folder of images; only the files of its splits, if it has any."""
     from ..datasets import SPLITS, list_files  # Pillow, which the check of a new file need not wait for
 
     folders = [Path(source, split) for split in SPLITS if os.path.isdir(Path(source, split))]
@@ -157,5 +157,5 @@ def _is_same(one: str | Path, another: str | Path) -> bool:
 
 
 def _is_special(path: str) -> bool:
-    """Says whether something is neither a file nor a folder, but such as ``/dev/null``."""
+    """Returns whether something is neither a file nor a folder, but such as ``/dev/null``."""
     return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))

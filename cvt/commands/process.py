@@ -35,7 +35,7 @@ _PATIENCE = 10.0  # seconds that a signal waits for Python, which may be within 
 def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], int | None]) -> int:
     """Runs ``command``, which may return an exit code.
 
-    What a user can mend becomes one line on stderr and exit code 2.
+    Errors that a user can fix become one line on stderr and exit code 2.
     """
     if sys.stdout is None:
         return _fail(name, "standard output is closed, expected it open")
@@ -64,7 +64,7 @@ def _fail(name: str, reason: str) -> int:
 
 
 def why_not_printed() -> str | None:
-    """Says why what has been printed cannot be written, if it cannot; a reader that is gone wants none."""
+    """Returns why stdout cannot be written to, or None; a closed pipe is no error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -75,12 +75,12 @@ def why_not_printed() -> str | None:
 
 
 def why_not_written(error: OSError) -> str:
-    """Says that stdout cannot be written to, and why."""
+    """Returns a message that stdout cannot be written to, and why."""
     return f"standard output cannot be written to: {error.strerror}"
 
 
 def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None:
-    """Says that there is not enough memory, and for which sizes, if an error is about that; else None."""
+    """Returns a message about the sizes for which memory does not suffice; None for other errors."""
     if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
         return None
     sizes = []
@@ -135,7 +135,7 @@ def temporary_files_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def orderly() -> Iterator[None]:
-    """Lets a command end as it should, whatever its streams are and whichever signal ends it."""
+    """Lets a command end cleanly, even with closed streams or on a signal."""
     with _open_streams(), _ended_by_signals():
         try:
             yield
@@ -189,8 +189,8 @@ def _empty(stream: Any) -> None:
 def _ended_by_signals() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP into SystemExit, so that temporary files are removed.
 
-    That is left alone which somebody else handles, or ignores as nohup does, and the processes of torchrun:
-    they may be waiting for one that has died, and only return from that when they are killed.
+    Signals that already have a handler, or are ignored as by nohup, stay as they are. So do all signals in
+    processes of torchrun: they may wait for a dead peer, and only end when killed.
     """
     if threading.current_thread() is not threading.main_thread() or "TORCHELASTIC_RUN_ID" in os.environ:
         yield

@@ -1,4 +1,4 @@
-"""``cvt prune``: a model without the hidden units and heads that matter least, and what that costs."""
+"""``cvt prune``: removal of a model's least important hidden units and heads, with the loss of accuracy."""
 
 from __future__ import annotations
 

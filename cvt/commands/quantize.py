@@ -1,4 +1,4 @@
-"""``cvt quantize``: a model whose linear layers are of 8-bit numbers, and the accuracy that this costs."""
+"""``cvt quantize``: 8-bit quantization of a model's linear layers, with the loss of accuracy."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
 
 
 class _Measurements:
-    """Files of a quantized model, in some of which the layers that lose most stay in floating point.
+    """Versions of a quantized model in which more and more of the worst layers stay in floating point.
 
     Args:
         original: The model in floating point.
@@ -184,10 +184,10 @@ class _Measurements:
         self._order = [row.path for row in rows if row.scheme != "float"]
 
     def within(self, least: float) -> tuple[QuantizationReport, Evaluation]:
-        """Writes the file in which the fewest layers stay in floating point while top-1 is ``least``.
+        """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``.
 
         Raises:
-            ValueError: In none such is a layer quantized.
+            ValueError: No such version has a quantized layer.
         """
         evaluations: dict[int, Evaluation] = {}
 

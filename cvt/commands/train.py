@@ -1,4 +1,4 @@
-"""``cvt train``: training of a CvT, with ``torchrun`` on several devices."""
+"""``cvt train``: training and fine-tuning of a CvT, on several devices under ``torchrun``."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _kind(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
 
 
 def _differing(option: str, values: dict[str, Any]) -> str:
-    """Returns a sentence on the defaults that an option puts in the place of those of TrainConfig."""
+    """Returns a sentence that lists the defaults that an option changes."""
     defaults = dataclasses.asdict(TrainConfig())
     different = [
         f"--{name.replace('_', '-')} {value:g}" for name, value in values.items() if value != defaults[name]
@@ -136,7 +136,7 @@ def _differing(option: str, values: dict[str, Any]) -> str:
 def _train(arguments: argparse.Namespace) -> None:
     if arguments.json not in (None, STDOUT):
         check_writable("--json", arguments.json, directory=False)  # fails now rather than after hours
-    # Half a second of torch.distributed's, and Pillow, which --help need not wait for.
+    # lazy: torch.distributed and Pillow would slow down --help
     from ..datasets import DIGITS, RandomCrop
     from ..training.trainer import Trainer, distributed, epoch_line
 

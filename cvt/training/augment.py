@@ -1,6 +1,6 @@
-"""Augmentation of whole batches, on their device: what comes after the random crop of each image.
+"""Augmentation of whole batches, on their device, after the random crop of each image.
 
-Mixup and CutMix are written out: kornia draws a λ for each image, for Mixup evenly and without an alpha, and
+Mixup and CutMix are our own: kornia draws a λ for each image, for Mixup evenly and without an alpha, and
 returns pairs of labels instead of targets.
 """
 

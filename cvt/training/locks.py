@@ -1,4 +1,4 @@
-"""The lock of a training's directory, by which a second run there notices the first."""
+"""A lock on a training run's directory, so that a second run there fails."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Holds the lock of a directory within a block; however the process ends, the kernel releases it.
+    """Holds the lock of a directory during a block; the operating system releases it if the process dies.
 
-    Where there are no locks, a warning says so. It is a POSIX lock, which the processes that decode images do
-    not inherit: they may live a little longer than this one. It does not lock threads against each other.
+    Warns where file locks are not supported. It is a POSIX lock, which image-loading workers do not inherit:
+    they may outlive this process a little. It does not lock threads against each other.
 
     Raises:
         ValueError: Another process holds it, or it is no regular file.

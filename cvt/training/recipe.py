@@ -1,4 +1,4 @@
-"""The recipe of training: its numbers and its formulas."""
+"""The training recipe: its options and its formulas."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     """Returns the rate of a step, from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``.
 
     PyTorch's ``LinearLR`` and ``CosineAnnealingLR`` give the same values, but the latter has one least rate
-    for all groups, where layer-wise decay needs one for each; and steps that fp16 skips make them warn.
+    for all groups, where layer-wise decay needs one per group; and steps that fp16 skips make them warn.
     """
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if step < warmup:
@@ -167,8 +167,8 @@ def parameter_groups(model: Stages, weight_decay: float, layer_decay: float = 1.
     """Groups parameters for an optimizer by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
 
     The depth is 0 for norm and head, 1 for the last block, and so on down through all stages; a stage's
-    embedding and class token have that of its first block, the first stage's one more. (timm groups so too,
-    by the names of its own models.)
+    embedding and class token have the depth of its first block, the first stage's one more. (timm groups so
+    too, by the names of its own models.)
     """
     undecayed = model.no_weight_decay()
     groups: dict[tuple[float, float], dict[str, Any]] = {}
@@ -191,7 +191,7 @@ def _depth_below_head(name: str, depths: Sequence[int]) -> int:
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: float = 1.0) -> Tensor:
-    """Computes what a student loses by differing from its teacher, the mean over the batch.
+    """Computes the distillation loss of a student, the mean over the batch.
 
     ``"soft"``: T² · KL(softmax(teacher / T) ‖ softmax(logits / T)) (Hinton et al. 2015). ``"hard"``: the
     cross-entropy with the teacher's choice (Touvron et al. 2021).

@@ -1,4 +1,4 @@
-"""Reading of ``last.pth``, from which a training goes on, with checks of all that it holds."""
+"""Reading of ``last.pth``, from which training resumes, with checks of its contents."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _COLUMNS = ("epoch", "lr", "train_loss", "val_loss", "images_per_second", "secon
 
 
 def read_state(path: Path, score: str) -> dict[str, Any]:
-    """Reads the state of a training.
+    """Reads a training state.
 
     Args:
-        path: That of ``last.pth``.
+        path: The path of ``last.pth``.
         score: The column of the history by which epochs are compared.
 
     Raises:
-        CheckpointError: The file is damaged, or is none of ``cvt train``.
+        CheckpointError: The file is damaged, or not written by ``cvt train``.
     """
     state = load_pickle(path)
     with naming(path):

@@ -1,4 +1,4 @@
-"""The tasks that a model is trained for: their loss, and the figures that tell how well it does."""
+"""The tasks that a model is trained for, with their losses and metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .recipe import TrainConfig
 
 
 class Task(NamedTuple):
-    """A task, which the head of the model decides on.
+    """A task, chosen by the head of the model.
 
     Attributes:
-        score: The figure by which the best weights are known.
+        score: The metric by which the best weights are chosen.
         title: Its name, for people.
-        evaluate: Returns the figures of a model on batches; ``together`` for the batches of all processes.
+        evaluate: Returns the metrics of a model on batches; ``together`` for all processes' batches.
         loss: Returns the loss of logits and targets with label smoothing, the mean over the batch.
-        unfit: The options of a training that make no sense, and the value of each that is expected.
+        unfit: Training options that do not apply, with the value that each must have.
     """
 
     score: str
@@ -83,7 +83,7 @@ TASKS: dict[Head, Task] = {
 
 
 def check_options(head: Head, config: TrainConfig) -> None:
-    """Raises for an option of a training that makes no sense for a head."""
+    """Raises for a training option that does not apply to a head."""
     for name, expected in TASKS[head].unfit.items():
         if getattr(config, name) != expected:
             raise ValueError(f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}")

@@ -1,7 +1,7 @@
-"""The loop of training, for one process or for those that ``torchrun`` started.
+"""The training loop, for one process or several under ``torchrun``.
 
-Random numbers are seeded anew in every epoch, so that a run which is stopped at any moment, and resumed from
-the checkpoint of its last whole epoch, goes on as if it had not been stopped: on a CPU, to the same bits.
+Random numbers are seeded anew in every epoch, so that a run that was stopped and resumes from the checkpoint
+of its last complete epoch gives the same results: on a CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
 
 
 class NonFiniteLossError(ValueError):
-    """The loss is NaN or infinite; the checkpoint on disk is of an epoch before."""
+    """The loss is NaN or infinite; the checkpoint on disk is an earlier epoch's."""
 
 
 @contextlib.contextmanager
 def distributed(device: torch.device) -> Iterator[torch.device]:
-    """Joins the processes that ``torchrun`` started, if it did; yields the device of this one."""
+    """Joins the process group under ``torchrun``; yields the device of this process."""
     if not dist.is_torchelastic_launched():
         yield device
         return
@@ -79,20 +79,20 @@ class Trainer:
         config: The recipe.
         output: Directory of checkpoints and logs.
         device: Where to train.
-        teacher: With ``config.distillation``, what maps the same images to logits (or an object with
-            ``logits``).
-        resume: Go on from ``output/last.pth``, which must be there. Otherwise it must not.
+        teacher: With ``config.distillation``, a callable that maps the same images to logits (or an object
+            with ``logits``).
+        resume: Resume from ``output/last.pth``, which must exist; without ``resume`` it must not.
         workers: Processes that decode images, for each process.
         corrupt: As in :class:`cvt.datasets.Batches`.
 
     Attributes:
-        epoch: Number of whole epochs.
+        epoch: Number of completed epochs.
         history: A row of numbers for each of them.
 
     Raises:
         CheckpointError: ``resume`` from a damaged file.
         FileNotFoundError: ``resume`` without a checkpoint.
-        ModuleNotFoundError: What the ``train`` extra installs is needed.
+        ModuleNotFoundError: The ``train`` extra is not installed.
         ValueError: Arguments that contradict each other, or a checkpoint of another configuration.
     """
 
@@ -151,7 +151,7 @@ class Trainer:
         self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
 
     def _wrap(self) -> nn.Module:
-        """Returns what computes the gradients of all processes: the model under DDP or FSDP2, or itself."""
+        """Returns the model wrapped by DDP or FSDP2, or itself for one process."""
         synchronize = self.config.sync_bn and self.world_size > 1
         if not self.config.shard:
             wrapped = DistributedDataParallel(self.model) if self.world_size > 1 else self.model
@@ -314,7 +314,7 @@ class Trainer:
             raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the figures of the averaged weights, else of the model.
+        """Returns the metrics of the averaged weights, or else of the model.
 
         These are ``val_loss``, and ``top1`` and ``top5``; of a segmenter ``miou``, ``pixel_accuracy`` and
         ``iou/CLASS`` for each class.
@@ -324,7 +324,7 @@ class Trainer:
         return self.task.evaluate(model, self.val_batches, self.device, **options)
 
     def _save(self) -> None:
-        """Writes ``last.pth`` to go on from, and before it ``best.pth`` if every epoch before was worse."""
+        """Writes ``last.pth``, and before it ``best.pth`` if this is the best epoch so far."""
         if self.config.shard:
             whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
             model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
@@ -350,7 +350,7 @@ class Trainer:
         self._stamp = _stamp(self.output / LAST)
 
     def _load(self) -> None:
-        """Goes on from ``last.pth``."""
+        """Resumes from ``last.pth``."""
         path = self.output / LAST
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
@@ -391,7 +391,7 @@ def epoch_line(row: dict[str, float], epochs: int) -> str:
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
-    """Writes a checkpoint; whenever the process or the machine dies, the old one or the new one is whole."""
+    """Writes a checkpoint atomically."""
     with replacing(path) as scratch, writing(scratch) as file:
         torch.save(content, file)
 
@@ -402,19 +402,19 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Lets every BatchNorm normalize by its running statistics, and keep them, until ``model.train()``."""
+    """Freezes every BatchNorm at its running statistics, until ``model.train()``."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Returns the number of this process, 0 for the first, and how many there are."""
+    """Returns the rank of this process and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns what was and what is of every value that differs, field by field for a configuration."""
+    """Returns the old and new value of everything that differs, field by field for a configuration."""
     texts = []
     for name, before in then.items():
         after = now.get(name)

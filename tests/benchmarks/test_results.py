@@ -81,7 +81,7 @@ def make(tmp_path):
 
 
 def test_the_pages_are_what_the_json_says():
-    """The results of this repository have tables of every kind but those of GPUs and of the model's suite."""
+    """The results of this repository have every kind of table except for GPUs and the model's suite."""
     runs = tabulate.load(tabulate.RESULTS)
     pyramids = tabulate.pyramids_by_device(tabulate.RESULTS)
     others = [*map(tabulate.pyramids_of, pyramids.values()), *tabulate.variants_by_device(tabulate.RESULTS)]

@@ -44,7 +44,7 @@ _PYRAMID = _MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "
 
 
 def _of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
-    """Returns the examples of an operator on rows: those of all, and one more for each value by name."""
+    """Returns the examples of an operator on rows: the common ones, and one more for each named value."""
     examples = {
         "usual": _ROWS | settings,
         "odd": _ODD_ROWS | settings | ({"outputs": 5} if "outputs" in settings else {}),
@@ -191,7 +191,7 @@ def _pair(operator: str, backend: str) -> Any:
 
 
 def pairs(chosen: Callable[[str, str], bool] = lambda operator, backend: True) -> Any:
-    """Parametrizes a test by operators and those of their backends that are chosen, as one parameter."""
+    """Parametrizes a test by operators and their chosen backends, as one parameter."""
     found = [
         _pair(operator, backend)
         for operator, known in backends.implementations.items()
@@ -202,12 +202,12 @@ def pairs(chosen: Callable[[str, str], bool] = lambda operator, backend: True) -
 
 
 def has_gradients(operator: str, backend: str) -> bool:
-    """Says whether a backend of an operator computes gradients."""
+    """Returns whether a backend of an operator computes gradients."""
     return operator not in ROUNDING and (operator, backend) not in WITHOUT_GRADIENTS
 
 
 def is_ours(operator: str, backend: str) -> bool:
-    """Says whether a backend has kernels of this project."""
+    """Returns whether a backend has kernels of this project."""
     return backend in backends.OURS
 
 
@@ -314,7 +314,7 @@ def tensors_of(results: Any) -> list[Tensor]:
 
 
 def same_bits(ours: tuner.Results | list[Tensor], others: tuner.Results | list[Tensor]) -> bool:
-    """Says whether results are equal in every bit."""
+    """Returns whether results are equal in every bit."""
     flat, other = (pytree.tree_leaves(list(each)) for each in (ours, others))
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(flat, other, strict=True))
 

@@ -49,7 +49,7 @@ class KernelCall(NamedTuple):
     multiprocessors: int = 1
     backwards: bool = False
     eps: float = 1e-5
-    result: torch.dtype | None = None  # the dtype of the LayerNorm and its gradient; None for that of x
+    result: torch.dtype | None = None  # the dtype of the LayerNorm and its gradient; None for x's
     shift: Tensor | None = None  # of a LayerNorm without an addend and without an activation
     missing_barrier: int = 0  # the line of a barrier that is left out
 
@@ -218,12 +218,12 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def adds(operation, activation):
-    """Says whether a kernel takes an addend: no operator activates the LayerNorm of a sum."""
+    """Returns whether a kernel takes an addend: no operator activates the LayerNorm of a sum."""
     return operation == "layer_norm_backward" or (operation == "layer_norm" and activation == "identity")
 
 
 def assert_results_accurate(call, results, dtype):
-    """Compares with PyTorch's own operators in a dtype, rounded to that of the results."""
+    """Compares with PyTorch's own operators in a dtype, rounded to the results' dtype."""
     exact, theirs = expected(call, torch.float64), expected(call, dtype)
     for got, same, right in zip(results, theirs, exact, strict=True):
         if got.shape == call.x.shape[:-1]:  # mean or rstd: kept in float32, whatever PyTorch does
@@ -245,7 +245,7 @@ def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
 
 
 def assert_right(run, calls, dtype):
-    """Compares with float64 up to rounding, of which the accuracy test is stricter."""
+    """Compares with float64 up to rounding; the accuracy test is stricter."""
     epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
     for call, results in zip(calls, run(*calls), strict=True):
         for got, exact in zip(results, expected(call, torch.float64), strict=True):
@@ -298,7 +298,7 @@ def test_a_shift_is_the_sum_that_is_normalized(run):
 
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float16], ids=str)
 def test_a_result_of_another_dtype_is_rounded_once(run, result):
-    """The gradient of a branch is that of the stream, rounded; the result likewise that in float32."""
+    """The gradient of a branch is the stream's, rounded; so is the result compared with float32's."""
     calls = [
         make("layer_norm", (70, 64), torch.float32),
         make("layer_norm_backward", (70, 64), torch.float32),

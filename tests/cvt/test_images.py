@@ -148,7 +148,7 @@ def test_files_that_cannot_be_used(tmp_path, name, content, error, message):
 def test_more_pixels_than_pillow_opens(tmp_path, monkeypatch):
     """It would warn of half as many, if that were not put down once, at the import."""
     spec = importlib.util.spec_from_file_location("cvt.images_again", images.__file__)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # pytest undoes that of the first import
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # pytest undoes the first import's
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
     Image.new("L", (20, 20)).save(tmp_path / "a.png")
     Image.new("L", (30, 30)).save(tmp_path / "b.png")

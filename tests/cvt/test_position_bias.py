@@ -130,7 +130,7 @@ def test_compiles_without_graph_breaks():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     results = model(IMAGES), compiled(IMAGES)
     torch.testing.assert_close(results[1], results[0])
-    # Gradients of the others are those of models without a table.
+    # The other gradients equal the ones of a model without a table.
     ours, theirs = (torch.autograd.grad(result.sin().sum(), table)[0] for result in results)
     assert ours.any()
     torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=1e-5)

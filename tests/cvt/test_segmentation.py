@@ -207,7 +207,7 @@ def test_names_of_the_classes(label_maps):
 
 
 def save_png(file, bits, labels, *, palette):
-    """Writes labels (H, W), a row of which fills whole bytes, with so many bits for each."""
+    """Writes labels (H, W) with so many bits each; a row must fill whole bytes."""
     digits = (labels[..., None] >> np.arange(bits)[::-1] & 1).astype(np.uint8)
     rows = np.packbits(digits.reshape(len(labels), -1), axis=1)
     height, width = labels.shape

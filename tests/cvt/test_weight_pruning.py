@@ -34,7 +34,7 @@ def blocks(model):
 
 
 def places(rows, among):
-    """Returns where the rows of a matrix are among those of another; each is there, in the same order."""
+    """Returns the indices of a matrix's rows in another matrix, which has all of them in the same order."""
     found = (rows[:, None] == among).all(2)
     assert (found.sum(1) == 1).all()
     indices = found.int().argmax(1)

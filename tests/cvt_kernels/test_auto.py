@@ -1,4 +1,4 @@
-"""``auto``: the first call of a kind tunes the kernels; later ones and other processes rely on that."""
+"""``auto``: the first call of each cache key autotunes; later calls and other processes use its entry."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def slow(function, seconds=0.01):
 
 @pytest.fixture
 def tuned(monkeypatch, tuning) -> list[str]:
-    """Turns tunings on and PyTorch's own GELU slow; lists the cache keys as they are tuned."""
+    """Turns autotuning on and makes PyTorch's own GELU slow; lists the cache keys as they are tuned."""
     cache_keys = []
     tune = tuner.tune
 
@@ -99,7 +99,7 @@ def _one_wrong(x, *, approximate):
 
 def _outside(x, *, approximate):
     out = torch.empty_like(x).copy_(reference.gelu(x, approximate=approximate))
-    with contextlib.suppress(RuntimeError):  # outside of a tuning there is nothing behind it
+    with contextlib.suppress(RuntimeError):  # outside of autotuning there is nothing behind it
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(0.0)
     return out
 
@@ -435,7 +435,7 @@ def test_on_a_cpu_gelu_is_left_to_torch_compile(tuned):
     torch.testing.assert_close(compiled(x, weight, bias), expected)
     assert targets == [F.linear, F.gelu]
     assert ck.fallbacks()["gelu", "native"] == "torch.compile fuses such calls with others on a CPU"
-    with ck.use_backend("native", "reference"):  # who asks for a backend gets it
+    with ck.use_backend("native", "reference"):  # a requested backend serves
         torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight) + 10)
     remember_entry("native", "gelu", x.requires_grad_(), approximate="none")
     assert torch.equal(torch.compile(ck.gelu, fullgraph=True, backend=noted)(x), x + 10)  # with gradients
@@ -483,7 +483,7 @@ def test_the_choice_for_graphs_serves_in_graphs(tuned, monkeypatch):
 
 
 def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned):
-    """A call before, which it could not serve, may have left it out."""
+    """An earlier call, which it could not serve, may have left it out."""
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
     asked = remember(autotune.Entry("reference", "reference", {"reference": MEASUREMENT}), x)
@@ -493,7 +493,7 @@ def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned):
 
 
 @pytest.mark.parametrize("chosen", ["triton", "float32", "something"])
-def test_a_entry_for_what_cannot_serve_here(tuned, chosen):
+def test_an_entry_for_what_cannot_serve_here(tuned, chosen):
     register(reference.gelu)
     x = torch.randn(5, 16)
     remember(autotune.Entry(chosen, chosen, {"native": MEASUREMENT}), x)
@@ -563,7 +563,7 @@ def test_when_a_choice_of_a_busy_machine_is_not_timed_again(unsure, monkeypatch,
 # Settings -------------------------------------------------------------------------------------------------
 
 
-def test_without_tunings_pytorchs_own_serve(tuned, monkeypatch):
+def test_without_autotuning_pytorchs_own_serve(tuned, monkeypatch):
     calls = register(reference.gelu)
     monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "0")
     ck.gelu(torch.randn(5, 16))
@@ -577,7 +577,7 @@ def test_without_tunings_pytorchs_own_serve(tuned, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), FloatingPointError("nothing finite")])
-def test_a_tuning_that_fails_leaves_the_call_to_pytorch(tuning, monkeypatch, error):
+def test_failed_autotuning_leaves_the_call_to_pytorch(tuning, monkeypatch, error):
     attempts = []
 
     def fails(task):
@@ -712,7 +712,7 @@ ck.conv_projection(one, (1, 1), [branch()], training=True)
 # Costs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_call_with_a_entry_costs_as_one_by_request(tuning):
+def test_a_call_with_an_entry_costs_as_one_by_request(tuning):
     x, conv, best = (
         torch.randn(1, 1, 8),
         ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), *torch.ones(4, 8), padding=1),
@@ -734,7 +734,7 @@ def test_a_call_with_a_entry_costs_as_one_by_request(tuning):
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @torch.no_grad()
-def test_nothing_is_remembered_of_a_call_with_tensors_as_settings(backend):
+def test_nothing_is_cached_for_a_call_with_tensors_as_settings(backend):
     """They would be kept alive, and their numbers may change."""
     q, scale = torch.randn(1, 4, 2, 8), torch.tensor(0.5)
     made = example("transformer_block", "reference", "usual").call.record

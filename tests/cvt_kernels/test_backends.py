@@ -1,4 +1,4 @@
-"""The choice of backends, by request and by entry, with made-up ones beside those of the project."""
+"""The choice of backends, by request and by cache entry, with made-up ones besides the project's."""
 
 import _thread
 import math
@@ -22,7 +22,7 @@ from tests.fuzz.judge import call_public
 from tests.processes import run_python
 
 
-def test_auto_takes_pytorchs_own_without_a_entry_and_records_why():
+def test_auto_takes_pytorchs_own_without_an_entry_and_records_why():
     x = torch.zeros(3)
     add_marked_backend("native", 10.0)
     add_marked_backend("triton", 20.0, devices=("cuda",))
@@ -311,7 +311,7 @@ def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_tu
     assert not dispatch.may_be_ours("gelu", "cpu")
 
 
-def test_entries_are_asked_once_for_each_signature_and_again_once_forgotten(monkeypatch):
+def test_entries_are_looked_up_once_for_each_signature_and_again_once_forgotten(monkeypatch):
     asked, get = [], autotune.Cache.get
     monkeypatch.setattr(
         autotune.Cache, "get", lambda cache, cache_key: asked.append(1) or get(cache, cache_key)
@@ -376,7 +376,7 @@ def test_a_cache_key_depends_on_the_class_of_sizes(operator):
 
 
 @pytest.mark.parametrize("operator", backends.operators)
-def test_calls_of_other_economics_are_other_cache_keys(operator):
+def test_calls_with_other_costs_have_other_cache_keys(operator):
     changes = [{}, {"dtype": "bfloat16"}, {"channels": 9}]
     if operator not in ROUNDING:
         changes.append({"gradient": "all"})

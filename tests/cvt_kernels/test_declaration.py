@@ -147,7 +147,7 @@ def test_plans_are_bounded(first, monkeypatch):
                                       "bias_gelu", "conv_projection"])  # fmt: skip
 @torch.no_grad()
 def test_native_kernels_serve_what_they_have_prepared(operator, monkeypatch):
-    """The contract of each operator has that the bits are those of a first call."""
+    """The contract tests of each operator check that the bits equal a first call's."""
     made, native = example(operator, "native", "usual"), backends.registered(operator, "native").load()
     made.public(made.call.record)
     refused = pytest.fail.Exception("the backend's function serves, not what it has prepared")

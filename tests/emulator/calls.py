@@ -1,4 +1,4 @@
-"""The calls that the emulator makes: those of the tests of memory accesses, and some of more tiles."""
+"""The calls that the emulator makes: the memory-access tests' and some with more tiles."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ CALLS: dict[str, Call] = {
 COUNTED = _of_cvt_13()
 CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | COUNTED
 
-#: A part of them, with a kernel of each family, of which most compile quickly.
+#: A part of them, with a kernel of each family; most compile quickly.
 SMOKE = (
     "one token", "no gradient", "keys on the chip", "a bias", "by position", "walk at one pixel", "embedding",
     "embedding of many channels", "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits",

@@ -181,7 +181,7 @@ def _in_float64() -> Iterator[None]:
 def _gradients(outs: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Returns outputs and gradients, as ``test_accesses.gradients``, of numbers that every dtype has.
 
-    Ones would not do: of them, those of a BatchNorm in training are zero.
+    Ones would not do: with them, a BatchNorm's in training are zero.
     """
     outs = outs if isinstance(outs, tuple) else (outs,)
     numbers = torch.Generator().manual_seed(1)

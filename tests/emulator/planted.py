@@ -111,7 +111,7 @@ def plant_all(call: Call, most: int) -> list[Entry]:
 
 
 def _differs(check: Check, call: Call, programs: dict[str, Program], right: Outcome, limit: int) -> bool:
-    """Says whether results are others than without the fault, in some order of the warps."""
+    """Returns whether results are others than without the fault, in some order of the warps."""
     for seed in (0, *_SEEDS):
         results = check.run(Runner(call.arch, programs, seed=seed, limit=limit)).results
         same = (

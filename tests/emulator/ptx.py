@@ -202,7 +202,7 @@ class Kernel:
         return self._constants[key]
 
     def _value(self, token: str, kind: str = "u32") -> int:
-        """Returns the register of an operand; that of a number is filled before the kernel begins."""
+        """Returns the register of an operand; a constant's is filled before the kernel begins."""
         wide = kind.endswith("64")
         if token in self._shared:
             return self._constant(self._shared[token], wide)

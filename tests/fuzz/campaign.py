@@ -47,7 +47,7 @@ class Figures:
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
-#: Given the line of a case, yields those of simpler ones.
+#: Given the line of a case, yields lines of simpler cases.
 Simplify = Callable[[str], Iterable[str]]
 
 

@@ -49,7 +49,7 @@ _INPUTS = (
     "model.pth", "./model.pth", "model", "model/config.json", "model/../model/model.safetensors", "photo.png",
     "data/train/cat/0.png", "data/val/dog/1.png", "data", "labels.txt", "results0.json", "results1.json",
 )  # fmt: skip
-#: The settings of a case: a command, and how many mutations of which kinds.
+#: The settings of a case: a command, and the number and kinds of mutations.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "command": tuple(_LINES),
     "first": ("none", *_MUTATIONS),

@@ -29,14 +29,14 @@ from .worker import Answer
 _Pair = tuple[Tensor, Tensor]
 #: What serves the parts of operators that are made of others.
 _PARTS = ("native", "reference")
-_SLACK_OF_PYTORCHS = 8.0  # more than that of ours, since their faults are not ours to mend
+_SLACK_OF_PYTORCHS = 8.0  # more than ours, since PyTorch's faults are not ours to fix
 _NUDGES = 8  # comparisons at most with arguments that are off by roundings
 #: The operators whose reference multiplies matrices by einsum.
 _WITH_EINSUM = ("attention", "transformer_block")
 
 
 class _Standards(NamedTuple):
-    """Results to compare with: PyTorch's of the same dtype, exact ones, and those of nudged arguments.
+    """Results to compare with: PyTorch's in the same dtype, exact ones, and ones of nudged arguments.
 
     Attributes:
         same: PyTorch's results in the same dtype.
@@ -198,7 +198,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Says whether two results have the same bits; which of its NaN two processors make is their own."""
+    """Returns whether two results have the same bits; which of its NaN two processors make is their own."""
     if not a.is_floating_point() or not b.is_floating_point():
         return _same_bits(a, b)
     a, b = (t.masked_fill(t.isnan(), math.nan) for t in (a, b))
@@ -227,13 +227,13 @@ class _Rule(NamedTuple):
         floor: The error that the roundings of float64 may make.
         autocast: Whether autocast was on.
         is_odd_judged: Whether numbers that are not finite are judged: not where sums of squares overflow, and
-            not of PyTorch's own backends, as SDPA, which has 0 for NaN, or oneDNN, of which NaN spreads.
+            not of PyTorch's own backends: SDPA turns NaN into 0, and oneDNN spreads it.
         slack: By what all that is allowed is multiplied: SDPA's exponential has 20 bits.
         is_nan_infinite: Whether NaN is as good as an infinity: of running statistics, and of compositions,
             which overflow elsewhere on the way.
         may_be_finite: Whether a number may be finite where PyTorch has NaN: gradients of convolutions need
             not multiply zeros of the padding.
-        others: The size of other gradients and of those of the outputs, for a gradient; None for results.
+        others: For a gradient, the size of the other gradients and the outputs' gradients; else None.
     """
 
     floor: float
@@ -287,7 +287,7 @@ def _compare(
 
 
 def _overflows(case: Case, name: str) -> bool:
-    """Says whether sums may leave the range of their dtype: of squares, or what is rounded between parts."""
+    """Returns whether sums may overflow their dtype: sums of squares, or values rounded between parts."""
     values, dtype = case.settings["values"], case.settings["dtype"]
     return values == "largest" or (values == "huge" and dtype == "float16" and name == "composed")
 

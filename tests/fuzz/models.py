@@ -1,4 +1,4 @@
-"""Sequences of changes to accelerated models, each forward compared with that of an untouched twin."""
+"""Sequences of changes to accelerated models, each forward compared with an untouched twin's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trial of a case, of whichever subject."""
+"""Running of a case of any subject."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SECONDS = 120.0  # the longest that a case may take
 
 
 class Answer(NamedTuple):
-    """The result of a trial of a case.
+    """The result of running a case.
 
     Attributes:
         flaws: What is wrong, a sentence each.

@@ -34,7 +34,7 @@ _KINDS = {
         "copies": r"aten::(copy_|clone|contiguous|cat|to)$|: (Clone|Cat|Copy)",
     }.items()
 }
-# The ends of the names of classes, ours and those of transformers.
+# The endings of class names, ours and transformers'.
 _PARTS = {
     "embedding": ("PatchEmbeddings", "CvtEmbeddings", "ConvEmbed"),
     "block": ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer", "CvtLayer", "Block"),
@@ -85,7 +85,7 @@ def release_workspace() -> None:
 
 
 def _of_extension(name: str) -> Any:
-    """Calls a function of the compiled extension; returns None where there is no extension that has it."""
+    """Calls a function of the compiled extension; returns None if the extension lacks it."""
     with contextlib.suppress(machine.ExtensionError):
         if machine.why_native_unavailable("cpu") is None:
             return getattr(machine.load_extension(), name, lambda: None)()
@@ -246,7 +246,7 @@ def work(config: CvTConfig, image_size: int, batch_size: int, itemsize: int) -> 
         # Three branches, each with a scale and a shift for BatchNorm.
         convolved = (2 * taps + 2) * (grid + 2 * keys) * dim
         add(part, "convolution", stage.depth, convolved, (2 * q + 2 * kv) * dim)
-        # Two LayerNorms and two residual sums, of which the first is one operator with the second LayerNorm.
+        # Two LayerNorms and two residual sums; the first sum is fused with the second LayerNorm.
         add(part, "norm", stage.depth, 16 * q * dim, (2 + 4 + 3) * q * dim)
         add(part, "gelu", stage.depth, 8 * q * hidden, 2 * q * hidden)
     return rows

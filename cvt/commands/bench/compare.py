@@ -1,4 +1,4 @@
-"""Two results of ``cvt bench`` side by side: which contenders have become faster, and what else differs."""
+"""Comparison of two results of ``cvt bench``: which contenders became faster, and what else differs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Change(NamedTuple):
 
     Attributes:
         factor: New over old speed, each as a multiple of Hugging Face's in the same rounds if both have it
-            (of Hugging Face's itself: plain speed). The range is that of two values anywhere between the
-            quartiles of their results.
-        is_judged: Whether both have rounds enough to tell a change from noise.
+            (of Hugging Face's itself: plain speed). The range spans the ratios of all
+            values between the quartiles of the two results.
+        is_judged: Whether both have enough rounds to tell a change from noise.
     """
 
     batch_size: int

@@ -1,4 +1,4 @@
-"""The models that are compared, with the same weights: Hugging Face's as it is and made faster, and ours."""
+"""The contenders, all with the same weights: Hugging Face's model, sped-up forms of it, and ours."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ...factory import create_model, randomize
 from ...huggingface import CheckpointError, save_huggingface, why_inexpressible
 from ...model import CvT
 
-#: What ours can be measured beside; Hugging Face's eager model always is, as the one to compare with.
+#: Peers that ours can be compared with; Hugging Face's eager model is always measured, as the baseline.
 PEERS = {
     "hf": "Hugging Face's model",
     "compile": "the same under torch.compile",
     "compile-max": 'the same under torch.compile(mode="max-autotune")',
     "eager": "the model of cvt in plain PyTorch: backend reference",
 }
-#: What this project offers instead, measured wherever it can run but for what ``COMPILED`` has.
+#: This project's contenders, measured wherever they can run; the ones in ``COMPILED`` only on request.
 OURS = {
     "cvt": "the model of cvt",
     "accelerate": "Hugging Face's after cvt_kernels.accelerate(freeze=False)",
@@ -98,7 +98,7 @@ class Contender(NamedTuple):
 
 
 def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[str]:
-    """Lists the contenders of a measurement: ``"hf"``, the ``peers``, and those of ours that can run.
+    """Lists the contenders of a measurement: ``"hf"``, the ``peers``, and ours, if they can run.
 
     Frozen models are replayed as CUDA graphs on a GPU; nothing is frozen for training steps.
     """

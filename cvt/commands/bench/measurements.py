@@ -66,8 +66,8 @@ def run(
 ) -> dict[str, Any]:
     """Measures our models beside others with the same weights: parity, speed, memory, and where time goes.
 
-    The arguments are the options of ``cvt bench``; ``against`` are results, so that those of another model
-    fail at once.
+    The arguments are the options of ``cvt bench``; ``against`` has earlier results, which are
+    checked to be of the same model before anything runs.
 
     Returns:
         Facts and samples, ready for JSON; ``docs/report.md`` has the format.
@@ -247,7 +247,7 @@ def _parities(
     about: dict[str, Any],
     progress: Any,
 ) -> Iterator[tuple[Contender, dict[str, Any]]]:
-    """Compares the logits of all photos with float64's; in training those of one batch, and its gradients.
+    """Compares the logits of all photos with float64's; in training, logits and gradients of one batch.
 
     It raises ValueError where an error is larger than Hugging Face's in the same dtype allows.
     """

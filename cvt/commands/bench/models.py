@@ -1,8 +1,8 @@
 """The models that ``cvt bench`` knows by name: CvT, and others of transformers that run on the same kernels.
 
-The latter have the sizes that were published: those of SegFormer as in Table 6 of Xie et al. 2021 (MLPs four
-times as wide in every stage, as in its code, and 150 classes as in ADE20K), of PVT as in Table 1 of Wang et
-al. 2021, of PVT v2 as in Table 1 of Wang et al. 2022, and of GLPN as in Kim et al. 2022, whose encoder is
+The latter have the published sizes: SegFormer as in Table 6 of Xie et al. 2021 (MLPs four
+times as wide in every stage, as in its code, and 150 classes as in ADE20K), PVT as in Table 1 of Wang et
+al. 2021, PVT v2 as in Table 1 of Wang et al. 2022, and GLPN as in Kim et al. 2022, whose encoder is
 SegFormer's B4.
 """
 

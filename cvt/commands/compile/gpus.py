@@ -15,7 +15,7 @@ class Limits(NamedTuple):
 
 
 #: Limits per compute capability, as in CUDA 13.0 (``cuda_occupancy.h``; CCCL's
-#: ``cuda/__device/arch_traits.h``). The number of multiprocessors is that of A100, RTX 3090, RTX 4090, H100,
+#: ``cuda/__device/arch_traits.h``). The numbers of multiprocessors are for A100, RTX 3090, RTX 4090, H100,
 #: B200 and RTX 5090.
 LIMITS = {
     80: Limits(164, 32, 64, 108),

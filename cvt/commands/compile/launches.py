@@ -1,6 +1,6 @@
 """The models and operators that are compiled, and the launches of Triton kernels that each stage makes.
 
-The operators run on tensors without memory (``device="meta"``), and their launches are recorded.
+The operators run on meta tensors, and their launches are recorded instead of started.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
 
 
 class _Step:
-    """A step of a stage: makes tensors without memory, and calls operators of Triton on them."""
+    """A step of a stage: makes meta tensors, and calls Triton's operators on them."""
 
     def __init__(self, stage: Stage, dtype: torch.dtype, batch: int, training: bool):
         self.stage, self.dtype, self.batch, self.training = stage, dtype, batch, training

@@ -67,7 +67,7 @@ def entry(
     purpose_of: Callable[..., str] = purpose,
     fine: str = "nothing spills, everything fits",
 ) -> list[str]:
-    """Returns a line for each flaw, or one line that says that all rows are ``fine``."""
+    """Returns a line for each flaw, or one line that everything is ``fine``."""
     lines = []
     for row in rows:
         served = " ".join([*row.dtypes, purpose_of(row.cases, brief=False)])

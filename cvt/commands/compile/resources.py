@@ -87,7 +87,7 @@ class Resources(NamedTuple):
         return self.static_shared + self.dynamic_shared
 
     def flaws(self, arch: int) -> list[str]:
-        """Returns what must not be: registers in memory, or more of something than a block may have."""
+        """Returns the flaws of the kernel: spilled registers, or resources beyond a block's limits."""
         flaws = []
         if self.stack:
             flaws.append(f"spills: {self.stack} bytes")

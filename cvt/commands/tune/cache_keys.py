@@ -1,4 +1,4 @@
-"""The cache keys that a model asks of the operators, with the arguments of one call for each."""
+"""The autotuning cache keys of a model's calls, with the arguments of one call for each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...config import DTYPES, PRESETS, TokenKeep
 from ...factory import create_model
 from ...model import Block
 
-#: The backends to request, so that an operator that is composed of others asks of these too.
+#: The backends to request, so that composed operators call their parts, whose cache keys are recorded too.
 COMPOSED: tuple[backends.Backend, ...] = ("composed", "native", "reference")
 
 
 class Workload(NamedTuple):
-    """The steps of a model whose calls are tuned: a forward, and if wanted a training step.
+    """The steps of a model whose calls are tuned: a forward, and optionally a training step.
 
     ``quantized`` adds the forward of the quantized model; ``token_keep`` is as of ``CvTConfig``.
     """
@@ -42,7 +42,7 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorLike:
-    """The description of a tensor, from which another process makes one. Its numbers do not matter."""
+    """The description of a tensor, from which another process makes one with random values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -56,7 +56,7 @@ class TensorLike:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, wants_gradient)
 
     def make(self, device: torch.device, generator: torch.Generator) -> Tensor:
-        """Makes the tensor; vectors, of which one may be a variance, are positive."""
+        """Makes the tensor; vectors are positive, since one may be a variance."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         if self.dtype == torch.int8:
             return tensor.random_(-127, 128, generator=generator)
@@ -72,10 +72,10 @@ class TensorLike:
 
 
 class CacheKey(NamedTuple):
-    """One kind of calls, by the arguments of one of them; plain data, which can go to another process.
+    """A cache key with the arguments of one of its calls; picklable, for other processes.
 
     Attributes:
-        text: The cache key as the files of entries have it.
+        text: The cache key as in the cache's files.
         arguments: The arguments by name, with a :class:`TensorLike` for every tensor.
         autocast: The dtype of autocast around the call; None without it.
     """
@@ -92,10 +92,10 @@ class CacheKey(NamedTuple):
 
 
 def collect(workload: Workload, device: torch.device) -> list[CacheKey]:
-    """Runs the steps of a workload on tensors without memory, and lists every cache key once.
+    """Runs the steps of a workload on fake tensors, and lists every cache key once.
 
-    Inference comes before training, dtypes are in the order of the workload, and the parts of a composition
-    come before it, since it is timed with the backends that serve them.
+    Inference comes before training, and dtypes are in the order of the workload. The parts of a composed
+    operator come before it, since it is timed with the backends chosen for them.
     """
     collector = _Collector()
     cache_keys: dict[str, CacheKey] = {}
@@ -109,13 +109,13 @@ def collect(workload: Workload, device: torch.device) -> list[CacheKey]:
 
 
 def _rank(cache_key: CacheKey) -> tuple[bool, int]:
-    """Returns what parts have less of than what is composed of them."""
+    """Returns a sort key by which operators come before those composed of them."""
     composed = "composed" in backends.implementations[cache_key.operator]
     return composed, list(backends.operators).index(cache_key.operator)
 
 
 def _without_entropy(workload: Workload) -> list[Workload]:
-    """Returns workloads that know how many tokens stay: in place of ``"entropy"`` the least and the most."""
+    """Returns workloads with fixed fractions: in place of ``"entropy"`` its least and its greatest."""
     keep = workload.token_keep
     if "entropy" not in (keep if isinstance(keep, tuple) else (keep,)):
         return [workload]
@@ -127,7 +127,7 @@ def _without_entropy(workload: Workload) -> list[Workload]:
 
 
 def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
-    """Puts layers of 8-bit integers without numbers into a model without numbers."""
+    """Replaces the linear layers of a meta model by int8 layers."""
     for layer in find_layers(model, embeddings=False):
         linear = cast(nn.Linear, layer.module)
         made = LinearInt8(linear.in_features, linear.out_features, linear.bias is not None).to(dtype)
@@ -135,7 +135,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Collector:
-    """The calls of models to the operators, by their cache keys."""
+    """A recorder of the operator calls of models, by cache key."""
 
     def __init__(self) -> None:
         self.cache_keys: dict[str, CacheKey] = {}
@@ -177,7 +177,7 @@ class _Collector:
             model(images)
 
     def _watch(self, model: nn.Module, device: torch.device) -> None:
-        """Lets calls be noted that the model makes elsewhere, or that upstreams make otherwise."""
+        """Records also calls that only occur on other devices or in Hugging Face's and Microsoft's models."""
         # In Hugging Face's and Microsoft's models the images are not channels-last, so that the tokens of
         # stage 0 are strided, and for a single image those of every stage.
         for name, module in model.named_modules():
@@ -198,9 +198,9 @@ class _Collector:
     def _recording(
         self, operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
-        """Returns an implementation that notes its calls and computes what the reference does.
+        """Returns an implementation that records its calls and computes as the reference does.
 
-        A composition calls other operators, whose cache keys are asked too.
+        A composed operator calls others, whose cache keys are recorded too.
         """
         plain: Any = backends.operators[operator]
         function = implementation.function if backend == "composed" else plain.reference
@@ -222,13 +222,13 @@ class _Collector:
         return dataclasses.replace(implementation, function=serve, why_unsupported=None)
 
     def _record_layer_norms(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Notes the calls of a LayerNorm for tokens as they lie and for ones that lie channel by channel."""
+        """Records the calls of a LayerNorm, for the given layout of tokens and for the channels-first one."""
         norm = cast(nn.LayerNorm, module)
         for x in (args[0], args[0].transpose(1, 2).contiguous().transpose(1, 2)):
             self._record("layer_norm", x, norm.weight, norm.bias, eps=norm.eps)
 
     def _record_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Notes the call of a linear layer; on tensors without memory the layer does not ask the registry."""
+        """Records the call of a linear layer, which on fake tensors bypasses the registry."""
         x, weight, bias = args[0], module.weight, module.bias
         if x.dtype == weight.dtype:
             self._record("linear", x, weight, bias)

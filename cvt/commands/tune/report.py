@@ -1,4 +1,4 @@
-"""The report of ``cvt tune``: the table that it prints, what it says about the whole, and its JSON file."""
+"""The report of ``cvt tune``: the table and the summary that it prints, and its JSON file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Returns the lines of a table: a block for each operator, direction and dtype, a line for each key.
+    """Returns the lines of a table: a block for each operator, direction and dtype, a line per cache key.
 
     A backend's column has microseconds, or its flaw in a word; the error is the largest of our kernels'.
     """
@@ -88,7 +88,7 @@ def _measurements(result: Result) -> dict[str, Measurement]:
 
 
 def summary(results: Sequence[Result], cache: Cache) -> list[str]:
-    """Returns the lines about the whole: every flaw, the number of cache keys, and where the entries are."""
+    """Returns the lines of the summary: every flaw, the number of cache keys, and where the cache is."""
     lines = [
         f"{name}, {result.cache_key}: {flaw}" for result in results for name, flaw in result.flaws.items()
     ]
@@ -122,7 +122,7 @@ def _counts(tuned: Sequence[Entry]) -> dict[str, int]:
 
 
 def as_json(results: Sequence[Result], workload: Workload, cache: Cache) -> dict[str, Any]:
-    """Returns the contents of the JSON file, which has every measurement."""
+    """Returns the contents of the JSON file, with every measurement."""
     reason = cache.why_not_remembered()
     return {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""The tuning of one cache key after another, by a process that may hang or die of a kernel."""
+"""Autotuning of cache keys one by one, in a worker process that may hang or crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .worker import Failure, NotEnoughMemory, Worker
 
 
 class Result(NamedTuple):
-    """The result of one cache key: its entry, or why it is not tuned."""
+    """The result for one cache key: its entry, or why it could not be tuned."""
 
     cache_key: str
     entry: Entry | None
@@ -28,7 +28,7 @@ class Result(NamedTuple):
 
     @property
     def flaws(self) -> dict[str, str]:
-        """The backends that cannot serve, each with its flaw."""
+        """The flaws of the backends that failed, by name."""
         measurements = self.entry.measurements if self.entry is not None else {}
         return {
             name: measurement.flaw
@@ -38,18 +38,18 @@ class Result(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """True if there is an answer, and no kernel of this project has a flaw."""
+        """True if there is an entry, and no kernel of this project has a flaw."""
         return self.entry is not None and not any(name in backends.OURS for name in self.flaws)
 
 
-#: Processes that compile side by side; each holds a context of the GPU.
+#: Number of compiling processes; each holds a CUDA context.
 _MOST_COMPILERS = 8
 
 
 def compile_ahead(cache_keys: Iterable[CacheKey], device: torch.device, until: float = math.inf) -> None:
     """Compiles the Triton kernels for cache keys in several processes, until a time of ``time.monotonic()``.
 
-    So compilation does not count as the time of a kernel. What does not compile shows when it is tuned.
+    So compilation does not count towards a kernel's time limit. A failure to compile shows when it is tuned.
     """
     todo = [each for each in cache_keys if "triton" in backends.implementations[each.operator]]
     processes = min(_MOST_COMPILERS, len(os.sched_getaffinity(0)), len(todo))
@@ -69,9 +69,9 @@ def compile_ahead(cache_keys: Iterable[CacheKey], device: torch.device, until: f
 def tune_all(
     cache_keys: Iterable[CacheKey], worker: Worker, cache: Cache, until: float = math.inf
 ) -> Iterator[Result]:
-    """Tunes cache keys, and yields each result once its entry is in the cache.
+    """Tunes cache keys, and yields each result after its entry is cached.
 
-    A cache key with a single backend has no result. Nothing begins after ``until``, of ``time.monotonic()``.
+    A cache key with a single candidate has no result. Nothing starts after ``until`` (``time.monotonic()``).
     """
     for cache_key in cache_keys:
         if time.monotonic() >= until:
@@ -124,7 +124,7 @@ def _time(
 
 
 def _flaw_alone(cache_key: CacheKey, name: str, measurement: Measurement, worker: Worker) -> str | None:
-    """Returns the flaw that a candidate shows when it is timed beside itself; None if there is none."""
+    """Returns the flaw of a candidate that is timed alone, against itself, or None."""
     try:
         worker.time(cache_key, {name: measurement})
     except NotEnoughMemory:

@@ -1,4 +1,4 @@
-"""A process that tunes kernels, and that may hang or die of them: it is ended and started again."""
+"""A worker process that checks and times kernels, and is restarted if one hangs or crashes it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _START_SECONDS = 300.0  # to import everything, from a slow disk too
 _COMPILE_SECONDS = 300.0  # to compile the kernels of one cache key
 _END_SECONDS = 10.0  # for a process that has been killed to be gone, which a GPU may delay
 
-#: Prepares the process before its first cache key, in tests.
+#: Called in the process before its first cache key; for tests.
 Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """A failure of the process, as the flaw of a :class:`~cvt_kernels.autotune.cache.Measurement` says it."""
+    """A failure of the process, worded as the flaw of a :class:`~cvt_kernels.autotune.cache.Measurement`."""
 
 
 class NotEnoughMemory(Failure):
@@ -37,17 +37,18 @@ class NotEnoughMemory(Failure):
 
 
 class Candidates(NamedTuple):
-    """The backends that can serve the calls of a cache key, and PyTorch's own that serves by default."""
+    """The candidates for a cache key, and the one of PyTorch's own that is the default."""
 
     names: list[str]
     default: str
 
 
 class Worker:
-    """A process that tunes kernels on a device, from the first command to the end of the context manager.
+    """A worker process for a device, which starts with the first command and ends with the context manager.
 
-    It may take ``seconds`` for each candidate, and to prepare a cache key; otherwise, or if it dies, the
-    method raises Failure, and another process starts. ``setup`` is called in each process first.
+    Each candidate, and the preparation of a cache key, may take ``seconds``. On a timeout or a crash the
+    method raises Failure, and the next command starts a new process. ``setup`` is called in each process
+    first.
     """
 
     def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
@@ -63,7 +64,7 @@ class Worker:
         self.end()
 
     def candidates(self, cache_key: CacheKey) -> Candidates:
-        """Returns the candidates for a cache key, and lets the reference compute the expected for them."""
+        """Returns the candidates for a cache key, and computes the expected results by the reference."""
         self._prepared = None
         candidates = self._run("prepare", cache_key, self._seconds)
         self._prepared = cache_key.text
@@ -75,7 +76,7 @@ class Worker:
         self._run("compile", cache_key, _COMPILE_SECONDS)
 
     def check(self, cache_key: CacheKey, name: str) -> Measurement:
-        """Checks a candidate, and ends the process if that may have harmed it; a failure is its flaw."""
+        """Checks a candidate, and ends the process if it may be corrupted; a failure becomes the flaw."""
         try:
             measurement = self._prepare_and_run(cache_key, "check", name)
         except NotEnoughMemory:
@@ -87,11 +88,11 @@ class Worker:
         return measurement
 
     def time(self, cache_key: CacheKey, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
-        """Times candidates in turns, a single one beside itself; returns measurements with seconds."""
+        """Times candidates in turns, a single one against itself; returns measurements with seconds."""
         return self._prepare_and_run(cache_key, "time", measurements, patience=len(measurements))
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kills the process."""
         process, self._process, self._prepared = self._process, None, None
         if process is not None:
             process.kill()
@@ -101,13 +102,13 @@ class Worker:
             self._connection = None
 
     def _prepare_and_run(self, cache_key: CacheKey, command: str, argument: Any, patience: int = 1) -> Any:
-        """Runs a command about a cache key, which the process prepares first if it is new to it."""
+        """Runs a command about a cache key, which is prepared first if it is not the current one."""
         if self._prepared != cache_key.text:
             self.candidates(cache_key)
         return self._run(command, argument, self._seconds * patience)
 
     def _run(self, command: str, argument: Any, seconds: float) -> Any:
-        """Runs a command in the process, and ends it if it gives no answer or is not sound any more."""
+        """Runs a command in the process, and ends it if it does not answer or is not usable any more."""
         pipe = self._connection or self._start()
         try:
             answer = self._send_and_receive(pipe, (command, argument), seconds)
@@ -121,7 +122,7 @@ class Worker:
         raise answer.failure
 
     def _send_and_receive(self, pipe: Connection, message: tuple[str, Any] | None, seconds: float) -> _Answer:
-        """Sends a message, if there is one, and waits for an answer; Failure if none comes."""
+        """Sends a message, if given, and waits for the answer; raises Failure without one."""
         try:
             if message is not None:
                 pipe.send(message)
@@ -133,7 +134,7 @@ class Worker:
         raise Failure(f"hangs: takes longer than {seconds:g} s")
 
     def _start(self) -> Connection:
-        """Starts a process; raises OSError if it does not soon say that it is there."""
+        """Starts a process; raises OSError if it does not report in time."""
         ours, theirs = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")  # neither PyTorch's threads nor CUDA survive a fork
         process = spawn.Process(
@@ -155,7 +156,7 @@ class Worker:
 
 
 class _Answer(NamedTuple):
-    """The answer of the process to a command: a value or a failure, and whether the process can go on."""
+    """The answer to a command: a value or a failure, and whether the process is still usable."""
 
     value: Any
     failure: Failure | None = None
@@ -164,7 +165,7 @@ class _Answer(NamedTuple):
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Lets a process that the block starts ignore Ctrl-C from its first moment on."""
+    """Makes a process that the block starts ignore Ctrl-C from the beginning."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -186,7 +187,7 @@ def _words_of_exit(code: int | None) -> str:
 
 
 def serve(pipe: Connection, device: torch.device, threads: int, setup: Setup | None) -> None:
-    """Answers the commands of :class:`Worker` until it is gone."""
+    """Serves the commands of :class:`Worker` until its end closes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a kernel prints does not belong in the table
     torch.set_num_threads(threads)
@@ -202,7 +203,7 @@ def serve(pipe: Connection, device: torch.device, threads: int, setup: Setup | N
 
 
 def _end_with_parent() -> None:
-    """Ends the process as soon as the parent is gone, in the midst of a kernel too."""
+    """Ends the process as soon as the parent is gone, even during a kernel."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -214,7 +215,7 @@ def _compile(launch: launching.Launch) -> None:
 
 
 class _Server:
-    """The commands, and the cache key that they are about."""
+    """The commands of the process, and its current cache key."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -223,7 +224,7 @@ class _Server:
         self._autocast: torch.dtype | None = None
 
     def run(self, command: str, argument: Any) -> _Answer:
-        """Runs the method of a command's name."""
+        """Runs the method named by a command."""
         method: Callable[[Any], Any] = getattr(self, command)
         try:
             return _Answer(method(argument))
@@ -234,7 +235,7 @@ class _Server:
             return _Answer(None, failure, tuner.is_usable(self._device))
 
     def prepare(self, cache_key: CacheKey) -> Candidates:
-        # What is composed of other operators is timed with the backends that serve these.
+        # Composed operators are timed with the backends chosen for their parts.
         autotune.cache_for(self._device).read_again()
         backends.forget()
         self._tuning = task = self._task_of(cache_key)
@@ -247,7 +248,7 @@ class _Server:
         task = self._task_of(cache_key)
         if "triton" not in task.candidates:
             return
-        # Without what serves later calls, which starts the same kernels in a way that is not seen here.
+        # Without the path for repeated calls, whose launches cannot be intercepted.
         function = functools.partial(task.candidates["triton"])
         with self._undisturbed(), launching.intercepted_launches(_compile):
             for call in (task.sample, task.timed):

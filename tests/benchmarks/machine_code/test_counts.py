@@ -207,7 +207,7 @@ def test_instructions_that_are_executed(lines, trips, conditional, total):
                           "LDG.E R12, [R2.64]", "FADD R0, R12, R11"]),
         (32 * (16 + 4), ["LDG.E.128 R4, [R2.64]", "FADD R0, R0, R3", "LDG.E R8, [R2.64]"]),
         (32 * 16, ["LDG.E.128 R4, [R2.64]", "FADD R0, R4, R3", "LDG.E.128 R8, [R2.64]"]),
-        # Asynchronous copies in groups, of which the wait leaves one under way.
+        # Asynchronous copies in groups; the wait leaves one under way.
         (32 * 16 * 3, ["LDGSTS.E.BYPASS.128 [R1], [R2.64]", "LDGDEPBAR", "LDGSTS.E.BYPASS.128 [R1], [R2.64]",
                        "LDGDEPBAR", "DEPBAR.LE SB0, 0x1", "LDGSTS.E.BYPASS.128 [R1], [R2.64]",
                        "LDGSTS.E.BYPASS.128 [R1], [R2.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x0"]),

@@ -16,7 +16,7 @@ _WORDS = ("", "x", "\x1b[31m")
 _NO_FILE = ("", "missing/folder/x.json", ".")
 _WEIGHTS = ("missing.pth", ".", "hf-hub:x")
 
-#: Values by the name of an argument, those of a command alone after its name.
+#: Values by argument name; values for a single command after its name.
 _BAD = {
     "photos": (),  # those of _GOOD are missing
     "checkpoint": _WEIGHTS,

@@ -88,7 +88,7 @@ def test_a_file_of_something_else(tmp_path):
 
 
 def test_a_state_that_is_whole_is_read(state, tmp_path):
-    """The settings of the optimizer are those of the recipe, whatever the file says."""
+    """The optimizer's settings come from the recipe, whatever the file says."""
     damaged = copy.deepcopy(state)
     damaged["optimizer"]["param_groups"][0] |= {"betas": "x", "amsgrad": True, "lr": None}
     torch.save(damaged, tmp_path / LAST)

@@ -18,7 +18,7 @@ MODELS = CVTS | LAYERED
 
 
 def inputs(make, batch=2, height=32, width=48, dtype=torch.float32):
-    """Returns images; those of PVT have the one size that it computes, and GLPN halves sizes five times."""
+    """Returns images; PVT only takes one size, and GLPN halves sizes five times."""
     return images(batch, *{pvt: (70, 70), glpn: (32, 64)}.get(make, (height, width)), dtype=dtype)
 
 

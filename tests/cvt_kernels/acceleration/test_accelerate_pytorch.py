@@ -181,7 +181,7 @@ def test_exports(make):
 @pytest.mark.parametrize("tunes", ["0", "1"])
 @pytest.mark.parametrize("make", UPSTREAMS)
 @pytest.mark.slow
-def test_compiles_under_auto_by_remembered_entries(make, tunes, tuning, monkeypatch):
+def test_compiles_under_auto_by_cached_entries(make, tunes, tuning, monkeypatch):
     own, fused = one_stage(make).eval(), ck.accelerate(one_stage(make)).eval()
     fused.load_state_dict(own.state_dict())
     with ck.use_backend("auto"), torch.no_grad():

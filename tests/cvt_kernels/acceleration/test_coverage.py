@@ -55,7 +55,7 @@ def test_which_backends_served_each_block():
         ck.coverage(model, images())
 
 
-def test_under_auto_it_tells_what_the_entries_chose_and_counts_no_tunings(tuning):
+def test_under_auto_it_reports_the_cached_choices_without_autotuning(tuning):
     model = accelerated()
     with ck.use_backend("auto"):
         first, evaluation = (ck.coverage(model, images()).called for _ in range(2))

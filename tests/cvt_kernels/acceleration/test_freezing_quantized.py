@@ -23,7 +23,7 @@ SCALE = 0.05
 
 
 def quantized(model, scale=None, kept=()):
-    """Returns a model in evaluation whose linear layers in blocks are quantized, but those of some names."""
+    """Returns a model in evaluation whose blocks' linear layers are quantized, except for some names."""
     for stage in stages_of(model):
         for name, linear in list(stage.named_modules()):
             if type(linear) is nn.Linear and not name.endswith(tuple(kept)):

@@ -139,7 +139,7 @@ def test_steps_of_another_model_change_nothing(monkeypatch):
 
 
 class _Subclass(nn.Parameter):
-    """A parameter that is no plain one, as those of FSDP2."""
+    """A parameter of a subclass, as in FSDP2."""
 
 
 def _as_fsdp1_marks_it(parameter):

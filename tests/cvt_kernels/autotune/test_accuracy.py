@@ -101,7 +101,7 @@ def test_equal_infinities_are_no_error(dtype):
     same = exact.to(dtype)
     error = compare(same, same, exact)
     assert error.passed
-    # They leave the units as they are: those of the largest finite value.
+    # They leave the units at the largest finite value's.
     assert error.allowed == 2 * error.pytorchs + torch.finfo(dtype).eps
     assert not compare(with_one(same, same[-7] + 0.1), same, exact).passed
     for wrong in (-math.inf, 1.0, math.nan):

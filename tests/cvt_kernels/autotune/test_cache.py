@@ -1,4 +1,4 @@
-"""Tests of cvt_kernels/entries: files, merges, damage, locks, and what a machine's key depends on."""
+"""Tests of the autotuning cache: files, merges, damage, locks, and what a machine's key depends on."""
 
 import errno
 import json
@@ -109,7 +109,7 @@ def without(content, *names):
 # The file -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_remembered_is_a_file_of_the_key(tmp_path):
+def test_entries_are_saved_in_a_file_per_key(tmp_path):
     cache, other = Cache(KEY), Cache({**KEY, "threads": 1})
     assert cache.get("q") is None
     cache.remember({"q": ENTRY, "p": OTHER})
@@ -139,7 +139,7 @@ def test_numbers_that_json_lacks():
     assert "NaN" not in cache.path.read_text().replace("wrong: NaN", "")
 
 
-def test_stores_merge_and_known_entries_stay_unless_replaced(monkeypatch):
+def test_caches_merge_and_known_entries_stay_unless_replaced(monkeypatch):
     first, second = Cache(KEY), Cache(KEY)
     assert first.get("q") is second.get("p") is None
     first.remember({"q": ENTRY})
@@ -319,7 +319,7 @@ def test_entries_that_cannot_be_written_stay_in_the_process_with_one_warning(mon
     assert prevent is not no_home or list(tmp_path.iterdir()) == before
 
 
-def test_a_entry_with_a_fault_of_the_environment_holds_for_this_process_only():
+def test_an_entry_with_a_fault_of_the_environment_holds_for_this_process_only():
     passing = ENTRY._replace(measurements={"triton": GOOD._replace(flaw="fails here: OSError: no")})
     cache = Cache(KEY)
     cache.remember({"q": OTHER})
@@ -792,7 +792,7 @@ def test_key_of_a_gpu(monkeypatch):
     assert machine_key._nvidia_driver() == "unknown, CUDA 12.8"
 
 
-def test_one_store_per_key():
+def test_one_cache_per_key():
     cache, threads = autotune.cache_for(CPU), torch.get_num_threads()
     assert autotune.cache_for(torch.device("cpu", 0)) is cache
     try:

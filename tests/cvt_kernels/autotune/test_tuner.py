@@ -24,7 +24,7 @@ def expected_of(operator, *args, gradient=False, **kwargs):
 
 
 def check(function, expected) -> tuner.Measurement:
-    """Checks a function of the parameters of the operator of a expected."""
+    """Checks a function of the operator's parameters against expected results."""
     operator = type(expected.sample.record).__name__.removesuffix("_call")
     return tuner.check(backends.operators[operator].passing_on(function), expected)
 
@@ -577,7 +577,7 @@ def default_dtype(dtype):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_tunings_in_any_context(context):
+def test_autotuning_in_any_context(context):
     x = torch.zeros(3, 8, requires_grad=True)
     with context():
         entry = tune("gelu", x, approximate="none")
@@ -585,7 +585,7 @@ def test_tunings_in_any_context(context):
     assert {measurement.flaw for measurement in entry.measurements.values()} == {None}
     with context():
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad_mode, inference)
-    # Nothing that the tuning has left is bound to its context.
+    # Nothing that autotuning left behind is bound to its context.
     assert {
         measurement.flaw for measurement in tune("gelu", x, approximate="tanh").measurements.values()
     } == {None}
@@ -610,7 +610,7 @@ def test_a_branch_without_gradients():
     assert entry.measurements["native"].seconds is not None
 
 
-def test_no_call_of_a_tuning_exchanges_data_with_other_processes():
+def test_autotuning_exchanges_no_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
     task = dispatch.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
     for call in (task.sample, task.timed):

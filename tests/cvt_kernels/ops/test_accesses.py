@@ -1,4 +1,4 @@
-"""The memory that every Triton kernel touches, in Triton's interpreter, at sizes of which no tile is full."""
+"""The memory that every Triton kernel touches, in Triton's interpreter, at sizes without full tiles."""
 
 import functools
 import importlib
@@ -350,7 +350,7 @@ def test_every_program_keeps_to_its_own_memory(name):
 
 
 SIZES, DTYPES = [1, 2, 8, 17, 40, 67], [FLOAT16, BFLOAT16, FLOAT32]
-#: Calls whose sizes are drawn by ``n``, of which each returns one of a list.
+#: Calls whose sizes are drawn by ``n``, which returns one of a list.
 DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
     lambda n: attend(n(SIZES), n(SIZES), batch=n([1, 3]), dim=n([1, 8, 40]), dtype=n(DTYPES)),
     lambda n: project_linearly((n([1, 5]), n([2, 7])), n([2, 5, 34]), (n(SIZES),), strides=[n([1, 2])]),
@@ -392,7 +392,7 @@ NOT_COUNTED = {
 def test_launches_move_the_bytes_that_are_said(name):
     for traffic in accesses_of(name).traffic:
         kernel = name_of(traffic.launch)
-        if kernel == "update_running":  # vectors only, of which nothing is said
+        if kernel == "update_running":  # vectors only, which are not checked
             continue
         parameters = next((NOT_COUNTED[start] for start in NOT_COUNTED if kernel.startswith(start)), "")
         hidden = {f"{parameter}_ptr{s}" for parameter in parameters.split() for s in ("", "s")}

@@ -76,7 +76,7 @@ def test_every_linear_layer_of_the_blocks_becomes_one_of_8_bits(make):
     assert [path for path, m in after.items() if m is not before[path]] == paths
     assert all(type(after[path]) is LinearInt8 for path in paths)
     assert decibels(expected, run(model)) > 25
-    assert getattr(model, "dtype", torch.float32) == torch.float32  # of transformers, that of the parameters
+    assert getattr(model, "dtype", torch.float32) == torch.float32  # transformers': the parameters' dtype
     assert torch.equal(run(ck.restore(model)), expected)
     assert dict(model.named_modules()) == before
 
@@ -195,7 +195,7 @@ def test_layers_are_kept_by_name_or_pattern(model):
 
 # Errors ---------------------------------------------------------------------------------------------------
 
-#: Wrong settings or models, beside those of tests/cvt_kernels/test_arguments.py.
+#: Wrong settings or models, besides tests/cvt_kernels/test_arguments.py's.
 WRONG = {
     "no CvT": ({}, lambda m: pvt().eval(), "model: Pvt.* has no block of a CvT with linear layers"),
     "training": ({}, lambda m: m.train(), "model: is in training mode"),

@@ -12,7 +12,7 @@ from tests.processes import CONTEXT
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_blocks():
-    """Leaves seven blocks of CvT-13's last stage out, which ask what the other three ask."""
+    """Leaves out seven blocks of CvT-13's last stage, which have the same cache keys as the other three."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "cvt_13", dataclasses.replace(PRESETS["cvt_13"], depths=(1, 2, 3)))
         yield
@@ -20,7 +20,7 @@ def _few_blocks():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Returns an empty cache directory; first-use tunings stay off."""
+    """Returns an empty cache directory; autotuning on first use stays off."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     autotune.forget()
     return tmp_path / "cache"

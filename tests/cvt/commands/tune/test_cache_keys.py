@@ -1,4 +1,4 @@
-"""The cache keys that are collected without memory are those that models ask when they run."""
+"""The cache keys that are collected on fake tensors equal the ones that models use when they run."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def models():
     ("dtype", "train", "batch_size"),
     [("bfloat16", False, 2), ("float32", True, 1), ("bfloat16", True, 2)],  # training has a forward too
 )
-def test_cache_keys_are_those_of_the_models(models, dtype, train, batch_size):
+def test_cache_keys_match_the_models(models, dtype, train, batch_size):
     cache_keys = {q.text for q in collect(Workload("cvt_13", 64, [batch_size], [dtype], train=train), CPU)}
     steps = [False, True] if train else [False]
     expected = set()
@@ -68,7 +68,7 @@ def test_cache_keys_are_those_of_the_models(models, dtype, train, batch_size):
     assert {q.split(", ")[0] for q in cache_keys} == operators_asked_on_a_cpu()
 
 
-def test_cache_keys_of_a_quantized_model_are_asked_too():
+def test_cache_keys_of_a_quantized_model_are_collected_too():
     workload = Workload("cvt_13", 64, [2], ["float32"], train=False)
     plain, both = (collect(workload._replace(quantized=quantized), CPU) for quantized in (False, True))
     more = {cache_key.text for cache_key in both} - {cache_key.text for cache_key in plain}
@@ -87,7 +87,7 @@ def test_cache_keys_of_a_quantized_model_are_asked_too():
             assert weight.unique().numel() > 100
 
 
-def test_each_cache_key_is_asked_once_for_all_sizes_of_its_class():
+def test_each_cache_key_is_listed_once_for_all_sizes_of_its_class():
     workload = Workload("cvt_13", 64, [2, 3], ["float32"], train=False)
     texts = [cache_key.text for cache_key in collect(workload, CPU)]
     assert len(texts) == len(set(texts))
@@ -112,7 +112,7 @@ def test_what_matters_most_is_asked_first():
 
 
 @pytest.mark.gpu
-def test_cache_keys_are_those_of_the_model_on_a_gpu():
+def test_cache_keys_match_the_model_on_a_gpu():
     model = create_model("cvt_13").cuda()
     images = torch.randn(2, 3, 64, 64, device="cuda")
     before = torch.cuda.memory_allocated()

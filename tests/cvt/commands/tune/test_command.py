@@ -56,7 +56,7 @@ def test_tunes_a_model_for_later_processes(cache, tmp_path, capsys):
     for row in rows:
         measurements = row["measurements"]
         assert len(measurements) > 1
-        assert "triton" not in measurements  # its interpreter serves only who asks for it
+        assert "triton" not in measurements  # its interpreter serves by request only
         assert all(
             measurement["flaw"] is None and measurement["seconds"] > 0
             for measurement in measurements.values()
@@ -144,7 +144,7 @@ def test_where_nothing_can_be_remembered(monkeypatch, tmp_path, few_cache_keys, 
     assert not recwarn.list
 
 
-def test_settings_that_keep_the_entries_from_serving_are_told(
+def test_settings_that_keep_the_entries_from_serving_are_reported(
     cache, few_cache_keys, monkeypatch, tmp_path, capsys
 ):
     cache = autotune.cache_for(CPU)

@@ -9,7 +9,7 @@ from cvt.commands.tune.cache_keys import Workload, _without_entropy, collect
 ON_ROWS = ["gather_rows", "gather_add_layer_norm", "scatter_rows"]
 
 
-def test_a_model_that_drops_tokens_asks_for_rows():
+def test_a_model_with_token_pruning_has_cache_keys_of_rows():
     workload = Workload("cvt_13", 32, [2], ["float32"], train=True, token_keep=0.5)
     asked = [each for each in collect(workload, torch.device("cpu")) if each.operator in ON_ROWS]
     kinds = {tuple(each.text.split(", ")[:2]) for each in asked}
@@ -24,7 +24,7 @@ def test_a_model_that_drops_tokens_asks_for_rows():
         assert 0 <= int(rows.min()) <= int(rows.max()) < x.shape[1]
 
 
-def test_entropy_asks_for_the_least_and_the_most_that_stay():
+def test_entropy_is_tuned_for_the_least_and_the_most_that_stay():
     workload = Workload("cvt_13", 64, [1], ["float32"], train=False, token_keep="entropy")
     assert [each.token_keep for each in _without_entropy(workload)] == [0.5, 0.9]
     listed = workload._replace(token_keep=(1.0, "entropy", 0.7, 1.0))

@@ -94,7 +94,7 @@ def test_blocks_without_finite_scores_in_narrow_vectors(name):
 @needs_extension
 def test_a_bias_by_position_of_minus_infinity_on_a_cpu():
     table = torch.zeros(2, 31, 29)
-    table[:, 15:] = -math.inf  # keys of rows above that of the query
+    table[:, 15:] = -math.inf  # keys of rows above the query's
     check_forward(*make(16 * 15, queries=16 * 15), position=PositionBias(table, (16, 15), (16, 15), 1))
 
 
@@ -102,7 +102,7 @@ def test_a_bias_by_position_of_minus_infinity_on_a_cpu():
 
 
 def run(backend, tensors, **settings):
-    """Returns the output and the gradients, those of the reference in float64."""
+    """Returns the output and the gradients; the reference's in float64."""
     live = [(t.double() if backend == "reference" else t.clone()).requires_grad_() for t in tensors]
     with ck.use_backend(backend):
         out = ck.attention(*live[:3], bias=live[3] if len(live) > 3 else None, **settings)

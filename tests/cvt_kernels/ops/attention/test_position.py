@@ -21,7 +21,7 @@ GRIDS = [
     ((2, 20), (2, 20), 1, 1),  # more than a tile of columns
     ((4, 3), (2, 1), 3, 0),
     ((1, 1), (1, 1), 2, 1),
-    ((2, 3), (3, 4), 1, 0),  # some offsets are those of no pair
+    ((2, 3), (3, 4), 1, 0),  # some offsets occur in no pair
 ]
 
 
@@ -101,7 +101,7 @@ def test_gradients_agree_with_the_matrix_by_hand(backend, grids):
     torch.testing.assert_close(run(backend, *tensors), expected, rtol=1e-10, atol=1e-10)
 
 
-#: Tokens of two images of 3×5 and a class token, the second of which has fewer.
+#: Tokens of two images of 3×5 and a class token; the second image has fewer.
 ROWS = torch.tensor([[0, 1, 2, 7, 11, 15], [0, 6, 14, -1, -1, -1]], device=DEVICE)
 
 
@@ -199,7 +199,7 @@ def test_gradients_of_the_table_alone_are_left_to_others():
 
 @pytest.mark.parametrize("with_rows", [False, True])
 @pytest.mark.usefixtures("tuning")
-def test_tunings_take_a_table(with_rows):
+def test_a_table_is_autotuned(with_rows):
     q, k, v, position = make(GRIDS[1], dtype=torch.float32, rows=ROWS.cpu() if with_rows else None)
     with torch.no_grad():
         out = ck.attention(q.cpu(), k.cpu(), v.cpu(), position=position)

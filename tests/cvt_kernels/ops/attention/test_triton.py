@@ -136,7 +136,7 @@ def test_numbers_at_the_ends_of_their_range():
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
-    """Takes the same image throughout, hence the same output, the last of which lies beyond 32 bits."""
+    """Takes the same image throughout, hence the same output; the last one lies beyond 32 bits."""
     q, k, v = (t.expand(700, -1, -1, -1) for t in make(3136, 784, 16, 64, batch=1, dtype=torch.float16))
     with ck.use_backend("triton"):
         out = ck.attention(q, k, v)

@@ -115,7 +115,7 @@ def test_strided_images_need_no_copy():
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_pixels_beside_a_window_do_not_matter(channels_last, dtype):
-    """Elements that are loaded with those of a window, but do not belong to it, may be NaN."""
+    """Elements that are loaded with a window, but do not belong to it, may be NaN."""
     call = call_of(**FIRST | sizes(20, 24), batch=1, channels_last=channels_last, dtype=dtype)
     expected = run(call)
     call.image[0, 1, 9, 17] = torch.nan

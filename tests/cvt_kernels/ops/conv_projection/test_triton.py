@@ -154,7 +154,7 @@ def test_images_two_billion_elements_apart():
 
 @pytest.mark.gpu
 def test_more_than_two_billion_elements():
-    """The same image throughout, so the same output, of which the last lies beyond 32 bits."""
+    """The same image throughout gives the same output; the last one lies beyond 32 bits."""
     made = made_with((1, 2, 2), **sizes((32, 32), 1024), batch=1, dtype="float16", gradient="none")
     outs = made.public(made.call.record._replace(x=made.call.record.x.expand(2100, -1, -1)))
     assert outs[0].numel() > 2**31

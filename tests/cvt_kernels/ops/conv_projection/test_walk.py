@@ -149,7 +149,7 @@ def test_walks_of_several_strips_and_images(dtype, strides):
 
 
 def test_walks_of_a_view_of_other_tokens():
-    """Its tokens are as far apart as those of both, and its channels begin at an odd one."""
+    """Its tokens have the stride of both together, and its channels begin at an odd one."""
     made = made_with((1, 2, 2), **sizes((2, 3), 4, dtype="float16"), training=True)
     x, expected = made.call.record.x.detach(), run(made)
     wide = torch.cat([x[:, :, :1], x, x[:, :, :2]], dim=2)

@@ -199,7 +199,7 @@ def test_dtypes_may_differ_under_autocast(operator):
 @pytest.mark.parametrize("float_shift", [False, True])
 @pytest.mark.parametrize("named", [None, torch.float32, torch.bfloat16], ids=str)
 def test_a_shift(dtype, float_shift, named):
-    """It is added in one pass with the norm, and gets no gradient other than that of the sum."""
+    """It is added in one pass with the norm, and gets only the sum's gradient."""
     tensors = arguments("layer_norm", (37, 65), dtype)
     tensors.append(torch.randn(65).to(torch.float32 if float_shift and dtype != torch.float64 else dtype))
     with recorded_operators() as called:

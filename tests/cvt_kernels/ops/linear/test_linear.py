@@ -60,7 +60,7 @@ def test_accuracy(name, dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
-def test_every_form_passes_its_tuning(dtype, gradient):
+def test_every_form_passes_its_accuracy_check(dtype, gradient):
     x, weight, bias = make((2, 50, 64), 24, dtype)
     task = dispatch.task_of("linear", x, weight.requires_grad_(gradient), bias)
     forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}

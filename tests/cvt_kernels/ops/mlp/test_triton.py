@@ -15,7 +15,7 @@ PARAMETERS = ("norm_weight", "norm_bias", "fc1_weight", "fc1_bias", "fc2_weight"
 
 
 def make(rows, channels, hidden, *, dtype=WIDEST, absent=()):
-    """Returns (x, parameters in the order of the operator) in the dtype; those of ``absent`` are None."""
+    """Returns (x, parameters in the order of the operator) in the dtype; ``absent`` ones are None."""
     shapes = (channels,), (channels,), (hidden, channels), (hidden,), (channels, hidden), (channels,)
     scales = 0.3, 0.5, channels**-0.5, 0.5, hidden**-0.5, 0.5
     x = 2 * torch.randn(rows, channels, dtype=torch.float64) + 1

@@ -40,7 +40,7 @@ for dtype, atol in tolerances.items():
 
 
 @needs_extension
-@pytest.mark.parametrize("name", ["plain", "avx2", "avx512", "avx512_bf16"])  # those of its tables
+@pytest.mark.parametrize("name", ["plain", "avx2", "avx512", "avx512_bf16"])  # the ones in its tables
 def test_values(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 

@@ -108,7 +108,7 @@ def test_torch_compile_writes_in_place(backend):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @torch.no_grad()
-def test_every_backend_passes_its_tuning(inplace):
+def test_every_backend_passes_its_accuracy_check(inplace):
     x, added = tokens(), values()
     given = x.clone()
     asked = {"gather_rows": (x, ROWS), "gather_add_layer_norm": (x, ROWS, added)}

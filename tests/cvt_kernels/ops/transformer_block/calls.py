@@ -95,7 +95,7 @@ def check(backend, arguments):
         stream = x.clone()
         assert call(backend, (stream, grid, block), inplace=True) is stream
         assert torch.equal(stream, out)
-    # The sums of oneDNN's products are in another order than those of MKL, with their own luck.
+    # oneDNN sums products in another order than MKL, with other rounding.
     assert_accurate(out, same, exact, floor=4)
 
 

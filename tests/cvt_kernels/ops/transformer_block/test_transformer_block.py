@@ -118,7 +118,7 @@ def test_some_tokens_without_convolutions(backend, inplace):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized", "one scale"])
-def test_every_backend_passes_its_tuning(kind, inplace):
+def test_every_backend_passes_its_accuracy_check(kind, inplace):
     x, grid, block = pyramid() if kind == "pyramid" else make(class_tokens=1)
     if kind in ("quantized", "one scale"):
         _, _, block = with_quantized((x, grid, block), scale=0.1 if kind == "one scale" else None)
