@@ -4,6 +4,7 @@ import json
 
 import torch
 
+import cvt_kernels as ck
 from cvt import save_huggingface
 from cvt.commands import main
 from cvt.images import load_images
@@ -99,7 +100,7 @@ def test_classify_bad_input(capsys, weights, photos, tmp_path):
         assert "--device: got 'cuda', but " in fails(photos[0], "--device", "cuda")
 
 
-def test_an_unavailable_backend_is_one_line(capsys, weights, photos, monkeypatch):
-    monkeypatch.setattr("cvt_kernels.backends._requested", ("triton",))
-    line = bad(capsys, main, "classify", photos[0], "--checkpoint", weights[0])
+def test_an_unavailable_backend_is_one_line(capsys, weights, photos):
+    with ck.use_backend("triton"):
+        line = bad(capsys, main, "classify", photos[0], "--checkpoint", weights[0])
     assert "error: layer_norm: backend 'triton' is unavailable: not implemented in this version" in line

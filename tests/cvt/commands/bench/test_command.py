@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.card import ModelCard
 from cvt.commands import main
@@ -74,10 +75,9 @@ def test_bench_bad_input(capsys, tmp_path, monkeypatch):
     assert "none/x.json cannot be written" in fails("--json", tmp_path / "none" / "x.json")
     assert "peers: got 'jax', expected hf, compile, compile-max, " in fails("--peers", "hf,jax")
     assert "model: got 'cvt_99'" in fails("--model", "cvt_99")
-    monkeypatch.setattr("cvt_kernels.backends._requested", ("triton",))
-    assert "backend 'triton' is unavailable" in fails("--save-weights", tmp_path / "kept")
+    with ck.use_backend("triton"):
+        assert "backend 'triton' is unavailable" in fails("--save-weights", tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
-    monkeypatch.setattr("cvt_kernels.backends._requested", ("auto",))
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers is not installed; pip install transformers, or in a checkout" in fails()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

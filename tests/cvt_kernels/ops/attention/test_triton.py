@@ -258,7 +258,7 @@ def test_what_is_unsupported_goes_to_the_reference(changes, dropout_p, reason):
         ck.attention(q, k, v, dropout_p=dropout_p)
     triton = backends.registered("attention", "triton")
     backends.register("attention", "triton", dataclasses.replace(triton, devices=None))
-    backends._fallbacks.clear()
+    backends.reset()
     assert ck.attention(q, k, v, dropout_p=dropout_p).shape == q.shape
     assert ck.fallbacks()["attention", "triton"] == reason
 
