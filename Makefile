@@ -63,9 +63,9 @@ matrix:
 	$(PYTHON) tests/matrix.py $(ONLY)
 
 # On a machine with an NVIDIA GPU: four commands of at most 570 seconds each; STAGE chooses some. 1 checks memory and
-# autotunes inference in bfloat16, 2 the rest and tests, 3 measures, 4 profiles and tunes. Each leaves build/gpu/stageN.tar.gz
-# however it ends. It takes $(PYTHON) as it is, with torch and triton, and no network; RESULTS=DIR puts the JSON elsewhere.
-# Without make: python3 benchmarks/run.py --stage 1
+# autotunes inference in bfloat16, 2 the rest and tests, 3 measures, 4 profiles and tries launch configurations. Each
+# leaves build/gpu/stageN.tar.gz however it ends. It takes $(PYTHON) as it is, with torch and triton, and no network;
+# RESULTS=DIR puts the JSON elsewhere. Without make: python3 benchmarks/run.py --stage 1
 RESULTS ?= benchmarks/results
 STAGE ?= 1 2 3 4
 gpu:

@@ -81,7 +81,7 @@ def _changed(path: Path) -> float:
 def restore(path: Path) -> None:
     """Puts the entries and kernels of an archive, or of a folder like one, into the caches.
 
-    Existing files stay. Entries apply to machines with the same cache key as the one they come from.
+    Existing files stay. Entries apply to machines with the same machine key as the one they come from.
 
     Raises:
         OSError, ValueError: It cannot be read.

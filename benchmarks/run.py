@@ -3,11 +3,10 @@
 ``make gpu`` is this script, run by a python3 that has torch and triton already; no network is needed. On a
 GPU it takes four commands, ``--stage 1`` to ``4``, each of at most 570 seconds. Each part is a process of its
 own with a time limit; one that fails or takes too long costs the others nothing. What ``cvt tune`` caches
-is used by the later parts, from the user's cache. ``summary.json`` (how each part
-went) and a file from each part that autotunes or measures go into ``benchmarks/results/<device>/<date>/``.
-However a stage ends, ``build/gpu/stage<N>.tar.gz`` holds these, the entries and the kernels that Triton
-compiled; ``--from`` gives them to a later stage on another machine. With the pack of ``make gpu-pack``
-nothing needs to be compiled.
+is used by the later parts, from the user's cache. ``summary.json`` (how each part went) and a file from each
+part that autotunes or measures go into ``benchmarks/results/<device>/<date>/``. However a stage ends,
+``build/gpu/stage<N>.tar.gz`` holds these, the entries and the kernels that Triton compiled; ``--from`` gives
+them to a later stage on another machine. With the pack of ``make gpu-pack`` nothing needs to be compiled.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
 
 def choose(operator: str, call: Record) -> Choice:
-    """Chooses the first requested backend that can serve a call, or under ``auto`` the entry's.
+    """Chooses the first requested backend that can serve a call, or under ``auto`` the one in its entry.
 
     PyTorch's own operators serve under a FLOP counter, whatever is requested.
 

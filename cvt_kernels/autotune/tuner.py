@@ -160,7 +160,7 @@ _PATIENCE = 2.0  # seconds of tuning in a process without a notice
 _NOTICE = (
     "cvt_kernels: checking and timing kernels, at the first call of each kind on this machine. That takes "
     "some seconds for a model, longer for a training step or on a busy machine. The result is remembered; "
-    "`cvt tune` does it ahead.\n"
+    "`cvt tune` does it ahead of time.\n"
 )
 _seconds = 0.0  # of tuning at first use, of all threads
 _is_noticed = False

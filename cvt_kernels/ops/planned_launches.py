@@ -1,10 +1,10 @@
-"""Triton launches planned once per cache key, which then bypass Triton's argument binding.
+"""Triton launches planned once per key of a call, which then bypass Triton's argument binding.
 
 Triton binds and inspects every argument at every launch, which takes the host about three times as long as a
-plan. Calls of one cache key differ only in the tensors' addresses. So a backend's function runs once on dummy
-tensors without starting kernels, while its launches are recorded, with the tensors that they take: the
-call's, casts of these, and new ones. The plan allocates the new tensors and starts the compiled kernels
-directly.
+plan. Calls of one key (``declaration``) differ only in the tensors' addresses. So a backend's function runs
+once on dummy tensors without starting kernels, while its launches are recorded, with the tensors that they
+take: the call's, casts of these, and new ones. The plan allocates the new tensors and starts the compiled
+kernels directly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALLOCATIONS = {
 
 
 def planned(function: _Function) -> _Function:
-    """Marks a backend's function: its launches are planned after the first call of a cache key."""
+    """Marks a backend's function: its launches are planned after the first call of a key."""
     return prepared_by(lambda call: _plan(function, call))(function)
 
 

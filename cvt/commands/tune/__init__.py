@@ -87,7 +87,7 @@ def add_parser(commands: Any) -> None:
         "--time-limit",
         type=integer(1, _DAY),
         metavar="SECONDS",
-        help="start no more calls after this time; those already in the cache come last (default: no limit)",
+        help="tune no more calls after this time; those that have an entry come last (default: no limit)",
     )
     add_json_argument(parser, "every result as JSON")
     add_device_argument(parser)

@@ -73,7 +73,7 @@ _facts_of_conv = facts_of(ConvBatchNorm, "num_batches_tracked", "process_group")
 
 
 def facts_of_convs(convs: Sequence[Branch], grad: bool, training: bool = False) -> tuple[Any, ...]:
-    """Returns the branches' part of a cache key; raises TypeError for branches without one."""
+    """Returns the branches' part of the key of a call; raises TypeError for branches without one."""
     if convs.__class__ not in (tuple, list):
         raise TypeError
     facts = convs.__class__, *[_facts_of_branch(branch, grad) for branch in convs]

@@ -148,7 +148,7 @@ def _check_scatter_rows(call: Any) -> None:
 
 
 def _check_places(call: Any) -> None:
-    """Checks the facts that no cache key has: the values of rows, and shared memory."""
+    """Checks the facts that are not in the key of a call: the values of rows, and shared memory."""
     _check_values(call)
     if call.inplace:
         _check_inplace(call.x, call.values, call.branch)

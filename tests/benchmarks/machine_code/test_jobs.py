@@ -33,7 +33,8 @@ def test_specializations_of_batches():
     """Counts in a process of its own, since the interpreter's kernels have no specializations."""
     code = (
         "import json; from benchmarks.machine_code.jobs import count_specializations as count;"
-        "print(json.dumps({mode: count(mode, (*range(1, 34), 64, 128, 255, 256, 512)) for mode in ('inference', 'training')}))"
+        "batches = (*range(1, 34), 64, 128, 255, 256, 512);"
+        "print(json.dumps({mode: count(mode, batches) for mode in ('inference', 'training')}))"
     )
     counts = json.loads(run_python(code, TRITON_INTERPRET="0").stdout)
     grown = {
