@@ -207,7 +207,7 @@ def laid_out(numbers: Tensor, layout: str) -> Tensor:
     if layout in ("sliced", "chunk", "offset", "steps") and numbers.ndim:
         *others, last = numbers.shape
         size, places = {
-            "sliced": ([*others, last + 5], (..., slice(3, 3 + last))),
+            "sliced": ([*others, last + 1], (..., slice(last))),  # begins at 16 bytes, its rows do not
             "chunk": ([*others, 2 * last], (..., slice(last))),  # aligned rows
             "offset": ([numbers.numel() + 1], (slice(1, None),)),
             "steps": ([*others, 2 * last], (..., slice(0, None, 2))),

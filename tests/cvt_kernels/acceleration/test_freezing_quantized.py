@@ -1,5 +1,8 @@
 """Frozen stages whose linear layers are LinearInt8, all or some."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -216,3 +219,18 @@ def test_coverage_names_the_operators():
     assert found["transformer_block"] == "composed"
     assert {"linear_int8", "layer_norm_quantize", "attention"} <= found.keys()
     assert not {"gelu", "linear_gelu"} & found.keys()
+
+
+def test_copies_pickles_and_restored_models(served):
+    own = quantized(huggingface(), SCALE)
+    fused, x = frozen(own), images()
+    with ck.use_backend(*KERNELS):
+        expected = logits(fused(x))
+        for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            served.clear()
+            assert torch.equal(logits(other(x)), expected)
+            assert len(served) == 3
+            assert other.state_dict().keys() == own.state_dict().keys()
+        served.clear()
+        ck.restore(fused)(x)
+        assert not served

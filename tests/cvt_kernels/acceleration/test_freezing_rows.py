@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -221,3 +222,15 @@ def test_under_torch_compile_a_stage_is_one_operator(chosen, served):
     assert torch.equal(compiled(x), expected)
     assert len(served) == 4
     assert torch.equal(*chosen.rows)
+
+
+def test_copies_pickles_and_restored_models(served):
+    fused, x = frozen(make()), images(2, 20, 20)
+    out = fused(x)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        served.clear()
+        assert torch.equal(other(x), out)
+        assert len(served) == 2
+    served.clear()
+    torch.testing.assert_close(ck.restore(fused)(x), out, rtol=1e-4, atol=1e-5)
+    assert not served

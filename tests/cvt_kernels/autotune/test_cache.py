@@ -475,6 +475,14 @@ def test_a_shipped_file_may_be_roots(monkeypatch, tmp_path):
     assert Cache(KEY).get("q").chosen == "native"
 
 
+@pytest.mark.parametrize("change", [give, open_to_all])
+def test_a_shipped_file_that_others_may_write_is_not_trusted(monkeypatch, tmp_path, change):
+    (path,) = shipped_files(monkeypatch, tmp_path, content_with())
+    change(monkeypatch, path, 12345)
+    with pytest.warns(RuntimeWarning, match="is ignored: (it belongs to user 12345|every user may write it)"):
+        assert Cache(KEY).get("q") is None
+
+
 def test_what_is_written_is_trusted_whatever_the_umask():
     umask = os.umask(0)
     try:

@@ -142,3 +142,9 @@ def test_other_instruction_sets(name):
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
     """Without any instruction set, all but float64 and biases are run as a part of the transformer block."""
     run_sanitized("attention", tmp_path, flags)
+
+
+def test_an_image_alone_has_the_same_bits():
+    tensors = make(3, 130, 70, 2, 64)
+    alone = [ck.attention(*(t[i : i + 1] for t in tensors)) for i in range(3)]
+    assert torch.equal(torch.cat(alone), ck.attention(*tensors))

@@ -7,7 +7,7 @@ import cvt_kernels as ck
 from cvt_kernels import autotune
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
-from tests.checks import not_built, python_blocks, run_blocks, section_of
+from tests.checks import not_built, python_blocks, recorded_operators, run_blocks, section_of
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -247,3 +247,11 @@ def test_queries_that_are_no_tokens_are_refused(backend):
     position = ck.PositionBias(table, (4, 4), (2, 2), 1, torch.tensor([[3, 16]]))
     with pytest.raises(ValueError, match=r"position\.rows: got 16, expected the tokens 0 to 15, or -1"):
         attend(backend, q, kv, kv, position=position)
+
+
+@needs_extension
+def test_the_extension_reads_the_table_itself():
+    q, k, v, position = make(GRIDS[1], dtype=torch.float32)
+    with recorded_operators() as called:
+        attend("native", q, k, v, position=position)
+    assert called == ["cvt_kernels.attention_by_position.default"]

@@ -230,3 +230,16 @@ def test_other_configurations():
 )
 def test_widths_of_parts(outputs, widest, parts, expected):
     assert common.part_width(outputs, widest, parts) == expected
+
+
+@pytest.mark.parametrize("operator", [ck.linear_add, ck.linear_add_layer_norm])
+def test_a_stream_of_float32_is_written_in_place_under_autocast(operator):
+    x, weight, bias, residual = make_layer((2, 30), 32, 64, torch.float32)
+    stream = residual.clone()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        with ck.use_backend("triton"):
+            out = operator(x, weight, bias, stream, inplace=True)
+        with ck.use_backend("reference"):
+            same = operator(x, weight, bias, residual)
+    assert (out[0] if isinstance(out, tuple) else out) is stream
+    torch.testing.assert_close(out, same, rtol=0.05, atol=0.05)
