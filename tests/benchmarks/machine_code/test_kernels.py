@@ -174,7 +174,8 @@ def test_kernels(compile_ahead, call):
     assert ("PREDICTED from them, not measured" in out) == any(row["analyses"] for row in rows)
     assert_flawless(rows, most_shared=227 if "linear" in call and "conv" not in call else 99)
     assert {row["kernel"] for row in rows} == {*(CALLS | SLOW_CALLS)[call].split()}
-    assert_documented(rows)
+    if prelude is not WITHOUT_BIAS:  # the page has the launches of models, whose convolutions have one
+        assert_documented(rows)
     for row in rows:
         kernel = Kernel(row)
         for pattern, is_true in FACTS.items():
