@@ -116,9 +116,9 @@ def _entries_line(device_type: str, cache: autotune.Cache) -> str:
 
 def _shipped(caches: list[autotune.Cache]) -> Iterator[str]:
     """Yields how many entries of each file in ``CVT_KERNELS_TUNED`` apply here, or why it is ignored."""
-    by_store = [cache.shipped_files() for cache in caches]
-    for path in by_store[0]:
-        found = [files[path] for files in by_store]
+    by_cache = [cache.shipped_files() for cache in caches]
+    for path in by_cache[0]:
+        found = [files[path] for files in by_cache]
         reasons = [each for each in found if isinstance(each, str)]
         counts = sum(each for each in found if isinstance(each, int))
         yield f"{path}: ignored: {reasons[0]}" if reasons else f"{path}: {counts} of them, read only"

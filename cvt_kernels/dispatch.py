@@ -439,9 +439,9 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
         names = backends.requested_backends() if concerned else backends.operators[operator].defaults
         able = (name for name in names if why_unavailable(operator, name, device_type) is None)
         return dict.fromkeys(itertools.islice(able, 1), 0)
-    answers = autotune.cache_for(torch.device(device_type)).entries().items()
+    entries = autotune.cache_for(torch.device(device_type)).entries().items()
     counts = collections.Counter(
-        entry.chosen for asked, entry in answers if asked.startswith(f"{operator}, ")
+        entry.chosen for asked, entry in entries if asked.startswith(f"{operator}, ")
     )
     return dict(counts.most_common())
 

@@ -261,19 +261,17 @@ class Cache:
             return self._why_not_written
 
     @contextlib.contextmanager
-    def tuning(
-        self, is_answered: Callable[[], bool] = lambda: False, *, waits: bool = True
-    ) -> Iterator[bool]:
+    def tuning(self, is_known: Callable[[], bool] = lambda: False, *, waits: bool = True) -> Iterator[bool]:
         """Holds the lock of this machine key: one thread of one process tunes at a time.
 
         The context manager is reentrant, and reads the cache's file again before its block begins. It goes on
-        without the lock after 300 s, where nothing can be written, and once ``is_answered``: the process that
+        without the lock after 300 s, where nothing can be written, and once ``is_known``: the process that
         tunes may itself be waiting for this one, in a collective operation.
 
         The value of the block is False where another thread or process has the lock.
 
         Args:
-            is_answered: Returns whether the needed entries are there; called after each reading of the file.
+            is_known: Returns whether the needed entries are there; called after each reading of the file.
             waits: Whether to wait for the lock.
         """
         with contextlib.ExitStack() as stack:
@@ -284,7 +282,7 @@ class Cache:
                 has_turn = stack.enter_context(held(path, _TURN_SECONDS * waits))
                 while not has_turn and time.monotonic() < until:
                     self._read()
-                    if is_answered():
+                    if is_known():
                         break
                     has_turn = stack.enter_context(held(path, _TURN_SECONDS))
             self._read()
