@@ -20,21 +20,9 @@ import torch
 
 from ..caller import stacklevel_of_caller
 from . import files
-from .entries import FAILS_HERE, Entry, Measurement
+from .entries import Entry
 from .key import digest, machine_key
 from .locks import held
-
-__all__ = (
-    "FAILS_HERE",
-    "Cache",
-    "Entry",
-    "Measurement",
-    "cache_directory",
-    "cache_for",
-    "machine_key",
-    "stacklevel_of_caller",
-    "tuning_enabled",
-)
 
 #: How many processes time the candidates of a cache key where other work disturbs the timing.
 _MOST_TIMINGS = 3

@@ -29,7 +29,7 @@ Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """A failure of the process, worded as the flaw of a :class:`~cvt_kernels.autotune.cache.Measurement`."""
+    """A failure of the process, worded as the flaw of a :class:`~cvt_kernels.autotune.Measurement`."""
 
 
 class NotEnoughMemory(Failure):
