@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from cvt_kernels.acceleration.blocks import BATCH_NORMS
-from cvt_kernels.acceleration.cvt import OWN_BLOCK
+from cvt_kernels.acceleration.class_token import (
+    class_token_of,
+    find_last,
+    is_block_wanted,
+    with_class_token_only,
+)
+from cvt_kernels.acceleration.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
 from cvt_kernels.acceleration.matching import parts_if_fused
 from cvt_kernels.checks import check_kind, check_tensor
@@ -202,6 +208,8 @@ class Block(nn.Module):
         Returns:
             (B, T, C); with ``with_scores`` also the scores (B, H·W) of the tokens.
         """
+        if not with_scores and is_block_wanted(self):
+            rows = class_token_of(x)
         parts = parts_if_fused(self, OWN_BLOCK)
         if parts is None:
             out, scores = self._call_modules(x, grid, rows, with_scores)
@@ -449,7 +457,11 @@ class CvT(Stages, PretrainedModel):
         return pooled if pre_logits else self.head(pooled)
 
     def forward(self, images: Tensor) -> Tensor:
-        tokens = self._tokens(images)
+        last = find_last(self, OWN_CLASSIFIER, (images,), {})
+        if last is None:
+            tokens = self._tokens(images)
+        else:
+            tokens = with_class_token_only(*last, lambda: self._tokens(images))
         if self.config.pool == "cls":
             tokens = tokens[:, :1]  # the head reads no other
         return self.forward_head(apply_layer_norm(self.norm, tokens))

@@ -6,9 +6,9 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
-layers for serving), ``cvt`` and ``pyramids`` (the entries of each upstream), ``matching`` (finds and checks
-blocks), ``freezing`` (finds and checks stages and layers, and runs them), this file (swaps classes),
-``coverage`` and ``verify``.
+layers for serving), ``class_token`` (the last block of a classifier), ``cvt`` and ``pyramids`` (the entries
+of each upstream), ``matching`` (finds and checks blocks), ``freezing`` (finds and checks stages and layers,
+and runs them), this file (swaps classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import freezing
 from .blocks import BlockEntry, BlockParts, block_of
+from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
+from .cvt import CLASSIFIERS
 from .fused import forward_block
-from .matching import TABLE, find_blocks, parts_if_fused, why_another_forward, why_mismatched
+from .matching import TABLE, classifier_of, find_blocks, parts_if_fused, why_another_forward, why_mismatched
 from .watching import forget
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -87,6 +89,10 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     for block, entry in supported:
         if entry.arguments and not is_fused(block):
             change_class(block, functools.partial(_fused_class, key=entry.key))
+    for module in model.modules():
+        classifier = None if is_fused(module) else classifier_of(module)
+        if classifier is not None:
+            change_class(module, functools.partial(_classifying_class, key=classifier.name))
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             change_class(stage, functools.partial(_serving_class, key=key + _IN_EVALUATION))
@@ -197,7 +203,23 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
     x, grid = call
     if parts.reduction is not None and min(grid) < parts.reduction[0].kernel_size[0]:
         return NotImplemented  # upstream has an error for it
-    return entry.result(forward_block(parts, x, grid)[0], grid)
+    rows = class_token_of(x) if is_block_wanted(block) else None
+    return entry.result(forward_block(parts, x, grid, rows)[0], grid)
+
+
+@cached
+def _classifying_class(original: Any, key: str) -> Any:
+    """Returns the subclass of ``original`` whose last block computes what the head reads."""
+    entry = CLASSIFIERS[key]
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        last = find_last(self, entry, args, kwargs)
+        if last is None:
+            return original.forward(self, *args, **kwargs)
+        return with_class_token_only(*last, lambda: original.forward(self, *args, **kwargs))
+
+    return _derived(original, key, forward=forward)
 
 
 @cached
@@ -269,7 +291,9 @@ def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
     """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
     made: Any = original
     for key in keys:
-        if key.endswith(_IN_EVALUATION):
+        if key in CLASSIFIERS:
+            made = _classifying_class(made, key)
+        elif key.endswith(_IN_EVALUATION):
             made = _serving_class(made, key)
         else:
             made = _frozen_class(made, key) if key in freezing.STAGES else _fused_class(made, key)

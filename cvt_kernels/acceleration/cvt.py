@@ -23,6 +23,7 @@ from .blocks import (
     recognize_by_name,
     tokens_of_map,
 )
+from .class_token import ClassifierEntry
 from .fused import check_images, embed
 
 # Hugging Face's -------------------------------------------------------------------------------------------
@@ -322,6 +323,51 @@ def own_class(cls: type) -> type | None:
     return next((base for base in cls.__mro__ if base.__module__ == MODULE), None)
 
 
+# Classifiers ----------------------------------------------------------------------------------------------
+
+
+def _hf_reads_class_token(model: Any, call: dict[str, Any]) -> bool:
+    hidden_states = call.get("output_hidden_states")
+    if hidden_states is None:
+        hidden_states = model.config.output_hidden_states
+    return not hidden_states and bool(model.config.cls_token[-1])
+
+
+_HF_CLASSIFIER = ClassifierEntry(
+    name="CvtForImageClassification",
+    arguments=("pixel_values", "labels", "output_hidden_states", "return_dict"),
+    path=("cvt", "cvt.encoder"),
+    last_stage=lambda self: self.cvt.encoder.stages[-1],
+    blocks=lambda stage: stage.layers,
+    reads_class_token=_hf_reads_class_token,
+)
+
+
+def _ms_reads_class_token(model: Any, call: dict[str, Any]) -> bool:
+    if "forward_features" in vars(model) or not getattr(model, "cls_token", True):
+        return False
+    return _MS_CLASSIFIER.last_stage(model).cls_token is not None
+
+
+_MS_CLASSIFIER = ClassifierEntry(
+    name="ConvolutionalVisionTransformer",
+    arguments=("x",),
+    path=(),
+    last_stage=lambda self: self.get_submodule(f"stage{self.num_stages - 1}"),
+    blocks=lambda stage: stage.blocks,
+    reads_class_token=_ms_reads_class_token,
+)
+
+#: The entry of the classifier of ``cvt``, which calls :func:`class_token.find_last` itself.
+OWN_CLASSIFIER = ClassifierEntry(
+    name="CvT",
+    arguments=("images",),
+    path=(),
+    last_stage=lambda self: self.get_submodule(f"stage{len(self.config.stages) - 1}"),
+    blocks=lambda stage: stage.blocks,
+    reads_class_token=lambda self, call: self.config.pool == "cls",
+)
+
 # Recognition ----------------------------------------------------------------------------------------------
 
 #: Every entry of a block.
@@ -329,6 +375,8 @@ ENTRIES = (*(each for entries in _HF_ENTRIES.values() for each in entries), *_MS
 ENTRIES += tuple(_OWN_ENTRIES.values())
 #: Every entry of a stage.
 STAGES: tuple[StageEntry, ...] = _HF_STAGE, _MS_STAGE, _OWN_STAGE
+#: The entries of other projects' classifiers by the names of their classes.
+CLASSIFIERS = {entry.name: entry for entry in (_HF_CLASSIFIER, _MS_CLASSIFIER)}
 
 
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:

@@ -40,6 +40,7 @@ from .blocks import (
     is_named,
     why_another_class,
 )
+from .class_token import is_stage_wanted
 from .fused import output_grid
 from .matching import PLAIN, blocks_in, built_parts, why_another_forward, why_not_now
 from .stages import FoldedStage, fold, serve, serve_layer
@@ -294,7 +295,7 @@ def tokens_served(
     weight = folded.conv_weight
     if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
         return None  # its own forward raises the error
-    return serve(folded, x, found.programs)
+    return serve(folded, x, found.programs, class_token_only=is_stage_wanted(stage))
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:

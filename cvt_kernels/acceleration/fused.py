@@ -222,10 +222,10 @@ def forward_block(
     else:
         stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
     branch = _mlp_branch(parts, y, grid)
-    if parts.drops_sum:
-        return call(parts.drop_path, branch + stream), scores
-    branch = call(parts.layer_scales[1], branch, parts.drop_path)
-    return stream + branch if rows is None else scatter_rows(x, rows, stream, branch), scores
+    if not parts.drops_sum:
+        branch = call(parts.layer_scales[1], branch, parts.drop_path)
+    out = stream + branch if rows is None else scatter_rows(x, rows, stream, branch)
+    return call(parts.drop_path, out) if parts.drops_sum else out, scores
 
 
 def _attention_branch(

@@ -25,6 +25,7 @@ from .blocks import (
     is_named,
     why_another_class,
 )
+from .class_token import ClassifierEntry
 from .watching import (
     BYPASSED,
     Examined,
@@ -78,6 +79,16 @@ def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
     """Returns the entry of a module, which may depend on the module that it is in; None for others."""
     return cvt.recognize(module, parent) or pyramids.recognize(module)
+
+
+def classifier_of(module: nn.Module) -> ClassifierEntry | None:
+    """Returns the entry of a classifier that has upstream's forward; None for other modules."""
+    owner = _owner_of_forward(module)
+    entry = cvt.CLASSIFIERS.get(owner.__name__)
+    if entry is None or _replaced_method(module, owner) is not None:
+        return None
+    arguments = tuple(inspect.signature(owner.forward).parameters)[1 : 1 + len(entry.arguments)]
+    return entry if arguments == entry.arguments else None
 
 
 # Whether a block is of the class that its entry describes -------------------------------------------------

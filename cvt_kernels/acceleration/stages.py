@@ -28,8 +28,18 @@ from ..ops.mlp import layer_norm_mlp
 from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
-from ..records import AnyLinear, Linear, Norm, QuantizedLinear, QuantizedRows, Reduction, TransformerBlock
+from ..records import (
+    AnyLinear,
+    ConvBatchNorm,
+    Linear,
+    Norm,
+    QuantizedLinear,
+    QuantizedRows,
+    Reduction,
+    TransformerBlock,
+)
 from .blocks import BlockParts, StageParts, wide
+from .class_token import class_token_of
 from .fused import output_grid
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
@@ -163,23 +173,29 @@ def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
     return conv_embedding(image, **_embedding_of(stage))
 
 
-def serve(stage: FoldedStage, image: Tensor, programs: Programs) -> tuple[Tensor, tuple[int, int]]:
+def serve(
+    stage: FoldedStage, image: Tensor, programs: Programs, *, class_token_only: bool
+) -> tuple[Tensor, tuple[int, int]]:
     """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid.
 
-    ``programs`` are the operators as they serve images like earlier ones; those for images like these are
-    added.
+    With ``class_token_only`` the last block leaves all other tokens as they are. ``programs`` are the
+    operators as they serve images like earlier ones; those for images like these are added.
     """
     grid = output_grid(image, stage.parts.conv)
-    served = programs.run(image)
+    served = programs.run(image, class_token_only)
     if served is not None:
         return served, grid
-    stream = _serve_blocks(stage, _embed(stage, image), grid)
-    programs.add(image, stage.tensors, lambda: _bound(stage, image, stream, grid))
+    stream = _embed(stage, image)
+    class_token = class_token_of(stream) if class_token_only else None
+    stream = _serve_blocks(stage, stream, grid, class_token)
+    programs.add(
+        image, stage.tensors, lambda: _bound(stage, image, stream, grid, class_token), class_token_only
+    )
     return stream, grid
 
 
 def _bound(
-    stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int]
+    stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int], class_token: Tensor | None
 ) -> list[Callable[[Tensor], Tensor]] | None:
     """Returns the operators of a stage, bound to their parameters; None if one cannot be.
 
@@ -193,15 +209,21 @@ def _bound(
     for each, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
         if not isinstance(each, TransformerBlock) or parts.token_keep != 1:
             return None
-        steps.append(block.bound(block.bind(stream, grid, each, inplace=True)))
+        rows = class_token if each is stage.blocks[-1] else None
+        steps.append(block.bound(block.bind(stream, grid, each, rows=rows, inplace=True)))
     return None if None in steps else steps
 
 
-def _serve_blocks(stage: FoldedStage, stream: Tensor, grid: tuple[int, int]) -> Tensor:
+def _serve_blocks(
+    stage: FoldedStage, stream: Tensor, grid: tuple[int, int], class_token: Tensor | None
+) -> Tensor:
+    """Computes all blocks; the last one, given its index, for the class token only."""
     blocks: Sequence[TransformerBlock | FoldedBlock] = stage.blocks
     rows = None
     for block, parts in zip(blocks, stage.parts.blocks, strict=True):
-        if parts.token_keep == 1:
+        if class_token is not None and block is blocks[-1]:
+            stream = _serve_block(block, stream, grid, class_token)
+        elif parts.token_keep == 1:
             stream = _serve_block(block, stream, grid, rows)
         else:
             assert isinstance(block, TransformerBlock)
@@ -228,23 +250,45 @@ def _serve_and_drop(
 def _serve_block(
     block: TransformerBlock | FoldedBlock, stream: Tensor, grid: tuple[int, int], rows: Tensor | None
 ) -> Tensor:
-    """Computes a block, mostly in the place of the stream; with ``rows``, on a CPU, of these tokens."""
+    """Computes a block, mostly in the place of the stream.
+
+    With ``rows`` it is of these tokens; in launches they are the class token.
+    """
     if isinstance(block, TransformerBlock):
         return transformer_block(stream, grid, block, rows=rows, inplace=True)
     folded, norm1 = block.block, block.block.norm1
     y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
-    heads = (tokens.unflatten(2, (folded.num_heads, -1)) for tokens in _project(folded, y, grid))
-    y = attention(*heads, scale=folded.scale).flatten(2)
-    return _serve_mlp(folded, y, stream, block.norm2_shift)
+    q, k, v = (_heads(folded, tokens) for tokens in _project(folded, y, grid, rows is not None))
+    y = attention(q, k, v, scale=folded.scale).flatten(2)
+    if rows is None:
+        return _serve_mlp(folded, y, stream, block.norm2_shift)
+    stream[:, :1] = _serve_mlp(folded, y, stream[:, :1].contiguous(), block.norm2_shift)
+    return stream
 
 
-def _project(block: TransformerBlock, y: Tensor, grid: tuple[int, int]) -> Sequence[Tensor]:
-    """Returns queries, keys and values."""
-    layers = [layer for layer in block.linears if isinstance(layer, Linear)]
-    if len(layers) == len(block.linears):
-        return conv_linear(y, grid, block.convs, layers)
-    projected = conv_projection(y, grid, block.convs, training=False)
-    return [_apply(layer, tokens) for layer, tokens in zip(block.linears, projected, strict=True)]
+def _heads(block: TransformerBlock, tokens: Tensor) -> Tensor:
+    return tokens.unflatten(2, (block.num_heads, -1))
+
+
+def _project(
+    block: TransformerBlock, y: Tensor, grid: tuple[int, int], class_token_only: bool
+) -> Sequence[Tensor]:
+    """Returns queries, those of the class token if it is the only one that has any, keys and values."""
+    convs, linears = block.convs, block.linears
+    if class_token_only:  # which has no convolution
+        queries = _apply(linears[0], y[:, :1].contiguous())
+        return [queries, *_project_by(convs[1:], linears[1:], y, grid)]
+    return _project_by(convs, linears, y, grid)
+
+
+def _project_by(
+    convs: Sequence[ConvBatchNorm], linears: Sequence[AnyLinear], y: Tensor, grid: tuple[int, int]
+) -> Sequence[Tensor]:
+    layers = [layer for layer in linears if isinstance(layer, Linear)]
+    if len(layers) == len(linears):
+        return conv_linear(y, grid, convs, layers)
+    projected = conv_projection(y, grid, convs, training=False)
+    return [_apply(layer, tokens) for layer, tokens in zip(linears, projected, strict=True)]
 
 
 def _apply(layer: AnyLinear, x: Tensor) -> Tensor:

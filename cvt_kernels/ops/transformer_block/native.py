@@ -215,10 +215,12 @@ def _run_in_place(out: Tensor, arguments: tuple[Any, ...]) -> Tensor:
 def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
     """Binds the operator to its packed parameters; returns a function of the tokens, or None."""
     in_place = bool(call.block.convs)  # as the operator computes it
-    if call.inplace != in_place or call.rows is not None or call.scores is not None or not call.x.numel():
+    if call.inplace != in_place or call.scores is not None or not call.x.numel():
         return None
     if in_place:
         arguments = _arguments_of_convolutional(call)
+        if call.rows is not None:
+            arguments += call.rows, None, ""
         return lambda x: _run_in_place(x, arguments)
     arguments = _arguments_of_pyramidal(call)
     return lambda x: _ops.pyramid_block_packed.default(x.contiguous(), *arguments)

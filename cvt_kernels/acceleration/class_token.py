@@ -1,0 +1,105 @@
+"""The last block of a classifier for its class token alone, where the head reads no other token.
+
+Keys and values are still those of all tokens. While a classifier runs, its last stage and the last block know
+that they may leave all other tokens as they were before the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from .. import modes
+from ..classes import original_class
+from .watching import is_watched, patch_of
+
+_Result = TypeVar("_Result")
+
+
+class _Wanted(threading.local):
+    """The last stage and the last block of the classifier that runs in this thread."""
+
+    modules: tuple[nn.Module, ...] = ()
+
+
+_wanted = _Wanted()
+
+
+def with_class_token_only(stage: nn.Module, block: nn.Module, run: Callable[[], _Result]) -> _Result:
+    """Calls ``run``, during which the last stage and its last block may compute the class token alone."""
+    before, _wanted.modules = _wanted.modules, (stage, block)
+    try:
+        return run()
+    finally:
+        _wanted.modules = before
+
+
+def is_stage_wanted(stage: nn.Module) -> bool:
+    """Returns whether a stage, whose modules nobody watches, may compute the class token alone."""
+    return any(module is stage for module in _wanted.modules[:1])
+
+
+def is_block_wanted(block: nn.Module) -> bool:
+    """Returns whether a block may compute the class token alone, since nobody watches its modules."""
+    if torch.compiler.is_compiling() or not any(module is block for module in _wanted.modules[1:]):
+        return False
+    return not any(map(is_watched, block.modules()))
+
+
+def class_token_of(tokens: Tensor) -> Tensor:
+    """Returns the index (B, 1) of each image's class token."""
+    return torch.zeros(len(tokens), 1, dtype=torch.int64, device=tokens.device)
+
+
+class ClassifierEntry(NamedTuple):
+    """A class of classifiers.
+
+    Attributes:
+        name: Its name.
+        arguments: Names of the first arguments of ``forward``, the images first.
+        path: Paths of the modules between a classifier and its last stage.
+        last_stage: Returns the last stage.
+        blocks: Returns the list of a stage's blocks.
+        reads_class_token: Returns whether the head reads the class token alone, without hidden states.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    path: tuple[str, ...]
+    last_stage: Callable[[Any], nn.Module]
+    blocks: Callable[[Any], nn.Module]
+    reads_class_token: Callable[[Any, dict[str, Any]], bool]
+
+
+def find_last(
+    model: Any, entry: ClassifierEntry, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[nn.Module, nn.Module] | None:
+    """Returns the last stage and block of a classifier whose other tokens nobody reads in a call, or None."""
+    if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if torch_module._has_any_global_hook() or torch.jit.is_tracing() or modes.is_transformed():
+        return None
+    call = {**dict(zip(entry.arguments, args, strict=False)), **kwargs}
+    images = call.pop(entry.arguments[0], None)
+    if len(args) > len(entry.arguments) or not isinstance(images, Tensor):
+        return None
+    if not entry.reads_class_token(model, call):
+        return None
+    between = [model.get_submodule(path) for path in entry.path]
+    stage = entry.last_stage(model)
+    block = next(reversed(entry.blocks(stage)._modules.values()), None)
+    if block is None or any(map(is_watched, (*between, stage, block))):
+        return None
+    return (stage, block) if all(_has_own_forward(type(m), type(m).forward) for m in between) else None
+
+
+@functools.cache
+def _has_own_forward(cls: Any, forward: Any) -> bool:
+    """Returns whether the ``forward`` of a class is the one that it was written with."""
+    return patch_of(original_class(cls)) is None
