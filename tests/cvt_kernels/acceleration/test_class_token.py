@@ -1,0 +1,125 @@
+"""The last block of a classifier computes its class token alone, where nobody sees the other tokens."""
+
+import contextlib
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import backends
+from tests.upstream import huggingface, images, logits, microsoft, ours, relative
+
+every_classifier = pytest.mark.parametrize("make", [huggingface, microsoft, ours])
+every_form = pytest.mark.parametrize("freeze", [None, True, False])
+
+
+@contextlib.contextmanager
+def noted_queries():
+    """Lists the number of queries of each attention, alone or within a block."""
+    noted = []
+
+    def noting(operator, backend, implementation):
+        def serve(call):
+            if operator == "attention":
+                noted.append(call.q.shape[1])
+            elif operator == "transformer_block":
+                noted.append(call.x.shape[1] if call.rows is None else call.rows.shape[1])
+            return implementation.load().function(call)
+
+        return dataclasses.replace(implementation, function=serve)
+
+    with backends.replaced(noting):
+        yield noted
+
+
+def last_stage(model):
+    """Returns the last stage."""
+    return model.cvt.encoder.stages[-1] if hasattr(model, "cvt") else list(model.children())[-3]
+
+
+def last_block(model):
+    """Returns the last block."""
+    stage = last_stage(model)
+    return (stage.layers if hasattr(stage, "layers") else stage.blocks)[-1]
+
+
+def queries_of(model, x, **settings):
+    """Returns the numbers of queries in a call of a model, and its logits."""
+    with torch.no_grad(), noted_queries() as noted:
+        out = logits(model(x, **settings))
+    return noted, out
+
+
+@every_form
+@every_classifier
+def test_last_block_has_one_query(make, freeze):
+    original, x = make().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(original), freeze=freeze) if make is not ours or freeze else original
+    queries, out = queries_of(model, x)
+    assert queries[-1] == 1
+    assert 1 not in queries[:-1]
+    again, repeated = queries_of(model, x)
+    assert torch.equal(out, repeated)
+    with torch.no_grad():
+        everything = original.forward_features(x)[:, 0] if make is ours else None
+        expected = logits(original(x)) if make is not ours else original.head(everything)
+    assert relative(out, expected) < 1e-5
+
+
+def hooked(model):
+    """Watches the last stage."""
+    last_stage(model).register_forward_hook(lambda *_: None)
+
+
+def hooked_block(model):
+    """Watches the last block."""
+    last_block(model).register_forward_hook(lambda *_: None)
+
+
+def hooked_layer(model):
+    """Watches a linear layer of the last block."""
+    next(m for m in last_block(model).modules() if isinstance(m, torch.nn.Linear)).register_forward_hook(
+        lambda *_: None
+    )
+
+
+def patched(model):
+    """Gives the last block a forward of its own."""
+    block = last_block(model)
+    block.forward = block.forward
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_block, hooked_layer, patched])
+@every_form
+@every_classifier
+def test_watched_tokens_are_all_computed(make, freeze, change):
+    model, x = make().eval(), images(2, 32, 48)
+    model = ck.accelerate(model, freeze=freeze) if make is not ours or freeze else model
+    queries_of(model, x)
+    change(model)
+    assert 1 not in queries_of(model, x)[0]
+
+
+@every_form
+def test_hidden_states_are_whole(freeze):
+    original, x = huggingface().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(original), freeze=freeze)
+    with torch.no_grad():
+        expected = original(x, output_hidden_states=True).hidden_states
+        actual = model(x, output_hidden_states=True).hidden_states
+        features = model.cvt(x).last_hidden_state
+    assert all(relative(*pair) < 1e-5 for pair in zip(actual, expected, strict=True))
+    assert relative(features, expected[-1]) < 1e-5
+
+
+@every_classifier
+def test_training_and_gradients_have_all_tokens(make):
+    model, x = ck.accelerate(make().eval(), freeze=False), images(2, 32, 48)
+    with noted_queries() as noted:
+        logits(model(x)).sum().backward()
+        model.train()
+        logits(model(x)).sum().backward()
+    assert 1 not in noted
+    assert all(parameter.grad is not None for parameter in model.parameters())
