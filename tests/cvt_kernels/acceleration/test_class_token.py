@@ -60,7 +60,7 @@ def test_last_block_has_one_query(make, freeze):
     queries, out = queries_of(model, x)
     assert queries[-1] == 1
     assert 1 not in queries[:-1]
-    again, repeated = queries_of(model, x)
+    _, repeated = queries_of(model, x)
     assert torch.equal(out, repeated)
     with torch.no_grad():
         everything = original.forward_features(x)[:, 0] if make is ours else None
