@@ -108,7 +108,7 @@ def speeds_of_older(tiny: bool) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch, "speed.json")
             command = [sys.executable, "-m", "benchmarks.quantization", str(path), "--speed"]
-            environment = {"CVT_KERNELS_CPU": name, "CVT_KERNELS_BACKEND": "native"}
+            environment = {"CVT_KERNELS_CPU": name, "CVT_KERNELS_BACKEND": "cpu"}
             subprocess.run(
                 [*command, *(["--tiny"] if tiny else [])], env=os.environ | environment, check=True
             )

@@ -3,7 +3,7 @@
 On a CPU, the host time of a whole model is the processor's time for a forward with CvT-13's modules and
 operators, one image and one thread, but with so few channels and pixels that arithmetic takes next to
 nothing: what is left is Python, the choice of backends, and what PyTorch's operators and our kernels take to
-begin. The models take our native kernels wherever there are any.
+begin. The models take our CPU kernels wherever there are any.
 
 On a GPU these are calls with one image, which the GPU serves faster than the host issues them; nobody waits
 for it in between. Without a GPU every part but the driver runs, on CPU tensors: Triton compiles for an sm_90
@@ -52,7 +52,7 @@ MODELS = ("hf", "accelerate", "cvt", "accelerate-frozen", "cvt-frozen")
 
 @pytest.fixture
 def kernels_serve():
-    """Lets the native kernels serve under ``auto`` without an entry, wherever there are any, on one thread.
+    """Lets the CPU kernels serve under ``auto`` without an entry, wherever there are any, on one thread.
 
     Where there are none, it is the composition, or else PyTorch's own operator.
     """
@@ -60,7 +60,7 @@ def kernels_serve():
     def serving(operator, backend, implementation):
         if backend != "reference":  # it needs no entry where it is the only one
             return dataclasses.replace(implementation, why_unavailable=lambda _: "is not measured")
-        for better in ("native", "composed"):
+        for better in ("cpu", "composed"):
             with contextlib.suppress(KeyError):
                 found = backends.registered(operator, better)
                 return dataclasses.replace(found, devices=None, why_unavailable=None)
@@ -77,7 +77,7 @@ def kernels_serve():
 
 @pytest.mark.benchmark(timer=time.process_time)  # which no other program on the machine adds to
 @pytest.mark.skipif(suites.CUDA, reason="is about CPUs")
-@pytest.mark.skipif(machine.why_native_unavailable("cpu") is not None, reason="has no native kernels")
+@pytest.mark.skipif(machine.why_extension_unavailable("cpu") is not None, reason="has no CPU kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=suites.short)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(benchmark, kernels_serve, name, dtype):

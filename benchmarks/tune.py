@@ -25,7 +25,13 @@ from . import suites
 SCHEMA, VERSION = "benchmarks tune", 1
 #: Operator → its kernels that are tuned.
 KERNELS = {
-    "conv_projection": ("walk_fwd", "walk_bwd_input", "walk_bwd_conv", "walk_bwd_sums", "walk_stats"),
+    "conv_projection": (
+        "sliding_fwd",
+        "sliding_bwd_input",
+        "sliding_bwd_conv",
+        "sliding_bwd_sums",
+        "sliding_stats",
+    ),
     "attention": ("fwd", "fwd_loop", "bwd", "bwd_dq", "bwd_dkdv"),
 }
 #: Channels of a head, in all of CvT.

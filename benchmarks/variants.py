@@ -247,7 +247,7 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
         attend()
         return attend
 
-    ours = "triton" if suites.CUDA else "native"
+    ours = "triton" if suites.CUDA else "cpu"
     rate = speeds(
         {"plain": call(None, ours), "with the table": call(bias, ours),
          "sdpa with a mask": call(bias, "sdpa")}, batch, tiny,

@@ -268,16 +268,16 @@ def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
     )
 
 
-def native_kernels(
+def extension_kernels(
     *,
     devices: tuple[str, ...] = ("cpu",),
-    why_unsupported: Callable[[Record], str | None] | str | None = ".native:why_unsupported",
+    why_unsupported: Callable[[Record], str | None] | str | None = ".cpu:why_unsupported",
 ) -> Implementation:
-    """Returns the compiled extension's implementation: the function in ``native`` of the operator's name.
+    """Returns the compiled extension's implementation: the function in ``cpu`` of the operator's name.
 
     A path in ``why_unsupported`` is relative to the operator's package.
     """
-    return Implementation(".native:{name}", devices, machine.why_native_unavailable, why_unsupported)
+    return Implementation(".cpu:{name}", devices, machine.why_extension_unavailable, why_unsupported)
 
 
 def _may_be_kept(key: Any) -> bool:

@@ -80,8 +80,8 @@ def why_triton_unavailable(device_type: str) -> str | None:
     return None
 
 
-def why_native_unavailable(device_type: str) -> str | None:
-    """Returns why this machine has no native kernels for a type of device, or None.
+def why_extension_unavailable(device_type: str) -> str | None:
+    """Returns why this machine has no CPU kernels for a type of device, or None.
 
     Raises:
         ExtensionError: The extension is installed but does not load.
@@ -91,7 +91,7 @@ def why_native_unavailable(device_type: str) -> str | None:
     facts = load_extension()
     if device_type != "cuda":
         return None
-    return _why_cuda_unavailable(facts.cuda, facts.cuda_request) or _why_no_gpu_runs("native")
+    return _why_cuda_unavailable(facts.cuda, facts.cuda_request) or _why_no_gpu_runs("cuda")
 
 
 def _why_no_gpu_runs(backend: str) -> str | None:
@@ -102,14 +102,14 @@ def _why_no_gpu_runs(backend: str) -> str | None:
 
 @functools.cache
 def why_gpu_unsupported(backend: str, index: int) -> str | None:
-    """Returns why a GPU cannot run kernels of ``"triton"`` or ``"native"``, or None."""
+    """Returns why a GPU cannot run kernels of ``"triton"`` or ``"cpu"``, or None."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip is not None:
         return f"there are kernels for NVIDIA's GPUs only, not for {name}"
     if capability < OLDEST_GPU:
         needed, has = (".".join(map(str, numbers)) for numbers in (OLDEST_GPU, capability))
         return f"the kernels need a GPU of compute capability {needed} or newer, {name} has {has}"
-    if backend != "native":
+    if backend != "cpu":
         return None
     architectures = _split(load_extension().architectures)
     if any(_runs_on(capability, architecture) for architecture in architectures):
@@ -212,7 +212,7 @@ def _check_instruction_set() -> None:
 
 def _native() -> str:
     try:
-        reason = why_native_unavailable("cpu")
+        reason = why_extension_unavailable("cpu")
     except ExtensionError as error:
         return str(error)
     if reason is not None:

@@ -182,19 +182,19 @@ def remember_entry(
 
 
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:
-    """Registers a backend ``native`` that notes its arguments before the reference serves the call."""
+    """Registers a backend ``cpu`` that notes its arguments before the reference serves the call."""
     calls = []
 
     def function(*args, **kwargs):
         calls.append((args, kwargs))
         return getattr(reference, operator)(*args, **kwargs)
 
-    backends.register(operator, "native", implementation(operator, function))
+    backends.register(operator, "cpu", implementation(operator, function))
     return calls
 
 
 def record_all_calls() -> list[str]:
-    """Lists the names of the operators as they are called, by a backend ``native`` that each of them gets."""
+    """Lists the names of the operators as they are called, by a backend ``cpu`` that each of them gets."""
     called: list[str] = []
     for operator in backends.operators:
 
@@ -202,7 +202,7 @@ def record_all_calls() -> list[str]:
             called.append(operator)
             return backends.operators[operator].reference(call)
 
-        backends.register(operator, "native", backends.Implementation(function))
+        backends.register(operator, "cpu", backends.Implementation(function))
     return called
 
 

@@ -15,7 +15,7 @@ from tests.conftest import DATA
 RANDOM = {"drop": 0.2, "drop_path": 0.4}
 
 #: Backends for ``use_backend`` that let kernels of this project serve whatever they can.
-KERNELS_FIRST = ("native", "sdpa", "reference")
+KERNELS_FIRST = ("cpu", "sdpa", "reference")
 
 #: A model of ours for what takes long per operator, as exporting does.
 ONE_STAGE = CvTConfig(

@@ -30,7 +30,7 @@ from .page import put_into
 from .rates import RATES
 from .work import work_of
 
-_BACKENDS: tuple[backends.Backend, ...] = ("triton", "native", "reference")
+_BACKENDS: tuple[backends.Backend, ...] = ("triton", "cuda", "reference")
 
 
 class ForwardLaunch(NamedTuple):
@@ -113,7 +113,7 @@ class _Recorder(TorchDispatchMode):
         self, operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
         """Returns an implementation that serves tensors without memory, and notes whose launches they are."""
-        if backend not in _BACKENDS or (backend == "native" and operator not in _WITH_CUDA_KERNELS):
+        if backend not in _BACKENDS or (backend == "cuda" and operator not in _WITH_CUDA_KERNELS):
             return implementation
         implementation.load()
         function = implementation.function
@@ -160,7 +160,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-#: Operators whose native kernels run on a GPU.
+#: Operators whose CPU kernels run on a GPU.
 _WITH_CUDA_KERNELS = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
 #: PyTorch's operators that are not views and launch nothing all the same.
 _WITHOUT_LAUNCH = (

@@ -59,7 +59,7 @@ class Work(NamedTuple):
 def work_of(launch: launching.Launch) -> Work | None:
     """Returns the work of a launch; None for a kernel that nothing here describes."""
     name = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
-    describe = _WORK.get(name.replace("_walk_", "_"))  # a walk moves what the kernels over regions move
+    describe = _WORK.get(name.replace("_sliding_", "_"))  # a walk moves what the kernels over regions move
     return None if describe is None else describe(launch)
 
 
@@ -134,15 +134,15 @@ def _region_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[flo
 
 def _projection_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[float, ...]:
     """Returns the trips of the loops of a walk, or of a kernel over regions."""
-    if "WALK" in arguments:
-        return _walk_trips(arguments)
+    if "LANES" in arguments:
+        return _sliding_trips(arguments)
     return _region_trips(arguments, rows_of_lane=rows_of_lane)
 
 
 def _convolution_outputs(arguments: dict[str, Any]) -> int:
     """Returns the elements of all branches' convolutions, without the class token."""
     batch, _, channels = arguments["x_ptr"].shape
-    if "WALK" in arguments:
+    if "LANES" in arguments:
         sizes = ((arguments["height"], arguments["width"], stride) for stride in arguments["STRIDES"])
         grids = [(-(-height // stride), -(-width // stride)) for height, width, stride in sizes]
     else:
@@ -157,7 +157,7 @@ def _projection_forward(launch: launching.Launch) -> Work:
     return _work(launch, _elements(outs), _bytes(arguments["x_ptr"], outs), trips)
 
 
-def _walk_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
+def _sliding_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
     """Returns the trips of a walk's loops: the images of a program, then the pairs of rows of its strip."""
     return (
         arguments["batch"] / arguments["groups"],
@@ -185,7 +185,7 @@ def _projection_backward_input(launch: launching.Launch) -> Work:
     dx, dys = arguments["dx_ptr"], _each_once(arguments["dy_ptrs"])
     size = _bytes(dx, arguments["dconv_ptrs"])
     size += _bytes(dys) - _spatial_bytes(arguments, dys)  # class tokens, whose gradients are copied
-    trips = _walk_trips(arguments) if "WALK" in arguments else _block_trips(arguments)
+    trips = _sliding_trips(arguments) if "LANES" in arguments else _block_trips(arguments)
     return _work(launch, dx.numel(), size, trips)
 
 
@@ -213,7 +213,7 @@ def _conv_gelu(launch: launching.Launch, results: tuple[str, ...]) -> Work:
     """Describes a walk that reads the first tensors and writes ``results``; the first result counts."""
     arguments = launch.arguments
     moved = [arguments[name] for name in ("x_ptr", "dy_ptr", *results) if name in arguments]
-    return _work(launch, arguments[results[0]].numel(), _bytes(moved), _walk_trips(arguments))
+    return _work(launch, arguments[results[0]].numel(), _bytes(moved), _sliding_trips(arguments))
 
 
 # The projection with its linear layers --------------------------------------------------------------------
@@ -235,7 +235,7 @@ def _conv_linear(launch: launching.Launch) -> Work:
         trips += (-(-batch // spec.class_rows) / programs, *len(outs) * chunks)
     for group in groups:
         strips = batch * group.strip_rows * group.strip_columns
-        trips += (-(-strips // arguments["WALK"].pairs) / programs, *chunks)
+        trips += (-(-strips // arguments["LANES"].pairs) / programs, *chunks)
     is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
     flops = 0 if is_exact else 2 * x.shape[2] * _elements(outs)
     return _work(launch, _elements(outs), _bytes(x, outs, arguments["linear_ptrs"]), trips, flops=flops)

@@ -548,7 +548,7 @@ def test_a_call_that_looks_slow_is_measured_again(tmp_path, monkeypatch, capsys)
             mine = ours.pop(0)
             share = 1e-3 / mine
             seconds = {"auto": mine, "reference": 1e-3}
-            return auto.Measurement("native", seconds, "reference", share, (share, share), 11)
+            return auto.Measurement("cpu", seconds, "reference", share, (share, share), 11)
 
         monkeypatch.setattr(auto, "measured", measured)
 

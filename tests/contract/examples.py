@@ -157,21 +157,21 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
 
 #: Pairs of operator and backend that compute no gradients, and refuse them.
 WITHOUT_GRADIENTS = frozenset({
-    ("attention", "native"),
-    ("conv_embedding", "native"),
+    ("attention", "cpu"),
+    ("conv_embedding", "cpu"),
     ("conv_embedding", "triton"),
     ("conv_linear", "triton"),
     ("layer_norm_mlp", "triton"),
     ("linear", "float32"),
     ("linear_add", "triton"),
     ("linear_add_layer_norm", "triton"),
-    ("transformer_block", "native"),
+    ("transformer_block", "cpu"),
     ("transformer_block", "onednn"),
 })  # fmt: skip
 #: What a backend needs to serve an example at all.
 _NEEDED = {("linear", "float32"): {"dtype": "bfloat16", "bare": True}}
 #: What serves the parts of an operator on backends that compose it of others.
-_PARTS: dict[str, tuple[ck.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("native", "reference"))
+_PARTS: dict[str, tuple[ck.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("cpu", "reference"))
 #: The operators that round, and have no gradients.
 ROUNDING = ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8")
 
@@ -274,7 +274,7 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
     with ck.use_backend(backend):
         reason = backends.why_unavailable(operator, backend, device)
     if reason is not None:
-        assert backend != "native" or not_built(), reason
+        assert backend != "cpu" or not_built(), reason
         pytest.skip(reason)
     choices = {key: values[0] for key, values in CHOICES[operator].items()}
     chosen = choices | EXAMPLES[operator][name] | _NEEDED.get((operator, backend), {}) | settings

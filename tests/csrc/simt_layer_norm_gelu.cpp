@@ -1,7 +1,7 @@
 // Runs the CUDA kernels of csrc/layer_norm_gelu on the host: calls on standard input, results on standard output,
 // both as test_layer_norm_gelu_cuda.py packs them. Every array is a block of memory of its own and of its very size, so
 // that the sanitizers see what is read or written beside it. With EMULATED it is a library, and its launches go to the
-// emulator of what nvcc compiles (tests/emulator/native.py).
+// emulator of what nvcc compiles (tests/emulator/cuda.py).
 #include "simt.h"
 
 #include "layer_norm_gelu/cuda_kernels.cuh"

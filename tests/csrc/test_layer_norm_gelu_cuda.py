@@ -19,7 +19,7 @@ from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
 from cvt_kernels.toolkit import find_nvcc
 from tests.checks import TRAPS, assert_accurate, compiled, compiler, not_built
-from tests.emulator.native import Native, sources
+from tests.emulator.cuda import CudaKernels, sources
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
@@ -121,7 +121,7 @@ def run_on_host():
 @functools.cache
 def emulated(arch: int):
     """Returns a function that runs calls as nvcc compiles them, in the emulator of PTX."""
-    kernels = Native(arch)
+    kernels = CudaKernels(arch)
 
     def run(*calls: KernelCall) -> list[list[Tensor]]:
         size = sum(math.prod(shape) * dtype.itemsize for call in calls for shape, dtype in call.results())
@@ -480,7 +480,7 @@ def outputs_and_gradients(function, tensors):
 )
 def test_accuracy_on_a_gpu(operator, dtype, shape):
     tensors = cuda_arguments(operator, shape, dtype)
-    with ck.use_backend("native"):
+    with ck.use_backend("cuda"):
         ours = outputs_and_gradients(getattr(ck, operator), tensors)
         again = outputs_and_gradients(getattr(ck, operator), tensors)
     theirs = outputs_and_gradients(getattr(reference, operator), tensors)
@@ -495,7 +495,7 @@ def test_accuracy_on_a_gpu(operator, dtype, shape):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_captured_graph_computes_on_new_values(operator):
     tensors = cuda_arguments(operator, (4, 50, 64), torch.bfloat16)
-    with ck.use_backend("native"):
+    with ck.use_backend("cuda"):
         outputs_and_gradients(getattr(ck, operator), tensors)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -513,7 +513,7 @@ def test_the_current_stream_and_the_dtypes_of_autocast():
     half, full, weight = (torch.randn(64, 64, device="cuda") for _ in range(3))
     half, weight = half.half(), weight[0]
     with (
-        ck.use_backend("native"),
+        ck.use_backend("cuda"),
         torch.autocast("cuda", torch.float16),
         torch.cuda.stream(torch.cuda.Stream()),
     ):
@@ -533,7 +533,7 @@ def test_the_current_stream_and_the_dtypes_of_autocast():
 def test_gelu_where_it_saturates_on_a_gpu(approximate, dtype):
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 20, -20, 0, -0.0], device="cuda").to(dtype)
     huge = torch.tensor([1e38, -1e38, 3e38, -3e38], device="cuda").to(dtype)
-    with ck.use_backend("native"):
+    with ck.use_backend("cuda"):
         for t in (x, huge):
             ours, theirs = ck.gelu(t, approximate=approximate), reference.gelu(t, approximate=approximate)
             torch.testing.assert_close(ours, theirs, equal_nan=True)
@@ -543,5 +543,5 @@ def test_gelu_where_it_saturates_on_a_gpu(approximate, dtype):
 def test_too_many_channels_and_float64_are_refused_on_a_gpu():
     x = torch.randn(2, 8193, device="cuda")
     for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no CUDA kernels for float64")):
-        with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=reason):
+        with ck.use_backend("cuda"), pytest.raises(ck.BackendUnavailable, match=reason):
             ck.layer_norm(tensor)

@@ -16,7 +16,7 @@ from tests.checks import not_built
 from tests.cvt.models import SMALL, equal, small
 from tests.upstream import ONE_STAGE
 
-NATIVE = pytest.param("native", marks=pytest.mark.skipif(not_built(), reason="there is no extension"))
+CPU_KERNELS = pytest.param("cpu", marks=pytest.mark.skipif(not_built(), reason="there is no extension"))
 IMAGES = torch.randn(2, 3, 64, 80, generator=torch.Generator().manual_seed(0))
 
 
@@ -34,7 +34,7 @@ def tables_of(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("backend", ["reference", "sdpa", NATIVE])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", CPU_KERNELS])
 def test_weights_without_tables_give_the_very_bits_of_the_plain_model(backend, tmp_path):
     plain = small().eval()
     torch.save(plain.state_dict(), tmp_path / "plain.pth")
@@ -48,7 +48,7 @@ def test_weights_without_tables_give_the_very_bits_of_the_plain_model(backend, t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("backend", ["sdpa", NATIVE])
+@pytest.mark.parametrize("backend", ["sdpa", CPU_KERNELS])
 def test_every_table_is_added_to_the_scores(backend):
     """Compares with the softmax that calls the modules one by one, which a hook asks for."""
     model = biased(pool="avg")  # a class token in the last block has no bias
@@ -161,7 +161,7 @@ def test_explain_looks_at_the_probabilities_with_the_bias():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("backend", ["sdpa", NATIVE])
+@pytest.mark.parametrize("backend", ["sdpa", CPU_KERNELS])
 def test_tokens_that_drop_out_keep_the_bias_of_the_others(backend):
     model = biased(token_keep=0.6)
     with ck.use_backend(backend, "reference"):

@@ -66,7 +66,7 @@ def only_answer() -> autotune.Entry:
     return entry
 
 
-def register(function, backend="native", operator="gelu", **conditions) -> list[int]:
+def register(function, backend="cpu", operator="gelu", **conditions) -> list[int]:
     """Registers a backend; returns a list that grows by one at each of its calls."""
     calls = []
 
@@ -120,7 +120,7 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(tuned, function, flaw):
         assert torch.equal(ck.gelu(x), expected)
     [warning] = caught
     text = str(warning.message)
-    assert text.startswith("cvt_kernels: the kernel of backend 'native' failed its check on this machine")
+    assert text.startswith("cvt_kernels: the kernel of backend 'cpu' failed its check on this machine")
     assert f"(gelu, forward, float32, exact, 16+ elements, 16 channels): {flaw}" in text
     assert "reference serves instead, so that results are right. Please report this line" in text
     assert warning.filename == __file__
@@ -129,7 +129,7 @@ def test_a_wrong_kernel_is_never_used_and_reported_once(tuned, function, flaw):
     with new_process():
         assert torch.equal(ck.gelu(x), expected)
         assert torch.equal(ck.gelu(x[:2]), expected[:2])
-        assert ck.fallbacks()["gelu", "native"].startswith(flaw)
+        assert ck.fallbacks()["gelu", "cpu"].startswith(flaw)
     assert (len(calls), len(tuned)) == (tried, 1)
 
 
@@ -145,9 +145,7 @@ def test_a_kernel_that_needs_more_than_a_gpu_has_is_passed_over_in_silence(tuned
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(ck.gelu(x), reference.gelu(x))
-    assert ck.fallbacks()["gelu", "native"].startswith(
-        "fails: OutOfResources: out of resource: shared memory"
-    )
+    assert ck.fallbacks()["gelu", "cpu"].startswith("fails: OutOfResources: out of resource: shared memory")
 
 
 @pytest.mark.parametrize(
@@ -170,9 +168,9 @@ def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(tuned, er
 
     calls = register(function)
     x = torch.randn(3, 16)
-    with pytest.warns(RuntimeWarning, match=r"'native' could not be tried .* The next process tries again"):
+    with pytest.warns(RuntimeWarning, match=r"'cpu' could not be tried .* The next process tries again"):
         assert torch.equal(ck.gelu(x), reference.gelu(x))
-    assert ck.fallbacks()["gelu", "native"].startswith(f"fails here: {type(error).__name__}: ")
+    assert ck.fallbacks()["gelu", "cpu"].startswith(f"fails here: {type(error).__name__}: ")
     ck.gelu(x[:2])  # another call of the kind
     assert (len(calls), len(tuned)) == (1, 1)
     assert autotune.cache_for(CPU).cached_entries() == {}
@@ -180,7 +178,7 @@ def test_a_fault_of_the_environment_is_tried_again_in_the_next_process(tuned, er
     for _ in range(2):
         with new_process():
             ck.gelu(x)
-            assert only_answer().measurements["native"].flaw is None
+            assert only_answer().measurements["cpu"].flaw is None
     assert len(tuned) == 2
 
 
@@ -203,7 +201,7 @@ def test_a_slow_kernel_is_not_chosen(tuned):
     ck.gelu(x)
     assert len(calls) == tried
     assert only_answer().chosen == only_answer().chosen_in_graphs == "reference"
-    assert ck.fallbacks()["gelu", "native"].endswith("(measured here)")
+    assert ck.fallbacks()["gelu", "cpu"].endswith("(measured here)")
 
 
 def test_a_wrong_backward_serves_the_forward_only(tuned):
@@ -224,7 +222,7 @@ def test_a_wrong_backward_serves_the_forward_only(tuned):
     with torch.no_grad():
         ck.gelu(x)
     chosen = {cache_key.split(", ")[1]: entry.chosen for cache_key, entry in answers().items()}
-    assert chosen == {"forward": "native", "forward+backward": "reference"}
+    assert chosen == {"forward": "cpu", "forward+backward": "reference"}
 
 
 # What the caller sees of a first call ---------------------------------------------------------------------
@@ -275,7 +273,7 @@ def test_function_transforms_and_forward_mode_take_pytorchs_own(tuned):
 
     transformed()
     assert (calls, tuned) == ([], [])
-    assert "forward-mode" in ck.fallbacks()["gelu", "native"]
+    assert "forward-mode" in ck.fallbacks()["gelu", "cpu"]
     ck.gelu(x)
     ck.gelu(x.requires_grad_())
     x = x.detach()
@@ -381,7 +379,7 @@ def test_deterministic_algorithms_take_what_every_process_will(tuned, monkeypatc
                 if how == "not remembered"
                 else "demanded, but the"
             )
-            assert reason in ck.fallbacks()["gelu", "native"]
+            assert reason in ck.fallbacks()["gelu", "cpu"]
             assert len(tuned) == (how == "does not last")
 
 
@@ -395,8 +393,8 @@ def test_compiled_code_holds_the_remembered_choice(tuned, backend):
     q = torch.randn(1, 5, 2, 16)
     torch.testing.assert_close(compiled()(q), 2 * reference.attention(q, q, q))
     reason = "has no entry, and nothing is tuned while torch.compile traces"
-    assert ck.fallbacks()["attention", "native"] == reason
-    remember_entry("native", "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
+    assert ck.fallbacks()["attention", "cpu"] == reason
+    remember_entry("cpu", "attention", q, q, q, scale=None, bias=None, dropout_p=0.0)
     assert torch.equal(compiled()(q), 2 * (q + 10))
     assert tuned == []
 
@@ -421,7 +419,7 @@ def test_on_a_cpu_gelu_is_left_to_torch_compile(tuned):
     x, weight, bias = torch.randn(5, 16), torch.randn(16, 16), torch.randn(16)
     for operator, args in (("gelu", (x,)), ("bias_gelu", (x, bias))):
         register(lambda x, *_, **__: x + 10, operator=operator)
-        remember_entry("native", operator, *args, approximate="none")
+        remember_entry("cpu", operator, *args, approximate="none")
         assert torch.equal(getattr(ck, operator)(*args), x + 10)
     targets = []
 
@@ -434,10 +432,10 @@ def test_on_a_cpu_gelu_is_left_to_torch_compile(tuned):
     expected = reference.linear_gelu(x, weight, bias, approximate="none")
     torch.testing.assert_close(compiled(x, weight, bias), expected)
     assert targets == [F.linear, F.gelu]
-    assert ck.fallbacks()["gelu", "native"] == "torch.compile fuses such calls with others on a CPU"
-    with ck.use_backend("native", "reference"):  # a requested backend serves
+    assert ck.fallbacks()["gelu", "cpu"] == "torch.compile fuses such calls with others on a CPU"
+    with ck.use_backend("cpu", "reference"):  # a requested backend serves
         torch.testing.assert_close(compiled(x, weight, bias), F.linear(x, weight) + 10)
-    remember_entry("native", "gelu", x.requires_grad_(), approximate="none")
+    remember_entry("cpu", "gelu", x.requires_grad_(), approximate="none")
     assert torch.equal(torch.compile(ck.gelu, fullgraph=True, backend=noted)(x), x + 10)  # with gradients
     assert tuned == []
 
@@ -450,7 +448,7 @@ def test_exported_programs_hold_pytorchs_own(tuned, strict):
 
     x = torch.randn(5, 16)
     calls = register(lambda x, **_: x + 10)
-    remember_entry("native", "gelu", x, approximate="none")
+    remember_entry("cpu", "gelu", x, approximate="none")
     batch = torch.export.Dim("batch", min=2, max=100_000)
     program = torch.export.export(Model(), (x,), dynamic_shapes=({0: batch},), strict=strict)
     for rows in (2, 5, 3000):
@@ -466,7 +464,7 @@ def test_nothing_is_tuned_while_a_graph_is_captured(tuned, monkeypatch):
     monkeypatch.setattr(machine, "is_capturing", lambda x: capturing[0])
     ck.gelu(x)
     assert (calls, tuned) == ([], [])
-    assert ck.fallbacks()["gelu", "native"].endswith("nothing is tuned while a CUDA graph is captured")
+    assert ck.fallbacks()["gelu", "cpu"].endswith("nothing is tuned while a CUDA graph is captured")
     capturing[0] = False
     ck.gelu(x)
     assert len(tuned) == 1
@@ -475,8 +473,8 @@ def test_nothing_is_tuned_while_a_graph_is_captured(tuned, monkeypatch):
 def test_the_choice_for_graphs_serves_in_graphs(tuned, monkeypatch):
     register(lambda x, **_: x + 10)
     x = torch.randn(5, 16)
-    measurements = dict.fromkeys(("native", "reference"), MEASUREMENT)
-    remember(autotune.Entry("reference", "native", measurements), x)
+    measurements = dict.fromkeys(("cpu", "reference"), MEASUREMENT)
+    remember(autotune.Entry("reference", "cpu", measurements), x)
     for capturing, expected in ((False, reference.gelu(x)), (True, x + 10), (False, reference.gelu(x))):
         monkeypatch.setattr(machine, "is_capturing", lambda x, capturing=capturing: capturing)
         assert torch.equal(ck.gelu(x), expected)
@@ -489,14 +487,14 @@ def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned):
     asked = remember(autotune.Entry("reference", "reference", {"reference": MEASUREMENT}), x)
     ck.gelu(x)
     assert (len(tuned), len(calls) > 0) == (1, True)
-    assert set(answers()[asked].measurements) == {"native", "reference"}
+    assert set(answers()[asked].measurements) == {"cpu", "reference"}
 
 
 @pytest.mark.parametrize("chosen", ["triton", "float32", "something"])
 def test_an_entry_for_what_cannot_serve_here(tuned, chosen):
     register(reference.gelu)
     x = torch.randn(5, 16)
-    remember(autotune.Entry(chosen, chosen, {"native": MEASUREMENT}), x)
+    remember(autotune.Entry(chosen, chosen, {"cpu": MEASUREMENT}), x)
     assert torch.equal(ck.gelu(x), reference.gelu(x))
 
 
@@ -533,7 +531,7 @@ def test_a_choice_of_a_busy_machine_is_timed_again_by_the_next_process(tuned, un
     disturbed.append(False)
     with new_process():
         ck.gelu(x)
-        assert (only_answer().chosen, only_answer().is_unsure) == ("native", False)
+        assert (only_answer().chosen, only_answer().is_unsure) == ("cpu", False)
         assert autotune.cache_for(CPU).advice() is None
     with new_process():
         ck.gelu(x)
@@ -573,7 +571,7 @@ def test_without_autotuning_pytorchs_own_serve(tuned, monkeypatch):
     assert any("scaled_dot_product" in name for name in operators)
     assert (calls, tuned) == ([], [])
     reason = "has no entry, and CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use"
-    assert ck.fallbacks()["gelu", "native"] == ck.fallbacks()["attention", "native"] == reason
+    assert ck.fallbacks()["gelu", "cpu"] == ck.fallbacks()["attention", "cpu"] == reason
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), FloatingPointError("nothing finite")])
@@ -590,7 +588,7 @@ def test_failed_autotuning_leaves_the_call_to_pytorch(tuning, monkeypatch, error
     for _ in range(3):
         assert torch.equal(ck.gelu(x), reference.gelu(x))
     assert len(attempts) == 1
-    assert ck.fallbacks()["gelu", "native"] == f"could not be tuned: {type(error).__name__}: {error}"
+    assert ck.fallbacks()["gelu", "cpu"] == f"could not be tuned: {type(error).__name__}: {error}"
     assert answers() == {}
 
 
@@ -599,7 +597,7 @@ def test_hooks_on_saved_tensors_may_be_forbidden(tuned):
     x = torch.randn(5, 16, requires_grad=True)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert torch.equal(ck.gelu(x), reference.gelu(x))
-    assert ck.fallbacks()["gelu", "native"] == "could not be tuned: RuntimeError: not here"
+    assert ck.fallbacks()["gelu", "cpu"] == "could not be tuned: RuntimeError: not here"
 
 
 def test_a_call_that_pytorch_refuses_raises_its_error(tuning):
@@ -671,20 +669,20 @@ os._exit(0)
 def test_ranks_agree_on_pytorchs_own_unless_all_choose_the_same(tuning, tmp_path):
     code = f"""{GROUP}
 os.environ["XDG_CACHE_HOME"] += str(rank)
-def native(*args, **kwargs):
-    served.append("native")
+def cpu(*args, **kwargs):
+    served.append("cpu")
     return reference.conv_projection(*args, **kwargs)
 conv, all_served = branch(), []
-for local in (("native", "reference"), ("reference", "native"), ("native", "native")):
+for local in (("cpu", "reference"), ("reference", "cpu"), ("cpu", "cpu")):
     served = []
-    backends.register("conv_projection", "native", implementation("conv_projection", native))
+    backends.register("conv_projection", "cpu", implementation("conv_projection", cpu))
     remember_entry(local[rank], "conv_projection", x, (3, 4), (conv,), training=True)
     for _ in range(3):
         ck.conv_projection(x, (3, 4), [conv], training=True)
     all_served.append(served)
 {FINISH.format("all_served")}
 """
-    served = f"{[[], [], ['native'] * 3]}\n"
+    served = f"{[[], [], ['cpu'] * 3]}\n"
     assert run_ranks(code, RENDEZVOUS=str(tmp_path / "ranks")) == [served] * 2
 
 
@@ -693,7 +691,7 @@ def test_synchronized_training_is_tuned_and_right(tuning, tmp_path):
 from cvt_kernels.autotune import tuner
 tune, tuned = tuner.tune, []
 tuner.tune = lambda tuning: tuned.append(1) or tune(tuning)
-backends.register("conv_projection", "native", implementation("conv_projection", reference.conv_projection))
+backends.register("conv_projection", "cpu", implementation("conv_projection", reference.conv_projection))
 ours, theirs = branch(), branch()
 for _ in range(2):
     out = ck.conv_projection(x, (3, 4), [ours], training=True)[0]
@@ -718,10 +716,10 @@ def test_a_call_with_an_entry_costs_as_one_by_request(tuning):
         ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), *torch.ones(4, 8), padding=1),
         {},
     )
-    remember_entry("native", "gelu", x, approximate="none")
-    remember_entry("native", "conv_projection", x, (1, 1), (conv,), training=False)
+    remember_entry("cpu", "gelu", x, approximate="none")
+    remember_entry("cpu", "conv_projection", x, (1, 1), (conv,), training=False)
     for _ in range(60):
-        for backend in ("auto", "native"):
+        for backend in ("auto", "cpu"):
             with ck.use_backend(backend):
                 start = time.perf_counter()
                 for _ in range(50):
@@ -729,7 +727,7 @@ def test_a_call_with_an_entry_costs_as_one_by_request(tuning):
                     ck.conv_projection(x, (1, 1), [conv], training=False)
                 seconds = (time.perf_counter() - start) / 50
             best[backend] = min(best.get(backend, seconds), seconds)
-    assert best["auto"] - best["native"] < 1e-5
+    assert best["auto"] - best["cpu"] < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -24,31 +24,31 @@ from tests.processes import run_python
 
 def test_auto_takes_pytorchs_own_without_an_entry_and_records_why():
     x = torch.zeros(3)
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     add_marked_backend("triton", 20.0, devices=("cuda",))
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
     assert ck.fallbacks() == {
         ("gelu", "triton"): "serves cuda tensors, not cpu",
-        ("gelu", "native"): "has no entry, and CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use",
+        ("gelu", "cpu"): "has no entry, and CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use",
     }
 
 
 def test_auto_takes_the_backend_of_the_entry_if_it_can_serve_the_call():
     x = torch.zeros(3)
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     add_marked_backend("triton", 20.0)
-    for backend, mark in (("triton", 20), ("native", 10)):
+    for backend, mark in (("triton", 20), ("cpu", 10)):
         remember_entry(backend, "gelu", x, approximate="none")
         assert torch.equal(ck.gelu(x), x + mark)
-    add_marked_backend("native", 10.0, devices=("cuda",))
+    add_marked_backend("cpu", 10.0, devices=("cuda",))
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
-    assert ck.fallbacks()["gelu", "native"] == "serves cuda tensors, not cpu"
+    assert ck.fallbacks()["gelu", "cpu"] == "serves cuda tensors, not cpu"
 
 
 def test_an_implementation_is_loaded_where_it_is_chosen():
     """Another thread may have replaced those that were loaded since they were asked."""
     with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.kinds:size_class")):
-        choice = dispatch._choice("gelu", "native")
+        choice = dispatch._choice("gelu", "cpu")
     assert choice.eager.function is choice.in_graphs.function is size_class
 
 
@@ -56,23 +56,23 @@ def no_tanh(x, *, approximate):
     return "no tanh" if approximate == "tanh" else None
 
 
-@pytest.mark.parametrize("names", [("auto",), ("native", "reference")])
+@pytest.mark.parametrize("names", [("auto",), ("cpu", "reference")])
 def test_a_backend_may_refuse_one_call_and_serve_another(names):
-    add_marked_backend("native", 10.0, why_unsupported=no_tanh)
+    add_marked_backend("cpu", 10.0, why_unsupported=no_tanh)
     x = torch.ones(3)
-    remember_entry("native", "gelu", x, approximate="none")
-    remember_entry("native", "gelu", x, approximate="tanh")
+    remember_entry("cpu", "gelu", x, approximate="none")
+    remember_entry("cpu", "gelu", x, approximate="tanh")
     with ck.use_backend(*names):
         assert torch.equal(ck.gelu(x), x + 10)
         assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
-    assert ck.fallbacks()["gelu", "native"] == "no tanh"
-    with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=r"gelu.*'native'.*no tanh"):
+    assert ck.fallbacks()["gelu", "cpu"] == "no tanh"
+    with ck.use_backend("cpu"), pytest.raises(ck.BackendUnavailable, match=r"gelu.*'cpu'.*no tanh"):
         ck.gelu(x, approximate="tanh")
 
 
 def test_a_plan_whose_backend_refuses_other_numbers_is_noticed_by_the_tests():
-    add_marked_backend("native", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
-    with ck.use_backend("native", "reference"):
+    add_marked_backend("cpu", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
+    with ck.use_backend("cpu", "reference"):
         ck.gelu(torch.ones(3))
         with pytest.raises(AssertionError, match="gelu: a plan serves a call that its backend refuses: too"):
             ck.gelu(torch.full((3,), 9.0))
@@ -91,11 +91,11 @@ def test_the_machine_is_asked_once_and_not_before_the_first_call(names):
 
 
 def test_an_explicit_backend_is_used_or_raises():
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     x = torch.ones(3)
     with ck.use_backend("reference"):
         assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
-    with ck.use_backend("native"):
+    with ck.use_backend("cpu"):
         assert torch.equal(ck.gelu(x), x + 10)
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable) as caught:
         ck.gelu(x)
@@ -112,33 +112,33 @@ def test_an_explicit_backend_is_used_or_raises():
 
 
 def test_names_are_an_order_of_preference():
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     add_marked_backend("triton", 20.0)
     x = torch.ones(3)
-    for names, mark in ((("native", "triton"), 10), (("triton", "native"), 20), (("triton", "triton"), 20)):
+    for names, mark in ((("cpu", "triton"), 10), (("triton", "cpu"), 20), (("triton", "triton"), 20)):
         with ck.use_backend(*names):
             assert torch.equal(ck.gelu(x), x + mark)
-    with ck.use_backend("sdpa", "native", "triton"):
+    with ck.use_backend("sdpa", "cpu", "triton"):
         assert torch.equal(ck.gelu(x), x + 10)
     assert ck.fallbacks() == {("gelu", "sdpa"): "not implemented in this version"}
 
 
 def test_an_order_of_preference_that_cannot_serve_raises_with_the_last_reason():
-    add_marked_backend("native", 10.0, devices=("cuda",))
+    add_marked_backend("cpu", 10.0, devices=("cuda",))
     add_marked_backend("triton", 20.0, why_unsupported=no_tanh)
     x = torch.ones(3)
     for names, reason in (
-        (("native", "triton"), "gelu: backend 'triton' is unavailable: no tanh"),
-        (("triton", "native"), "gelu: backend 'native' is unavailable: serves cuda tensors, not cpu"),
+        (("cpu", "triton"), "gelu: backend 'triton' is unavailable: no tanh"),
+        (("triton", "cpu"), "gelu: backend 'cpu' is unavailable: serves cuda tensors, not cpu"),
         (("triton", "sdpa"), "gelu: backend 'sdpa' is unavailable: not implemented in this version"),
     ):
         with ck.use_backend(*names), pytest.raises(ck.BackendUnavailable) as caught:
             ck.gelu(x, approximate="tanh")
         assert str(caught.value) == reason
-    with ck.use_backend("native", "triton", "reference"):
+    with ck.use_backend("cpu", "triton", "reference"):
         assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
     assert {backend: reason for (_, backend), reason in ck.fallbacks().items()} == {
-        "native": "serves cuda tensors, not cpu",
+        "cpu": "serves cuda tensors, not cpu",
         "triton": "no tanh",
         "sdpa": "not implemented in this version",
     }
@@ -146,7 +146,7 @@ def test_an_order_of_preference_that_cannot_serve_raises_with_the_last_reason():
 
 def test_an_operator_without_kernels_of_ours_is_not_concerned_by_requests_for_these():
     x, weight = torch.randn(4, 8), torch.randn(3, 8)
-    for names in (("native",), ("triton",), ("triton", "native")):
+    for names in (("cpu",), ("triton",), ("triton", "cpu")):
         with ck.use_backend(*names):
             assert torch.equal(ck.linear(x, weight), F.linear(x, weight))
             assert dispatch.chosen_backends("linear", "cpu") == {"reference": 0}
@@ -166,9 +166,9 @@ def test_an_operator_without_kernels_of_ours_is_not_concerned_by_requests_for_th
         (None,),
         (1,),
         ("cuda",),
-        ("native", "cuda"),
-        ("auto", "native"),
-        ("native", "auto"),
+        ("cpu", "cuda"),
+        ("auto", "cpu"),
+        ("cpu", "auto"),
         ("auto", "auto"),
     ],
     ids=str,
@@ -222,7 +222,7 @@ def test_gpu_checkpointing_computes_again_with_the_requested_backend(backend):
 
 def test_names_that_cannot_be_registered():
     with pytest.raises(ValueError, match="operator: got 'conv'"):
-        backends.register("conv", "native", Implementation(abs))
+        backends.register("conv", "cpu", Implementation(abs))
     with pytest.raises(ValueError, match="backend: got 'auto'"):
         backends.register("gelu", "auto", Implementation(abs))
 
@@ -235,7 +235,7 @@ ck.gelu(torch.ones(2))
 ck.linear(torch.ones(2, 3), torch.ones(4, 3))
 print(ck.fallbacks())
 """
-    result = run_python(code, CVT_KERNELS_BACKEND="triton,native")
+    result = run_python(code, CVT_KERNELS_BACKEND="triton,cuda,cpu")
     assert result.stdout == "{('gelu', 'triton'): 'not implemented in this version'}\n", result.stderr
     result = run_python(code, CVT_KERNELS_BACKEND="triton, cuda")
     assert "ValueError: CVT_KERNELS_BACKEND: got 'triton, cuda', expected auto alone" in result.stderr
@@ -262,23 +262,23 @@ print(sorted({"triton", "transformers", "cvt", "PIL", "sklearn"} & set(sys.modul
 
 def test_the_chosen_backends_are_counted_by_entry():
     assert dispatch.chosen_backends("gelu", "cpu") == {}
-    for shape, backend in (((3,), "native"), ((30,), "native"), ((300,), "reference")):
+    for shape, backend in (((3,), "cpu"), ((30,), "cpu"), ((300,), "reference")):
         remember_entry(backend, "gelu", torch.ones(shape), approximate="none")
-    remember_entry("native", "bias_gelu", torch.ones(3), torch.ones(3), approximate="none")
-    remember_entry("native", "layer_norm_gelu", torch.ones(3), eps=1e-5, approximate="none")
-    assert dispatch.chosen_backends("gelu", "cpu") == {"native": 2, "reference": 1}
-    assert dispatch.chosen_backends("bias_gelu", "cpu") == {"native": 1}
+    remember_entry("cpu", "bias_gelu", torch.ones(3), torch.ones(3), approximate="none")
+    remember_entry("cpu", "layer_norm_gelu", torch.ones(3), eps=1e-5, approximate="none")
+    assert dispatch.chosen_backends("gelu", "cpu") == {"cpu": 2, "reference": 1}
+    assert dispatch.chosen_backends("bias_gelu", "cpu") == {"cpu": 1}
     assert dispatch.chosen_backends("layer_norm", "cpu") == {}
 
 
 def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
     add_marked_backend("triton", 20.0, why_unavailable=lambda device_type: "no GPU")
-    add_marked_backend("native", 10.0)
-    remember_entry("native", "gelu", torch.ones(3), approximate="none")
+    add_marked_backend("cpu", 10.0)
+    remember_entry("cpu", "gelu", torch.ones(3), approximate="none")
     for names, expected in (
         (("reference",), {"reference": 0}),
-        (("triton", "native"), {"native": 0}),
-        (("reference", "native"), {"reference": 0}),
+        (("triton", "cpu"), {"cpu": 0}),
+        (("reference", "cpu"), {"reference": 0}),
         (("triton",), {}),
         (("sdpa", "triton"), {}),
     ):
@@ -289,10 +289,10 @@ def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
 
 
 def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_tuned(monkeypatch):
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     for names, expected in (
-        (("native",), True),
-        (("reference", "native"), True),
+        (("cpu",), True),
+        (("reference", "cpu"), True),
         (("triton", "reference"), False),
         (("reference",), False),
         (("auto",), False),  # nothing is tuned, nor may it be
@@ -302,12 +302,12 @@ def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_tu
     assert not dispatch.may_be_ours("linear", "cpu")
     remember_entry("reference", "gelu", torch.ones(3), approximate="none")
     assert not dispatch.may_be_ours("gelu", "cpu")
-    remember_entry("native", "gelu", torch.ones(300), approximate="none")
+    remember_entry("cpu", "gelu", torch.ones(300), approximate="none")
     assert dispatch.may_be_ours("gelu", "cpu")
     monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
     assert dispatch.may_be_ours("bias_gelu", "cpu") == (not not_built())
     assert not dispatch.may_be_ours("linear", "cpu")
-    add_marked_backend("native", 10.0, why_unavailable=lambda device_type: "is broken")
+    add_marked_backend("cpu", 10.0, why_unavailable=lambda device_type: "is broken")
     assert not dispatch.may_be_ours("gelu", "cpu")
 
 
@@ -316,7 +316,7 @@ def test_entries_are_looked_up_once_for_each_signature_and_again_once_forgotten(
     monkeypatch.setattr(
         autotune.Cache, "get", lambda cache, cache_key: asked.append(1) or get(cache, cache_key)
     )
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     x = torch.ones(3)
     for _ in range(3):
         assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
@@ -325,8 +325,8 @@ def test_entries_are_looked_up_once_for_each_signature_and_again_once_forgotten(
     assert len(asked) == 2
     # As another process would, which this one does not learn of by itself.
     cache_key = dispatch.cache_key("gelu", x, approximate="none")
-    measurements = dict.fromkeys(("native", "reference"), autotune.Measurement(0.0, 0.0, 1e-6, None, None))
-    autotune.cache_for(x.device).remember({cache_key: autotune.Entry("native", "native", measurements)})
+    measurements = dict.fromkeys(("cpu", "reference"), autotune.Measurement(0.0, 0.0, 1e-6, None, None))
+    autotune.cache_for(x.device).remember({cache_key: autotune.Entry("cpu", "cpu", measurements)})
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
     backends.forget()
     assert torch.equal(ck.gelu(x), x + 10)
@@ -335,23 +335,23 @@ def test_entries_are_looked_up_once_for_each_signature_and_again_once_forgotten(
 
 def test_process_groups_agree_again_only_where_a_backend_is_registered(monkeypatch):
     """A process alone that asked the others again would wait for them."""
-    monkeypatch.setattr(backends, "agreements", {"group": {"call": ("native",)}})
+    monkeypatch.setattr(backends, "agreements", {"group": {"call": ("cpu",)}})
     with backends.replaced(lambda operator, backend, implementation: implementation):
-        assert backends.agreements["group"] == {"call": ("native",)}
-    assert backends.agreements["group"] == {"call": ("native",)}
-    add_marked_backend("native", 10.0)
+        assert backends.agreements["group"] == {"call": ("cpu",)}
+    assert backends.agreements["group"] == {"call": ("cpu",)}
+    add_marked_backend("cpu", 10.0)
     assert not backends.agreements
 
 
 def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
     x = torch.ones(3)
-    add_marked_backend("native", 10.0)
-    remember_entry("native", "gelu", x, approximate="none")
+    add_marked_backend("cpu", 10.0)
+    remember_entry("cpu", "gelu", x, approximate="none")
     assert torch.equal(ck.gelu(x), x + 10)
     with backends.replaced(lambda *_: Implementation(lambda call: call.x + 50)):
         assert torch.equal(ck.gelu(x), x + 50)
     assert torch.equal(ck.gelu(x), x + 10)
-    add_marked_backend("native", 30.0)
+    add_marked_backend("cpu", 30.0)
     assert torch.equal(ck.gelu(x), x + 30)
 
 

@@ -29,7 +29,7 @@ def test_grids_of_integers_that_may_overflow_are_refused(kind):
             call(grid)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_autocast_leaves_float64(backend):
     x, ones = torch.randn(1, 16, 8, dtype=torch.float64), torch.ones(4, 8, dtype=torch.float64)
     conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3, dtype=torch.float64), *ones)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cvt_kernels as ck
 from cvt_kernels import backends, declaration
 from cvt_kernels.declaration import facts_of
-from cvt_kernels.machine import why_native_unavailable
+from cvt_kernels.machine import why_extension_unavailable
 from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
 from tests.contract.examples import example
 
@@ -100,7 +100,7 @@ def test_the_state_of_the_process_is_noticed(first):
         ck.gelu(x)
     with torch.autocast("cpu", torch.float16):
         ck.gelu(x)
-    with ck.use_backend("reference", "native"):
+    with ck.use_backend("reference", "cpu"):
         ck.gelu(x)
     try:
         torch.set_num_threads(threads + 1)
@@ -142,16 +142,16 @@ def test_plans_are_bounded(first, monkeypatch):
     assert len(backends.plans) <= 5
 
 
-@pytest.mark.skipif(why_native_unavailable("cpu") is not None, reason="has no native kernels")
+@pytest.mark.skipif(why_extension_unavailable("cpu") is not None, reason="has no CPU kernels")
 @pytest.mark.parametrize("operator", ["attention", "layer_norm", "add_layer_norm", "layer_norm_gelu", "gelu",
                                       "bias_gelu", "conv_projection"])  # fmt: skip
 @torch.no_grad()
-def test_native_kernels_serve_what_they_have_prepared(operator, monkeypatch):
+def test_cpu_kernels_serve_what_they_have_prepared(operator, monkeypatch):
     """The contract tests of each operator check that the bits equal a first call's."""
-    made, native = example(operator, "native", "usual"), backends.registered(operator, "native").load()
+    made, cpu = example(operator, "cpu", "usual"), backends.registered(operator, "cpu").load()
     made.public(made.call.record)
     refused = pytest.fail.Exception("the backend's function serves, not what it has prepared")
-    monkeypatch.setattr(native, "function", Mock(side_effect=refused))
+    monkeypatch.setattr(cpu, "function", Mock(side_effect=refused))
     made.public(made.call.record)
 
 

@@ -44,33 +44,33 @@ def measurement(flaw=None):
 
 
 def test_doctor_answers_every_operator_and_gives_every_reason():
-    add_marked_backend("native", 10.0, operator="gelu")
+    add_marked_backend("cpu", 10.0, operator="gelu")
     add_marked_backend("triton", 10.0, operator="attention", why_unavailable=lambda device_type: "no GPU")
     assert "passed over" not in ck.doctor()
     ck.gelu(torch.ones(2))
     report = ck.doctor()
-    assert section(report, "passed over")[-1].startswith("gelu, native: has no entry")
+    assert section(report, "passed over")[-1].startswith("gelu, cpu: has no entry")
     assert fact(report, "autotune")[0].startswith("off (CVT_KERNELS_AUTOTUNE=0)")
     rows = table(report)
     assert set(rows) == set(backends.operators)
-    assert rows["gelu"] == ("native, reference", "PyTorch's own operator")
+    assert rows["gelu"] == ("cpu, reference", "PyTorch's own operator")
     assert rows["linear"][0] == "convolution, float32, reference"
     assert "triton" not in rows["attention"][0]
     lacking = section(report, "not available here")
     assert lacking[lacking.index("triton: no GPU") + 1] == "(attention)"
     if not not_built():
-        assert rows["attention"][0] == "native, sdpa, reference"
+        assert rows["attention"][0] == "cpu, sdpa, reference"
     assert torch.__version__ in report
 
 
 def test_doctor_counts_the_entries_of_every_backend(tuning):
-    add_marked_backend("native", 10.0, operator="gelu")
+    add_marked_backend("cpu", 10.0, operator="gelu")
     assert table(ck.doctor())["gelu"][1] == "not used yet"
     for channels in (2, 3):
-        remember_entry("native", "gelu", torch.ones(channels), approximate="none")
+        remember_entry("cpu", "gelu", torch.ones(channels), approximate="none")
     remember_entry("reference", "gelu", torch.ones(4), approximate="none")
     report = ck.doctor()
-    assert table(report)["gelu"][1] == "native 2, reference 1"
+    assert table(report)["gelu"][1] == "cpu 2, reference 1"
     assert fact(report, "autotune") == [
         "on: auto checks and times the backends at the first call of each kind"
     ]
@@ -90,11 +90,11 @@ def test_doctor_says_which_choices_are_unsure(tuning):
 
 
 def test_doctor_shows_requests():
-    add_marked_backend("native", 10.0, operator="gelu")
-    with ck.use_backend("native", "reference"):
+    add_marked_backend("cpu", 10.0, operator="gelu")
+    with ck.use_backend("cpu", "reference"):
         report = ck.doctor()
-    assert fact(report, "backend") == ["native, reference requested"]
-    assert table(report)["gelu"][1] == "native"
+    assert fact(report, "backend") == ["cpu, reference requested"]
+    assert table(report)["gelu"][1] == "cpu"
     assert table(report)["linear"][1] == "reference"
     with ck.use_backend("sdpa"):
         rows = table(ck.doctor())
@@ -120,7 +120,7 @@ def test_doctor_says_why_entries_cannot_be_remembered(monkeypatch, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:CVT_KERNELS_TUNED")
 def test_doctor_reads_shipped_files(monkeypatch, tmp_path):
-    add_marked_backend("native", 10.0, operator="gelu")
+    add_marked_backend("cpu", 10.0, operator="gelu")
     remember_entry("reference", "gelu", torch.ones(2), approximate="none")
     good, foreign, missing = (tmp_path / name for name in ("good.json", "foreign.json", "missing.json"))
     content = json.loads(autotune.cache_for(CPU).path.read_text())
@@ -145,12 +145,12 @@ def test_doctor_names_kernels_at_fault(tuning):
     assert "failed their check" not in ck.doctor()
     wrong = "wrong: output is off by 1.0e+00, allowed are 1.0e-06"
     measurements = {
-        "native": measurement(wrong),
+        "cpu": measurement(wrong),
         "sdpa": measurement("fails: RuntimeError: no"),
         "reference": measurement(),
     }
     autotune.cache_for(CPU).remember({KEY: autotune.Entry("reference", "reference", measurements)})
-    assert section(ck.doctor(), "failed their check") == [f"{KEY}, native on cpu: {wrong}"]
+    assert section(ck.doctor(), "failed their check") == [f"{KEY}, cpu on cpu: {wrong}"]
 
 
 def test_doctor_of_a_machine_with_a_gpu(monkeypatch, tuning):
@@ -162,18 +162,18 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, tuning):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     lacks = {"cpu": None, "cuda": "built without CUDA"}
     add_marked_backend("triton", 1.0, operator="attention", devices=("cuda",))
-    add_marked_backend("native", 1.0, operator="attention", devices=("cpu",))
-    add_marked_backend("native", 1.0, devices=("cpu", "cuda"), why_unavailable=lacks.get)
+    add_marked_backend("cpu", 1.0, operator="attention", devices=("cpu",))
+    add_marked_backend("cpu", 1.0, devices=("cpu", "cuda"), why_unavailable=lacks.get)
     entry = autotune.Entry("triton", "triton", {"triton": measurement(), "reference": measurement()})
     caches["cuda"].remember({"attention, forward, bfloat16, 1+ heads": entry})
     report = ck.doctor()
     assert table(report)["attention"][1] == "not used yet"
     assert table(report, "cuda")["attention"] == ("triton, sdpa, reference", "triton 1")
     assert table(report, "cuda")["linear"] == ("reference", "reference")
-    assert table(report)["gelu"][0] == "native, reference"
+    assert table(report)["gelu"][0] == "cpu, reference"
     assert table(report, "cuda")["gelu"] == ("reference", "reference")
     lacking = section(report, "not available here")
-    assert "(gelu)" in lacking[lacking.index("native: built without CUDA") + 1 :]
+    assert "(gelu)" in lacking[lacking.index("cpu: built without CUDA") + 1 :]
     assert not any("attention" in line for line in lacking)
     assert [line.split("; ")[0] for line in fact(report, "entries")] == [
         "cpu: 0 known",

@@ -27,7 +27,7 @@ def test_the_facts_of_the_build():
     assert facts.version == ck.__version__
     assert facts.compiler
     assert bool(facts.cuda) == bool(facts.architectures)
-    assert ("no CUDA" in machine.facts().native) == (not facts.cuda)
+    assert ("no CUDA" in machine.facts().extension) == (not facts.cuda)
 
 
 @needs_extension
@@ -50,7 +50,7 @@ def test_an_extension_that_does_not_load_says_why(monkeypatch):
         ck.bias_gelu(x, x)
     report = ck.doctor()
     assert "undefined symbol: aoti_torch_x" in report
-    assert "native: the extension does not load, see above" in report
+    assert "cpu: the extension does not load, see above" in report
 
 
 @pytest.mark.parametrize("message", ["not enough memory", ""])
@@ -68,10 +68,10 @@ def test_the_reason_where_the_extension_is_not_built(monkeypatch):
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("CXX", "no-such-compiler")
     ck.bias_gelu(torch.ones(3), torch.ones(3))
-    reason = ck.fallbacks()["bias_gelu", "native"]
+    reason = ck.fallbacks()["bias_gelu", "cpu"]
     assert "the extension cvt_kernels._C is not installed" in reason
     assert "no C++ compiler 'no-such-compiler' here" in reason
-    assert "native   not built" in ck.doctor()
+    assert "cpu   not built" in ck.doctor()
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def gpus(monkeypatch):
 )
 def test_gpus_that_the_extension_was_not_built_for(gpus, architectures, capability, reason):
     gpus(capability, architectures=architectures)
-    for got in (machine.why_gpu_unsupported("native", 0), machine.why_native_unavailable("cuda")):
+    for got in (machine.why_gpu_unsupported("cuda", 0), machine.why_extension_unavailable("cuda")):
         assert got is None if reason is None else reason in got
     assert machine.why_gpu_unsupported("triton", 0) is None
 
@@ -123,7 +123,7 @@ def test_gpus_that_the_extension_was_not_built_for(gpus, architectures, capabili
 def test_drivers_that_the_extension_was_not_built_for(gpus, monkeypatch, built_with, driver, reason):
     gpus((9, 0), toolkit=built_with)
     monkeypatch.setattr(machine, "cuda_driver_version", lambda: 1000 * driver)
-    got = machine.why_native_unavailable("cuda")
+    got = machine.why_extension_unavailable("cuda")
     assert got is None if reason is None else reason in got
 
 
@@ -137,15 +137,15 @@ def test_drivers_that_the_extension_was_not_built_for(gpus, monkeypatch, built_w
 def test_gpus_that_no_kernel_serves_are_refused_in_one_sentence(gpus, monkeypatch, capability, hip, reason):
     gpus(capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    for ask in (machine.why_triton_unavailable, machine.why_native_unavailable):
+    for ask in (machine.why_triton_unavailable, machine.why_extension_unavailable):
         assert ask("cuda") == reason
 
 
 def test_a_gpu_that_no_kernel_serves_leaves_the_others_alone(gpus):
     gpus((7, 5), (9, 0))
-    assert machine.why_native_unavailable("cuda") is None
+    assert machine.why_extension_unavailable("cuda") is None
     assert machine.why_triton_unavailable("cuda") in (None, "the package triton is not installed")
-    for backend in ("native", "triton"):
+    for backend in ("cpu", "triton"):
         reasons = [backends._gpu_lacks(backend, torch.device("cuda", index)) for index in (0, 1)]
         assert "GPU 0 has 7.5" in reasons[0]
         assert reasons[1] is None

@@ -15,7 +15,7 @@ from cvt_kernels.backends import requested_backends, requesting
 from tests.checks import add_marked_backend
 from tests.upstream import ONE_STAGE
 
-AUTO, NATIVE, REFERENCE = ("auto",), ("native",), ("reference",)
+AUTO, CPU_KERNELS, REFERENCE = ("auto",), ("cpu",), ("reference",)
 
 
 def in_thread(function):
@@ -25,14 +25,14 @@ def in_thread(function):
 
 
 def test_a_block_holds_for_its_thread():
-    with ck.use_backend("native"):
-        assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, AUTO)
+    with ck.use_backend("cpu"):
+        assert (requested_backends(), in_thread(requested_backends)) == (CPU_KERNELS, AUTO)
 
         def other():
             with ck.use_backend("reference"):
                 return requested_backends()
 
-        assert (in_thread(other), requested_backends()) == (REFERENCE, NATIVE)
+        assert (in_thread(other), requested_backends()) == (REFERENCE, CPU_KERNELS)
     assert requested_backends() == AUTO
 
 
@@ -42,28 +42,28 @@ def test_a_statement_of_the_main_thread_holds_for_those_that_make_none():
         ck.use_backend("reference")
         return before, requested_backends()
 
-    ck.use_backend("native")
-    assert in_thread(other) == (NATIVE, REFERENCE)
-    assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
+    ck.use_backend("cpu")
+    assert in_thread(other) == (CPU_KERNELS, REFERENCE)
+    assert (requested_backends(), in_thread(requested_backends)) == (CPU_KERNELS, CPU_KERNELS)
     with ck.use_backend("sdpa"):
-        assert in_thread(requested_backends) == NATIVE
+        assert in_thread(requested_backends) == CPU_KERNELS
         ck.use_backend("reference")  # until the end of the block
-        assert (requested_backends(), in_thread(requested_backends)) == (REFERENCE, NATIVE)
-    assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
+        assert (requested_backends(), in_thread(requested_backends)) == (REFERENCE, CPU_KERNELS)
+    assert (requested_backends(), in_thread(requested_backends)) == (CPU_KERNELS, CPU_KERNELS)
 
 
 def test_the_librarys_own_requests_are_never_the_processs(monkeypatch):
     seen = []
-    with requesting("native"):
+    with requesting("cpu"):
         seen += [requested_backends(), in_thread(requested_backends)]
-    assert (seen, requested_backends()) == ([NATIVE, AUTO], AUTO)
+    assert (seen, requested_backends()) == ([CPU_KERNELS, AUTO], AUTO)
     with monkeypatch.context() as patch:
         patch.setattr(ck.use_backend, "__init__", lambda *_: pytest.fail("requests for the whole process"))
         evaluation.cost(ONE_STAGE, 32)
 
 
 def test_blocks_that_end_in_another_order():
-    first, second = ck.use_backend("native").__enter__(), ck.use_backend("reference").__enter__()
+    first, second = ck.use_backend("cpu").__enter__(), ck.use_backend("reference").__enter__()
     first.__exit__()
     assert requested_backends() == REFERENCE
     second.__exit__()
@@ -73,18 +73,18 @@ def test_blocks_that_end_in_another_order():
 
 
 def test_one_object_nested_and_in_several_threads():
-    block = ck.use_backend("native")
+    block = ck.use_backend("cpu")
     with block:
         with block, ck.use_backend("sdpa"), block:
-            assert requested_backends() == NATIVE
-        assert requested_backends() == NATIVE
+            assert requested_backends() == CPU_KERNELS
+        assert requested_backends() == CPU_KERNELS
 
         def other():
             before = requested_backends()
             with block:
                 return before, requested_backends()
 
-        assert in_thread(other) == (AUTO, NATIVE)
+        assert in_thread(other) == (AUTO, CPU_KERNELS)
         with pytest.raises(RuntimeError, match="did not begin in this thread"):
             in_thread(lambda: block.__exit__())
     assert (requested_backends(), in_thread(requested_backends)) == (AUTO, AUTO)
@@ -99,13 +99,13 @@ def test_tasks_of_one_thread():
             return await asyncio.to_thread(requested_backends)
 
     async def together():
-        return await asyncio.gather(*map(task, (NATIVE, REFERENCE, AUTO)))
+        return await asyncio.gather(*map(task, (CPU_KERNELS, REFERENCE, AUTO)))
 
-    assert asyncio.run(together()) == [NATIVE, REFERENCE, AUTO]
+    assert asyncio.run(together()) == [CPU_KERNELS, REFERENCE, AUTO]
 
 
 def test_compiled_functions_follow_the_context():
-    add_marked_backend("native", 10.0)
+    add_marked_backend("cpu", 10.0)
     traced = []
 
     def backend(graph, inputs):
@@ -114,13 +114,13 @@ def test_compiled_functions_follow_the_context():
 
     @torch.compile(backend=backend, fullgraph=True)
     def gelu(x):
-        with ck.use_backend("native"):
+        with ck.use_backend("cpu"):
             inner = ck.gelu(x)
         return ck.gelu(x), inner
 
     x = torch.zeros(3)
     context = contextvars.copy_context()
-    context.run(ck.use_backend, "native")
+    context.run(ck.use_backend, "cpu")
     ck.use_backend("reference")
     for _ in range(2):
         for run, outer in ((context.run, 10), (lambda f, *args: f(*args), 0)):
@@ -132,18 +132,18 @@ def test_compiled_functions_follow_the_context():
 def test_a_statement_within_a_compiled_function():
     @torch.compile(backend="eager", fullgraph=True)
     def request(x):
-        ck.use_backend("native")
+        ck.use_backend("cpu")
         return x + 1
 
     request(torch.zeros(1))
-    assert requested_backends() == NATIVE
+    assert requested_backends() == CPU_KERNELS
     with requesting("reference"):
         assert requested_backends() == REFERENCE
-    assert requested_backends() == NATIVE
+    assert requested_backends() == CPU_KERNELS
     with ck.use_backend("reference"):
         request(torch.zeros(1))
         assert requested_backends() == REFERENCE
-    assert (requested_backends(), in_thread(requested_backends)) == (NATIVE, NATIVE)
+    assert (requested_backends(), in_thread(requested_backends)) == (CPU_KERNELS, CPU_KERNELS)
     backends.reset()
     with ck.use_backend("reference"):
         in_thread(lambda: request(torch.zeros(1)))  # which has nothing to do with this block
@@ -151,7 +151,7 @@ def test_a_statement_within_a_compiled_function():
         with ck.use_backend("sdpa"):
             assert requested_backends() == ("sdpa",)
         assert requested_backends() == REFERENCE
-    assert requested_backends() == NATIVE
+    assert requested_backends() == CPU_KERNELS
     ck.use_backend("reference")
     assert requested_backends() == REFERENCE
 
@@ -184,6 +184,6 @@ def test_replacements_wait_for_each_other():
 
 def test_what_is_forgotten_while_a_call_is_decided_is_not_kept():
     """Another thread does so when it registers or replaces an implementation."""
-    add_marked_backend("native", 10.0, why_unsupported=lambda x, **settings: backends.forget())
+    add_marked_backend("cpu", 10.0, why_unsupported=lambda x, **settings: backends.forget())
     ck.gelu(torch.zeros(3))
     assert backends.plans == {}

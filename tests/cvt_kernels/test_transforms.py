@@ -57,8 +57,8 @@ def test_vectorized_over_other_tensors_than_the_input(backend, varied):
 def test_kernels_that_are_requested_alone_refuse_gradients():
     """So do they refuse the other transforms, as the contract of each operator has it."""
     with (
-        ck.use_backend("native"),
-        pytest.raises(ck.BackendUnavailable, match=r"'native'.*\(torch.func\) are not supported"),
+        ck.use_backend("cpu"),
+        pytest.raises(ck.BackendUnavailable, match=r"'cpu'.*\(torch.func\) are not supported"),
     ):
         grad(lambda x: ck.gelu(x).sum())(torch.rand(2, 3, 8))
 
@@ -68,7 +68,7 @@ def test_compiled_transforms():
     transformed = vmap(grad(lambda x: ck.layer_norm(x, row, row).sin().sum()))
     with ck.use_backend("reference"):
         expected = transformed(x)
-    with ck.use_backend("native", "reference"):
+    with ck.use_backend("cpu", "reference"):
         compiled = torch.compile(transformed, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), expected)
 
@@ -120,7 +120,7 @@ def test_models(name, mode):
     forward_mode = name != "segformer"  # the attention of Hugging Face's own has none
     with ck.use_backend("reference"):
         expected = of_model(plain, x, forward_mode=forward_mode)
-    for names in (("native", "reference"), ("auto",)):
+    for names in (("cpu", "reference"), ("auto",)):
         with ck.use_backend(*names):
             actual = of_model(fast, x, forward_mode=forward_mode)
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)

@@ -133,7 +133,7 @@ CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | COUNTED
 
 #: A part of them, with a kernel of each family; most compile quickly.
 SMOKE = (
-    "one token", "no gradient", "keys on the chip", "a bias", "by position", "walk at one pixel", "embedding",
+    "one token", "no gradient", "keys on the chip", "a bias", "by position", "sliding at one pixel", "embedding",
     "embedding of many channels", "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits",
     "LayerNorm", "MLP", "int8 rows", "LayerNorm to int8", "GELU to int8", "int8", "gather and normalize",
     "scatter in place",
@@ -145,6 +145,6 @@ SMOKE_90 = ("bfloat16: attention", "bfloat16: linear_add", "bfloat16: linear_gel
 #: Calls in which faults are planted, of kernels with all that can be left out.
 PLANTED = (
     "bfloat16: attention, training", "bfloat16: linear_gelu", "bfloat16: linear_add_layer_norm",
-    "bfloat16: int8 layer", "bfloat16: conv_linear", "bfloat16: layer_norm_mlp", "walk at one pixel",
+    "bfloat16: int8 layer", "bfloat16: conv_linear", "bfloat16: layer_norm_mlp", "sliding at one pixel",
     "embedding", "scatter in place",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-// The launches of CUDA kernels that a host program makes, handed on to the emulator (native.py).
+// The launches of CUDA kernels that a host program makes, handed on to the emulator (cuda.py).
 #pragma once
 #include <dlfcn.h>
 
@@ -14,7 +14,7 @@ extern "C" inline void __sanitizer_finish_switch_fiber(void*, const void**, size
 
 namespace emulated {
 
-struct Launched {  // as native.py unpacks it
+struct Launched {  // as cuda.py unpacks it
   const char* kernel;
   int64_t blocks, threads;
   const char* arguments;  // 8 bytes for one's size, then its bytes, and so on

@@ -28,7 +28,7 @@ from .worker import Answer
 #: A result, and what it would be exactly.
 _Pair = tuple[Tensor, Tensor]
 #: What serves the parts of operators that are made of others.
-_PARTS = ("native", "reference")
+_PARTS = ("cpu", "reference")
 _SLACK_OF_PYTORCHS = 8.0  # more than ours, since PyTorch's faults are not ours to fix
 _NUDGES = 8  # comparisons at most with arguments that are off by roundings
 #: The operators whose reference multiplies matrices by einsum.
@@ -91,7 +91,7 @@ def _able(operator: str, call: tuner.Call, triton: bool) -> list[str]:
     with torch.set_grad_enabled(call.gradient), backends.use_backend(*requested or ["reference"]):
         able = [name for name in requested if backends.why_unsupported(operator, name, call.record) is None]
     # On a CPU the public functions of some operators call others without a choice.
-    return [*able, "composed"] if "composed" in registered and "native" not in registered else able
+    return [*able, "composed"] if "composed" in registered and "cpu" not in registered else able
 
 
 def call_public(operator: str, call: backends.Record) -> Any:

@@ -35,8 +35,8 @@ _FAMILIES = (
     upstream.glpn,
 )
 _KERNELS_FIRST = {
-    "native": ("native", "sdpa", "reference"),
-    "onednn": ("onednn", "native", "sdpa", "reference"),
+    "cpu": ("cpu", "sdpa", "reference"),
+    "onednn": ("onednn", "cpu", "sdpa", "reference"),
     "reference": ("reference",),
 }
 _FROZEN_REFUSES = "is frozen for serving and cannot train"

@@ -79,7 +79,7 @@ def _right_calls() -> dict[str, list[list[Any]]]:
         for seed in range(_CASES):
             call = make(parsed(f"{operator}:{seed}")).call.map(tuner._copied)
             refused = contextlib.suppress(ValueError, TypeError, RuntimeError)
-            with backends.use_backend("native", "reference"), refused, recorder:
+            with backends.use_backend("cpu", "reference"), refused, recorder:
                 outputs = pytree.tree_leaves(call_public(operator, call.record))
                 wanted = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
                 torch.autograd.backward(wanted, [torch.ones_like(out) for out in wanted])
@@ -246,7 +246,7 @@ def judge(case: Case) -> Answer:
     Its arguments end where a page begins that nobody may touch, and may not be written to unless its schema
     says so; its results lie in guarded memory where this can be told apart. It has little memory.
     """
-    if machine.why_native_unavailable("cpu") is not None:
+    if machine.why_extension_unavailable("cpu") is not None:
         return Answer([], 0)
     name = case.settings["operator"]
     overload = getattr(torch.ops.cvt_kernels, name).default

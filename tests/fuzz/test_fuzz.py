@@ -136,7 +136,7 @@ def test_a_case_alone(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("gelu rows=3 seed=1\nno failure")
     plant("gelu", lambda function, x, **settings: function(x, **settings) + 1)
     assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 1
-    assert "native outputs 0 is off by" in capsys.readouterr().out
+    assert "cpu outputs 0 is off by" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--case", "gemm"], ["--seed", "-1"], ["--only", "gemm"]])
@@ -179,7 +179,7 @@ def plant(operator, fault):
     """Registers kernels with a fault, a function that gets the reference and what it is called with."""
     right = getattr(reference, operator)
     faulty = implementation(operator, lambda *args, **kwargs: fault(right, *args, **kwargs))
-    backends.register(operator, "native", faulty)
+    backends.register(operator, "cpu", faulty)
 
 
 def found(operator, fault, *, trials=60):
@@ -220,7 +220,7 @@ def test_a_write_out_of_bounds_is_found():
             x.detach().as_strided((1,), (1,), x.storage_offset() - 1).fill_(1)
         return function(x, **settings)
 
-    assert found("gelu", fault)["gelu rows=65 seed=0"] == "native writes outside of its tensors"
+    assert found("gelu", fault)["gelu rows=65 seed=0"] == "cpu writes outside of its tensors"
 
 
 def test_a_row_that_is_left_out_is_found():
@@ -252,10 +252,10 @@ def test_other_faults_are_found():
         plant("gelu", fault)
         said += ask("gelu rows=3 seed=1").flaws
     assert said == [
-        "native changes tensor 0 of its arguments",
-        "native fails: RuntimeError: no reason",
-        "native returns torch.float64 (3, 1) as outputs 0, expected torch.float32 (3, 1)",
-        "native gives other bits with 1 threads than with 1 elsewhere in memory",
+        "cpu changes tensor 0 of its arguments",
+        "cpu fails: RuntimeError: no reason",
+        "cpu returns torch.float64 (3, 1) as outputs 0, expected torch.float32 (3, 1)",
+        "cpu gives other bits with 1 threads than with 1 elsewhere in memory",
     ]
 
 

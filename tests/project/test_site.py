@@ -53,4 +53,4 @@ def test_links_of_the_repository_lead_to_pages_of_the_site(site):
     assert 'href="quickstart.html"' in article(site, "pages")
     assert 'href="contributing.html#where-files-are"' in article(site, "changelog")
     assert 'href="../' not in article(site, "inside")  # sources are not on the site
-    assert "ops/attention/native.py" in article(site, "inside")
+    assert "ops/attention/cpu.py" in article(site, "inside")

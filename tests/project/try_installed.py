@@ -33,7 +33,7 @@ def try_package() -> None:
     assert "site-packages" in folder.parts, folder
     assert importlib.metadata.version("cvt-kernels") == ck.__version__ == cvt.__version__
     assert all((Path(package.__file__).parent / "py.typed").exists() for package in (cvt, ck))
-    reason = machine.why_native_unavailable("cpu")
+    reason = machine.why_extension_unavailable("cpu")
     assert reason is None, reason
     print(ck.doctor())
 

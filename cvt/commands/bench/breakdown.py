@@ -24,7 +24,7 @@ from .contenders import COMPILED, Contender
 _KINDS = {
     kind: re.compile(pattern, re.IGNORECASE)
     for kind, pattern in {
-        "block": r"(transformer|pyramid)_block by native",
+        "block": r"(transformer|pyramid)_block by cpu",
         # The only products of two tensors, and the only scaling, are attention's.
         "attention": r"attention|einsum|bmm|softmax|aten::(matmul|mul)$|^MulBackward",
         "linear": r"linear|addmm|aten::mm$|: MmBackward",
@@ -87,7 +87,7 @@ def release_workspace() -> None:
 def _of_extension(name: str) -> Any:
     """Calls a function of the compiled extension; returns None if the extension lacks it."""
     with contextlib.suppress(machine.ExtensionError):
-        if machine.why_native_unavailable("cpu") is None:
+        if machine.why_extension_unavailable("cpu") is None:
             return getattr(machine.load_extension(), name, lambda: None)()
     return None
 

@@ -1,6 +1,6 @@
 """Attention of many queries over fewer keys, softmax(scale · q kᵀ + bias) v, heads side by side.
 
-``native`` has the CPU kernel (forward only), ``triton`` the GPU kernels, ``maps`` the attention maps.
+``cpu`` has the CPU kernel (forward only), ``triton`` the GPU kernels, ``maps`` the attention maps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ... import checks, modes, reference
 from ...backends import Implementation, Record
-from ...declaration import native_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
 from ..kinds import first_images, images_within, size_class
@@ -111,7 +111,7 @@ def _sample(factor: int, call: Record) -> Record:
 @operator(
     backends={
         "triton": triton_kernels(),
-        "native": native_kernels(),
+        "cpu": extension_kernels(),
         "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
     },
     kind=_kind,

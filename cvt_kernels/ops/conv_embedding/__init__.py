@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
-from ...declaration import native_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import layer_norm
 
@@ -84,7 +84,7 @@ def _sample(factor: int, call: Record) -> Record:
 @operator(
     backends={
         "triton": triton_kernels(),
-        "native": native_kernels(),
+        "cpu": extension_kernels(),
         "composed": Implementation(_compose, ("cuda",)),
     },
     kind=_kind,

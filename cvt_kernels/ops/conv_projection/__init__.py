@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, modes
 from ...backends import Record
-from ...declaration import facts_of, facts_of_tensor, native_kernels, operator, triton_kernels
+from ...declaration import facts_of, facts_of_tensor, extension_kernels, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
 from ..kinds import first_images, images_within, size_class
 
@@ -115,7 +115,7 @@ def _instead(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "native": native_kernels()},
+    backends={"triton": triton_kernels(), "cpu": extension_kernels()},
     kind=kind_of_projection,
     sample=sample_of_projection,
     arguments=_with_tuple,

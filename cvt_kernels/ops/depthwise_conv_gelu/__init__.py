@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...backends import Record
-from ...declaration import native_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..kinds import first_images, gelu_words, images_within, size_class
 from ..layer_norm_gelu import check_approximate
@@ -58,7 +58,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "native": native_kernels(why_unsupported=None)},
+    backends={"triton": triton_kernels(), "cpu": extension_kernels(why_unsupported=None)},
     kind=_kind,
     sample=_sample,
     check=_check,

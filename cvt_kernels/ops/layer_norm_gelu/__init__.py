@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ... import checks, modes, reference
 from ...backends import Record
-from ...declaration import native_kernels, operator
+from ...declaration import extension_kernels, operator
 from ...records import GeluVariant, Norm
 from ..kinds import gelu_words, sampled, size_class
 
@@ -50,14 +50,14 @@ def _kind(call: Record) -> str:
 
 
 _OF_NORMS: dict[str, Any] = {
-    "backends": {"native": native_kernels(devices=("cpu", "cuda"), why_unsupported=_why_norm_unsupported)},
+    "backends": {"cpu": extension_kernels(devices=("cpu", "cuda"), why_unsupported=_why_norm_unsupported)},
     "kind": _kind,
     "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
 }
 _OF_GELU: dict[str, Any] = {
     **_OF_NORMS,
-    "backends": {"native": native_kernels(devices=("cpu", "cuda"), why_unsupported=_why_gelu_unsupported)},
+    "backends": {"cpu": extension_kernels(devices=("cpu", "cuda"), why_unsupported=_why_gelu_unsupported)},
 }
 
 

@@ -1,6 +1,6 @@
 """Linear layers with 8-bit weights and activations, and the quantization of activations.
 
-``native`` has CPU kernels, ``triton`` GPU kernels, ``primitives`` PyTorch's own operators. Inference only:
+``cpu`` has CPU kernels, ``triton`` GPU kernels, ``primitives`` PyTorch's own operators. Inference only:
 rounding has no gradient.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ... import checks, modes, reference
 from ...backends import Implementation, Record
-from ...declaration import native_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
 from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
@@ -38,7 +38,7 @@ def _kind_of_rows(call: Record) -> str:
 _OF_ROWS: dict[str, Any] = {
     "backends": {
         "triton": triton_kernels("why_rows_unsupported"),
-        "native": native_kernels(why_unsupported=".native:why_rows_unsupported"),
+        "cpu": extension_kernels(why_unsupported=".cpu:why_rows_unsupported"),
     },
     "kind": _kind_of_rows,
     "sample": sampled(2**18, "x"),
@@ -304,7 +304,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     name="linear_int8",
     backends={
         "triton": triton_kernels("why_linear_unsupported"),
-        "native": native_kernels(),
+        "cpu": extension_kernels(),
         "int_mm": Implementation(
             primitives.by_int_mm,
             ("cpu", "cuda"),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...backends import Record
-from ...declaration import native_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ..autograd import check_inplace
 from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
@@ -60,7 +60,7 @@ def _check_unique(rows: Tensor, tokens: int) -> None:
 
 
 _OF_ROWS: dict[str, Any] = {
-    "backends": {"triton": triton_kernels(), "native": native_kernels(why_unsupported=None)},
+    "backends": {"triton": triton_kernels(), "cpu": extension_kernels(why_unsupported=None)},
     "kind": _kind,
     "sample": _sample,
 }

@@ -1,6 +1,6 @@
 """A block of CvT, SegFormer or PVT as one operator, for inference.
 
-``native`` has CPU kernels. ``onednn`` uses PyTorch's packed linear layers on a CPU. ``composed`` calls other
+``cpu`` has CPU kernels. ``onednn`` uses PyTorch's packed linear layers on a CPU. ``composed`` calls other
 operators of this package one after the other, each with its own cache entry.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...backends import Implementation, Record
-from ...declaration import facts_of_tensor, native_kernels, operator
+from ...declaration import facts_of_tensor, extension_kernels, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..kinds import first_images, gelu_words, images_within, size_class
@@ -133,7 +133,7 @@ def transformer_block(
 
 @operator(
     backends={
-        "native": native_kernels(),
+        "cpu": extension_kernels(),
         "composed": Implementation(composed.transformer_block, ("cpu", "cuda")),
         "onednn": Implementation(onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported),
     },

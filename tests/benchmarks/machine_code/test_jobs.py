@@ -7,19 +7,19 @@ from tests.processes import run_python
 #: Kernel → the most specializations that batches from 1 to 512 may need, in inference and in training.
 SPECIALIZATIONS = {
     "inference": {
-        "_conv_projection_walk_fwd_kernel": 3,
+        "_conv_projection_sliding_fwd_kernel": 3,
         "_attention_fwd_kernel": 2,
         "_attention_fwd_loop_kernel": 1,
     },
     "training": {
-        "_conv_projection_walk_fwd_kernel": 3,
-        "_conv_projection_walk_stats_kernel": 3,
+        "_conv_projection_sliding_fwd_kernel": 3,
+        "_conv_projection_sliding_stats_kernel": 3,
         "_merge_stats_kernel": 1,
         "_update_running_kernel": 1,
-        "_conv_projection_walk_bwd_sums_kernel": 3,
+        "_conv_projection_sliding_bwd_sums_kernel": 3,
         "_sum_regions_kernel": 2,
-        "_conv_projection_walk_bwd_conv_kernel": 3,
-        "_conv_projection_walk_bwd_input_kernel": 3,
+        "_conv_projection_sliding_bwd_conv_kernel": 3,
+        "_conv_projection_sliding_bwd_input_kernel": 3,
         "_attention_fwd_kernel": 2,
         "_attention_fwd_loop_kernel": 1,
         "_attention_bwd_kernel": 1,

@@ -71,7 +71,7 @@ class Kernel:
 
 #: What is true of the kernels whose names match, by the bytes of accesses among others.
 FACTS = {
-    r"conv_projection_walk_.*": lambda k: (
+    r"conv_projection_sliding_.*": lambda k: (
         k.loads <= {4, 8} and k.stores <= {4, 8} and k.bounds <= {"issue", "DRAM"} and 0 < k.share <= 1
     ),
     r"merge_stats|update_running": lambda k: 16 in k.loads,
@@ -135,9 +135,9 @@ launches.TRITON_OPERATORS["depthwise_conv_gelu"] = both
 #: All shapes and types take minutes: python -m benchmarks.machine_code --arch sm_80 sm_90 sm_100.
 CALLS = {
     # The last stage has a class token, the narrowest tiles and most of the blocks.
-    "conv_projection --stage 3": "conv_projection_walk_fwd conv_projection_walk_stats merge_stats "
-    "update_running conv_projection_walk_bwd_sums conv_projection_walk_bwd_conv sum_regions "
-    "conv_projection_walk_bwd_input",
+    "conv_projection --stage 3": "conv_projection_sliding_fwd conv_projection_sliding_stats merge_stats "
+    "update_running conv_projection_sliding_bwd_sums conv_projection_sliding_bwd_conv sum_regions "
+    "conv_projection_sliding_bwd_input",
     # Stage 3 has the widest tiles and the most registers.
     "linear_gelu linear_add linear_add_layer_norm --stage 3": "linear_gelu linear_add linear_add_layer_norm",
     "layer_norm_mlp": "layer_norm_mlp_fwd_resident",
@@ -153,7 +153,7 @@ SLOW_CALLS = {
     "attention --arch sm_100 --stage 3": "attention_fwd attention_bwd",
     "attention_by_position --stage 3": "attention_fwd attention_bwd attention_bwd_table",
     "conv_linear --stage 1": "conv_linear_fwd",
-    "depthwise_conv_gelu --model segformer_b0 --stage 1": "conv_projection_walk_bwd_input sum_regions "
+    "depthwise_conv_gelu --model segformer_b0 --stage 1": "conv_projection_sliding_bwd_input sum_regions "
     "depthwise_conv_gelu_bwd_conv depthwise_conv_gelu_fwd",
     "gather_rows gather_add_layer_norm scatter_rows --stage 3": "gather_rows gather_add_layer_norm "
     "gather_add_layer_norm_backward scatter_rows scatter_rows_places scatter_rows_inplace",

@@ -55,7 +55,7 @@ def test_work_of_the_projection(monkeypatch):
     assert (described.outputs, described.bytes) == (elements * 3 // 2, elements * 5 // 2 * 2)
     assert (described.programs, described.trips) == (37 * 2 * 7, (256 / 37, 14))
     # The kernel over regions: strips of 14 of 56 rows, 2 column blocks of 28; k and v have half of both.
-    monkeypatch.setattr(forward, "is_walk", lambda geometry: False)
+    monkeypatch.setattr(forward, "has_sliding_kernel", lambda geometry: False)
     launch, *_ = launches_of("conv_projection", 1)
     pixels, trips = launch.arguments["TILE"].pixels, []
     for branch, rows, columns in zip(launch.arguments["BRANCHES"], (14, 7, 7), (28, 14, 14), strict=True):

@@ -67,7 +67,7 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
     path = tmp_path / "model.bin"
     path.write_text("before")
     called = record_all_calls()
-    ck.use_backend("native")  # which notes the calls
+    ck.use_backend("cpu")  # which notes the calls
     model(torch.randn(1, 3, 32, 32))
     forward = list(called)
     assert "attention" in forward

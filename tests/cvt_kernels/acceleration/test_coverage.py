@@ -38,15 +38,15 @@ def test_reasons_without_running_anything():
 def test_which_backends_served_each_block():
     model = accelerated()
     record_calls("attention")
-    backends.register("bias_gelu", "native", implementation("bias_gelu", ck.reference.bias_gelu))
+    backends.register("bias_gelu", "cpu", implementation("bias_gelu", ck.reference.bias_gelu))
     for training in (True, False):
         rows = ck.coverage(model.train(training), images())
-        built = "reference" if not_built() else "native"
+        built = "reference" if not_built() else "cpu"
         ours = ("layer_norm", "conv_projection", "add_layer_norm")
-        expected = {"linear": "reference", "attention": "native", "bias_gelu": "native"}
+        expected = {"linear": "reference", "attention": "cpu", "bias_gelu": "cpu"}
         assert rows[0].backends == {"layer_norm": built}
         assert rows[1].backends == dict.fromkeys(ours, built) | expected
-        assert rows.called["attention"] == {"native": 4}
+        assert rows.called["attention"] == {"cpu": 4}
     with ck.use_backend("reference"):
         rows = ck.coverage(model, images())
     assert set(rows[1].backends) >= {"linear", "gelu"}
@@ -200,8 +200,8 @@ def test_the_backends_of_every_operator_once():
     assert heading == "served by"
     assert "  attention: reference (4 calls)" in lines
     assert len(lines) == len({line.split(":")[0] for line in lines}) == 6
-    rows = Coverage([], {"gelu": {"native": 9, "reference": 3}, "attention": {"sdpa": 1}})
-    assert "  gelu: native (9 calls), reference (3)\n  attention: sdpa (1 call)\n" in str(rows)
+    rows = Coverage([], {"gelu": {"cpu": 9, "reference": 3}, "attention": {"sdpa": 1}})
+    assert "  gelu: cpu (9 calls), reference (3)\n  attention: sdpa (1 call)\n" in str(rows)
 
 
 def test_a_dash_for_a_block_that_calls_no_operator():

@@ -64,7 +64,7 @@ def test_results_are_as_accurate(make, size, served):
 def test_a_block_is_one_operator_on_a_cpu(make, backend):
     own, x = make().eval(), inputs(make)
     exact = logits(in_float64(copy.deepcopy(own))(x.double()))
-    with noted_backends() as asked, ck.use_backend(backend, "native", "sdpa", "reference"):
+    with noted_backends() as asked, ck.use_backend(backend, "cpu", "sdpa", "reference"):
         out = logits(frozen(own)(x))
     assert asked.count(("transformer_block", backend)) == MODELS[make][1]
     assert_accurate(out, logits(own(x)), exact, floor=4)
@@ -273,7 +273,7 @@ CHANGES_OF_LAYERS = {
     "backend",
     [
         pytest.param("onednn", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler")),
-        "native",
+        "cpu",
     ],
 )
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ CHANGES_OF_LAYERS = {
 def test_changes_are_noticed(make, change, backend, served):
     own, x = make().eval(), images()
     fused = frozen(own)
-    with ck.use_backend(backend, "native", "sdpa", "reference"):
+    with ck.use_backend(backend, "cpu", "sdpa", "reference"):
         for _ in range(2):  # the second time by packed weights, where there are any
             before = logits(fused(x))
         change(fused)

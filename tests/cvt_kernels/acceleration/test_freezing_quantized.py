@@ -17,7 +17,7 @@ from tests.upstream import huggingface, images, logits, microsoft, ours
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
-KERNELS = ("reference",) if not_built() else ("native", "reference")
+KERNELS = ("reference",) if not_built() else ("cpu", "reference")
 #: The least ratio of the logits to what may differ. Where the backend is the same, float32 has the last word.
 #: With another, a number that is another in its last bit may be rounded to another integer, then others are
 #: too, and in the end the logits differ by as much as rounding has changed them (33 dB of a CvT-13).

@@ -19,7 +19,7 @@ from tests.cvt.models import two_stages
 from tests.cvt_kernels.acceleration.served import decibels, frozen, rows_of_stages, stages_of
 from tests.upstream import images, in_float64
 
-BACKENDS = [("reference",), ("composed", "reference"), *([] if not_built() else [("native", "reference")])]
+BACKENDS = [("reference",), ("composed", "reference"), *([] if not_built() else [("cpu", "reference")])]
 POOLS = [("cls", True), ("avg", True), ("avg", False)]
 
 

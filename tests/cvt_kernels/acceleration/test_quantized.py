@@ -45,7 +45,7 @@ def run(model):
 
 def called(model):
     calls = record_all_calls()
-    with ck.use_backend("native", "reference"):
+    with ck.use_backend("cpu", "reference"):
         run(model)
     return calls
 

@@ -163,11 +163,11 @@ torch.save([out.detach() for out in outs], folder + "/outs.pt")
 def test_requested_kernels():
     """They become operators of an exported program, and cannot be part of a trace."""
     model, own = next(models(huggingface, small(huggingface)))
-    with ck.use_backend("native", "sdpa", "reference"):
+    with ck.use_backend("cpu", "sdpa", "reference"):
         program = torch.export.export(model, (images(),))
     assert [node for node in program.graph.nodes if str(node.target).startswith("cvt_kernels.")]
     assert relative(program.module()(images()), own(images())) < 1e-5
-    with ck.use_backend("native"):
+    with ck.use_backend("cpu"):
         model = ours().eval()
         with pytest.raises(ck.BackendUnavailable, match="records PyTorch's own operators only"):
             torch.jit.trace(model, images())

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 GOOD = Measurement(error=1.25e-7, allowed=3e-7, seconds=0.1 + 0.2, host_seconds=None, flaw=None)
 BAD = Measurement(error=0.5, allowed=3e-7, seconds=None, host_seconds=1e-5, flaw="wrong: é")
-ENTRY = Entry("native", "reference", {"native": GOOD, "triton": BAD})
+ENTRY = Entry("cpu", "reference", {"cpu": GOOD, "triton": BAD})
 OTHER = Entry("reference", "reference", {"reference": GOOD})
 
 #: The start of a child process's code.
@@ -77,7 +77,7 @@ def content_with(**changes):
         "schema": "cvt-kernels entries",
         "version": 2,
         "machine": KEY,
-        "entries": {"q": {**ENTRY._asdict(), "measurements": {"native": GOOD._asdict()}}},
+        "entries": {"q": {**ENTRY._asdict(), "measurements": {"cpu": GOOD._asdict()}}},
     }
     return {**content, **changes}
 
@@ -93,7 +93,7 @@ def with_entry(**changes):
 
 
 def with_measurement(**changes):
-    return with_entry(measurements={"native": {**GOOD._asdict(), **changes}})
+    return with_entry(measurements={"cpu": {**GOOD._asdict(), **changes}})
 
 
 def without(content, *names):
@@ -129,9 +129,9 @@ def test_numbers_that_json_lacks():
     bare = Measurement(math.nan, math.inf, math.inf, None, None)
     known = Measurement(math.nan, 1.0, None, None, "wrong: NaN in the output")
     cache = Cache(KEY)
-    cache.remember({"q": Entry("reference", "reference", {"native": bare, "triton": known})})
+    cache.remember({"q": Entry("reference", "reference", {"cpu": bare, "triton": known})})
     measurements = {
-        "native": Measurement(None, None, None, None, "wrong: its error is nan"),
+        "cpu": Measurement(None, None, None, None, "wrong: its error is nan"),
         "triton": Measurement(None, 1.0, None, None, "wrong: NaN in the output"),
     }
     assert cache.get("q").measurements == measurements
@@ -158,10 +158,10 @@ def test_caches_merge_and_known_entries_stay_unless_replaced(monkeypatch):
 
 def test_unknown_fields_are_kept_out():
     content = content_with(mood="good")
-    content["entries"]["q"]["mood"] = content["entries"]["q"]["measurements"]["native"]["mood"] = "good"
+    content["entries"]["q"]["mood"] = content["entries"]["q"]["measurements"]["cpu"]["mood"] = "good"
     cache = Cache(KEY)
     write(cache.path, content)
-    assert cache.get("q") == ENTRY._replace(measurements={"native": GOOD})
+    assert cache.get("q") == ENTRY._replace(measurements={"cpu": GOOD})
     cache.remember({"p": OTHER})
     assert "mood" not in cache.path.read_text()
 
@@ -185,11 +185,11 @@ DAMAGED = {
     "version as text": (content_with(version="2"), "version: got '2'"),
     "machine": (content_with(machine=None), "machine: got None"),
     "entries": (content_with(entries=[]), "entries: got"),
-    "entry": (content_with(entries={"q": "native"}), "'q': got 'native'"),
+    "entry": (content_with(entries={"q": "cpu"}), "'q': got 'cpu'"),
     "chosen": (with_entry(chosen=None), "'q', chosen: got None"),
     "measurements": (with_entry(measurements=[]), "'q', measurements: got"),
-    "measurement": (with_entry(measurements={"native": 1}), "'q', native: got 1"),
-    "error": (with_measurement(error="0"), "'q', native, error: got '0'"),
+    "measurement": (with_entry(measurements={"cpu": 1}), "'q', cpu: got 1"),
+    "error": (with_measurement(error="0"), "'q', cpu, error: got '0'"),
     "bool": (with_measurement(seconds=True), "seconds: got True"),
     "NaN": (with_measurement(error=math.nan), "error: got nan"),
     "huge": (with_measurement(error=10**400), "error: got 1000"),
@@ -394,7 +394,7 @@ def test_shipped_entries_win_and_their_file_is_never_written(monkeypatch, tmp_pa
     (path,) = shipped_files(monkeypatch, tmp_path, content_with())
     before = path.read_bytes(), path.stat().st_mtime_ns
     cache = Cache(KEY)
-    shipped = ENTRY._replace(measurements={"native": GOOD})
+    shipped = ENTRY._replace(measurements={"cpu": GOOD})
     assert cache.entries() == {"q": shipped, "p": OTHER}
     cache.remember({"q": OTHER, "r": OTHER}, replace=True)
     assert cache.entries() == {"q": shipped, "p": OTHER, "r": OTHER}
@@ -411,9 +411,9 @@ def test_several_shipped_files(monkeypatch, tmp_path):
     file_as_cache(monkeypatch, tmp_path)  # they serve where nothing can be written
     cache = Cache(KEY)
     with cache.tuning():
-        assert cache.get("q").chosen == "native"  # the earlier file wins
+        assert cache.get("q").chosen == "cpu"  # the earlier file wins
     assert cache.get("p").chosen == "second"
-    assert Cache({"device": "cuda", "name": "H200"}).get("q").chosen == "native"  # no warning anywhere
+    assert Cache({"device": "cuda", "name": "H200"}).get("q").chosen == "cpu"  # no warning anywhere
 
 
 @pytest.mark.parametrize("content", [None, "{", content_with(machine={**KEY, "threads": 1})])
@@ -422,10 +422,10 @@ def test_a_shipped_file_that_cannot_serve_gives_one_warning(monkeypatch, tmp_pat
     if content is None:
         bad.unlink()
     with pytest.warns(RuntimeWarning) as caught:
-        assert Cache(KEY).get("q").chosen == "native"
+        assert Cache(KEY).get("q").chosen == "cpu"
     [message] = [str(warning.message) for warning in caught]
     assert message.startswith(f"CVT_KERNELS_TUNED: {bad}: this file of entries is ignored: ")
-    assert Cache(KEY).get("q").chosen == "native"
+    assert Cache(KEY).get("q").chosen == "cpu"
 
 
 # Files of others ------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_a_shipped_file_may_be_roots(monkeypatch, tmp_path):
     (path,) = shipped_files(monkeypatch, tmp_path, content_with())
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     give(monkeypatch, path, 0)
-    assert Cache(KEY).get("q").chosen == "native"
+    assert Cache(KEY).get("q").chosen == "cpu"
 
 
 @pytest.mark.parametrize("change", [give, open_to_all])
@@ -523,7 +523,7 @@ def test_what_killed_processes_have_left_is_removed_by_the_next_one_that_writes(
 
 # Timings on a busy machine --------------------------------------------------------------------------------
 
-UNSURE = ENTRY._replace(measurements={"native": GOOD._replace(is_disturbed=True), "triton": BAD})
+UNSURE = ENTRY._replace(measurements={"cpu": GOOD._replace(is_disturbed=True), "triton": BAD})
 
 
 def test_an_unsure_entry_is_timed_again_by_later_processes_a_few_times():
@@ -659,7 +659,7 @@ def hold():
 threading.Thread(target=hold).start()
 held.wait()
 if os.fork() == 0:
-    cache.remember({{"q": autotune.Entry("native", "native", {{}})}})
+    cache.remember({{"q": autotune.Entry("cpu", "cpu", {{}})}})
     print(cache.get("q").chosen, flush=True)
     os._exit(0)
 os.wait()
@@ -667,7 +667,7 @@ free.set()
 """
     child = Child(code)
     try:
-        assert in_time(child.communicate)[0] == "native\n"
+        assert in_time(child.communicate)[0] == "cpu\n"
     finally:
         child.kill()
 
@@ -680,7 +680,7 @@ import os, threading
 from cvt_kernels import autotune, caller
 from cvt_kernels.autotune.locks import held
 cache = autotune.Cache({KEY!r})
-entry = autotune.Entry("native", "native", {{}})
+entry = autotune.Entry("cpu", "cpu", {{}})
 cache.remember({{"parent": entry}})
 tuning = cache.path.with_suffix(".tuning")
 with held(tuning, 0):

@@ -253,7 +253,7 @@ def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
         return reference.gelu(x, approximate=approximate)
 
     x = torch.randn(7, 24, requires_grad=gradient)
-    for backend, each in {"reference": counted, "native": reference.gelu, "triton": reference.gelu}.items():
+    for backend, each in {"reference": counted, "cpu": reference.gelu, "triton": reference.gelu}.items():
         backends.register("gelu", backend, implementation("gelu", each))
     task = dispatch.task_of("gelu", x, approximate="none")
     expected = task.expected()
@@ -267,7 +267,7 @@ def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
 # Right kernels --------------------------------------------------------------------------------------------
 
 
-NATIVE = [name for name, known in backends.implementations.items() if "native" in known]
+CPU_KERNELS = [name for name, known in backends.implementations.items() if "cpu" in known]
 VALUES = ("normal", "zeros", "constant", "huge", "small", "nan", "infinite")
 LAYOUTS = ("offset", "sliced", "transposed", "expanded")
 DATA = [*(("usual", {"values": each}) for each in VALUES), *(("usual", {"layout": each}) for each in LAYOUTS)]
@@ -284,20 +284,20 @@ def flaws(made) -> dict[str, str | None]:
             return {name: tuner.check(each, expected).flaw for name, each in task.candidates.items()}
 
 
-@pytest.mark.parametrize("operator", NATIVE)
+@pytest.mark.parametrize("operator", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize(("name", "settings"), DATA, ids=str)
 def test_right_kernels_pass(operator, name, settings, dtype):
-    found = flaws(served(operator, "native", name, dtype=dtype, **settings))
-    assert "native" in found
+    found = flaws(served(operator, "cpu", name, dtype=dtype, **settings))
+    assert "cpu" in found
     assert set(found.values()) == {None}
 
 
-@pytest.mark.parametrize("operator", NATIVE)
+@pytest.mark.parametrize("operator", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_right_kernels_pass_under_autocast(operator, dtype):
     with torch.autocast("cpu", dtype):
-        assert set(flaws(served(operator, "native", "usual")).values()) == {None}
+        assert set(flaws(served(operator, "cpu", "usual")).values()) == {None}
 
 
 @pytest.mark.parametrize("keys", [1, 9])
@@ -321,25 +321,25 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.nbytes + 2 * 2**16
 
 
-def native(operator, gradient="none", name="usual"):
-    """Returns a call of a native kernel, and the tensors that it may want a gradient of."""
-    made = example(operator, "native", name, gradient=gradient)
-    function = backends.registered(operator, "native").load().function
+def cpu(operator, gradient="none", name="usual"):
+    """Returns a call of a CPU kernel, and the tensors that it may want a gradient of."""
+    made = example(operator, "cpu", name, gradient=gradient)
+    function = backends.registered(operator, "cpu").load().function
     with torch.set_grad_enabled(made.call.gradient):
         return tensors_of(function(made.call.record)), made.leaves()
 
 
-@pytest.mark.parametrize("operator", NATIVE)
-def test_outputs_of_native_kernels_lie_in_guarded_memory(operator):
+@pytest.mark.parametrize("operator", CPU_KERNELS)
+def test_outputs_of_cpu_kernels_lie_in_guarded_memory(operator):
     with tuner.guarded_memory() as memory:
-        assert all(is_guarded(out) for out in native(operator)[0])
+        assert all(is_guarded(out) for out in cpu(operator)[0])
     assert not memory.is_overwritten()
-    assert not any(is_guarded(out) for out in native(operator)[0])
+    assert not any(is_guarded(out) for out in cpu(operator)[0])
 
 
-def test_gradients_of_native_kernels_lie_in_guarded_memory():
+def test_gradients_of_cpu_kernels_lie_in_guarded_memory():
     with tuner.guarded_memory():
-        [out], leaves = native("gelu", "all")
+        [out], leaves = cpu("gelu", "all")
         (gradient,) = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert is_guarded(gradient)
 
@@ -348,13 +348,13 @@ def test_allocations_are_direct_again_after_an_error_and_after_the_last_of_neste
     with pytest.raises(ZeroDivisionError), tuner.guarded_memory():
         _ = 1 / 0
     with recorded_operators() as operators:
-        native("gelu")[0][0]
+        cpu("gelu")[0][0]
     assert not any("empty" in name for name in operators)
     with tuner.guarded_memory():
         with tuner.guarded_memory():
             pass
-        assert is_guarded(native("gelu")[0][0])
-    assert not is_guarded(native("gelu")[0][0])
+        assert is_guarded(cpu("gelu")[0][0])
+    assert not is_guarded(cpu("gelu")[0][0])
 
 
 def test_guarded_memory_of_two_threads():
@@ -365,18 +365,18 @@ def test_guarded_memory_of_two_threads():
         with tuner.guarded_memory():
             entered.set()
             left.wait(60)
-            seen.append(is_guarded(native("gelu")[0][0]))
+            seen.append(is_guarded(cpu("gelu")[0][0]))
 
     thread = threading.Thread(target=other)
     thread.start()
     assert entered.wait(60)
-    assert not is_guarded(native("gelu")[0][0])  # not in this thread
+    assert not is_guarded(cpu("gelu")[0][0])  # not in this thread
     with tuner.guarded_memory():
-        assert is_guarded(native("gelu")[0][0])
+        assert is_guarded(cpu("gelu")[0][0])
     left.set()
     thread.join()
     assert seen == [True]
-    assert not is_guarded(native("gelu")[0][0])
+    assert not is_guarded(cpu("gelu")[0][0])
 
 
 # 8-bit numbers --------------------------------------------------------------------------------------------
@@ -523,13 +523,13 @@ def test_arguments_statistics_gradients_and_random_numbers_stay():
         torch.rand(5)
         return reference.conv_projection(x, grid, convs, training=training)
 
-    backends.register("conv_projection", "native", implementation("conv_projection", draws))
+    backends.register("conv_projection", "cpu", implementation("conv_projection", draws))
     tensors = [x, x.grad, *(t for conv in convs for t in conv if isinstance(t, torch.Tensor))]
     before = [(t.clone(), t._version, t.grad) for t in tensors]
     state = torch.get_rng_state()
 
     entry = tune("conv_projection", x, (3, 4), convs, training=True)
-    assert entry.measurements.keys() == {"native", "reference"}
+    assert entry.measurements.keys() == {"cpu", "reference"}
     assert torch.equal(torch.get_rng_state(), state)
     for tensor, (value, version, gradient) in zip(tensors, before, strict=True):
         assert torch.equal(tensor, value)
@@ -594,20 +594,18 @@ def test_autotuning_in_any_context(context):
 def test_tensors_of_inference_mode():
     with torch.inference_mode():
         x, convs = torch.randn(2, 12, 6), tuple(conv._replace(weight=conv.weight + 0) for conv in branches())
-        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["native"].flaw is None
+        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["cpu"].flaw is None
     with torch.no_grad():
-        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["native"].flaw is None
+        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["cpu"].flaw is None
 
 
 def test_a_branch_without_gradients():
     x, convs = torch.randn(2, 12, 6), branches()
     frozen = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in convs[0])
-    backends.register(
-        "conv_projection", "native", implementation("conv_projection", reference.conv_projection)
-    )
+    backends.register("conv_projection", "cpu", implementation("conv_projection", reference.conv_projection))
     entry = tune("conv_projection", x, (3, 4), (ck.ConvBatchNorm(*frozen), convs[1]), training=True)
-    assert entry.measurements["native"].flaw is None
-    assert entry.measurements["native"].seconds is not None
+    assert entry.measurements["cpu"].flaw is None
+    assert entry.measurements["cpu"].seconds is not None
 
 
 def test_autotuning_exchanges_no_data_with_other_processes():
@@ -624,21 +622,21 @@ def test_autotuning_exchanges_no_data_with_other_processes():
 @pytest.mark.parametrize(
     ("milliseconds", "rounds", "chosen"),
     [
-        ({"native": [1], "reference": [1.6]}, 3, "native"),
-        ({"native": [9, 1, 1], "reference": [1.6]}, 3, "native"),  # the first was interrupted
-        ({"native": [1.6], "reference": [1]}, 3, "reference"),
-        ({"native": [1], "reference": [3]}, 3, "native"),
-        ({"native": [10], "reference": [30]}, 2, "native"),  # no interruption is that long
-        ({"native": [20], "reference": [31]}, 2, "native"),
-        ({"native": [20], "reference": [51]}, 1, "native"),
-        ({"native": [1], "reference": [1.3]}, 5, "native"),
-        ({"native": [1], "reference": [1.05]}, 5, "reference"),  # which is the default
-        ({"native": [1], "reference": [1.15]}, 40, "native"),
-        ({"native": [1], "sdpa": [1.15]}, 40, "native"),  # nor is either of them the default
-        ({"native": [10], "sdpa": [19], "reference": [50]}, 3, "native"),
-        ({"native": [10], "sdpa": [50], "reference": [11.5]}, 40, "native"),
-        ({"native": [(1, 9)], "reference": [(3, 2)]}, 40, "reference"),  # the host takes longer
-        ({"native": [(1, 2)], "reference": [(3, 5)]}, 3, "native"),
+        ({"cpu": [1], "reference": [1.6]}, 3, "cpu"),
+        ({"cpu": [9, 1, 1], "reference": [1.6]}, 3, "cpu"),  # the first was interrupted
+        ({"cpu": [1.6], "reference": [1]}, 3, "reference"),
+        ({"cpu": [1], "reference": [3]}, 3, "cpu"),
+        ({"cpu": [10], "reference": [30]}, 2, "cpu"),  # no interruption is that long
+        ({"cpu": [20], "reference": [31]}, 2, "cpu"),
+        ({"cpu": [20], "reference": [51]}, 1, "cpu"),
+        ({"cpu": [1], "reference": [1.3]}, 5, "cpu"),
+        ({"cpu": [1], "reference": [1.05]}, 5, "reference"),  # which is the default
+        ({"cpu": [1], "reference": [1.15]}, 40, "cpu"),
+        ({"cpu": [1], "sdpa": [1.15]}, 40, "cpu"),  # nor is either of them the default
+        ({"cpu": [10], "sdpa": [19], "reference": [50]}, 3, "cpu"),
+        ({"cpu": [10], "sdpa": [50], "reference": [11.5]}, 40, "cpu"),
+        ({"cpu": [(1, 9)], "reference": [(3, 2)]}, 40, "reference"),  # the host takes longer
+        ({"cpu": [(1, 2)], "reference": [(3, 5)]}, 3, "cpu"),
     ],
 )
 def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds, chosen):
@@ -685,8 +683,8 @@ def test_what_serves_later_calls_is_timed(is_planned, gradient):
         torch.randn(3, 4, requires_grad=gradient), torch.randn(4), approximate="tanh"
     )
     call = tuner.Call(record, gradient)
-    measurements = dict.fromkeys(("native", "reference"), measurement(None))
-    tuner.time_in_turns({"native": function, "reference": lambda call: call.x + 1}, call, measurements)
+    measurements = dict.fromkeys(("cpu", "reference"), measurement(None))
+    tuner.time_in_turns({"cpu": function, "reference": lambda call: call.x + 1}, call, measurements)
     assert set(ran) == {"planned" if is_planned and not gradient else "by name"}
 
 
@@ -698,10 +696,10 @@ def measurement(seconds, host_seconds=None, flaw=None):
 
 
 def test_the_fastest_is_chosen_if_it_wins_clearly():
-    entry = tuner.choose({"native": measurement(1.0), "reference": measurement(1.09)}, "reference")
+    entry = tuner.choose({"cpu": measurement(1.0), "reference": measurement(1.09)}, "reference")
     assert entry.chosen == entry.chosen_in_graphs == "reference"
-    entry = tuner.choose({"native": measurement(1.0), "reference": measurement(1.11)}, "reference")
-    assert entry.chosen == entry.chosen_in_graphs == "native"
+    entry = tuner.choose({"cpu": measurement(1.0), "reference": measurement(1.11)}, "reference")
+    assert entry.chosen == entry.chosen_in_graphs == "cpu"
 
 
 def test_the_host_counts_outside_of_graphs_only():
@@ -721,15 +719,15 @@ def test_a_timing_that_was_disturbed_is_noted(monkeypatch):
 
 def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
     x = torch.randn(7, 24)
-    backends.register("gelu", "native", implementation("gelu", lambda x, **_: pytest.fail("is wrong")))
+    backends.register("gelu", "cpu", implementation("gelu", lambda x, **_: pytest.fail("is wrong")))
     backends.register("gelu", "triton", implementation("gelu", reference.gelu))
     task = dispatch.task_of("gelu", x, approximate="none")
     wrong, busy = measurement(None, flaw="wrong: all of it"), measurement(9.0)._replace(is_disturbed=True)
-    known = tuner.Entry("triton", "triton", {"native": wrong, "triton": busy, "reference": measurement(10.0)})
+    known = tuner.Entry("triton", "triton", {"cpu": wrong, "triton": busy, "reference": measurement(10.0)})
     monkeypatch.setattr(clock, "waited_seconds", lambda: 0.0)
     monkeypatch.setattr(clock, "_is_disturbed", lambda times: False)
     again = tuner.time_again(task, known)
-    assert again.measurements["native"] == wrong
+    assert again.measurements["cpu"] == wrong
     assert (again.timings, again.is_unsure) == (2, False)
     assert max(again.measurements[name].seconds for name in ("triton", "reference")) < 1.0
     monkeypatch.setattr(clock, "_is_disturbed", lambda times: True)  # again
@@ -738,11 +736,11 @@ def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
 
 def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
     wrong = measurement(None, flaw="wrong: all of it")
-    assert tuner.choose({"native": measurement(5.0), "reference": wrong}, "reference").chosen == "native"
+    assert tuner.choose({"cpu": measurement(5.0), "reference": wrong}, "reference").chosen == "cpu"
     assert (
         tuner.choose({"sdpa": wrong, "reference": measurement(None)}, "sdpa").chosen == "reference"
     )  # not timed
-    assert tuner.choose({"native": wrong, "reference": wrong}, "reference").chosen == "reference"
+    assert tuner.choose({"cpu": wrong, "reference": wrong}, "reference").chosen == "reference"
     assert tuner.choose({}, "reference").chosen == "reference"
 
 

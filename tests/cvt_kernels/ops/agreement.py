@@ -32,9 +32,9 @@ def assert_agrees(operator: str, backend: str, **settings: Any) -> None:
 def assert_agrees_on(
     instruction_set: str, operator: str, *cases: dict[str, Any], dtypes: tuple[str, ...] = DTYPES
 ) -> None:
-    """Fails unless native kernels are right in some dtypes on an instruction set; skips without it."""
+    """Fails unless CPU kernels are right in some dtypes on an instruction set; skips without it."""
     lines = [
-        f"assert_agrees({operator!r}, 'native', dtype={dtype!r}, **{case!r})"
+        f"assert_agrees({operator!r}, 'cpu', dtype={dtype!r}, **{case!r})"
         for case in cases
         for dtype in dtypes
     ]

@@ -156,15 +156,15 @@ def names(prefix: str, kernels: str) -> str:
 
 MERGED = "merge_stats update_running sum_regions"
 STEPS = "fwd stats bwd_sums bwd_conv bwd_input"
-WALK = f"{names('conv_projection_walk_', STEPS)} {MERGED}"
+SLIDING = f"{names('conv_projection_sliding_', STEPS)} {MERGED}"
 REGIONS = f"{names('conv_projection_', STEPS)} {MERGED}"
 CONVOLUTIONS = {
-    "walk": Case(lambda: project((5, 3), 5, (3, 3), (1, 2), batch=2), WALK),
-    "walk of pairs": Case(lambda: project((3, 5), 6, (3,), (1,), batch=2, dtype=BFLOAT16), WALK),
-    "walk at one pixel": Case(lambda: project((1, 1), 3, (3, 3), (1, 2), tokens=0, batch=2), WALK),
-    "walk, frozen": Case(
+    "sliding": Case(lambda: project((5, 3), 5, (3, 3), (1, 2), batch=2), SLIDING),
+    "sliding of pairs": Case(lambda: project((3, 5), 6, (3,), (1,), batch=2, dtype=BFLOAT16), SLIDING),
+    "sliding at one pixel": Case(lambda: project((1, 1), 3, (3, 3), (1, 2), tokens=0, batch=2), SLIDING),
+    "sliding, frozen": Case(
         lambda: project((3, 2), 3, (3, 3), (2, 1), batch=2, training=False),
-        f"{names('conv_projection_walk_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
+        f"{names('conv_projection_sliding_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
     ),
     "regions": Case(lambda: project((5, 4), 5, (3, 1), (3, 1), batch=2), REGIONS),
     "sums of convolutions": Case(lambda: project_sums((3, 3), 6, FLOAT16), REGIONS),
@@ -179,11 +179,11 @@ CONVOLUTIONS = {
     "embedding of many channels": Case(lambda: embed((40, 13), 3, 2, (5, 3)), "conv_embedding_normalize"),
     "convolution and GELU": Case(
         lambda: convolve_and_activate((3, 5), 5),
-        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_walk_bwd_input sum_regions",
+        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions",
     ),
     "convolution and GELU of pairs": Case(
         lambda: convolve_and_activate((5, 2), 6, FLOAT16),
-        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_walk_bwd_input sum_regions",
+        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions",
     ),
 }
 

@@ -132,7 +132,7 @@ def test_other_states_of_the_process_end_or_leave_them(model):
     finally:
         torch.set_num_threads(threads)
     assert served(model)
-    add_marked_backend("native", 1.0)
+    add_marked_backend("cpu", 1.0)
     assert [served(model), served(model)] == [False, True]
 
 

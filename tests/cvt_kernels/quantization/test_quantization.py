@@ -294,8 +294,8 @@ def test_tritons_kernels_calibrate_as_the_others(monkeypatch, scheme):
         monkeypatch.setattr(calibration, "requesting", backends.requesting)
         reports.append(ck.quantize(copy.deepcopy(model), images(1, 16, 16), scheme=scheme))
         assert launched
-    for native, triton in zip(*reports, strict=True):
-        assert triton == native._replace(sqnr=pytest.approx(native.sqnr, abs=1e-3))
+    for cpu, triton in zip(*reports, strict=True):
+        assert triton == cpu._replace(sqnr=pytest.approx(cpu.sqnr, abs=1e-3))
 
 
 FORMS = [

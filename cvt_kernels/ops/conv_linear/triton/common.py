@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .... import launching
 from ...conv_projection.triton.common import Geometry
-from ...conv_projection.triton.walk import WalkTile
+from ...conv_projection.triton.sliding import Lanes
 from ...triton_launch import Budget, Overrides, product_types
 
 #: The most channels of a token, before and after the linear layers.
@@ -215,7 +215,7 @@ def _plan(
         height=height, width=width, class_tokens=tokens - height * width, class_rows=config.tokens,
         chunks=chunks, period=period, **product_types(dtype, tf32=tf32),
     )  # fmt: skip
-    walk = WalkTile(
+    walk = Lanes(
         pairs=strips, channels=chunk, is_packed=is_packed, element=spec.element,
         accumulator=spec.accumulator, alignment=4 if is_packed else 1,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _plan(
             for n, (h, w) in zip(outputs, geometry.output_grids, strict=True)
         ),
         "GROUPS": groups,
-        "WALK": walk,
+        "LANES": walk,
         "SPEC": spec,
     }
     return Plan(config.options, rounds * period, arguments)

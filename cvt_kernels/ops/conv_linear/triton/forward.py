@@ -14,7 +14,7 @@ from .... import launching, modes
 from ....backends import Record
 from ....records import ConvBatchNorm
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
-from ...conv_projection.triton.walk import is_walk, load_vector, load_weights, units, widen
+from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...planned_launches import planned
 from .common import MAX_CHANNELS, Plan
 
@@ -34,21 +34,21 @@ class Channels(NamedTuple):
 
 
 @triton.jit
-def _channels_at(chunk, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def _channels_at(chunk, CHANNELS: tl.constexpr, LANES: tl.constexpr):
     """Returns the :class:`Channels` of a chunk."""
-    BC: tl.constexpr = WALK.channels
-    SIZE: tl.constexpr = 2 if WALK.is_packed else 1
+    BC: tl.constexpr = LANES.channels
+    SIZE: tl.constexpr = 2 if LANES.is_packed else 1
     c = chunk * BC + tl.arange(0, BC)[None, :]
     unit = chunk * (BC // SIZE) + tl.arange(0, BC // SIZE)[None, :]
     return Channels(c=c, c_mask=c < CHANNELS, unit=unit, unit_mask=unit * SIZE < CHANNELS)
 
 
 @triton.jit
-def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, WALK: tl.constexpr):
+def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, LANES: tl.constexpr):
     """Returns a branch's initial sum and taps, with BatchNorm folded into them."""
-    scale = load_vector(gamma_ptr, channels, WALK) * tl.rsqrt(load_vector(var_ptr, channels, WALK) + eps)
-    start = load_vector(beta_ptr, channels, WALK) - load_vector(mean_ptr, channels, WALK) * scale
-    weights = load_weights(w_ptr, channels, WALK)
+    scale = load_vector(gamma_ptr, channels, LANES) * tl.rsqrt(load_vector(var_ptr, channels, LANES) + eps)
+    start = load_vector(beta_ptr, channels, LANES) - load_vector(mean_ptr, channels, LANES) * scale
+    weights = load_weights(w_ptr, channels, LANES)
     taps = ()
     for t in tl.static_range(9):
         taps = taps + (weights[t] * scale,)
@@ -58,7 +58,7 @@ def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, WALK: tl
 @triton.jit
 def _fold_group(
     channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss,
-    GROUPS: tl.constexpr, INDEX: tl.constexpr, WALK: tl.constexpr,
+    GROUPS: tl.constexpr, INDEX: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Returns the results of :func:`_fold` for each branch of a group, as two tuples."""
     GROUP: tl.constexpr = GROUPS[INDEX]
@@ -67,7 +67,7 @@ def _fold_group(
     for n in tl.static_range(len(GROUP.branches)):
         start, folded = _fold(
             channels, w_ptrs[GROUP.branches[n]], gamma_ptrs[GROUP.branches[n]], beta_ptrs[GROUP.branches[n]],
-            mean_ptrs[GROUP.branches[n]], var_ptrs[GROUP.branches[n]], epss[GROUP.branches[n]], WALK,
+            mean_ptrs[GROUP.branches[n]], var_ptrs[GROUP.branches[n]], epss[GROUP.branches[n]], LANES,
         )  # fmt: skip
         starts = starts + (start,)
         taps = taps + (folded,)
@@ -130,11 +130,11 @@ def _load_where(ptrs, masks):
 def _convolve(
     x_ptr, place, starts, taps, channels, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, INDEX: tl.constexpr,
-    WALK: tl.constexpr, SPEC: tl.constexpr,
+    LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Returns the outputs of strips [P, 1] of every branch: branches × rows × columns tiles [P, BC]."""
     GROUP: tl.constexpr = GROUPS[INDEX]
-    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    DISTANCE: tl.constexpr = STEP // 2 if LANES.is_packed else STEP
     STRIDE: tl.constexpr = GROUP.stride
     ROWS: tl.constexpr = GROUP.rows
     COLUMNS: tl.constexpr = GROUP.columns
@@ -142,7 +142,7 @@ def _convolve(
     col = place.col * STRIDE
     token = (row - 1) * SPEC.width + col - 1
     lane = token * DISTANCE + channels.unit
-    ptrs = units(x_ptr + SPEC.class_tokens * STEP + place.image.to(tl.int64) * stride_b, WALK) + lane
+    ptrs = units(x_ptr + SPEC.class_tokens * STEP + place.image.to(tl.int64) * stride_b, LANES) + lane
     column_masks = ()
     for k in tl.static_range((COLUMNS - 1) * STRIDE + 3):
         masks = ()
@@ -150,7 +150,7 @@ def _convolve(
             masks = masks + (col > 0,)
         elif (GROUP.strip_columns - 1) * COLUMNS * STRIDE + k > SPEC.width:
             masks = masks + (col + (k - 1) < SPEC.width,)
-        if CHANNELS % WALK.channels:
+        if CHANNELS % LANES.channels:
             masks = masks + (channels.unit_mask,)
         column_masks = column_masks + (masks,)
     sums = ()
@@ -166,15 +166,15 @@ def _convolve(
         raw = ()
         for k in tl.static_range((COLUMNS - 1) * STRIDE + 3):
             raw = raw + (_load_where(ptrs + (j * SPEC.width + k) * DISTANCE, row_masks + column_masks[k]),)
-        sums = _add_pixels(sums, widen(raw, WALK), taps, j, GROUPS, INDEX)
+        sums = _add_pixels(sums, widen(raw, LANES), taps, j, GROUPS, INDEX)
     return sums
 
 
 @triton.jit
-def _stacked(tiles, WALK: tl.constexpr):
+def _stacked(tiles, LANES: tl.constexpr):
     """Stacks tiles [P, BC] to one [P · tiles, BC], the rows of a strip one after the other."""
-    P: tl.constexpr = WALK.pairs
-    BC: tl.constexpr = WALK.channels
+    P: tl.constexpr = LANES.pairs
+    BC: tl.constexpr = LANES.channels
     COUNT: tl.constexpr = len(tiles)
     parts = tiles
     for _ in tl.static_range(8):  # more than it needs
@@ -207,10 +207,10 @@ def _zero_block(M: tl.constexpr, WIDTH: tl.constexpr, SPEC: tl.constexpr):
 def _multiply(
     accs, operand, chunk, linear_ptr,
     BRANCH: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
-    WALK: tl.constexpr, SPEC: tl.constexpr,
+    LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Adds the product of a chunk of channels [M, BC] with its linear weights to the accumulators."""
-    BC: tl.constexpr = WALK.channels
+    BC: tl.constexpr = LANES.channels
     c = chunk * BC + tl.arange(0, BC)
     added = ()
     for b in tl.static_range(len(LAYERS[BRANCH].widths)):
@@ -249,20 +249,20 @@ def _run_group(
     job, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs, bias_ptrs,
     y_ptrs, epss, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
-    GROUPS: tl.constexpr, INDEX: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+    GROUPS: tl.constexpr, INDEX: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes the tiles of a job of a group of branches."""
     GROUP: tl.constexpr = GROUPS[INDEX]
-    P: tl.constexpr = WALK.pairs
+    P: tl.constexpr = LANES.pairs
     BRANCHES: tl.constexpr = len(GROUP.branches)
     PER_STRIP: tl.constexpr = GROUP.rows * GROUP.columns
     PER_IMAGE: tl.constexpr = GROUP.strip_rows * GROUP.strip_columns
     TOKENS: tl.constexpr = GROUP.height * GROUP.width + SPEC.class_tokens
     strips = batch * PER_IMAGE
     if SPEC.chunks == 1:
-        channels = _channels_at(0, CHANNELS, WALK)
+        channels = _channels_at(0, CHANNELS, LANES)
         starts, taps = _fold_group(
-            channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, WALK
+            channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, LANES
         )
     end = tl.minimum(job * length + length, tl.cdiv(strips, P))
     for tile in tl.range(job * length, end, num_stages=1):
@@ -274,22 +274,22 @@ def _run_group(
             accs = accs + (_zeros(P * PER_STRIP, GROUP.branches[n], LAYERS, SPEC),)
         for chunk in tl.range(SPEC.chunks, num_stages=1):  # pixels go to registers, not to shared memory
             if SPEC.chunks > 1:
-                channels = _channels_at(chunk, CHANNELS, WALK)
+                channels = _channels_at(chunk, CHANNELS, LANES)
                 starts, taps = _fold_group(
-                    channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, WALK
+                    channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, LANES
                 )
             sums = _convolve(
-                x_ptr, place, starts, taps, channels, stride_b, STEP, CHANNELS, GROUPS, INDEX, WALK, SPEC
+                x_ptr, place, starts, taps, channels, stride_b, STEP, CHANNELS, GROUPS, INDEX, LANES, SPEC
             )
             rounded = ()
             for t in tl.static_range(len(sums)):
                 rounded = rounded + (sums[t].to(SPEC.element),)
             added = ()
             for n in tl.static_range(BRANCHES):
-                operand = _stacked(rounded[n * PER_STRIP : (n + 1) * PER_STRIP], WALK).to(SPEC.operand)
+                operand = _stacked(rounded[n * PER_STRIP : (n + 1) * PER_STRIP], LANES).to(SPEC.operand)
                 product = _multiply(
                     accs[n], operand, chunk, linear_ptrs[GROUP.branches[n]],
-                    GROUP.branches[n], CHANNELS, LAYERS, WALK, SPEC,
+                    GROUP.branches[n], CHANNELS, LAYERS, LANES, SPEC,
                 )  # fmt: skip
                 added = added + (product,)
             accs = added
@@ -313,7 +313,7 @@ def _run_group(
 def _run_class_tokens(
     block, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b,
     CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
-    WALK: tl.constexpr, SPEC: tl.constexpr,
+    LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes the linear layers of the class tokens of some images."""
     image = block * SPEC.class_rows + tl.arange(0, SPEC.class_rows)[:, None]
@@ -322,9 +322,9 @@ def _run_class_tokens(
     for i in tl.static_range(len(LAYERS)):
         accs = _zeros(SPEC.class_rows, i, LAYERS, SPEC)
         for chunk in tl.range(SPEC.chunks, num_stages=1):
-            c = chunk * WALK.channels + tl.arange(0, WALK.channels)[None, :]
+            c = chunk * LANES.channels + tl.arange(0, LANES.channels)[None, :]
             operand = tl.load(x_ptrs + c, mask=mask & (c < CHANNELS), other=0.0).to(SPEC.operand)
-            accs = _multiply(accs, operand, chunk, linear_ptrs[i], i, CHANNELS, LAYERS, WALK, SPEC)
+            accs = _multiply(accs, operand, chunk, linear_ptrs[i], i, CHANNELS, LAYERS, LANES, SPEC)
         y = y_ptrs[i] + image.to(tl.int64) * (LAYERS[i].tokens * LAYERS[i].outputs)
         _store(accs, bias_ptrs[i], y, mask, i, LAYERS, SPEC)
 
@@ -349,14 +349,14 @@ def _conv_linear_fwd_kernel(
     x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs, bias_ptrs, y_ptrs, epss,
     batch, length, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
-    GROUPS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the outputs of all branches: tiles of one group per program; some do class tokens first."""
     number = tl.program_id(0)
     if SPEC.class_tokens:  # of a few programs, the first
         for block in tl.range(number, tl.cdiv(batch, SPEC.class_rows), tl.num_programs(0), num_stages=1):
             _run_class_tokens(
-                block, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b, CHANNELS, LAYERS, WALK, SPEC
+                block, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b, CHANNELS, LAYERS, LANES, SPEC
             )
     for g in tl.static_range(len(GROUPS)):
         job = _job_of(number, GROUPS, g, SPEC)
@@ -364,7 +364,7 @@ def _conv_linear_fwd_kernel(
             _run_group(
                 job, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs,
                 bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, LAYERS,
-                GROUPS, g, WALK, SPEC,
+                GROUPS, g, LANES, SPEC,
             )  # fmt: skip
 
 
@@ -434,7 +434,7 @@ def why_unsupported(call: Record) -> str | None:
         return "the batch or an output is empty"
     if any(conv.running_mean is None for conv in convs):
         return "a branch has no running statistics"
-    if not is_walk(Geometry.of(grid, convs)):
+    if not has_sliding_kernel(Geometry.of(grid, convs)):
         return "only up to three 3×3 convolutions with padding 1, dilation 1 and stride 1 or 2 are supported"
     if max(channels, *outputs) > MAX_CHANNELS:
         return f"tokens have {max(channels, *outputs)} channels, more than {MAX_CHANNELS}"

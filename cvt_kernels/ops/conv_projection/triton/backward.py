@@ -32,8 +32,8 @@ from .common import (
     store_pixels,
     tile_positions,
 )
-from .walk import is_walk
-from .walk_backward import walk_backward_conv, walk_backward_input, walk_backward_sums
+from .sliding import has_sliding_kernel
+from .sliding_backward import sliding_backward_conv, sliding_backward_input, sliding_backward_sums
 
 # Sums over regions ----------------------------------------------------------------------------------------
 
@@ -135,8 +135,8 @@ def backward_sums(
 ) -> Tensor:  # fmt: skip
     """Returns Σdy = dβ and Σdy·x̂ = dγ of every branch: (branches, 2, C)."""
     x = maybe_contiguous(x)
-    if is_walk(geometry):
-        partial = walk_backward_sums(x, geometry, weights, means, variances, dys)
+    if has_sliding_kernel(geometry):
+        partial = sliding_backward_sums(x, geometry, weights, means, variances, dys)
     else:
         plan = LaunchPlan.of("bwd_sums", x, geometry)
         partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
@@ -257,8 +257,8 @@ def backward_conv(
     batch, _, channels = x.shape
     dconvs = [x.new_empty(batch, h * w, channels) for h, w in geometry.output_grids]
     taps = [k * k for k in geometry.kernel_sizes]
-    if is_walk(geometry):
-        partial = walk_backward_conv(
+    if has_sliding_kernel(geometry):
+        partial = sliding_backward_conv(
             x, geometry, weights, gammas, means, variances, dys, sums, counts, dconvs
         )
     else:
@@ -415,8 +415,8 @@ def backward_input(
     batch, spatial, channels = dconvs[0].shape
     height, width = geometry.grid
     dx = dconvs[0].new_empty(batch, height * width + dys[0].shape[1] - spatial, channels)
-    if is_walk(geometry):
-        walk_backward_input(dx, geometry, weights, dconvs, dys)
+    if has_sliding_kernel(geometry):
+        sliding_backward_input(dx, geometry, weights, dconvs, dys)
         return dx
     plan = LaunchPlan.of("bwd_input", dx, geometry)
     block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1

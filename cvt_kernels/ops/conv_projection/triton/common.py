@@ -59,7 +59,7 @@ class RegionConfig(LaunchConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WalkConfig:
+class SlidingConfig:
     """The launch configuration of a walk.
 
     Attributes:
@@ -75,7 +75,7 @@ class WalkConfig:
     resident_warps: int
 
 
-Config = LaunchConfig | WalkConfig
+Config = LaunchConfig | SlidingConfig
 
 # By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector
 # per thread. 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same
@@ -93,10 +93,10 @@ def _configs(region_rows: int) -> dict[str, Config]:
     two_rows = RegionConfig(
         pixels=16, channels=64, rows=2, region_rows=region_rows, region_cols=32, num_warps=4
     )
-    walk = WalkConfig(pairs=4, channels=64, registers=128, resident_warps=16)
+    walk = SlidingConfig(pairs=4, channels=64, registers=128, resident_warps=16)
     return {
-        **dict.fromkeys(("walk_fwd", "walk_stats", "walk_bwd_sums", "walk_bwd_input"), walk),
-        "walk_bwd_conv": replace(walk, registers=255, resident_warps=8),
+        **dict.fromkeys(("sliding_fwd", "sliding_stats", "sliding_bwd_sums", "sliding_bwd_input"), walk),
+        "sliding_bwd_conv": replace(walk, registers=255, resident_warps=8),
         **dict.fromkeys(("fwd", "stats", "bwd_sums"), two_rows),
         **dict.fromkeys(("bwd_conv", "bwd_input"), replace(two_rows, rows=1)),
         **dict.fromkeys(("merge_stats", "sum_regions"), LaunchConfig(pixels=64, channels=16, num_warps=4)),
@@ -108,11 +108,11 @@ CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16
 #: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
 BUDGETS: dict[int, dict[str, Budget]] = {
     90: {
-        "walk_fwd": Budget(instructions_per_output=22, registers=128),
-        "walk_stats": Budget(instructions_per_output=25, registers=128),
-        "walk_bwd_sums": Budget(instructions_per_output=25, registers=128),
-        "walk_bwd_conv": Budget(instructions_per_output=60, registers=255),
-        "walk_bwd_input": Budget(instructions_per_output=35, registers=128),
+        "sliding_fwd": Budget(instructions_per_output=22, registers=128),
+        "sliding_stats": Budget(instructions_per_output=25, registers=128),
+        "sliding_bwd_sums": Budget(instructions_per_output=25, registers=128),
+        "sliding_bwd_conv": Budget(instructions_per_output=60, registers=255),
+        "sliding_bwd_input": Budget(instructions_per_output=35, registers=128),
     },
 }
 _overrides: Overrides[Config] = Overrides(CONFIGS[80])
@@ -313,13 +313,13 @@ def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tupl
                 columns=_tile_columns(config, col_blocks, geometry.output_grids[i][1]),
                 rows=config.rows if max(geometry.kernel_sizes[together]) <= 3 else 1,
                 summands=geometry.lengths[i],
-                folded=is_of_walk(*convolution) and geometry.lengths[first] > 1,
+                folded=is_of_sliding_kernel(*convolution) and geometry.lengths[first] > 1,
             )
         )
     return tuple(branches)
 
 
-def is_of_walk(kernel_size: int, stride: int, padding: int, dilation: int) -> bool:
+def is_of_sliding_kernel(kernel_size: int, stride: int, padding: int, dilation: int) -> bool:
     """Returns whether a walk computes such a convolution."""
     return (kernel_size, padding, dilation) == (3, 1, 1) and stride in (1, 2)
 

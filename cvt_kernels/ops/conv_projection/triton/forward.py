@@ -29,8 +29,8 @@ from .common import (
     store_pixels,
     tile_positions,
 )
-from .walk import is_walk
-from .walk_forward import walk_forward, walk_statistics
+from .sliding import has_sliding_kernel
+from .sliding_forward import sliding_forward, sliding_statistics
 
 # The outputs ----------------------------------------------------------------------------------------------
 
@@ -144,8 +144,8 @@ def projection_forward(
     """Returns every output (B, Tᵢ, C), of convolutions normalized by the given statistics (C,)."""
     x = maybe_contiguous(x)
     outs = [x.new_empty(*shape) for shape in output_shapes(x, geometry)]
-    if is_walk(geometry):
-        walk_forward(x, geometry, weights, gammas, betas, means, variances, outs)
+    if has_sliding_kernel(geometry):
+        sliding_forward(x, geometry, weights, gammas, betas, means, variances, outs)
         return outs
     plan = LaunchPlan.of("fwd", x, geometry)
     launching.launch(
@@ -269,8 +269,8 @@ def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, re
 def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid."""
     x = maybe_contiguous(x)
-    if is_walk(geometry):
-        return _merged(*walk_statistics(x, geometry, weights))
+    if has_sliding_kernel(geometry):
+        return _merged(*sliding_statistics(x, geometry, weights))
     plan = LaunchPlan.of("stats", x, geometry)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), plan.regions)

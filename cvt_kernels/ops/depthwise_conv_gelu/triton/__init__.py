@@ -1,7 +1,7 @@
 """The Triton kernels of ``depthwise_conv_gelu``: y = gelu(conv(x) + bias), a 3×3 convolution of each channel.
 
 x and y are tokens (B, H·W, C), channels contiguous, in row-major order; weight is (C, 1, 3, 3). The kernels
-are walks, as in ``conv_projection`` (its ``walk.py``). The taps stay in registers, halved, so that a sum is
+are walks, as in ``conv_projection`` (its ``sliding.py``). The taps stay in registers, halved, so that a sum is
 half of GELU's argument, as GELU needs it.
 
 Launches and their bytes, in units of one activation B·H·W·C of e bytes per element, halos apart:

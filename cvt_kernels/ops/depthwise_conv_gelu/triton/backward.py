@@ -13,24 +13,24 @@ from torch import Tensor
 
 from .... import launching
 from ...conv_projection.triton.backward import sum_regions
-from ...conv_projection.triton.walk import (
+from ...conv_projection.triton.sliding import (
     SIZES,
     add_row,
     column_limits,
     load_above,
     load_at,
     load_outputs,
-    locate_walk,
+    locate_strip,
     output_lanes,
     rows_of,
     store_row,
     widen,
 )
-from ...conv_projection.triton.walk_backward import (
+from ...conv_projection.triton.sliding_backward import (
     add_weight_gradients,
     channels_of,
     store_weight_gradients,
-    walk_backward_input,
+    sliding_backward_input,
     zeros,
 )
 from ...triton_gelu import derivative_half
@@ -40,10 +40,10 @@ from .forward import load_halved
 
 
 @triton.jit
-def _gradients_of_sums(window, raw_dys, start, taps, WALK: tl.constexpr, SPEC: tl.constexpr):
+def _gradients_of_sums(window, raw_dys, start, taps, LANES: tl.constexpr, SPEC: tl.constexpr):
     """Returns da of a lane's two outputs of a row, from three rows of pixels and the raw gradients of y."""
     APPROXIMATE: tl.constexpr = SPEC.approximate
-    dys = widen(raw_dys, WALK)
+    dys = widen(raw_dys, LANES)
     halves = (start, start)
     for a in tl.static_range(3):
         halves = add_row(halves, window[a], taps, a)
@@ -57,35 +57,35 @@ def _gradients_of_sums(window, raw_dys, start, taps, WALK: tl.constexpr, SPEC: t
 def _depthwise_conv_gelu_bwd_conv_kernel(
     x_ptr, w_ptr, bias_ptr, dy_ptr, da_ptr, partial_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b, regions,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes da of a strip of some images, and its share of the gradients of taps and bias.
 
     The partial sums are (10, regions, C), the bias's last.
     """
-    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
-    start, taps = load_halved(w_ptr, bias_ptr, place, WALK, SPEC)
+    place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
+    start, taps = load_halved(w_ptr, bias_ptr, place, LANES, SPEC)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
     lane = place.col * CHANNELS + place.c
-    dws = zeros(9, WALK)
-    (dbias,) = zeros(1, WALK)
+    dws = zeros(9, LANES)
+    (dbias,) = zeros(1, LANES)
     for n in range(place.images):
         image = place.first_image + n * groups
         first = image * (height * width) * CHANNELS
-        rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, WALK)
-        dys = output_lanes(dy_ptr + first, place, 1, False, CHANNELS, WALK)
-        above = widen(load_above(rows, place.first_row, STEP, WALK), WALK)
-        here = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
+        rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, LANES)
+        dys = output_lanes(dy_ptr + first, place, 1, False, CHANNELS, LANES)
+        above = widen(load_above(rows, place.first_row, STEP, LANES), LANES)
+        here = widen(load_at(rows, place.first_row, STEP, LANES), LANES)
         for row in range(place.first_row, place.end_row, 2):
-            raw_below = load_at(rows, row + 1, STEP, WALK)
-            raw_last = load_at(rows, row + 2, STEP, WALK)
-            below = widen(raw_below, WALK)
-            last = widen(raw_last, WALK)
+            raw_below = load_at(rows, row + 1, STEP, LANES)
+            raw_last = load_at(rows, row + 2, STEP, LANES)
+            below = widen(raw_below, LANES)
+            last = widen(raw_last, LANES)
             window = (above, here, below, last)
             for r in tl.static_range(2):
-                raw_dys = load_outputs(dys, row + r, width, rows.limits, 1, False, CHANNELS, WALK)
+                raw_dys = load_outputs(dys, row + r, width, rows.limits, 1, False, CHANNELS, LANES)
                 own = (window[r], window[r + 1], window[r + 2])
-                das = _gradients_of_sums(own, raw_dys, start, taps, WALK, SPEC)
+                das = _gradients_of_sums(own, raw_dys, start, taps, LANES, SPEC)
                 store_row(da_ptr + first + (row + r) * width * CHANNELS, lane, das, limits, row + r, CHANNELS)
                 dws = add_weight_gradients(dws, own, das)
                 if SPEC.has_bias:
@@ -94,8 +94,8 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
             here = last
     plane = tl.cast(regions, tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
-    c = channels_of(place.region, CHANNELS, WALK)
-    store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS, WALK)
+    c = channels_of(place.region, CHANNELS, LANES)
+    store_weight_gradients(partial_ptr, plane, dws, c, CHANNELS, LANES)
     if SPEC.has_bias:
         tl.store(partial_ptr + 9 * plane + c, tl.sum(dbias, axis=0, keep_dims=True), mask=c < CHANNELS)
 
@@ -111,16 +111,16 @@ def conv_gelu_backward(
     has_bias, channels = bias is not None, x.shape[2]
     plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
     da = x.new_empty(x.shape)
-    partial = x.new_empty(9 + has_bias, plan.walk.regions, channels, dtype=accumulator_dtype(x))
+    partial = x.new_empty(9 + has_bias, plan.sliding.regions, channels, dtype=accumulator_dtype(x))
     launching.launch(
-        _depthwise_conv_gelu_bwd_conv_kernel, (plan.walk.programs,), on=x, options=plan.walk.options,
+        _depthwise_conv_gelu_bwd_conv_kernel, (plan.sliding.programs,), on=x, options=plan.sliding.options,
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, dy_ptr=dy, da_ptr=da,
-        partial_ptr=partial, regions=plan.walk.regions, **plan.others,
+        partial_ptr=partial, regions=plan.sliding.regions, **plan.others,
     )  # fmt: skip
     sums = sum_regions(partial, (9, 1) if has_bias else (9,), x.dtype)
     dx = None
     if needs_dx:
         dx = x.new_empty(x.shape)
-        walk_backward_input(dx, geometry_of(grid), (weight,), (da,), (dy,))
+        sliding_backward_input(dx, geometry_of(grid), (weight,), (da,), (dy,))
     dweight = sums[: 9 * channels].view(channels, 1, 3, 3)
     return dx, dweight, sums[9 * channels :] if has_bias else None

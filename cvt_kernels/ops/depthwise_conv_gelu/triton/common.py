@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .... import machine
-from ...conv_projection.triton.common import Geometry, WalkConfig
-from ...conv_projection.triton.walk import WalkPlan, alignment_of
+from ...conv_projection.triton.common import Geometry, SlidingConfig
+from ...conv_projection.triton.sliding import SlidingPlan, alignment_of
 from ...triton_launch import Budget, Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
@@ -18,9 +18,9 @@ from ...triton_launch import Budget, Overrides
 #: By kernel, on every GPU. A lane has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2
 #: of 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
 #: gradients of the taps beside them. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
-CONFIGS: dict[str, WalkConfig] = {
-    "fwd": WalkConfig(pairs=4, channels=128, registers=128, resident_warps=16),
-    "bwd_conv": WalkConfig(pairs=4, channels=128, registers=255, resident_warps=8),
+CONFIGS: dict[str, SlidingConfig] = {
+    "fwd": SlidingConfig(pairs=4, channels=128, registers=128, resident_warps=16),
+    "bwd_conv": SlidingConfig(pairs=4, channels=128, registers=255, resident_warps=8),
 }
 #: By compute capability and kernel, the budget in bfloat16 for SegFormer-B0 at 512² and
 #: batch 256.
@@ -30,7 +30,7 @@ BUDGETS: dict[int, dict[str, Budget]] = {
         "bwd_conv": Budget(instructions_per_output=47, registers=255),
     },
 }
-_overrides: Overrides[WalkConfig] = Overrides(CONFIGS)
+_overrides: Overrides[SlidingConfig] = Overrides(CONFIGS)
 
 
 #: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
@@ -70,7 +70,7 @@ class ConvPlan(NamedTuple):
         others: The kernel's arguments besides tensors.
     """
 
-    walk: WalkPlan
+    walk: SlidingPlan
     others: dict[str, Any]
 
     @classmethod
@@ -86,7 +86,7 @@ class ConvPlan(NamedTuple):
         config = _overrides.get(kernel) or CONFIGS[kernel]
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
             config = replace(config, channels=config.channels // 2)
-        walk = WalkPlan.by(config, x, geometry_of(grid), parameters)
+        walk = SlidingPlan.by(config, x, geometry_of(grid), parameters)
         is_half = x.element_size() == 2
         spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
         sizes = {name: value for name, value in walk.arguments.items() if name not in _UNUSED}
@@ -97,7 +97,7 @@ class ConvPlan(NamedTuple):
 _UNUSED = "CLASS_TOKEN", "STRIDES"
 
 
-def _prefers_half(config: WalkConfig, channels: int, alignment: int) -> bool:
+def _prefers_half(config: SlidingConfig, channels: int, alignment: int) -> bool:
     """Returns whether blocks of half the channels are better.
 
     They are where one of them holds the last channels, and where a lane would read its channels by several

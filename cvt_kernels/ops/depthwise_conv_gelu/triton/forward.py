@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
-from ...conv_projection.triton.walk import (
+from ...conv_projection.triton.sliding import (
     SIZES,
     add_row,
     column_limits,
@@ -15,7 +15,7 @@ from ...conv_projection.triton.walk import (
     load_at,
     load_vector,
     load_weights,
-    locate_walk,
+    locate_strip,
     rows_of,
     store_row,
     widen,
@@ -25,14 +25,14 @@ from .common import ConvPlan
 
 
 @triton.jit
-def load_halved(w_ptr, bias_ptr, place, WALK: tl.constexpr, SPEC: tl.constexpr):
+def load_halved(w_ptr, bias_ptr, place, LANES: tl.constexpr, SPEC: tl.constexpr):
     """Returns half the bias, the initial sum, and half of each tap."""
-    P: tl.constexpr = WALK.pairs
-    BC: tl.constexpr = WALK.channels
-    start = tl.zeros([P, BC], WALK.accumulator)
+    P: tl.constexpr = LANES.pairs
+    BC: tl.constexpr = LANES.channels
+    start = tl.zeros([P, BC], LANES.accumulator)
     if SPEC.has_bias:
-        start = load_vector(bias_ptr, place, WALK) * 0.5
-    weights = load_weights(w_ptr, place, WALK)
+        start = load_vector(bias_ptr, place, LANES) * 0.5
+    weights = load_weights(w_ptr, place, LANES)
     taps = ()
     for t in tl.static_range(9):
         taps = taps + (weights[t] * 0.5,)
@@ -60,25 +60,25 @@ def _begin(start, taps, above, here):
 def _depthwise_conv_gelu_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr, SPEC: tl.constexpr,
+    STEP: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the outputs of a strip of some images."""
-    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
-    start, taps = load_halved(w_ptr, bias_ptr, place, WALK, SPEC)
+    place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
+    start, taps = load_halved(w_ptr, bias_ptr, place, LANES, SPEC)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
     lane = place.col * CHANNELS + place.c
     for n in range(place.images):
         image = place.first_image + n * groups
-        rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, WALK)
+        rows = rows_of(x_ptr + image * stride_b, place, height, width, STEP, LANES)
         y = y_ptr + image * (height * width) * CHANNELS
-        above = widen(load_above(rows, place.first_row, STEP, WALK), WALK)
-        here = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
+        above = widen(load_above(rows, place.first_row, STEP, LANES), LANES)
+        here = widen(load_at(rows, place.first_row, STEP, LANES), LANES)
         upper, lower = _begin(start, taps, above, here)
         for row in range(place.first_row, place.end_row, 2):
-            below_raw = load_at(rows, row + 1, STEP, WALK)
-            last_raw = load_at(rows, row + 2, STEP, WALK)
-            below = widen(below_raw, WALK)
-            last = widen(last_raw, WALK)
+            below_raw = load_at(rows, row + 1, STEP, LANES)
+            last_raw = load_at(rows, row + 2, STEP, LANES)
+            below = widen(below_raw, LANES)
+            last = widen(last_raw, LANES)
             upper = _activated(add_row(upper, below, taps, 2), SPEC)
             lower = _activated(add_row(add_row(lower, below, taps, 1), last, taps, 2), SPEC)
             y_row = y + row * width * CHANNELS
@@ -94,7 +94,7 @@ def conv_gelu_forward(
     plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     y = x.new_empty(x.shape)
     launching.launch(
-        _depthwise_conv_gelu_fwd_kernel, (plan.walk.programs,), on=x, options=plan.walk.options,
+        _depthwise_conv_gelu_fwd_kernel, (plan.sliding.programs,), on=x, options=plan.sliding.options,
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, y_ptr=y, **plan.others,
     )  # fmt: skip
     return y

@@ -56,11 +56,11 @@ def _gradients(
 
 
 def _is_served_by_extension(pre: Tensor) -> bool:
-    if machine.why_native_unavailable(pre.device.type) is not None:
+    if machine.why_extension_unavailable(pre.device.type) is not None:
         return False
     if not pre.is_cuda:
         return True
-    return pre.dtype != torch.float64 and machine.why_gpu_unsupported("native", pre.device.index) is None
+    return pre.dtype != torch.float64 and machine.why_gpu_unsupported("cuda", pre.device.index) is None
 
 
 def _gelu_backward(dout: Tensor, pre: Tensor, approximate: str) -> Tensor:

@@ -139,7 +139,7 @@ def test_graphed_contenders_are_copies_without_parts(small):
 
 
 def test_results_tell_what_served(results):
-    native = "reference" if not_built() else "native"
+    cpu = "reference" if not_built() else "cpu"
     depth = sum(SMALL.depths)
     for (_, key), row in rows_of(results).items():
         served = row["backends"]
@@ -150,11 +150,11 @@ def test_results_tell_what_served(results):
         elif key in contenders.FROZEN:
             assert sum(served["transformer_block"].values()) == depth
         else:
-            assert served["conv_projection"] == {native: depth}
-            assert served["layer_norm"].keys() == {native}
+            assert served["conv_projection"] == {cpu: depth}
+            assert served["layer_norm"].keys() == {cpu}
     served = results["config"]["backends"]
-    assert served["attention"] == ("sdpa" if not_built() else "native")
-    assert served["conv_projection"] == native
+    assert served["attention"] == ("sdpa" if not_built() else "cpu")
+    assert served["conv_projection"] == cpu
     assert "transformer_block" in served
 
 
@@ -209,10 +209,10 @@ def test_peak_of_memory_is_exact():
     assert measured["peak_bytes"] == 4 * (1000 + 500) * 1000
 
 
-@pytest.mark.skipif(not_built(), reason="no compiler for the native extension")
-def test_memory_of_native_operators_is_seen():
+@pytest.mark.skipif(not_built(), reason="no compiler for the compiled extension")
+def test_memory_of_cpu_operators_is_seen():
     x = torch.randn(1000, 384)
-    with ck.use_backend("native"):
+    with ck.use_backend("cpu"):
         assert 4 * x.numel() <= clock.peak_bytes(lambda: ck.layer_norm(x), x.device) < 4.4 * x.numel()
 
 
@@ -226,7 +226,7 @@ def test_workspace_of_the_extension_counts_as_memory(monkeypatch):
             return x + x
 
     extension = SimpleNamespace(workspace_bytes=lambda: sum(kept), release_workspace=kept.clear)
-    monkeypatch.setattr(machine, "why_native_unavailable", lambda device_type: None)
+    monkeypatch.setattr(machine, "why_extension_unavailable", lambda device_type: None)
     monkeypatch.setattr(machine, "load_extension", lambda: extension)
     monkeypatch.setattr(breakdown, "_PROFILES", 1)
     x = torch.zeros(500)
@@ -256,10 +256,10 @@ def test_linear_layers_are_linear_however_computed(backend):
 def test_profiling_leaves_no_trace_and_imports_nothing_that_cannot_serve():
     unloaded = backends.Implementation("no_such_package:attention", why_unavailable=lambda device: "not here")
     backends.register("attention", "triton", unloaded)
-    before = backends.registered("gelu", "native")
+    before = backends.registered("gelu", "cpu")
     model = create_model(SMALL).eval()
     breakdown.profiled_steps(contender(model, has_parts=True), torch.randn(1, 3, 32, 32))
-    assert backends.registered("gelu", "native") is before
+    assert backends.registered("gelu", "cpu") is before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -76,7 +76,7 @@ def test_tunes_a_model_for_later_processes(cache, tmp_path, capsys):
     lines = [line for _, _, *lines in blocks for line in lines]
     assert len(lines) == len(rows)
     assert [line.split()[-1] for line in lines] == [row["chosen"] for row in rows]
-    assert count.startswith(f"{len(rows)} cache keys, {len(rows)} tuned; chosen: native ")
+    assert count.startswith(f"{len(rows)} cache keys, {len(rows)} tuned; chosen: cpu ")
     assert place == f"remembered in {path}"
 
     code = (
@@ -97,7 +97,7 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert " wrong " in out.split("\n\n")[0]
     cache_key = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
     assert f"\ntriton, {cache_key}: wrong: output is off by " in out
-    assert "Please report the lines of triton and native with the output of `cvt doctor`." in out
+    assert "Please report the lines of triton and cpu with the output of `cvt doctor`." in out
     row = next(row for row in json.loads(report.read_text())["cache_keys"] if row["cache_key"] == cache_key)
     assert row["measurements"]["triton"]["flaw"].startswith("wrong: ")
     assert row["chosen"] != "triton"
@@ -148,15 +148,15 @@ def test_settings_that_keep_the_entries_from_serving_are_reported(
     cache, few_cache_keys, monkeypatch, tmp_path, capsys
 ):
     cache = autotune.cache_for(CPU)
-    cache.remember({"a cache key": autotune.Entry("native", "native", {})})
+    cache.remember({"a cache key": autotune.Entry("cpu", "cpu", {})})
     shipped = cache.path.rename(tmp_path / "shipped.json")
     autotune.forget()
     monkeypatch.setenv("CVT_KERNELS_TUNED", str(shipped))
-    with backends.use_backend("native", "reference"):
+    with backends.use_backend("cpu", "reference"):
         assert main(SMALL) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"CVT_KERNELS_TUNED is set: the entries in {shipped} go before them" in lines
-    assert lines[-1].startswith("CVT_KERNELS_BACKEND is native,reference")
+    assert lines[-1].startswith("CVT_KERNELS_BACKEND is cpu,reference")
 
 
 def processes_of_group(group):

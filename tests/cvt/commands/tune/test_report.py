@@ -35,14 +35,14 @@ def row(result):
 
 def test_a_block_for_each_operator_direction_and_dtype():
     attention = "attention, forward, float32, 4+ images × heads of 64 channels, 512+ queries, 128+ keys"
-    faster = Entry("native", "native", {"native": measurement(1000), "sdpa": measurement(2000)})
+    faster = Entry("cpu", "cpu", {"cpu": measurement(1000), "sdpa": measurement(2000)})
     case, geometry = "4+ images of 512+ pixels, 192 channels", ", kernel/stride/padding/dilation 3x3/1/1/1"
     results = [
         Result(attention, faster),
         result(
-            "native",
+            "cpu",
             triton=measurement(30.4, host=8),
-            native=measurement(12, host=20),
+            cpu=measurement(12, host=20),
             reference=measurement(50),
         ),
         Result(attention.replace("4+", "1+"), faster),
@@ -50,13 +50,13 @@ def test_a_block_for_each_operator_direction_and_dtype():
     ]
     assert report.table(results) == [
         "attention, forward, float32 (times in µs)",
-        "case                                                       native  sdpa  error / allowed  chosen",
-        "4+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  native",
-        "1+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  native",
+        "case                                                       cpu  sdpa  error / allowed  chosen",
+        "4+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  cpu",
+        "1+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  cpu",
         "",
         "gelu, forward+backward, float32 → bfloat16 (times in µs)",
-        "case                            triton  native  reference  error / allowed  chosen",
-        "quick, 4+ elements, 3 channels      30      20         50              0.5  native",
+        "case                            triton  cpu  reference  error / allowed  chosen",
+        "quick, 4+ elements, 3 channels      30      20         50              0.5  cpu",
         "",
         "conv_projection, forward, float32 (times in µs)",
         "case                                    error / allowed  chosen",
@@ -83,8 +83,8 @@ def test_a_flaw_is_a_word_in_the_table_and_a_line_below(flaw, word, cache):
 
 
 def test_another_choice_in_graphs():
-    shown = row(result("native", "triton", triton=measurement(1), native=measurement(1)))
-    assert shown["chosen"] == "native, triton in graphs"
+    shown = row(result("cpu", "triton", triton=measurement(1), cpu=measurement(1)))
+    assert shown["chosen"] == "cpu, triton in graphs"
 
 
 def test_what_is_not_tuned(cache):
@@ -97,15 +97,13 @@ def test_what_is_not_tuned(cache):
 
 
 def test_a_flaw_of_pytorch_is_told_without_a_request_to_report_it(cache):
-    lines = report.summary(
-        [result("native", sdpa=measurement(flaw="fails: no"), native=measurement())], cache
-    )
+    lines = report.summary([result("cpu", sdpa=measurement(flaw="fails: no"), cpu=measurement())], cache)
     assert lines[0] == f"sdpa, {KEY}: fails: no"
-    assert lines[1] == "1 cache keys, 1 tuned; chosen: native 1"
+    assert lines[1] == "1 cache keys, 1 tuned; chosen: cpu 1"
 
 
 def test_choices_of_a_busy_machine_are_told(cache):
-    busy = result("native", native=measurement(1)._replace(is_disturbed=True), reference=measurement(2))
+    busy = result("cpu", cpu=measurement(1)._replace(is_disturbed=True), reference=measurement(2))
     assert cache.advice() not in report.summary([busy], cache)
     cache.remember({KEY: busy.entry})
     assert cache.advice() in report.summary([busy], cache)

@@ -12,8 +12,8 @@ from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-NATIVE = pytest.param("native", marks=needs_extension)
-FORWARD = ["triton", "sdpa", NATIVE]
+CPU_KERNELS = pytest.param("cpu", marks=needs_extension)
+FORWARD = ["triton", "sdpa", CPU_KERNELS]
 #: Grid of the tokens, grid of the keys, stride, class tokens.
 GRIDS = [
     ((4, 6), (2, 3), 2, 0),
@@ -155,7 +155,7 @@ def test_zeros_leave_every_bit_of_the_gradients(width):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("backend", ["triton", NATIVE])
+@pytest.mark.parametrize("backend", ["triton", CPU_KERNELS])
 def test_accuracy(backend, dtype):
     """At the second stage's width, with scores that the bias dominates."""
     shape = SIZES | {"width": 28, "key_width": 14, "channels": 64, "batch": 1}
@@ -166,11 +166,11 @@ def test_accuracy(backend, dtype):
 def test_any_number_of_threads_and_blocks_of_keys():
     """More keys than a block of the CPU kernels, which then begin in the midst of a row of keys."""
     q, k, v, position = make(((16, 17), (16, 17), 1, 1), batch=1, dtype=torch.float32)
-    out = attend("native", q, k, v, position=position)
+    out = attend("cpu", q, k, v, position=position)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(attend("native", q, k, v, position=position), out)
+        assert torch.equal(attend("cpu", q, k, v, position=position), out)
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(out, attend("reference", q, k, v, position=position), rtol=1e-4, atol=1e-5)
@@ -179,7 +179,7 @@ def test_any_number_of_threads_and_blocks_of_keys():
 # The rest of the interface --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["triton", NATIVE])
+@pytest.mark.parametrize("backend", ["triton", CPU_KERNELS])
 def test_a_scale_of_zero_is_left_to_others(backend):
     q, k, v, position = make(GRIDS[1])
     with pytest.raises(ck.BackendUnavailable, match="too close to 0 to divide"):
@@ -193,7 +193,7 @@ def test_a_scale_of_zero_is_left_to_others(backend):
 def test_gradients_of_the_table_alone_are_left_to_others():
     q, k, v, position = make(GRIDS[1])
     live = position._replace(table=position.table.requires_grad_())
-    with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match="has no gradients on a CPU"):
+    with ck.use_backend("cpu"), pytest.raises(ck.BackendUnavailable, match="has no gradients on a CPU"):
         ck.attention(q, k, v, position=live)
 
 
@@ -208,7 +208,7 @@ def test_a_table_is_autotuned(with_rows):
     assert cache_key.endswith("fixed bias by position" + (" of chosen queries" if with_rows else ""))
 
 
-@pytest.mark.parametrize("backend", ["triton", "sdpa", NATIVE])
+@pytest.mark.parametrize("backend", ["triton", "sdpa", CPU_KERNELS])
 def test_autocast_reads_a_table_in_float32(backend):
     """Keys are of another dtype than queries, as they may be there."""
     q, k, v, position = make(GRIDS[1], dtype=torch.float32)
@@ -253,5 +253,5 @@ def test_queries_that_are_no_tokens_are_refused(backend):
 def test_the_extension_reads_the_table_itself():
     q, k, v, position = make(GRIDS[1], dtype=torch.float32)
     with recorded_operators() as called:
-        attend("native", q, k, v, position=position)
+        attend("cpu", q, k, v, position=position)
     assert called == ["cvt_kernels.attention_by_position.default"]

@@ -131,7 +131,7 @@ def test_every_strip_has_one_program(stage, batch):
         ]
         assert jobs == list(range(len(jobs)))
         strips = batch * group.strip_rows * group.strip_columns
-        assert len(jobs) * arguments["length"] * arguments["WALK"].pairs >= strips
+        assert len(jobs) * arguments["length"] * arguments["LANES"].pairs >= strips
         computed = group.strip_rows * group.rows, group.strip_columns * group.columns
         assert computed[0] >= group.height
         assert computed[1] >= group.width

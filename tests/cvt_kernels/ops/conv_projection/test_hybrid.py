@@ -20,7 +20,7 @@ from tests.cvt_kernels.ops.agreement import assert_agrees
 HYBRID = (3, 1, 1), (5, 4, 2)  # kernel size, padding and dilation of each summand
 GRID = (4, 5)
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
-OURS = [pytest.param("native", marks=needs_extension), "triton"]
+OURS = [pytest.param("cpu", marks=needs_extension), "triton"]
 
 
 def device_of(backend):
@@ -71,13 +71,13 @@ def test_results_and_gradients(backend, training, dtype):
 @needs_extension
 @pytest.mark.parametrize("grid", [(1, 2), (3, 4), (8, 7), (11, 13)])
 @pytest.mark.parametrize("kinds", [HYBRID, ((3, 1, 1), (3, 1, 1), (1, 0, 1)), ((5, 2, 1), (3, 3, 3))])
-def test_native_rows_of_every_width(grid, kinds):
+def test_cpu_rows_of_every_width(grid, kinds):
     x = make_x(grid, 18, dtype=torch.float64)
     branches = [
         tuple(make_conv(18, *each, stride=s, dtype=torch.float64) for each in kinds) for s in (1, 2, 3)
     ]
     expected = reference.conv_projection(x, grid, branches, training=False)
-    with ck.use_backend("native"):
+    with ck.use_backend("cpu"):
         torch.testing.assert_close(project(x, branches, grid), expected)
 
 
@@ -97,9 +97,9 @@ def test_a_summand_of_zeros_changes_no_bit(backend, dtype):
 
 @needs_extension
 @torch.no_grad()
-def test_native_evaluates_all_in_one_pass():
+def test_cpu_evaluates_all_in_one_pass():
     x, branches = make_x(GRID, 6), make_branches(6)
-    with ck.use_backend("native"), recorded_operators() as called:
+    with ck.use_backend("cpu"), recorded_operators() as called:
         project(x, branches)
     assert called == ["cvt_kernels.conv_projection_inference.default"]
 
@@ -115,7 +115,7 @@ def test_an_output_that_is_not_used_takes_no_part_in_the_gradients():
     x = make_x(GRID, 6, dtype=torch.float64).requires_grad_()
     branches = make_branches(6, dtype=torch.float64)
     gradients = []
-    for backend in ("reference", "native"):
+    for backend in ("reference", "cpu"):
         with ck.use_backend(backend):
             gradients.append(torch.autograd.grad(project(x, branches)[1].sin().sum(), x)[0])
     torch.testing.assert_close(*gradients)
@@ -170,7 +170,7 @@ def test_kinds_of_call_tell_sums_from_branches():
 def test_a_known_call_is_not_taken_for_another():
     x, pairs = make_x(GRID, 6), make_branches(6, strides=(1, 1))
     flat = [conv for pair in pairs for conv in pair]
-    with ck.use_backend("native"):
+    with ck.use_backend("cpu"):
         for convs in (flat, pairs, [flat[0], *pairs[1:], flat[1]]):
             expected = reference.conv_projection(x, GRID, convs, training=False)
             for _ in range(2):
@@ -195,8 +195,8 @@ def test_an_entry_is_found_for_sums():
         ((make_conv(4, 1, 0, 1), make_conv(4, 1, 0, 1, stride=2)), "of one stride, not of different ones"),
     ],
 )
-def test_native_refuses(branch, message):
-    with ck.use_backend("native"), pytest.raises(ck.BackendUnavailable, match=message):
+def test_cpu_refuses(branch, message):
+    with ck.use_backend("cpu"), pytest.raises(ck.BackendUnavailable, match=message):
         project(make_x((1, 1), 4), [branch], (1, 1))
 
 
@@ -276,7 +276,7 @@ def test_a_plain_checkpoint_makes_an_equal_hybrid_model(tmp_path):
     model = create_model(plain.config, mixing="hybrid", checkpoint=tmp_path).eval()
     keys = [f"stage1.blocks.0.attn.conv_proj_k.dilated_{name}" for name in ("conv.weight", "bn.weight")]
     assert set(keys) <= set(model.state_dict()) - set(plain.state_dict())
-    for backend in ("reference", *([] if not_built() else ["native"])):
+    for backend in ("reference", *([] if not_built() else ["cpu"])):
         with torch.no_grad(), ck.use_backend(backend, "reference"):
             assert torch.equal(model(IMAGES), plain(IMAGES))
     with torch.no_grad():

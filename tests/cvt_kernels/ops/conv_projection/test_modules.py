@@ -199,8 +199,8 @@ def test_launches_are_intercepted_all_the_same_and_another_configuration_is_noti
     with ck.use_backend("triton"), launching.intercepted_launches(taken.append, launching.Chip(100, 148)):
         project(x, GRID, branches)
     assert [launch.arguments["x_ptr"] for launch in taken] == [x]
-    config = common.WalkConfig(pairs=1, channels=32, registers=128, resident_warps=16)
-    with common.overridden("walk_fwd", config):
+    config = common.SlidingConfig(pairs=1, channels=32, registers=128, resident_warps=16)
+    with common.overridden("sliding_fwd", config):
         assert_served(x, branches)
     assert_served(x, branches)
     assert starts == [True]

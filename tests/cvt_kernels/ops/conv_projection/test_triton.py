@@ -13,7 +13,7 @@ import cvt_kernels as ck
 from cvt.commands.compile import launches
 from cvt_kernels import launching
 from cvt_kernels.autotune import tuner
-from cvt_kernels.ops.conv_projection.triton import common, walk, why_unsupported
+from cvt_kernels.ops.conv_projection.triton import common, sliding, why_unsupported
 from tests.contract.examples import assert_right, same_bits
 from tests.contract.test_contract import run, run_guarded
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
@@ -25,15 +25,15 @@ REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
 def _wide_walks(monkeypatch):
     """Gives a walk's program all columns, for which the interpreter takes hardly more time than for two.
 
-    Programs of the real width are tested in test_walk.py.
+    Programs of the real width are tested in test_sliding.py.
     """
     if torch.cuda.is_available():
         yield
     else:
-        monkeypatch.setattr(walk, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
-        walk._plan.cache_clear()
+        monkeypatch.setattr(sliding, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
+        sliding._plan.cache_clear()
         yield
-        walk._plan.cache_clear()
+        sliding._plan.cache_clear()
 
 
 def sizes(grid, channels, **settings):
@@ -71,8 +71,8 @@ def wide_tiles(channels):
         for name in REGION_KERNELS:
             config = replace(common.configuration(name, 90), **wide)
             stack.enter_context(common.overridden(name, config))
-            config = replace(common.configuration(f"walk_{name}", 90), channels=wide["channels"])
-            stack.enter_context(common.overridden(f"walk_{name}", config))
+            config = replace(common.configuration(f"sliding_{name}", 90), channels=wide["channels"])
+            stack.enter_context(common.overridden(f"sliding_{name}", config))
         yield
 
 
@@ -209,7 +209,7 @@ def test_a_configuration_can_be_overridden_for_a_while():
             assert common.configuration("stats", 80) == second
         assert {name: common.configuration(name, 90) for name in shipped} == shipped | {"stats": first}
     assert common.configuration("stats", 90) == shipped["stats"]
-    with pytest.raises(ValueError, match="expected one of walk_fwd"), common.overridden("forward", first):
+    with pytest.raises(ValueError, match="expected one of sliding_fwd"), common.overridden("forward", first):
         pass
 
 

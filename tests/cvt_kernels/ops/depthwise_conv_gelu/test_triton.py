@@ -10,7 +10,7 @@ import triton
 import cvt_kernels as ck
 from cvt.commands.compile import launches
 from cvt_kernels import backends, launching
-from cvt_kernels.ops.conv_projection.triton import walk
+from cvt_kernels.ops.conv_projection.triton import sliding
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
@@ -18,13 +18,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
-def wide_walks(monkeypatch):
+def wide_strips(monkeypatch):
     """Gives one program all columns, rows and images, for which the interpreter takes the least time."""
-    monkeypatch.setattr(walk, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
-    monkeypatch.setattr(walk, "_walk_length", lambda batch, blocks, row_pairs, resident: (row_pairs, batch))
-    walk._plan.cache_clear()
+    monkeypatch.setattr(sliding, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
+    monkeypatch.setattr(
+        sliding, "_strip_length", lambda batch, blocks, row_pairs, resident: (row_pairs, batch)
+    )
+    sliding._plan.cache_clear()
     yield
-    walk._plan.cache_clear()
+    sliding._plan.cache_clear()
 
 
 def make(batch, grid, channels, dtype):
@@ -41,7 +43,7 @@ def run(grid, x, weight, bias):
     return y.detach(), *torch.autograd.grad(y, [t for t in (x, weight, bias) if t.requires_grad], dy)
 
 
-@pytest.mark.usefixtures("wide_walks")
+@pytest.mark.usefixtures("wide_strips")
 @pytest.mark.parametrize(
     ("dtype", "approximate"),
     [
@@ -102,7 +104,7 @@ def test_walks_of_several_strips_and_images():
     assert (backward["strips"], backward["groups"]) == (2, 2)
 
 
-@pytest.mark.usefixtures("wide_walks")
+@pytest.mark.usefixtures("wide_strips")
 def test_tokens_are_read_as_they_lie():
     """Channels from an odd one on, images with others between, and a transposed view, which is copied."""
     x, *parameters = make(2, (2, 3), 4, torch.float16)
@@ -116,13 +118,13 @@ def test_tokens_are_read_as_they_lie():
         assert all(map(torch.equal, results, expected))
 
 
-@pytest.mark.usefixtures("wide_walks")
+@pytest.mark.usefixtures("wide_strips")
 def test_only_what_is_needed_is_computed():
     """A frozen convolution's x has its gradient, and x that needs none takes no launch."""
     x, weight, bias = make(1, (2, 2), 2, torch.float32)
     _, dx = run((2, 2), x.clone().requires_grad_(), weight, bias)
     (_, dweight), launched = launched_by(lambda: run((2, 2), x, weight.clone().requires_grad_(), bias))
-    assert "_conv_projection_walk_bwd_input_kernel" not in [launch.kernel.__name__ for launch in launched]
+    assert "_conv_projection_sliding_bwd_input_kernel" not in [launch.kernel.__name__ for launch in launched]
     _, *both = run((2, 2), x.requires_grad_(), weight.requires_grad_(), bias)
     assert all(map(torch.equal, (dx, dweight), both))
 
@@ -145,9 +147,9 @@ def test_walks_of_real_shapes(model):
     chip = launching.Chip(90, 132)
     for stage in launches.stages_of(model, launches.image_size_of(model)):
         for launch in launches.depthwise_conv_gelu_launches(stage, torch.bfloat16, chip, batch=8):
-            if "WALK" not in launch.arguments:
+            if "LANES" not in launch.arguments:
                 continue
-            sizes, tile = launch.arguments, launch.arguments["WALK"]
+            sizes, tile = launch.arguments, launch.arguments["LANES"]
             assert stage.channels % tile.channels == 0
             assert (tile.is_packed, tile.alignment) == (True, 16)
             height, width = stage.grid
@@ -164,12 +166,12 @@ def plan_of(grid, channels, dtype):
 
 @pytest.mark.parametrize(("channels", "block"), [(64, 64), (65, 64), (68, 128), (128, 128), (192, 64)])
 def test_blocks_of_channels(channels, block):
-    assert plan_of((2, 2), channels, torch.bfloat16).others["WALK"].channels == block
+    assert plan_of((2, 2), channels, torch.bfloat16).others["LANES"].channels == block
 
 
 def test_a_configuration_is_overridden_for_a_while():
     def warps():
-        return plan_of((4, 8), 4, torch.float32).walk.options["num_warps"]
+        return plan_of((4, 8), 4, torch.float32).sliding.options["num_warps"]
 
     config = replace(common.CONFIGS["fwd"], pairs=2)
     with common.overridden("fwd", config):

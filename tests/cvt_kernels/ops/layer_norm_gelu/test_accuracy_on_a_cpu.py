@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, h
 
 
 @pytest.fixture(autouse=True)
-def _native():
-    with ck.use_backend("native"):
+def _cpu():
+    with ck.use_backend("cpu"):
         yield
 
 

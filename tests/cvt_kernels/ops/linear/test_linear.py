@@ -139,11 +139,11 @@ def test_the_entry_chooses(name, dtype):
 
 def test_requests_for_our_kernels_do_not_concern_it():
     x, weight, bias = make((3, 8), 5)
-    for names in (("native",), ("triton", "native")):
+    for names in (("cpu",), ("triton", "cpu")):
         with ck.use_backend(*names), counted_calls() as calls:
             assert torch.equal(ck.linear(x, weight, bias), F.linear(x, weight, bias))
         assert calls == ["reference"]
-    with ck.use_backend("native", "convolution"), counted_calls() as calls:
+    with ck.use_backend("cpu", "convolution"), counted_calls() as calls:
         ck.linear(x, weight, bias)
     assert calls == ["convolution"]
 
@@ -168,7 +168,7 @@ def test_measurements_in_place_do_not_change_what_the_caller_has(operator):
 def test_the_composition_takes_the_backends_of_its_parts():
     (x, weight, bias), residual = make((2, 5, 8), 6), torch.randn(2, 5, 6)
     added, activated = record_calls("add_layer_norm"), record_calls("bias_gelu")
-    with ck.use_backend("native", "reference"):
+    with ck.use_backend("cpu", "reference"):
         composed = backends.implementations["linear_gelu"]["composed"].function
         torch.testing.assert_close(
             composed(backends.operators["linear_gelu"].bind(x, weight, bias, approximate="tanh")),

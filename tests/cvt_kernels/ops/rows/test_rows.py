@@ -15,7 +15,7 @@ every_backend = pytest.mark.parametrize(
     [
         "reference",
         "triton",
-        pytest.param("native", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler")),
+        pytest.param("cpu", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler")),
     ],
 )
 

@@ -12,9 +12,9 @@ from tests.cvt_kernels.test_reference import random_conv
 #: The backends under test, each with those that serve its parts.
 BACKENDS = {
     "reference": ("reference",),
-    "composed": ("composed", "native", "reference"),
-    "onednn": ("onednn", "native", "reference"),
-    "native": ("native",),
+    "composed": ("composed", "cpu", "reference"),
+    "onednn": ("onednn", "cpu", "reference"),
+    "cpu": ("cpu",),
 }
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -100,10 +100,10 @@ def check(backend, arguments):
 
 
 def check_images_apart(arguments, atol):
-    """Checks that native kernels compute an image alone as in a batch, which they cut otherwise."""
+    """Checks that CPU kernels compute an image alone as in a batch, which they cut otherwise."""
     x, *rest = arguments
-    out = call("native", arguments)
-    assert torch.equal(torch.cat([call("native", (image[None], *rest)) for image in x]), out)
+    out = call("cpu", arguments)
+    assert torch.equal(torch.cat([call("cpu", (image[None], *rest)) for image in x]), out)
     exact = reference.transformer_block(*in_float64(arguments))
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
 

@@ -17,7 +17,7 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     with_quantized,
 )
 
-SERVING = ("reference", "composed", "native") if not not_built() else ("reference", "composed")
+SERVING = ("reference", "composed", "cpu") if not not_built() else ("reference", "composed")
 every_backend = pytest.mark.parametrize("backend", SERVING)
 
 
@@ -79,7 +79,7 @@ def test_pyramids(backend, convolves):
     expected, (x, grid, block) = reference.transformer_block(*arguments), with_quantized(arguments)
     assert decibels(expected, call(backend, (x, grid, block))) > 30
     with pytest.raises(ck.BackendUnavailable, match="with convolutional projections"):
-        call("native", (x, grid, block))
+        call("cpu", (x, grid, block))
 
 
 @every_backend
@@ -107,7 +107,7 @@ def test_zeros_and_an_empty_batch(backend):
         (torch.bfloat16, torch.int8), (torch.float16, torch.int8), (torch.float32, torch.float8_e4m3fn)
     ],
 )  # fmt: skip
-def test_what_native_leaves_to_the_composition(dtype, number):
+def test_what_cpu_leaves_to_the_composition(dtype, number):
     x, grid, block = arguments = with_quantized(make(dtype=dtype, class_tokens=1), dtype=number)
     out, stream = call("composed", arguments), x.clone()
     assert call("composed", (stream, grid, block), inplace=True) is stream
@@ -117,14 +117,14 @@ def test_what_native_leaves_to_the_composition(dtype, number):
     if not not_built():
         reason = "of int8 only" if number != torch.int8 else "has quantized layers for float32 only, not for"
         with pytest.raises(ck.BackendUnavailable, match=reason):
-            call("native", arguments)
+            call("cpu", arguments)
 
 
 @needs_extension
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
-def test_native_refuses_other_scales(scale):
+def test_cpu_refuses_other_scales(scale):
     with pytest.raises(ValueError, match=r"input_scale: got .*, expected a positive number"):
-        call("native", with_quantized(make(), (4,), scale))
+        call("cpu", with_quantized(make(), (4,), scale))
 
 
 @needs_extension
@@ -132,10 +132,10 @@ def test_native_refuses_other_scales(scale):
 @pytest.mark.parametrize("layer", range(6))
 def test_changed_layers_are_packed_anew(layer, field):
     x, _, block = arguments = with_quantized(make(), scale=0.05)
-    before = call("native", arguments)
+    before = call("cpu", arguments)
     tensor = getattr(block.layers()[layer], field)
     tensor.copy_(tensor // 2 if field == "weight" else tensor * 3)
-    out, expected = call("native", arguments), reference.transformer_block(*arguments)
+    out, expected = call("cpu", arguments), reference.transformer_block(*arguments)
     assert decibels(expected - x, out - x) > 55
     assert (layer, field) == (1, "bias") or decibels(expected - x, before - x) < 45
 

@@ -70,7 +70,7 @@ def test_values(backend, name):
     check(backend, arguments, some_rows(*arguments[:2], kept), scores)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("native", torch.float16), ("composed", torch.float64)])
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", torch.float16), ("composed", torch.float64)])
 def test_other_dtypes(backend, dtype):
     arguments = make(dtype=dtype, class_tokens=1)
     check(backend, arguments, some_rows(*arguments[:2], 9), "avg")
@@ -81,20 +81,20 @@ def test_rows_of_all_tokens_are_the_whole_block(backend):
     x, *_ = arguments = make(class_tokens=1, batch=3)
     rows = torch.arange(x.shape[1]).expand(3, -1)  # strided, too
     out, whole = call(backend, arguments, rows=rows), call(backend, arguments)
-    tolerance = 0 if backend == "native" else 1e-4
+    tolerance = 0 if backend == "cpu" else 1e-4
     torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
 
 
 @needs_extension
 @pytest.mark.parametrize("approximate", ["none", "quick"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_computes_tokens_as_it_does_among_all(dtype, approximate):
+def test_cpu_computes_tokens_as_it_does_among_all(dtype, approximate):
     x, grid, _ = arguments = make(
         batch=3, grid=(12, 15), channels=40, heads=2, class_tokens=1, dtype=dtype, approximate=approximate
     )
     rows = some_rows(x, grid, 77)
-    expected = torch.where(is_computed(x, rows), call("native", arguments), x)
-    assert torch.equal(call("native", arguments, rows=rows), expected)
+    expected = torch.where(is_computed(x, rows), call("cpu", arguments), x)
+    assert torch.equal(call("cpu", arguments, rows=rows), expected)
 
 
 @every_backend
@@ -108,7 +108,7 @@ def test_other_rows_of_the_same_shape_are_other_tokens(backend):
     assert torch.equal(out[1], x[1])  # an image without rows
 
 
-@pytest.mark.parametrize("backend", ["composed", *(() if not_built() else ("native",))])
+@pytest.mark.parametrize("backend", ["composed", *(() if not_built() else ("cpu",))])
 @pytest.mark.parametrize(("which", "scale"), [(range(6), None), ((0, 3, 5), 0.05), ((1, 4), None)], ids=str)
 def test_quantized_layers(backend, which, scale):
     x, grid, _ = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
@@ -118,7 +118,7 @@ def test_quantized_layers(backend, which, scale):
     assert torch.equal(torch.where(is_computed(x, rows), x, out), x)
     assert decibels(expected - x, out - x) > 55
     torch.testing.assert_close(received, same_received, rtol=0, atol=0.02)
-    if backend == "native":
+    if backend == "cpu":
         assert torch.equal(out, torch.where(is_computed(x, rows), call(backend, arguments), x))
 
 
@@ -140,7 +140,7 @@ def test_scores_are_attention_maps(pool, with_rows):
         one, kept = slice(image, image + 1), of_image[of_image > 0]
         query = q[one, :1] if pool == "cls" else q[one, kept].mean(1, keepdim=True)
         expected = ck.attention_map(query, k[one]).probabilities[0, :, 0].sum(0)
-        for backend in ("reference", *(() if not_built() else ("native",))):
+        for backend in ("reference", *(() if not_built() else ("cpu",))):
             _, received = call(backend, arguments, rows=rows if with_rows else None, scores=pool)
             torch.testing.assert_close(received[image], expected, rtol=1e-4, atol=1e-5)
 
@@ -183,7 +183,7 @@ def test_recorded():
         torch.testing.assert_close(traced(*others), expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "composed", "native"])  # onednn serves none
+@pytest.mark.parametrize("backend", ["reference", "composed", "cpu"])  # onednn serves none
 def test_an_empty_batch(backend):
     x, grid, block = make()
     rows = torch.zeros(0, 3, dtype=torch.int64)
@@ -202,7 +202,7 @@ WRONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["reference", "composed", "native"])
+@pytest.mark.parametrize("backend", ["reference", "composed", "cpu"])
 @pytest.mark.parametrize(("rows", "message", "of_kernel"), WRONG_ROWS)
 def test_every_backend_refuses_wrong_rows(backend, rows, message, of_kernel, monkeypatch):
     """If some backends did not, those that do would lose their tuning for good."""
@@ -210,7 +210,7 @@ def test_every_backend_refuses_wrong_rows(backend, rows, message, of_kernel, mon
     settings = {"rows": torch.tensor(rows), "scores": "cls"}
     with pytest.raises(ValueError, match=f"rows: {message}"):
         call(backend, (x, grid, block), **settings)
-    if backend == "native":  # which sees itself what torch.compile does not check, before it writes
+    if backend == "cpu":  # which sees itself what torch.compile does not check, before it writes
         monkeypatch.setattr(checks, "check_row_values", lambda *args, **options: None)
         stream = x.clone()
         with pytest.raises(RuntimeError, match=f"rows: {of_kernel}"):

@@ -95,7 +95,7 @@ def test_convolutional_projections_and_a_convolution_in_the_mlp(backend):
     block = block._replace(reduce=convs)
     check(backend, (x, grid, block))
     with pytest.raises(ck.BackendUnavailable, match="has no convolution in the"):
-        call("native", (x, grid, block))
+        call("cpu", (x, grid, block))
 
 
 @pytest.mark.parametrize("backend", ["reference", "composed", "onednn"])
@@ -110,7 +110,7 @@ def test_some_tokens_without_convolutions(backend, inplace):
     assert (out is stream) == inplace
     torch.testing.assert_close(out, expected)
     with pytest.raises(ck.BackendUnavailable, match="computes some tokens"):
-        call("native", (x, (1, 1), block), rows=rows)
+        call("cpu", (x, (1, 1), block), rows=rows)
 
 
 # Tuning and kinds of calls --------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ OF_PYRAMIDS = SETTINGS | {
 }
 
 
-@pytest.mark.parametrize("backend", ["composed", "onednn", "native"])
+@pytest.mark.parametrize("backend", ["composed", "onednn", "cpu"])
 @pytest.mark.parametrize(
     ("made", "change"),
     [

@@ -11,19 +11,19 @@ from torch import Tensor
 from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import Geometry
-from .walk import (
+from .sliding import (
     SIZES,
-    WalkPlan,
+    SlidingPlan,
     column_limits,
     load_at,
     load_vector,
     load_weights,
-    locate_walk,
+    locate_strip,
     rows_of,
     store_row,
     units,
-    walk_start,
-    walk_step,
+    sliding_start,
+    sliding_step,
     widen,
 )
 
@@ -31,11 +31,11 @@ from .walk import (
 
 
 @triton.jit
-def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, WALK: tl.constexpr):
+def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, LANES: tl.constexpr):
     """Returns the initial sum and the taps, with BatchNorm folded into them."""
-    scale = load_vector(gamma_ptr, place, WALK) / tl.sqrt(load_vector(var_ptr, place, WALK) + eps)
-    start = load_vector(beta_ptr, place, WALK) - load_vector(mean_ptr, place, WALK) * scale
-    weights = load_weights(w_ptr, place, WALK)
+    scale = load_vector(gamma_ptr, place, LANES) / tl.sqrt(load_vector(var_ptr, place, LANES) + eps)
+    start = load_vector(beta_ptr, place, LANES) - load_vector(mean_ptr, place, LANES) * scale
+    weights = load_weights(w_ptr, place, LANES)
     taps = ()
     for t in tl.static_range(9):
         taps = taps + (weights[t] * scale,)
@@ -43,19 +43,19 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, WALK: tl.
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _conv_projection_walk_fwd_kernel(
+def _conv_projection_sliding_fwd_kernel(
     x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, epss,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
-    WALK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Writes every branch of a strip of some images, normalized by given statistics, and the class token."""
-    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
+    place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     starts = ()
     taps = ()
     for i in tl.static_range(len(STRIDES)):
         start, folded = _folded(
-            w_ptrs[i], gamma_ptrs[i], beta_ptrs[i], mean_ptrs[i], var_ptrs[i], epss[i], place, WALK
+            w_ptrs[i], gamma_ptrs[i], beta_ptrs[i], mean_ptrs[i], var_ptrs[i], epss[i], place, LANES
         )
         starts = starts + (start,)
         taps = taps + (folded,)
@@ -71,14 +71,14 @@ def _conv_projection_walk_fwd_kernel(
         whole = (image * (height * width + CLASS_TOKEN)) * CHANNELS
         halved = (image * (half_height * half_width + CLASS_TOKEN)) * CHANNELS
         if CLASS_TOKEN:
-            token = tl.load(units(x, WALK) + class_lane, mask=class_mask)
+            token = tl.load(units(x, LANES) + class_lane, mask=class_mask)
             for i in tl.static_range(len(STRIDES)):
                 y = y_ptrs[i] + (whole if STRIDES[i] == 1 else halved)
-                tl.store(units(y, WALK) + class_lane, token, mask=class_mask)
-        rows = rows_of(x + CLASS_TOKEN * STEP, place, height, width, STEP, WALK)
-        sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
+                tl.store(units(y, LANES) + class_lane, token, mask=class_mask)
+        rows = rows_of(x + CLASS_TOKEN * STEP, place, height, width, STEP, LANES)
+        sums, raw = sliding_start(rows, place.first_row, starts, taps, STEP, STRIDES, LANES)
         for row in range(place.first_row, place.end_row, 2):
-            upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
+            upper, lower, sums, raw = sliding_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES)
             for i in tl.static_range(len(STRIDES)):
                 y = y_ptrs[i] + CLASS_TOKEN * CHANNELS
                 if STRIDES[i] == 1:
@@ -91,14 +91,14 @@ def _conv_projection_walk_fwd_kernel(
                     store_row(y, place.col // 2 * CHANNELS + place.c, upper[i], limits, row, CHANNELS)
 
 
-def walk_forward(
+def sliding_forward(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
     betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor], outs: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Writes every branch (B, Tᵢ, C) to ``outs``, normalized by the given statistics (C,)."""
-    plan = WalkPlan.of("walk_fwd", x, geometry, weights)
+    plan = SlidingPlan.of("sliding_fwd", x, geometry, weights)
     launching.launch(
-        _conv_projection_walk_fwd_kernel, (plan.programs,), on=x, options=plan.options,
+        _conv_projection_sliding_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
@@ -147,28 +147,28 @@ def _store_moments(moments, count, partial_ptr, count_ptr, plane, place):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _conv_projection_walk_stats_kernel(
+def _conv_projection_sliding_stats_kernel(
     x_ptr, w_ptrs, partial_ptr, counts_ptr,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b, regions,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
-    WALK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Writes mean and sum of squared deviations over one region: partial (branches, 2, regions, C).
 
     The number of outputs goes to counts (branches, regions).
     """
-    place = locate_walk(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, WALK)
-    P: tl.constexpr = WALK.pairs
-    BC: tl.constexpr = WALK.channels
-    zero = tl.zeros([P, BC], WALK.accumulator)
+    place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
+    P: tl.constexpr = LANES.pairs
+    BC: tl.constexpr = LANES.channels
+    zero = tl.zeros([P, BC], LANES.accumulator)
     x_ptr += CLASS_TOKEN * STEP
-    rows = rows_of(x_ptr + place.first_image * stride_b, place, height, width, STEP, WALK)
-    _, pixel, _, _ = widen(load_at(rows, place.first_row, STEP, WALK), WALK)
+    rows = rows_of(x_ptr + place.first_image * stride_b, place, height, width, STEP, LANES)
+    _, pixel, _, _ = widen(load_at(rows, place.first_row, STEP, LANES), LANES)
     starts = ()
     taps = ()
     moments = ()
     for i in tl.static_range(len(STRIDES)):
-        weights = load_weights(w_ptrs[i], place, WALK)
+        weights = load_weights(w_ptrs[i], place, LANES)
         total = weights[0]
         for t in tl.static_range(1, 9):
             total += weights[t]
@@ -181,14 +181,14 @@ def _conv_projection_walk_stats_kernel(
     half_of_strip = (height_of_strip + 1) // 2
     for n in range(place.images):
         x = x_ptr + (place.first_image + n * groups) * stride_b
-        rows = rows_of(x, place, height, width, STEP, WALK)
-        sums, raw = walk_start(rows, place.first_row, starts, taps, STEP, STRIDES, WALK)
+        rows = rows_of(x, place, height, width, STEP, LANES)
+        sums, raw = sliding_start(rows, place.first_row, starts, taps, STEP, STRIDES, LANES)
         for row in range(place.first_row, place.end_row, 2):
-            upper, lower, sums, raw = walk_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, WALK)
+            upper, lower, sums, raw = sliding_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES)
             seen = n * height_of_strip + tl.minimum(row + 2, place.end_row) - place.first_row
             seen_pairs = n * half_of_strip + (row - place.first_row) // 2 + 1
-            of_column = 1.0 / seen.to(WALK.accumulator)
-            of_pair = 1.0 / seen_pairs.to(WALK.accumulator)
+            of_column = 1.0 / seen.to(LANES.accumulator)
+            of_pair = 1.0 / seen_pairs.to(LANES.accumulator)
             of_lane = tl.where(second > 0, 0.5 * of_column, of_column)
             updated = ()
             for i in tl.static_range(len(STRIDES)):
@@ -202,20 +202,20 @@ def _conv_projection_walk_stats_kernel(
     plane = tl.cast(regions, tl.int64) * CHANNELS
     partial_ptr += place.region.to(tl.int64) * CHANNELS
     counts_ptr += place.region
-    halves = (place.col < width).to(WALK.accumulator) * place.images
-    wholes = halves + (place.col + 1 < width).to(WALK.accumulator) * place.images
+    halves = (place.col < width).to(LANES.accumulator) * place.images
+    wholes = halves + (place.col + 1 < width).to(LANES.accumulator) * place.images
     for i in tl.static_range(len(STRIDES)):
         count = wholes * height_of_strip if STRIDES[i] == 1 else halves * half_of_strip
         _store_moments(moments[i], count, partial_ptr + 2 * i * plane, counts_ptr + i * regions, plane, place)
 
 
-def walk_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def sliding_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns means and sums of squared deviations (branches, 2, regions, C), and their counts."""
-    plan = WalkPlan.of("walk_stats", x, geometry, weights)
+    plan = SlidingPlan.of("sliding_stats", x, geometry, weights)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), plan.regions)
     launching.launch(
-        _conv_projection_walk_stats_kernel, (plan.programs,), on=x, options=plan.options,
+        _conv_projection_sliding_stats_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), partial_ptr=partial, counts_ptr=counts, regions=plan.regions,
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import machine
 from ..autograd import count_change
-from ..layer_norm_gelu import native as _layer_norm_gelu  # noqa: F401 (has the shapes of its backward)
+from ..layer_norm_gelu import extension as _layer_norm_gelu  # noqa: F401 (has the shapes of its backward)
 from . import autograd
 
 machine.load_extension()
@@ -117,7 +117,7 @@ def _layer_norm_backward(
     return dh, None if weight is None else dweight, None if bias is None else dbias
 
 
-autograd.KERNELS["native"] = autograd.Kernels(
+autograd.KERNELS["cpu"] = autograd.Kernels(
     gather=_ops.gather_rows.default,
     scatter=_scatter,
     scatter_=_scatter_in_place,
@@ -128,6 +128,6 @@ autograd.KERNELS["native"] = autograd.Kernels(
 
 # The backend: the public functions of the same names, for checked arguments -------------------------------
 
-gather_rows = functools.partial(autograd.gather_rows, "native")
-gather_add_layer_norm = functools.partial(autograd.gather_add_layer_norm, "native")
-scatter_rows = functools.partial(autograd.scatter_rows, "native")
+gather_rows = functools.partial(autograd.gather_rows, "cpu")
+gather_add_layer_norm = functools.partial(autograd.gather_add_layer_norm, "cpu")
+scatter_rows = functools.partial(autograd.scatter_rows, "cpu")

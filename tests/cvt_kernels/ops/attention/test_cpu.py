@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, h
 
 
 @pytest.fixture(autouse=True)
-def _native():
-    with ck.use_backend("native"), torch.no_grad():
+def _cpu():
+    with ck.use_backend("cpu"), torch.no_grad():
         yield
 
 
@@ -41,7 +41,7 @@ def make(batch, queries, keys, heads, dim, dtype=torch.float32):
 @pytest.mark.parametrize(("queries", "keys", "heads"), SHAPES, ids=str)
 def test_accuracy(queries, keys, heads, dtype):
     sizes = {"batch": 1, "queries": queries, "keys": keys, "heads": heads, "channels": 64}
-    assert_agrees("attention", "native", **sizes, scale=(64 * heads) ** -0.5, dtype=dtype)
+    assert_agrees("attention", "cpu", **sizes, scale=(64 * heads) ** -0.5, dtype=dtype)
 
 
 @pytest.mark.parametrize("factor", [30.0, -30.0, 0.0])
@@ -75,7 +75,7 @@ def test_wide_heads_are_summed_in_parts():
     layout=st.sampled_from(["contiguous", "sliced", "permuted", "transposed", "offset", "steps"]),
 )
 def test_any_shape_and_strides(**settings):
-    assert_agrees("attention", "native", **settings)
+    assert_agrees("attention", "cpu", **settings)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,7 +105,7 @@ def test_refusals(settings, dim, reason):
     tensors = make(2, 5, 4, 1, dim)
     with ck.use_backend("auto"):
         ck.attention(*tensors, **settings)
-    assert ck.fallbacks()["attention", "native"] == reason
+    assert ck.fallbacks()["attention", "cpu"] == reason
     with pytest.raises(ck.BackendUnavailable, match=reason):
         ck.attention(*tensors, **settings)
 

@@ -37,7 +37,7 @@ from tests.cvt_kernels.ops.transformer_block.test_quantized import check
 for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
     arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
     arguments = with_quantized(arguments, which, scale)
-    check("native", arguments, worst=10)
+    check("cpu", arguments, worst=10)
     check_images_apart(arguments, 1.0)
 """,
     "rows": """
@@ -45,7 +45,7 @@ from tests.cvt_kernels.ops.transformer_block.test_rows import check
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
     for scores in ("cls", "avg"):
-        check("native", arguments, some_rows(*arguments[:2], 23), scores)
+        check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
 """,
 }
 IMPORTS = "import torch\nfrom tests.cvt_kernels.ops.transformer_block.calls import *\ntorch.manual_seed(0)"
@@ -96,7 +96,7 @@ def test_threads_change_nothing(made):
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            outs.append(call("native", arguments, **settings))
+            outs.append(call("cpu", arguments, **settings))
     finally:
         torch.set_num_threads(before)
     for out in outs[1:]:
@@ -104,7 +104,7 @@ def test_threads_change_nothing(made):
 
 
 @needs_extension
-@pytest.mark.parametrize("backend", ["native", "onednn"])
+@pytest.mark.parametrize("backend", ["cpu", "onednn"])
 @pytest.mark.parametrize("made", [make, pyramid])
 @torch.no_grad()
 def test_every_changed_parameter_is_packed_anew(made, backend):
@@ -130,9 +130,9 @@ def test_more_images_than_find_room_between_the_steps(rows):
         given = [{"rows": some_rows(x, grid, rows)[part]} for part in (slice(None), slice(0, 40))]
     else:
         (x, grid, block), given = pyramid(5, (128, 128), 64, heads=1, hidden=1, ratio=16), [{}, {}]
-    out = call("native", (x, grid, block), **given[0])
+    out = call("cpu", (x, grid, block), **given[0])
     part = x[:40] if rows else x[:1]
-    assert torch.equal(call("native", (part, grid, block), **given[1]), out[: len(part)])
+    assert torch.equal(call("cpu", (part, grid, block), **given[1]), out[: len(part)])
 
 
 @needs_extension
@@ -140,11 +140,11 @@ def test_the_memory_that_it_works_in_is_kept_and_released():
     from cvt_kernels import _C
 
     arguments = make()
-    before = call("native", arguments)
+    before = call("cpu", arguments)
     assert 0 < _C.workspace_bytes() < 2**24
     ck.release_memory()
     assert _C.workspace_bytes() == 0
-    assert torch.equal(call("native", arguments), before)
+    assert torch.equal(call("cpu", arguments), before)
 
 
 class Subclass(torch.Tensor):
@@ -156,7 +156,7 @@ class Subclass(torch.Tensor):
 def test_what_it_refuses(made):
     x, grid, block = made()
     compiled = torch.compile(ck.transformer_block, backend="eager")
-    with torch.no_grad(), ck.use_backend("native"):
+    with torch.no_grad(), ck.use_backend("cpu"):
         with pytest.raises(Exception, match=r"is not for torch\.compile"):
             compiled(x, grid, block)
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, h
 
 
 @pytest.fixture(autouse=True)
-def _native():
-    with ck.use_backend("native"):
+def _cpu():
+    with ck.use_backend("cpu"):
         yield
 
 
@@ -68,7 +68,7 @@ def sizes(grid, channels, **settings):
     ids=str,
 )
 def test_accuracy(shape, dtype):
-    assert_agrees("conv_projection", "native", **shape, dtype=dtype, batch=1, gradient="none")
+    assert_agrees("conv_projection", "cpu", **shape, dtype=dtype, batch=1, gradient="none")
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,7 +89,7 @@ def test_accuracy(shape, dtype):
     layout=st.sampled_from(("contiguous", "sliced", "transposed", "permuted", "offset", "steps")),
 )
 def test_any_shape_and_strides(**settings):
-    assert_agrees("conv_projection", "native", **settings)
+    assert_agrees("conv_projection", "cpu", **settings)
 
 
 def test_a_mean_of_many_deviations():
@@ -138,18 +138,18 @@ def test_an_image_is_the_same_in_any_batch(dtype):
     ids=str,
 )
 def test_training(dtype, training, shape):
-    assert_agrees("conv_projection", "native", **shape, dtype=dtype, training=training)
+    assert_agrees("conv_projection", "cpu", **shape, dtype=dtype, training=training)
 
 
 def test_training_on_a_mean_of_many_deviations():
     """Without padding, so that the mean of every output is large; sums of squares would lose all digits."""
     shape = sizes((16, 16), 20, padding=0, values="shifted")
-    assert_agrees("conv_projection", "native", **shape, training=True)
+    assert_agrees("conv_projection", "cpu", **shape, training=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_training_gives_the_same_bits_whatever_the_number_of_threads(dtype):
-    made = made_of("conv_projection", "native", **sizes((9, 11), 65, batch=7), dtype=dtype, training=True)
+    made = made_of("conv_projection", "cpu", **sizes((9, 11), 65, batch=7), dtype=dtype, training=True)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
@@ -185,7 +185,7 @@ def test_gradients_where_only_some_are_wanted(wanted):
 def test_training_under_autocast(dtype):
     """Float64 stays as it is there."""
     with torch.autocast("cpu", torch.bfloat16):
-        made = made_of("conv_projection", "native", dtype=dtype, training=True)
+        made = made_of("conv_projection", "cpu", dtype=dtype, training=True)
         assert_right(made, run(made), dtype=torch.bfloat16)
 
 
@@ -193,7 +193,7 @@ def test_compiled_training():
     torch.compiler.reset()
     compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
     for batch in (1, 2):
-        call = made_of("conv_projection", "native", batch=batch, training=True).call
+        call = made_of("conv_projection", "cpu", batch=batch, training=True).call
         results = []
         for function in (ck.conv_projection, compiled):
             copied = call.map(tuner._copied)
@@ -204,7 +204,7 @@ def test_compiled_training():
 
 def test_the_extension_trains():
     """The tests above would pass with a silent reference too."""
-    made = made_of("conv_projection", "native", training=True)
+    made = made_of("conv_projection", "cpu", training=True)
     with recorded_operators() as called:
         run(made)
     names = [f"cvt_kernels.conv_projection_{name}.default" for name in ("moments", "inference", "gradients")]
@@ -244,11 +244,11 @@ def test_operators_of_training_check_what_they_would_read():
 
 
 def test_refusals():
-    from cvt_kernels.ops.conv_projection import native
+    from cvt_kernels.ops.conv_projection import cpu
 
     def why(x, branch, training=False):
         call = backends.operators["conv_projection"].bind(x, (4, 5), [branch], training=training)
-        return native.why_unsupported(call)
+        return cpu.why_unsupported(call)
 
     x, (branch, *_) = make((4, 5), 4)
     assert why(x, make_branch(4, kernel=17)) == "has kernels of up to 16×16, not 17×17"

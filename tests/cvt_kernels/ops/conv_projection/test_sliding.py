@@ -7,7 +7,7 @@ import torch
 
 from cvt.commands.compile import launches
 from cvt_kernels import launching
-from cvt_kernels.ops.conv_projection.triton import backward, common, forward, walk
+from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from tests.contract.examples import assert_right, same_bits
 from tests.contract.test_contract import run, run_guarded
 from tests.cvt_kernels.ops.conv_projection.test_triton import made_with, name_of, replaced, sizes
@@ -38,15 +38,17 @@ def assert_launches(made, *names):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_packed_and_single_channels_at_edges(dtype, grid, channels):
     """Even numbers of 16-bit channels are read two at a time, odd ones and float32 one by one."""
-    assert_launches(made_with((1, 2, 2), **sizes(grid, channels, dtype=dtype, gradient="none")), "walk_fwd")
+    assert_launches(
+        made_with((1, 2, 2), **sizes(grid, channels, dtype=dtype, gradient="none")), "sliding_fwd"
+    )
 
 
 @pytest.mark.parametrize("layout", ["offset", "sliced"])
 def test_what_cannot_be_read_two_channels_at_a_time(layout):
     """16-bit tokens and weights that do not lie at multiples of 4 bytes are read one by one."""
     made = made_with((1, 2, 2), **sizes((3, 4), 4, dtype="float16", layout=layout, gradient="none"))
-    (launch,) = assert_launches(made, "walk_fwd")
-    assert not launch.arguments["WALK"].is_packed
+    (launch,) = assert_launches(made, "sliding_fwd")
+    assert not launch.arguments["LANES"].is_packed
 
 
 @pytest.mark.parametrize("statistics", ["running", "none"])
@@ -59,7 +61,7 @@ def test_a_mean_of_many_deviations(statistics):
     mean = None if conv.running_mean is None else conv.running_mean + 1e3
     conv = conv._replace(weight=center.requires_grad_(), running_mean=mean)
     made = replaced(made, x=(x.detach() + 1e3).requires_grad_(), convs=(conv,))
-    assert_launches(made, "walk_fwd", "walk_bwd_conv")
+    assert_launches(made, "sliding_fwd", "sliding_bwd_conv")
 
 
 @pytest.mark.parametrize(
@@ -75,19 +77,19 @@ def test_a_mean_of_many_deviations(statistics):
     ],
 )
 def test_geometries_that_a_walk_serves(changed, served):
-    assert walk.is_walk(geometry((8, 8))._replace(**changed)) is served
+    assert sliding.has_sliding_kernel(geometry((8, 8))._replace(**changed)) is served
 
 
 @pytest.mark.parametrize(("needed", "pairs"), [(1, 1), (7, 1), (14, 2), (28, 4), (48, 4), (3, 1)])
 def test_pairs_of_columns_of_a_program(needed, pairs):
     """Returns as many as leave the fewest warps without columns."""
-    assert walk._pairs(needed, 4) == pairs
+    assert sliding._pairs(needed, 4) == pairs
 
 
 def plan_of(grid, channels, batch, class_tokens=0):
     x = torch.empty(batch, grid[0] * grid[1] + class_tokens, channels, device="meta", dtype=torch.bfloat16)
     with launching.recorded_launches(launching.Chip(90, 132)):
-        return walk.WalkPlan.of("walk_fwd", x, geometry(grid), [])
+        return sliding.SlidingPlan.of("sliding_fwd", x, geometry(grid), [])
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])
@@ -99,7 +101,7 @@ def test_every_pixel_has_one_program(stage, batch):
     groups, strips, rows, blocks = (
         plan.arguments[n] for n in ("groups", "strips", "strip_rows", "col_blocks")
     )
-    cols = 2 * plan.arguments["WALK"].pairs
+    cols = 2 * plan.arguments["LANES"].pairs
     assert plan.regions == groups * strips * blocks
     assert plan.programs == plan.regions * channels // 64
     covered = torch.zeros(batch, height, width, dtype=torch.int64)
@@ -136,14 +138,14 @@ def test_small_batches_get_shorter_walks():
 )
 def test_gradients_by_walks(grid, channels, class_token, strides, dtype):
     made = made_with(strides, **sizes(grid, channels, class_token=class_token, dtype=dtype), training=True)
-    assert_launches(made, "walk_bwd_sums", "walk_bwd_conv", "walk_bwd_input")
+    assert_launches(made, "sliding_bwd_sums", "sliding_bwd_conv", "sliding_bwd_input")
 
 
 @pytest.mark.parametrize(("dtype", "strides"), [("bfloat16", (1, 2, 2)), ("float64", (1,))], ids=str)
 def test_walks_of_several_strips_and_images(dtype, strides):
     made = made_with(strides, **sizes((4, 3), 2, batch=9, dtype=dtype), training=True)
     launched = assert_launches(made)
-    walks = [launch.arguments for launch in launched if name_of(launch.kernel).startswith("walk_bwd")]
+    walks = [launch.arguments for launch in launched if name_of(launch.kernel).startswith("sliding_bwd")]
     assert len(walks) == 3
     assert all(walk["strips"] > 1 and walk["groups"] < 9 for walk in walks)
 
@@ -163,6 +165,6 @@ def test_walks_of_a_view_of_other_tokens():
 def test_general_kernels_of_3x3(monkeypatch, dtype):
     """They serve these geometries no more, but their strides of 1 and 2 beside others."""
     for module in (backward, forward):
-        monkeypatch.setattr(module, "is_walk", lambda geometry: False)
+        monkeypatch.setattr(module, "has_sliding_kernel", lambda geometry: False)
     made = made_with((1, 2, 2), **sizes((3, 4), 6, dtype=dtype), training=True)
     assert_launches(made, "bwd_sums", "bwd_conv", "bwd_input")

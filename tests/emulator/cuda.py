@@ -35,7 +35,7 @@ class _Launched(ctypes.Structure):
     ]
 
 
-class Native:
+class CudaKernels:
     """The CUDA kernels of LayerNorm and GELU, for one GPU.
 
     Args:

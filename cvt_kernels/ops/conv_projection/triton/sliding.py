@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .... import launching
 from ...triton_launch import ELEMENTS
-from .common import Geometry, WalkConfig, configuration, is_of_walk
+from .common import Geometry, SlidingConfig, configuration, is_of_sliding_kernel
 
 # Launch plans ---------------------------------------------------------------------------------------------
 
@@ -34,8 +34,8 @@ SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_bloc
 MAX_BRANCHES = 3
 
 
-class WalkTile(NamedTuple):
-    """The compile-time constants of a walk's lanes: ``WALK`` in the kernels.
+class Lanes(NamedTuple):
+    """The compile-time constants of a walk's lanes: ``LANES`` in the kernels.
 
     Attributes:
         pairs: P, pairs of columns of a program; one warp has each.
@@ -55,7 +55,7 @@ class WalkTile(NamedTuple):
     alignment: int
 
 
-class WalkPlan(NamedTuple):
+class SlidingPlan(NamedTuple):
     """The plan of a launch of walks.
 
     Attributes:
@@ -71,21 +71,23 @@ class WalkPlan(NamedTuple):
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
+    def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingPlan:
         """Returns the plan of a kernel for tokens ``x`` (B, T, C).
 
         Args:
             kernel: Its name in ``CONFIGS``.
             x: The tokens, or their gradient.
-            geometry: One that :func:`is_walk` accepts.
+            geometry: One that :func:`has_sliding_kernel` accepts.
             others: Other tensors read or written two channels at a time.
         """
         config = configuration(kernel, launching.chip(x.device).capability)
-        assert isinstance(config, WalkConfig), kernel
+        assert isinstance(config, SlidingConfig), kernel
         return cls.by(config, x, geometry, others)
 
     @classmethod
-    def by(cls, config: WalkConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> WalkPlan:
+    def by(
+        cls, config: SlidingConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]
+    ) -> SlidingPlan:
         """Returns the plan for a configuration and the arguments of :meth:`of`."""
         alignment = alignment_of(x, others)
         return _plan(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
@@ -97,20 +99,20 @@ def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
     return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in (x, *others)))
 
 
-def is_walk(geometry: Geometry) -> bool:
+def has_sliding_kernel(geometry: Geometry) -> bool:
     """Returns whether a walk serves all branches of a geometry, without summed branches."""
     return (
         len(geometry.strides) <= MAX_BRANCHES
         and set(geometry.lengths) == {1}
-        and all(is_of_walk(*each) for each in geometry.convolutions)
+        and all(is_of_sliding_kernel(*each) for each in geometry.convolutions)
     )
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    config: WalkConfig, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
+    config: SlidingConfig, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
     chip: launching.Chip,
-) -> WalkPlan:  # fmt: skip
+) -> SlidingPlan:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
     block = config.channels if dtype.itemsize == 2 else config.channels // 2
@@ -118,11 +120,11 @@ def _plan(
     pairs = _pairs(-(-width // 2), config.pairs)
     col_blocks = -(-width // (2 * pairs))
     resident = chip.multiprocessors * max(1, config.resident_warps // pairs)
-    row_pairs, images = _walk_length(batch, channel_blocks * col_blocks, -(-height // 2), resident)
+    row_pairs, images = _strip_length(batch, channel_blocks * col_blocks, -(-height // 2), resident)
     strips = -(-height // (2 * row_pairs))
     groups = -(-batch // images)
     regions = groups * strips * col_blocks
-    tile = WalkTile(
+    tile = Lanes(
         pairs=pairs,
         channels=block,
         is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
@@ -141,13 +143,13 @@ def _plan(
         "CHANNELS": channels,
         "CLASS_TOKEN": tokens - height * width,
         "STRIDES": geometry.strides,
-        "WALK": tile,
+        "LANES": tile,
     }
     options = {"num_warps": pairs, "maxnreg": config.registers}
-    return WalkPlan(options, regions * channel_blocks, regions, arguments)
+    return SlidingPlan(options, regions * channel_blocks, regions, arguments)
 
 
-def _walk_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
+def _strip_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
     """Returns the pairs of rows of a strip, and the images that a program walks down.
 
     Long walks share the loading of the weights, short ones leave no multiprocessor idle in the last round of
@@ -180,8 +182,8 @@ def _pairs(needed: int, most: int) -> int:
 # A unit is what a lane reads at once: two packed channels, or one. Tiles are [P, BC], raw tiles [P, units].
 
 
-class WalkPlace(NamedTuple):
-    """A program's share of the work, built by :func:`locate_walk`.
+class SlidingPlace(NamedTuple):
+    """A program's share of the work, built by :func:`locate_strip`.
 
     Attributes:
         region: Its index among the parts with their own partial sums.
@@ -206,12 +208,12 @@ class WalkPlace(NamedTuple):
 
 
 @triton.jit
-def locate_walk(
-    batch, groups, height, strips, strip_rows, col_blocks, CHANNELS: tl.constexpr, WALK: tl.constexpr
+def locate_strip(
+    batch, groups, height, strips, strip_rows, col_blocks, CHANNELS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Returns this program's :class:`WalkPlace`; channel blocks are neighbors, then column blocks."""
-    BC: tl.constexpr = WALK.channels
-    SIZE: tl.constexpr = 2 if WALK.is_packed else 1
+    """Returns this program's :class:`SlidingPlace`; channel blocks are neighbors, then column blocks."""
+    BC: tl.constexpr = LANES.channels
+    SIZE: tl.constexpr = 2 if LANES.is_packed else 1
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     block = tl.program_id(0) % BLOCKS
     region = tl.program_id(0) // BLOCKS
@@ -219,13 +221,13 @@ def locate_walk(
     first_row = region // col_blocks % strips * strip_rows
     c = block * BC + tl.arange(0, BC)[None, :]
     unit = block * (BC // SIZE) + tl.arange(0, BC // SIZE)[None, :]
-    return WalkPlace(
+    return SlidingPlace(
         region=region,
         first_image=first_image.to(tl.int64),
         images=tl.cdiv(batch - first_image, groups),
         first_row=first_row,
         end_row=tl.minimum(first_row + strip_rows, height),
-        col=(region % col_blocks * WALK.pairs + tl.arange(0, WALK.pairs)[:, None]) * 2,
+        col=(region % col_blocks * LANES.pairs + tl.arange(0, LANES.pairs)[:, None]) * 2,
         c=c,
         c_mask=c < CHANNELS,
         unit=unit,
@@ -234,10 +236,10 @@ def locate_walk(
 
 
 @triton.jit
-def units(ptr, WALK: tl.constexpr):
+def units(ptr, LANES: tl.constexpr):
     """Casts a pointer to channels to a pointer to units."""
-    ALIGNMENT: tl.constexpr = WALK.alignment
-    if WALK.is_packed:
+    ALIGNMENT: tl.constexpr = LANES.alignment
+    if LANES.is_packed:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         if ALIGNMENT > 4:
             ptr = tl.multiple_of(ptr, ALIGNMENT)
@@ -269,22 +271,22 @@ def load_row(row_ptr, lane, limits, row, STEP: tl.constexpr):
 
 
 @triton.jit
-def widen(raw, WALK: tl.constexpr):
+def widen(raw, LANES: tl.constexpr):
     """Returns raw tiles [P, units] as tiles [P, BC] of the accumulator's dtype."""
     tiles = ()
     for n in tl.static_range(len(raw)):
-        if WALK.is_packed:
-            low, high = _unpack(raw[n], WALK)
-            tiles = tiles + (tl.join(low, high).reshape([WALK.pairs, WALK.channels]),)
+        if LANES.is_packed:
+            low, high = _unpack(raw[n], LANES)
+            tiles = tiles + (tl.join(low, high).reshape([LANES.pairs, LANES.channels]),)
         else:
-            tiles = tiles + (raw[n].to(WALK.accumulator),)
+            tiles = tiles + (raw[n].to(LANES.accumulator),)
     return tiles
 
 
 @triton.jit
-def _unpack(raw, WALK: tl.constexpr):
+def _unpack(raw, LANES: tl.constexpr):
     """Returns the two channels of packed units; bfloat16 is the upper half of a float32."""
-    if WALK.element == tl.bfloat16:
+    if LANES.element == tl.bfloat16:
         low = (raw << 16).to(tl.float32, bitcast=True)
         high = (raw & -65536).to(tl.float32, bitcast=True)
     else:
@@ -301,40 +303,40 @@ def store_row(row_ptr, lane, tiles, limits, row, STEP: tl.constexpr):
 
 
 @triton.jit
-def load_vector(ptr, place, WALK: tl.constexpr):
+def load_vector(ptr, place, LANES: tl.constexpr):
     """Returns one value per channel (C,), [P, BC]."""
-    ptrs = tl.broadcast_to(ptr + place.c, (WALK.pairs, WALK.channels))  # each lane loads what it needs
-    return tl.load(ptrs, mask=place.c_mask, other=1.0).to(WALK.accumulator)
+    ptrs = tl.broadcast_to(ptr + place.c, (LANES.pairs, LANES.channels))  # each lane loads what it needs
+    return tl.load(ptrs, mask=place.c_mask, other=1.0).to(LANES.accumulator)
 
 
 @triton.jit
-def load_weights(w_ptr, place, WALK: tl.constexpr):
+def load_weights(w_ptr, place, LANES: tl.constexpr):
     """Returns the taps of weights (C, 1, 3, 3) as a tuple of 9 tiles [P, BC].
 
     The 18 taps of two packed channels are 9 units.
     """
-    P: tl.constexpr = WALK.pairs
-    BC: tl.constexpr = WALK.channels
+    P: tl.constexpr = LANES.pairs
+    BC: tl.constexpr = LANES.channels
     taps = ()
-    if WALK.is_packed:
+    if LANES.is_packed:
         halves = ()
         for t in tl.static_range(9):
-            ptrs = tl.broadcast_to(units(w_ptr, WALK) + place.unit * 9 + t, (P, BC // 2))
-            low, high = _unpack(tl.load(ptrs, mask=place.unit_mask, other=0), WALK)
+            ptrs = tl.broadcast_to(units(w_ptr, LANES) + place.unit * 9 + t, (P, BC // 2))
+            low, high = _unpack(tl.load(ptrs, mask=place.unit_mask, other=0), LANES)
             halves = halves + (low, high)
         for t in tl.static_range(9):
             taps = taps + (tl.join(halves[t], halves[9 + t]).reshape([P, BC]),)
     else:
         for t in tl.static_range(9):
             ptrs = tl.broadcast_to(w_ptr + place.c * 9 + t, (P, BC))
-            taps = taps + (tl.load(ptrs, mask=place.c_mask, other=0.0).to(WALK.accumulator),)
+            taps = taps + (tl.load(ptrs, mask=place.c_mask, other=0.0).to(LANES.accumulator),)
     return taps
 
 
 # The steps of a walk --------------------------------------------------------------------------------------
 
 
-class WalkRows(NamedTuple):
+class SlidingRows(NamedTuple):
     """The rows of one image that a walk reads.
 
     Attributes:
@@ -353,12 +355,12 @@ class WalkRows(NamedTuple):
 
 
 @triton.jit
-def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, WALK: tl.constexpr):
-    """Returns the :class:`WalkRows` of an image with its first pixel at ``x_ptr`` and tokens STEP apart."""
-    ALIGNMENT: tl.constexpr = WALK.alignment
-    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
-    return WalkRows(
-        ptr=tl.multiple_of(units(x_ptr, WALK) - DISTANCE, ALIGNMENT),
+def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, LANES: tl.constexpr):
+    """Returns the :class:`SlidingRows` of an image with its first pixel at ``x_ptr`` and tokens STEP apart."""
+    ALIGNMENT: tl.constexpr = LANES.alignment
+    DISTANCE: tl.constexpr = STEP // 2 if LANES.is_packed else STEP
+    return SlidingRows(
+        ptr=tl.multiple_of(units(x_ptr, LANES) - DISTANCE, ALIGNMENT),
         stride=width * DISTANCE,
         lane=place.col * DISTANCE + place.unit,
         limits=column_limits(place.col, width, height, place.unit_mask, -1, 4),
@@ -367,16 +369,16 @@ def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, WALK: tl.constexpr)
 
 
 @triton.jit
-def load_at(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
+def load_at(rows, row, STEP: tl.constexpr, LANES: tl.constexpr):
     """Returns the four raw pixels of each lane in a row from 0 on, zeros beyond the last row."""
-    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    DISTANCE: tl.constexpr = STEP // 2 if LANES.is_packed else STEP
     return load_row(rows.ptr + row * rows.stride, rows.lane, rows.limits, row, DISTANCE)
 
 
 @triton.jit
-def load_above(rows, row, STEP: tl.constexpr, WALK: tl.constexpr):
+def load_above(rows, row, STEP: tl.constexpr, LANES: tl.constexpr):
     """Returns the four raw pixels of each lane in the row before, zeros at the first row."""
-    DISTANCE: tl.constexpr = STEP // 2 if WALK.is_packed else STEP
+    DISTANCE: tl.constexpr = STEP // 2 if LANES.is_packed else STEP
     row_ptr = rows.ptr + (row - 1) * rows.stride
     return load_row(row_ptr, rows.lane, rows.limits, row_above(row, rows.height), DISTANCE)
 
@@ -413,15 +415,15 @@ def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
 
 
 @triton.jit
-def walk_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr):
+def sliding_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr):
     """Returns the sums of the outputs at ``row``, begun by the row before, and the raw pixels of ``row``."""
-    above = widen(load_above(rows, row, STEP, WALK), WALK)
-    return start_sums(starts, above, taps, STRIDES), load_at(rows, row, STEP, WALK)
+    above = widen(load_above(rows, row, STEP, LANES), LANES)
+    return start_sums(starts, above, taps, STRIDES), load_at(rows, row, STEP, LANES)
 
 
 @triton.jit
-def walk_step(
-    sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, WALK: tl.constexpr
+def sliding_step(
+    sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr
 ):
     """Advances a walk by two rows.
 
@@ -436,10 +438,10 @@ def walk_step(
         The outputs at ``row``, of every branch; the outputs at ``row`` + 1, empty where the stride is 2; the
         sums and the raw pixels of ``row`` + 2.
     """
-    next_raw = load_at(rows, row + 1, STEP, WALK)
-    last_raw = load_at(rows, row + 2, STEP, WALK)
-    pixels = widen(raw, WALK)
-    next_pixels = widen(next_raw, WALK)
+    next_raw = load_at(rows, row + 1, STEP, LANES)
+    last_raw = load_at(rows, row + 2, STEP, LANES)
+    pixels = widen(raw, LANES)
+    next_pixels = widen(next_raw, LANES)
     upper = ()
     lower = ()
     for i in tl.static_range(len(STRIDES)):
@@ -448,7 +450,7 @@ def walk_step(
         if STRIDES[i] == 1:
             total = add_row((starts[i], starts[i]), pixels, taps[i], 0)
             total = add_row(total, next_pixels, taps[i], 1)
-            lower = lower + (add_row(total, widen(last_raw, WALK), taps[i], 2),)
+            lower = lower + (add_row(total, widen(last_raw, LANES), taps[i], 2),)
         else:
             lower = lower + ((),)
     return upper, lower, start_sums(starts, next_pixels, taps, STRIDES), last_raw
@@ -470,15 +472,15 @@ def output_size(size, STRIDE: tl.constexpr):
 
 @triton.jit
 def output_lanes(
-    ptr, place, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr, WALK: tl.constexpr
+    ptr, place, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr
 ):
     """Returns pointers [P, units] to row 0 of a branch's map (Hᵢ, Wᵢ, C) of one image, from ``ptr`` on.
 
     A lane has the columns of its outputs: two, or one for stride 2. HALO adds the outputs that its input
     columns also reach: one on both sides, or one after for stride 2. The pointers are to the first column.
     """
-    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
-    ptr = units(ptr, WALK)
+    DISTANCE: tl.constexpr = CHANNELS // 2 if LANES.is_packed else CHANNELS
+    ptr = units(ptr, LANES)
     if HALO and STRIDE == 1:
         ptr -= DISTANCE
     return ptr + (place.col // STRIDE * DISTANCE + place.unit)
@@ -487,7 +489,7 @@ def output_lanes(
 @triton.jit
 def load_outputs(
     lanes, row, width, limits, STRIDE: tl.constexpr, HALO: tl.constexpr, CHANNELS: tl.constexpr,
-    WALK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Returns the raw tiles of the outputs of a row of the input as a tuple, zeros where there are none.
 
@@ -500,13 +502,13 @@ def load_outputs(
         limits = (limits[1], limits[3])
     else:
         limits = (limits[1],)
-    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    DISTANCE: tl.constexpr = CHANNELS // 2 if LANES.is_packed else CHANNELS
     row_ptr = lanes + row // STRIDE * (output_size(width, STRIDE) * DISTANCE)
     return load_row(row_ptr, 0, limits, row, DISTANCE)
 
 
 @triton.jit
-def load_output_above(lanes, row, width, height, limits, CHANNELS: tl.constexpr, WALK: tl.constexpr):
+def load_output_above(lanes, row, width, height, limits, CHANNELS: tl.constexpr, LANES: tl.constexpr):
     """Returns the raw tiles of the row before in a map of stride 1 with its halo, zeros at the first row."""
-    DISTANCE: tl.constexpr = CHANNELS // 2 if WALK.is_packed else CHANNELS
+    DISTANCE: tl.constexpr = CHANNELS // 2 if LANES.is_packed else CHANNELS
     return load_row(lanes + (row - 1) * (width * DISTANCE), 0, limits, row_above(row, height), DISTANCE)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, h
 
 
 @pytest.fixture(autouse=True)
-def _native():
-    with ck.use_backend("native"):
+def _cpu():
+    with ck.use_backend("cpu"):
         yield
 
 
@@ -33,7 +33,7 @@ def make(grid, channels, batch=2):
 @pytest.mark.parametrize(("grid", "channels"), [((35, 9), 40), ((7, 7), 300)], ids=str)
 def test_values_and_gradients_are_accurate(dtype, approximate, grid, channels):
     sizes = {"height": grid[0], "width": grid[1], "channels": channels}
-    assert_agrees("depthwise_conv_gelu", "native", **sizes, dtype=dtype, approximate=approximate)
+    assert_agrees("depthwise_conv_gelu", "cpu", **sizes, dtype=dtype, approximate=approximate)
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,7 +47,7 @@ def test_values_and_gradients_are_accurate(dtype, approximate, grid, channels):
     bare=st.booleans(),
 )
 def test_any_shape_and_strides(**settings):
-    assert_agrees("depthwise_conv_gelu", "native", **settings)
+    assert_agrees("depthwise_conv_gelu", "cpu", **settings)
 
 
 def test_nan_and_inf_reach_their_neighbors_only():

@@ -185,7 +185,7 @@ def _scale_of(block: TransformerBlock) -> float:
 def _arguments_of_convolutional(call: Record) -> tuple[Any, ...]:
     """Returns the operator's arguments besides x, for a call that computes all tokens."""
     block = call.block
-    settings = "native", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
+    settings = "cpu", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
     packed = weight_cache.packed(
         block.fc1.weight, settings, lambda: _pack_convolutional(block), block.tensors()
     )
@@ -200,7 +200,7 @@ def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
         eps.append(block.reduce.norm.eps)
     elif block.mix is None:
         grid = 1, call.x.shape[1]
-    settings = "native pyramid", block.num_heads
+    settings = "pyramid", block.num_heads
     packed = weight_cache.packed(block.fc1.weight, settings, lambda: _pack_pyramidal(block), block.tensors())
     return *grid, *packed, eps, _scale_of(block), block.approximate
 

@@ -41,8 +41,8 @@ pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, h
 
 
 @pytest.fixture(autouse=True)
-def _native():
-    with ck.use_backend("native"):
+def _cpu():
+    with ck.use_backend("cpu"):
         yield
 
 
@@ -217,7 +217,7 @@ def _layer_norm_with_shift(module):
 INSTRUCTION_SETS = """
 import torch, cvt_kernels as ck
 x, w, b = torch.randn(37, 65), torch.randn(65), torch.randn(65)
-with ck.use_backend("native"):
+with ck.use_backend("cpu"):
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         y = [t.to(dtype) for t in (x, w, b)]
         for approximate in ("none", "tanh", "quick"):

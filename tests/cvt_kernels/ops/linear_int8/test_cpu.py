@@ -24,8 +24,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def _native():
-    with ck.use_backend("native"), torch.no_grad():
+def _cpu():
+    with ck.use_backend("cpu"), torch.no_grad():
         yield
 
 
@@ -61,7 +61,7 @@ def check_rows(x, scale=None):
     assert torch.equal(got.values, expected.values)
     assert torch.equal(got.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
 
-with ck.use_backend("native"), torch.no_grad():
+with ck.use_backend("cpu"), torch.no_grad():
     for rows, outputs, inputs in (
         (1, 1, 1), (3, 33, 2), (5, 31, 63), (12, 64, 64), (13, 65, 65), (33, 32, 130), (40, 97, 384)
     ):
