@@ -52,7 +52,7 @@ SUITES = {
     "host": "Host time of a call",
 }
 #: The contenders that are kernels or models of this project.
-OURS = ("cpu", "triton", "composed", "int8 cpu", "int8 triton", *bench_contenders.OURS)
+OURS = ("cpu", "cuda", "triton", "composed", "int8 cpu", "int8 triton", *bench_contenders.OURS)
 INTRODUCTION = """\
 # Results
 

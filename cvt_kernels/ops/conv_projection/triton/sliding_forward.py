@@ -1,4 +1,4 @@
-"""The forward kernels of the projection as walks: the normalized outputs, and the statistics of a batch."""
+"""The sliding-row kernels of the forward: the normalized outputs, and the statistics of a batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .sliding import (
     load_weights,
     locate_strip,
     rows_of,
-    store_row,
-    units,
     sliding_start,
     sliding_step,
+    store_row,
+    units,
     widen,
 )
 
