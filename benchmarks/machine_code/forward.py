@@ -160,8 +160,6 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-#: Operators that have CUDA kernels.
-_WITH_CUDA_KERNELS = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
 #: PyTorch's operators that are not views and launch nothing all the same.
 _WITHOUT_LAUNCH = (
     "_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh",

@@ -50,7 +50,7 @@ def test_a_block_for_each_operator_direction_and_dtype():
     ]
     assert report.table(results) == [
         "attention, forward, float32 (times in µs)",
-        "case                                                       cpu  sdpa  error / allowed  chosen",
+        "case                                                        cpu  sdpa  error / allowed  chosen",
         "4+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  cpu",
         "1+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  cpu",
         "",
