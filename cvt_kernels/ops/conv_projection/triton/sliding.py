@@ -2,8 +2,9 @@
 
 A program goes down a strip of image rows, two at a time. A lane has two adjacent columns and, of 16-bit
 elements, two adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its
-own, two are the halo), converts them once and adds them to every output that they reach, in all branches: the weights
-of all branches stay in registers, and so does the sum of the output row that the next two rows complete.
+own, two are the halo), converts them once and adds them to every output that they reach, in all branches:
+the weights of all branches stay in registers, and so does the sum of the output row that the next two rows
+complete.
 
 They serve branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; the general kernels serve all
 others.
