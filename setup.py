@@ -69,7 +69,7 @@ class Step(NamedTuple):
     command: list[str]
 
 
-class BuildNative(build_ext):
+class BuildWithNinja(build_ext):
     """Compiles by ninja if it is installed, else one file after another."""
 
     def build_extension(self, ext: Extension) -> None:
@@ -317,4 +317,4 @@ def extensions() -> list[Extension]:
     return [Extension("cvt_kernels._C", SOURCES, depends=HEADERS)]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildWithNinja})

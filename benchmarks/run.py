@@ -560,7 +560,8 @@ def serves(device: str, facts: Mapping[str, Any]) -> bool:
     """Returns whether the extension of the pack serves this machine, which then need not build one."""
     if not facts:
         return False
-    code = f"import sys; from cvt_kernels import machine; sys.exit(machine.why_extension_unavailable({device!r}))"
+    reason = f"machine.why_extension_unavailable({device!r})"
+    code = f"import sys; from cvt_kernels import machine; sys.exit({reason})"
     asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if asked.returncode:
         print(f"the pack's extension does not serve: {asked.stderr.strip().splitlines()[-1]}")

@@ -10,6 +10,7 @@ import argparse
 import collections
 import itertools
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -52,7 +53,7 @@ SUITES = {
     "host": "Host time of a call",
 }
 #: The contenders that are kernels or models of this project.
-OURS = ("cpu", "triton", "composed", "int8 cpu", "int8 triton", *bench_contenders.OURS)
+OURS = ("cpu", "cuda", "triton", "composed", "int8 cpu", "int8 triton", *bench_contenders.OURS)
 INTRODUCTION = """\
 # Results
 
@@ -128,11 +129,14 @@ def read_summary(path: Path) -> dict[str, Any]:
 def read(path: Path, schema: str | None = None, version: int | None = None) -> dict[str, Any]:
     """Reads a JSON object, of a certain schema and version if they are given.
 
+    Until November 2026 the backend of the CPU kernels was called "native"; here it gets its name of now.
+
     Raises:
         ValueError: The file holds something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(re.sub(r'"((?:int8 )?)native"(?!: "\d)', r'"\1cpu"', text))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -223,7 +223,7 @@ CASES = [
 ]
 ON_ROWS = ("gather_rows", "gather_add_layer_norm", "scatter_rows")
 #: What a composition may take for its parts.
-PARTS = ("composed", "triton", "cpu", "reference")
+PARTS = ("composed", "triton", "cuda", "cpu", "reference")
 
 
 def operator_of(make):

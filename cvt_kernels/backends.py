@@ -21,12 +21,13 @@ import torch
 
 from . import machine, modes
 
-#: The name of a backend, or ``"auto"``. ``cpu`` is csrc (CPU or CUDA); ``composed`` calls other operators
-#: of this package. From ``sdpa`` on, they are PyTorch's own (``onednn`` together with operators of this
-#: package).
+#: The name of a backend, or ``"auto"``. ``cuda`` and ``cpu`` are our kernels in csrc; ``composed`` calls
+#: other operators of this package. From ``sdpa`` on, they are PyTorch's own (``onednn`` together with
+#: operators of this package).
 Backend = Literal[
     "auto",
     "triton",
+    "cuda",
     "cpu",
     "composed",
     "sdpa",
@@ -41,7 +42,7 @@ Backend = Literal[
 #: Every backend, without ``"auto"``.
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
-OURS = ("triton", "cpu")
+OURS = ("triton", "cuda", "cpu")
 #: The backends without support for ``torch.func``: ours, and those that pack weights or write in place.
 _UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
 
@@ -330,7 +331,7 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
     It takes effect at once; as a context manager it restores the previous choice on exit::
 
         use_backend("reference")                    # from now on
-        with use_backend("triton", "cpu"): ...   # only here: Triton's kernel, else csrc's
+        with use_backend("triton", "cuda"): ...     # only here: Triton's kernel, else ours in CUDA
 
     ``"auto"``, the default, takes the fastest backend that has passed its check on this machine. Several
     names are an order of preference; a call that none of them can serve raises :class:`BackendUnavailable`.

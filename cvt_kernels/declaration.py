@@ -269,15 +269,19 @@ def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
 
 
 def extension_kernels(
+    device_type: str = "cpu",
     *,
-    devices: tuple[str, ...] = ("cpu",),
+    module: str = "cpu",
     why_unsupported: Callable[[Record], str | None] | str | None = ".cpu:why_unsupported",
 ) -> Implementation:
-    """Returns the compiled extension's implementation: the function in ``cpu`` of the operator's name.
+    """Returns the compiled extension's implementation for a type of device.
 
-    A path in ``why_unsupported`` is relative to the operator's package.
+    It is the function of the operator's name in ``module``. That name and a path in ``why_unsupported`` are
+    relative to the operator's package.
     """
-    return Implementation(".cpu:{name}", devices, machine.why_extension_unavailable, why_unsupported)
+    return Implementation(
+        f".{module}:{{name}}", (device_type,), machine.why_extension_unavailable, why_unsupported
+    )
 
 
 def _may_be_kept(key: Any) -> bool:

@@ -32,7 +32,7 @@ def doctor() -> str:
         f"cpu      {facts.cpu}",
         *(f"gpu      {gpu}" for gpu in facts.gpus or ("none",)),
         f"nvcc     {facts.nvcc}",
-        f"native   {facts.extension}",
+        f"compiled {facts.extension}",
         f"backend  {', '.join(backends.requested_backends())} requested",
         f"autotune {_tuning()}",
         *(f"entries  {_entries_line(name, cache)}" for name, cache in caches.items()),

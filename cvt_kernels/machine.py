@@ -50,7 +50,7 @@ class Machine(NamedTuple):
     cpu: str
     gpus: tuple[str, ...]
     nvcc: str
-    native: str
+    extension: str
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def facts() -> Machine:
         cpu=f"{cpu_name()}, {torch.get_num_threads()} threads",
         gpus=_gpus(),
         nvcc=_nvcc(),
-        native=_native(),
+        extension=_extension(),
     )
 
 
@@ -81,7 +81,7 @@ def why_triton_unavailable(device_type: str) -> str | None:
 
 
 def why_extension_unavailable(device_type: str) -> str | None:
-    """Returns why this machine has no CPU kernels for a type of device, or None.
+    """Returns why this machine has no kernels of the extension for a type of device, or None.
 
     Raises:
         ExtensionError: The extension is installed but does not load.
@@ -102,14 +102,14 @@ def _why_no_gpu_runs(backend: str) -> str | None:
 
 @functools.cache
 def why_gpu_unsupported(backend: str, index: int) -> str | None:
-    """Returns why a GPU cannot run kernels of ``"triton"`` or ``"cpu"``, or None."""
+    """Returns why a GPU cannot run kernels of ``"triton"`` or ``"cuda"``, or None."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip is not None:
         return f"there are kernels for NVIDIA's GPUs only, not for {name}"
     if capability < OLDEST_GPU:
         needed, has = (".".join(map(str, numbers)) for numbers in (OLDEST_GPU, capability))
         return f"the kernels need a GPU of compute capability {needed} or newer, {name} has {has}"
-    if backend != "cpu":
+    if backend != "cuda":
         return None
     architectures = _split(load_extension().architectures)
     if any(_runs_on(capability, architecture) for architecture in architectures):
@@ -210,7 +210,7 @@ def _check_instruction_set() -> None:
         raise ValueError(name + reason) from error
 
 
-def _native() -> str:
+def _extension() -> str:
     try:
         reason = why_extension_unavailable("cpu")
     except ExtensionError as error:

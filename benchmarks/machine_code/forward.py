@@ -113,7 +113,7 @@ class _Recorder(TorchDispatchMode):
         self, operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
         """Returns an implementation that serves tensors without memory, and notes whose launches they are."""
-        if backend not in _BACKENDS or (backend == "cuda" and operator not in _WITH_CUDA_KERNELS):
+        if backend not in _BACKENDS:
             return implementation
         implementation.load()
         function = implementation.function
@@ -160,8 +160,6 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-#: Operators whose CPU kernels run on a GPU.
-_WITH_CUDA_KERNELS = ("layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu")
 #: PyTorch's operators that are not views and launch nothing all the same.
 _WITHOUT_LAUNCH = (
     "_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh",

@@ -59,7 +59,7 @@ class Work(NamedTuple):
 def work_of(launch: launching.Launch) -> Work | None:
     """Returns the work of a launch; None for a kernel that nothing here describes."""
     name = launch.kernel.__name__.removeprefix("_").removesuffix("_kernel")
-    describe = _WORK.get(name.replace("_sliding_", "_"))  # a walk moves what the kernels over regions move
+    describe = _WORK.get(name.replace("_sliding_", "_"))  # both kinds of kernels move the same
     return None if describe is None else describe(launch)
 
 
@@ -133,7 +133,7 @@ def _region_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[flo
 
 
 def _projection_trips(arguments: dict[str, Any], *, rows_of_lane: bool) -> tuple[float, ...]:
-    """Returns the trips of the loops of a walk, or of a kernel over regions."""
+    """Returns the trips of the loops of a sliding-row kernel, or of one over regions."""
     if "LANES" in arguments:
         return _sliding_trips(arguments)
     return _region_trips(arguments, rows_of_lane=rows_of_lane)
@@ -158,7 +158,7 @@ def _projection_forward(launch: launching.Launch) -> Work:
 
 
 def _sliding_trips(arguments: dict[str, Any]) -> tuple[float, ...]:
-    """Returns the trips of a walk's loops: the images of a program, then the pairs of rows of its strip."""
+    """Returns the trips of a sliding-row kernel's loops: over images, then over pairs of rows of a strip."""
     return (
         arguments["batch"] / arguments["groups"],
         _mean_trips(-(-arguments["height"] // 2), arguments["strips"], 1),
@@ -210,7 +210,7 @@ def _over_regions(launch: launching.Launch, read: tuple[str, ...], results: tupl
 
 
 def _conv_gelu(launch: launching.Launch, results: tuple[str, ...]) -> Work:
-    """Describes a walk that reads the first tensors and writes ``results``; the first result counts."""
+    """Describes a sliding-row kernel that writes ``results``; the first of them counts."""
     arguments = launch.arguments
     moved = [arguments[name] for name in ("x_ptr", "dy_ptr", *results) if name in arguments]
     return _work(launch, arguments[results[0]].numel(), _bytes(moved), _sliding_trips(arguments))

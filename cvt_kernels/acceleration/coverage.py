@@ -38,7 +38,7 @@ class BlockCoverage(NamedTuple):
         path: Its name in ``model.named_modules()``.
         class_name: The name of its class.
         fused: True if a call would run the fused forward now.
-        backends: Operator → the backends that served it, such as ``"native and reference"``. Calls by inner
+        backends: Operator → the backends that served it, such as ``"cpu and reference"``. Calls by inner
             blocks count for these. Empty without inputs.
         reason: Why it is not fused, or None.
     """
@@ -97,7 +97,7 @@ def _as_range(run: list[int]) -> str:
 
 
 def _described(counts: Mapping[str, int]) -> str:
-    """Returns backends with their numbers of calls: ``native (9 calls), reference (3)``."""
+    """Returns backends with their numbers of calls: ``cpu (9 calls), reference (3)``."""
     numbers = [str(count) for count in counts.values()]
     numbers[0] += " call" if numbers[0] == "1" else " calls"
     return ", ".join(f"{name} ({number})" for name, number in zip(counts, numbers, strict=True))

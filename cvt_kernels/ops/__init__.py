@@ -1,1 +1,1 @@
-"""The operators: one folder each, with public functions, native operators and Triton kernels."""
+"""The operators: one folder each, with public functions, the compiled extension's and Triton's kernels."""

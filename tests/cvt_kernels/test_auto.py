@@ -480,17 +480,18 @@ def test_the_choice_for_graphs_serves_in_graphs(tuned, monkeypatch):
         assert torch.equal(ck.gelu(x), expected)
 
 
-def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned):
-    """An earlier call, which it could not serve, may have left it out."""
+@pytest.mark.parametrize("known", ["reference", "native"])
+def test_a_backend_that_the_entry_does_not_know_is_tuned_too(tuned, known):
+    """An earlier call, which it could not serve, may have left it out; or the entry has names of old."""
     calls = register(reference.gelu)
     x = torch.randn(5, 16)
-    asked = remember(autotune.Entry("reference", "reference", {"reference": MEASUREMENT}), x)
+    asked = remember(autotune.Entry(known, known, {known: MEASUREMENT}), x)
     ck.gelu(x)
     assert (len(tuned), len(calls) > 0) == (1, True)
     assert set(answers()[asked].measurements) == {"cpu", "reference"}
 
 
-@pytest.mark.parametrize("chosen", ["triton", "float32", "something"])
+@pytest.mark.parametrize("chosen", ["triton", "float32", "native"])
 def test_an_entry_for_what_cannot_serve_here(tuned, chosen):
     register(reference.gelu)
     x = torch.randn(5, 16)

@@ -71,7 +71,7 @@ def test_the_reason_where_the_extension_is_not_built(monkeypatch):
     reason = ck.fallbacks()["bias_gelu", "cpu"]
     assert "the extension cvt_kernels._C is not installed" in reason
     assert "no C++ compiler 'no-such-compiler' here" in reason
-    assert "cpu   not built" in ck.doctor()
+    assert "compiled not built" in ck.doctor()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ...factory import create_model
 from ...model import Block
 
 #: The backends to request, so that composed operators call their parts, whose cache keys are recorded too.
-COMPOSED: tuple[backends.Backend, ...] = ("composed", "cpu", "reference")
+COMPOSED: tuple[backends.Backend, ...] = ("composed", "cuda", "cpu", "reference")
 
 
 class Workload(NamedTuple):

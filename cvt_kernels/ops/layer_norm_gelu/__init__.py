@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Record
+from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator
 from ...records import GeluVariant, Norm
 from ..kinds import gelu_words, sampled, size_class
@@ -17,23 +18,29 @@ from ..kinds import gelu_words, sampled, size_class
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
 
-_MAX_CUDA_CHANNELS = 8192
-_MAX_CUDA_ROWS = 2**30
+#: Limits of the CUDA kernels.
+_MAX_CHANNELS, _MAX_ROWS = 8192, 2**30
 
 
 def _why_gelu_unsupported(call: Record) -> str | None:
-    x = call[0]
-    return "has no CUDA kernels for float64" if x.is_cuda and x.dtype == torch.float64 else None
+    return "has no kernels for float64" if call[0].dtype == torch.float64 else None
 
 
 def _why_norm_unsupported(call: Record) -> str | None:
     x = call[0]
-    if x.is_cuda and x.dtype != torch.float64:
-        if x.shape[-1] > _MAX_CUDA_CHANNELS:
-            return f"has CUDA kernels for up to {_MAX_CUDA_CHANNELS} channels, not {x.shape[-1]}"
-        if x.numel() > _MAX_CUDA_ROWS * x.shape[-1]:
-            return f"has CUDA kernels for up to {_MAX_CUDA_ROWS} rows"
+    if x.dtype != torch.float64:
+        if x.shape[-1] > _MAX_CHANNELS:
+            return f"has kernels for up to {_MAX_CHANNELS} channels, not {x.shape[-1]}"
+        if x.numel() > _MAX_ROWS * x.shape[-1]:
+            return f"has kernels for up to {_MAX_ROWS} rows"
     return _why_gelu_unsupported(call)
+
+
+def _backends(why_cuda_unsupported: Callable[[Record], str | None]) -> dict[str, Implementation]:
+    return {
+        "cuda": extension_kernels("cuda", module="extension", why_unsupported=why_cuda_unsupported),
+        "cpu": extension_kernels("cpu", module="extension", why_unsupported=None),
+    }
 
 
 def _kind(call: Record) -> str:
@@ -50,14 +57,14 @@ def _kind(call: Record) -> str:
 
 
 _OF_NORMS: dict[str, Any] = {
-    "backends": {"cpu": extension_kernels(devices=("cpu", "cuda"), why_unsupported=_why_norm_unsupported)},
+    "backends": _backends(_why_norm_unsupported),
     "kind": _kind,
     "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
 }
 _OF_GELU: dict[str, Any] = {
     **_OF_NORMS,
-    "backends": {"cpu": extension_kernels(devices=("cpu", "cuda"), why_unsupported=_why_gelu_unsupported)},
+    "backends": _backends(_why_gelu_unsupported),
 }
 
 

@@ -49,7 +49,7 @@ def test_work_of_linear_layers():
 
 
 def test_work_of_the_projection(monkeypatch):
-    """Stage 1: every program walks down 14 pairs of rows of 7 images, but for the last of 37."""
+    """Stage 1: every program goes down 14 pairs of rows of 7 images, but for the last of 37."""
     described, *_ = works_of("conv_projection", 1)
     elements = 256 * 64 * 56 * 56
     assert (described.outputs, described.bytes) == (elements * 3 // 2, elements * 5 // 2 * 2)
@@ -64,7 +64,7 @@ def test_work_of_the_projection(monkeypatch):
 
 
 def test_work_of_attention():
-    """Stage 3: 197 queries in 4 tiles of 64, walked over by one program of a head; 50 keys in a tile."""
+    """Stage 3: 197 queries in 4 tiles of 64, for one program of a head; 50 keys in a tile."""
     described, *_ = works_of("attention", 3)
     assert (described.programs, described.outputs) == (256 * 6, ROWS * 384)
     assert described.flops == 4 * 256 * 6 * 197 * 50 * 64

@@ -4,13 +4,13 @@ With δ = Σ_j p_j dp_j:
 
     dv = pᵀ dout    dp = dout vᵀ    ds = p ∘ (dp − δ)    dq = scale · ds k    dk = scale · dsᵀ q    dbias = ds
 
-- all keys in one tile: one launch. A program owns one head of one image and walks over its queries; δ comes
+- all keys in one tile: one launch. A program owns one head of one image and goes over its queries; δ comes
   from p and dp, and ``out`` is not read.
 - otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries. A row of dq
   has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end.
-- dbias: a program owns a tile of the bias and walks over the images, heads and queries that share it, so
+- dbias: a program owns a tile of the bias and goes over the images, heads and queries that share it, so
   nothing of size (B, h, Nq, Nkv) is written unless the bias has it.
-- dtable, of a bias by position: a program owns one offset down and walks over the images and the pairs of a
+- dtable, of a bias by position: a program owns one offset down and goes over the images and the pairs of a
   row of queries and a row of keys that lie so. It sums ds in a tile (queries across, keys across), whose
   diagonals are summed last. Chosen queries are found by ``slots``, the query that each token is.
 """

@@ -4,7 +4,7 @@ Keys are cut into tiles whose widths add up to little more than Nkv, and the sof
 scores turn up:
 
 - as many keys as fit on the chip (``keys_on_chip``): into powers of two, 196 ≤ 128 + 64 + 16 and 50 ≤ 64. K
-  and V are loaded once per program, which walks over several tiles of queries.
+  and V are loaded once per program, which goes over several tiles of queries.
 - beyond: a masked tile for the last keys, as narrow as fits, and whole ones, unmasked: 784 = 16 + 12 · 64.
 """
 

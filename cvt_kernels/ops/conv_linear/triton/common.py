@@ -215,7 +215,7 @@ def _plan(
         height=height, width=width, class_tokens=tokens - height * width, class_rows=config.tokens,
         chunks=chunks, period=period, **product_types(dtype, tf32=tf32),
     )  # fmt: skip
-    walk = Lanes(
+    lanes = Lanes(
         pairs=strips, channels=chunk, is_packed=is_packed, element=spec.element,
         accumulator=spec.accumulator, alignment=4 if is_packed else 1,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def _plan(
             for n, (h, w) in zip(outputs, geometry.output_grids, strict=True)
         ),
         "GROUPS": groups,
-        "LANES": walk,
+        "LANES": lanes,
         "SPEC": spec,
     }
     return Plan(config.options, rounds * period, arguments)

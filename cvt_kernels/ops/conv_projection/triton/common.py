@@ -60,7 +60,7 @@ class RegionConfig(LaunchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingConfig:
-    """The launch configuration of a walk.
+    """The launch configuration of a sliding-row kernel.
 
     Attributes:
         pairs: The most pairs of columns of a program; one warp has each.
@@ -83,8 +83,8 @@ Config = LaunchConfig | SlidingConfig
 # holds two programs; the regions of both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or
 # 256 KiB (sm_90, sm_100), half as many rows in 128 KiB.
 #
-# In a walk a thread has 2 channels, whose 27 taps in three branches take 54 registers: with 128 registers a
-# multiprocessor holds 16 warps. The gradients of the taps need as many again: 8 warps.
+# In sliding-row kernels a thread has 2 channels, whose 27 taps in three branches take 54 registers: with 128
+# registers a multiprocessor holds 16 warps. The gradients of the taps need as many again: 8 warps.
 #
 # Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
 
@@ -93,10 +93,10 @@ def _configs(region_rows: int) -> dict[str, Config]:
     two_rows = RegionConfig(
         pixels=16, channels=64, rows=2, region_rows=region_rows, region_cols=32, num_warps=4
     )
-    walk = SlidingConfig(pairs=4, channels=64, registers=128, resident_warps=16)
+    sliding = SlidingConfig(pairs=4, channels=64, registers=128, resident_warps=16)
     return {
-        **dict.fromkeys(("sliding_fwd", "sliding_stats", "sliding_bwd_sums", "sliding_bwd_input"), walk),
-        "sliding_bwd_conv": replace(walk, registers=255, resident_warps=8),
+        **dict.fromkeys(("sliding_fwd", "sliding_stats", "sliding_bwd_sums", "sliding_bwd_input"), sliding),
+        "sliding_bwd_conv": replace(sliding, registers=255, resident_warps=8),
         **dict.fromkeys(("fwd", "stats", "bwd_sums"), two_rows),
         **dict.fromkeys(("bwd_conv", "bwd_input"), replace(two_rows, rows=1)),
         **dict.fromkeys(("merge_stats", "sum_regions"), LaunchConfig(pixels=64, channels=16, num_warps=4)),
@@ -204,7 +204,7 @@ class Branch:
         columns: Columns of a tile on the output grid.
         rows: R, outputs in a column that a lane holds.
         summands: The number of branches, from this one on, summed to its output; 0 if it is not the first.
-        folded: Whether BatchNorm is folded into the taps before they are summed up, as a walk does.
+        folded: Whether BatchNorm is folded into the taps before they are summed up, as in ``sliding``.
     """
 
     kernel_size: int
@@ -320,7 +320,7 @@ def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tupl
 
 
 def is_of_sliding_kernel(kernel_size: int, stride: int, padding: int, dilation: int) -> bool:
-    """Returns whether a walk computes such a convolution."""
+    """Returns whether sliding-row kernels compute such a convolution."""
     return (kernel_size, padding, dilation) == (3, 1, 1) and stride in (1, 2)
 
 

@@ -42,8 +42,8 @@ def _load_norm(
 ):  # fmt: skip
     """Returns (start, taps, scale, β) of one branch; ``start`` is the initial value of its sums.
 
-    With BatchNorm folded into the taps, results are bitwise equal to the walk's, so that a sum whose other
-    summands are 0 equals what the walk computes.
+    With BatchNorm folded into the taps, results are bitwise equal to the sliding-row kernel's, so that a
+    sum whose other summands are 0 equals what that computes.
     """
     BRANCH: tl.constexpr = BRANCHES[INDEX]
     gamma = load_channel(gamma_ptr, region, TILE)

@@ -1,12 +1,13 @@
-"""The device functions and launch plans of walks: 3×3 convolutions that read each row of the input once.
+"""Device functions and launch plans of the sliding-row kernels, which read each row of an image once.
 
-A program walks down a strip of rows, two at a time. A lane has two adjacent columns and, of 16-bit elements,
-two adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its own, two
-are the halo), converts them once and adds them to every output that they reach, in all branches: the weights
-of all branches stay in registers, and so does the sum of the output row that the next two rows complete.
+A program goes down a strip of image rows, two at a time. A lane has two adjacent columns and, of 16-bit
+elements, two adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its
+own, two are the halo), converts them once and adds them to every output that they reach, in all branches:
+the weights of all branches stay in registers, and so does the sum of the output row that the next two rows
+complete.
 
-A walk serves branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; the general kernels serve
-all others.
+They serve branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; the general kernels serve all
+others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_BRANCHES = 3
 
 
 class Lanes(NamedTuple):
-    """The compile-time constants of a walk's lanes: ``LANES`` in the kernels.
+    """The compile-time constants of a program's lanes: ``LANES`` in the kernels.
 
     Attributes:
         pairs: P, pairs of columns of a program; one warp has each.
@@ -56,7 +57,7 @@ class Lanes(NamedTuple):
 
 
 class SlidingPlan(NamedTuple):
-    """The plan of a launch of walks.
+    """The launch plan of a sliding-row kernel.
 
     Attributes:
         options: Triton's options of the launch.
@@ -100,7 +101,7 @@ def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
 
 
 def has_sliding_kernel(geometry: Geometry) -> bool:
-    """Returns whether a walk serves all branches of a geometry, without summed branches."""
+    """Returns whether sliding-row kernels serve all branches of a geometry, none of them a sum."""
     return (
         len(geometry.strides) <= MAX_BRANCHES
         and set(geometry.lengths) == {1}
@@ -150,9 +151,9 @@ def _plan(
 
 
 def _strip_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
-    """Returns the pairs of rows of a strip, and the images that a program walks down.
+    """Returns the pairs of rows of a strip, and the images of a program.
 
-    Long walks share the loading of the weights, short ones leave no multiprocessor idle in the last round of
+    Long ways share the loading of the weights, short ones leave no multiprocessor idle in the last round of
     programs. In units of one pair of rows, the weights take about 2, and the start of a strip 1/2.
 
     Args:
@@ -333,11 +334,11 @@ def load_weights(w_ptr, place, LANES: tl.constexpr):
     return taps
 
 
-# The steps of a walk --------------------------------------------------------------------------------------
+# The steps down a strip -----------------------------------------------------------------------------------
 
 
 class SlidingRows(NamedTuple):
-    """The rows of one image that a walk reads.
+    """The rows of one image that a program reads.
 
     Attributes:
         ptr: Address of the unit at row 0 and column −1, never loaded from.
@@ -356,7 +357,7 @@ class SlidingRows(NamedTuple):
 
 @triton.jit
 def rows_of(x_ptr, place, height, width, STEP: tl.constexpr, LANES: tl.constexpr):
-    """Returns the :class:`SlidingRows` of an image with its first pixel at ``x_ptr`` and tokens STEP apart."""
+    """Returns the :class:`SlidingRows` of an image with its first pixel at ``x_ptr``, tokens STEP apart."""
     ALIGNMENT: tl.constexpr = LANES.alignment
     DISTANCE: tl.constexpr = STEP // 2 if LANES.is_packed else STEP
     return SlidingRows(
@@ -425,7 +426,7 @@ def sliding_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.const
 def sliding_step(
     sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr
 ):
-    """Advances a walk by two rows.
+    """Advances by two rows.
 
     Args:
         sums: Sums of the outputs at ``row``, begun by the row before.

@@ -1,4 +1,4 @@
-"""The backward kernels of the projection as walks: gradients of parameters, convolutions and the input.
+"""The sliding-row kernels of the backward: gradients of parameters, convolutions and the input.
 
 With y = γ x̂ + β, x̂ = (conv(x) − mean) · rstd and n values per channel, the gradient of the convolution is
 dconv = γ · rstd · (dy − Σdy / n − x̂ · Σdy·x̂ / n) with the statistics of the batch, else γ · rstd · dy.
@@ -56,7 +56,7 @@ def zeros(COUNT: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def channels_of(region, CHANNELS: tl.constexpr, LANES: tl.constexpr):
-    """Recomputes this program's channels [1, BC]: a walk leaves no registers to keep them."""
+    """Recomputes this program's channels [1, BC]: there are no registers to keep them."""
     BC: tl.constexpr = LANES.channels
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     return tl.program_id(0) * BC - region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
@@ -421,7 +421,7 @@ def _add_class_tokens(
     dx_ptr, dy_ptrs, image, height, width, place, STRIDES: tl.constexpr, CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Writes an image's gradient of the class token, in the walk of its first strip and columns."""
+    """Writes an image's gradient of the class token, in the program of its first strip and columns."""
     mask = (place.first_row == 0) & (place.col == 0) & place.c_mask
     lane = place.c + place.col  # only the lane at column 0 is stored
     (total,) = zeros(1, LANES)

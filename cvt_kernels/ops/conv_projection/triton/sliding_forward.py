@@ -1,4 +1,4 @@
-"""The forward kernels of the projection as walks: the normalized outputs, and the statistics of a batch."""
+"""The sliding-row kernels of the forward: the normalized outputs, and the statistics of a batch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 With a = conv(x) + bias, the gradient of the convolution's output is da = dy · gelu'(a). It is written, and
 gives the gradients of the bias, Σ da, of a tap, Σ x · da over the pixels that the tap reaches, and of x, the
-convolution of da with the flipped taps, a walk of ``conv_projection``.
+convolution of da with the flipped taps, a sliding-row kernel of ``conv_projection``.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ overridden = _overrides.replaced
 
 
 def geometry_of(grid: tuple[int, int]) -> Geometry:
-    """Returns the walks' geometry of the convolution on a grid."""
+    """Returns the geometry of the convolution on a grid, for the sliding-row kernels."""
     return Geometry(grid, kernel_sizes=(3,), strides=(1,), paddings=(1,), dilations=(1,), epss=(0.0,))
 
 
 class GeluSpec(NamedTuple):
-    """The compile-time constants of a kernel besides its walk: ``SPEC`` in the kernels.
+    """The compile-time constants of a kernel besides its lanes': ``SPEC`` in the kernels.
 
     Attributes:
         approximate: GELU's variant.
@@ -66,11 +66,11 @@ class ConvPlan(NamedTuple):
     """The plan of a launch.
 
     Attributes:
-        walk: The plan of its programs' walks.
+        sliding: The plan of its programs' strips.
         others: The kernel's arguments besides tensors.
     """
 
-    walk: SlidingPlan
+    sliding: SlidingPlan
     others: dict[str, Any]
 
     @classmethod
@@ -86,14 +86,14 @@ class ConvPlan(NamedTuple):
         config = _overrides.get(kernel) or CONFIGS[kernel]
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
             config = replace(config, channels=config.channels // 2)
-        walk = SlidingPlan.by(config, x, geometry_of(grid), parameters)
+        sliding = SlidingPlan.by(config, x, geometry_of(grid), parameters)
         is_half = x.element_size() == 2
         spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
-        sizes = {name: value for name, value in walk.arguments.items() if name not in _UNUSED}
-        return cls(walk, sizes | {"stride_b": x.stride(0), "STEP": x.stride(1), "SPEC": spec})
+        sizes = {name: value for name, value in sliding.arguments.items() if name not in _UNUSED}
+        return cls(sliding, sizes | {"stride_b": x.stride(0), "STEP": x.stride(1), "SPEC": spec})
 
 
-#: Arguments of walks that have no place here: there is no class token, and one convolution of stride 1.
+#: Arguments that other sliding-row kernels have: there is no class token, and one convolution of stride 1.
 _UNUSED = "CLASS_TOKEN", "STRIDES"
 
 

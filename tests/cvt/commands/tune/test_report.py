@@ -50,13 +50,13 @@ def test_a_block_for_each_operator_direction_and_dtype():
     ]
     assert report.table(results) == [
         "attention, forward, float32 (times in µs)",
-        "case                                                       cpu  sdpa  error / allowed  chosen",
-        "4+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  cpu",
-        "1+ images × heads of 64 channels, 512+ queries, 128+ keys    1000  2000              0.5  cpu",
+        "case                                                        cpu  sdpa  error / allowed  chosen",
+        "4+ images × heads of 64 channels, 512+ queries, 128+ keys  1000  2000              0.5  cpu",
+        "1+ images × heads of 64 channels, 512+ queries, 128+ keys  1000  2000              0.5  cpu",
         "",
         "gelu, forward+backward, float32 → bfloat16 (times in µs)",
         "case                            triton  cpu  reference  error / allowed  chosen",
-        "quick, 4+ elements, 3 channels      30      20         50              0.5  cpu",
+        "quick, 4+ elements, 3 channels      30   20         50              0.5  cpu",
         "",
         "conv_projection, forward, float32 (times in µs)",
         "case                                    error / allowed  chosen",

@@ -1,4 +1,4 @@
-"""The walks of conv_projection, and the general kernels on the convolutions that a walk serves."""
+"""The sliding-row kernels of conv_projection, and the general kernels on the same convolutions."""
 
 import itertools
 
@@ -76,7 +76,7 @@ def test_a_mean_of_many_deviations(statistics):
         ({"dilations": (1, 2, 1)}, False),
     ],
 )
-def test_geometries_that_a_walk_serves(changed, served):
+def test_geometries_of_sliding_kernels(changed, served):
     assert sliding.has_sliding_kernel(geometry((8, 8))._replace(**changed)) is served
 
 
@@ -95,7 +95,7 @@ def plan_of(grid, channels, batch, class_tokens=0):
 @pytest.mark.parametrize("batch", [1, 3, 256])
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_pixel_has_one_program(stage, batch):
-    """At batch 256 a walk reads few rows twice, and has no lane without columns."""
+    """At batch 256 a program reads few rows twice, and has no lane without columns."""
     (height, width), channels, class_tokens, _ = stage
     plan = plan_of((height, width), channels, batch, class_tokens)
     groups, strips, rows, blocks = (
@@ -113,8 +113,8 @@ def test_every_pixel_has_one_program(stage, batch):
         assert blocks * cols == width
 
 
-def test_small_batches_get_shorter_walks():
-    """One image has about as many programs as multiprocessors; 256 images walk down whole strips."""
+def test_small_batches_get_shorter_strips():
+    """One image has about as many programs as multiprocessors; 256 images have whole strips."""
     one, many = (plan_of((56, 56), 64, batch) for batch in (1, 256))
     assert (one.arguments["strip_rows"], one.programs) == (2, 7 * 28)
     assert many.arguments["strip_rows"] >= 28
@@ -136,21 +136,21 @@ def test_small_batches_get_shorter_walks():
     ],
     ids=str,
 )
-def test_gradients_by_walks(grid, channels, class_token, strides, dtype):
+def test_gradients(grid, channels, class_token, strides, dtype):
     made = made_with(strides, **sizes(grid, channels, class_token=class_token, dtype=dtype), training=True)
     assert_launches(made, "sliding_bwd_sums", "sliding_bwd_conv", "sliding_bwd_input")
 
 
 @pytest.mark.parametrize(("dtype", "strides"), [("bfloat16", (1, 2, 2)), ("float64", (1,))], ids=str)
-def test_walks_of_several_strips_and_images(dtype, strides):
+def test_programs_of_several_strips_and_images(dtype, strides):
     made = made_with(strides, **sizes((4, 3), 2, batch=9, dtype=dtype), training=True)
     launched = assert_launches(made)
-    walks = [launch.arguments for launch in launched if name_of(launch.kernel).startswith("sliding_bwd")]
-    assert len(walks) == 3
-    assert all(walk["strips"] > 1 and walk["groups"] < 9 for walk in walks)
+    found = [launch.arguments for launch in launched if name_of(launch.kernel).startswith("sliding_bwd")]
+    assert len(found) == 3
+    assert all(each["strips"] > 1 and each["groups"] < 9 for each in found)
 
 
-def test_walks_of_a_view_of_other_tokens():
+def test_rows_of_a_view_of_other_tokens():
     """Its tokens have the stride of both together, and its channels begin at an odd one."""
     made = made_with((1, 2, 2), **sizes((2, 3), 4, dtype="float16"), training=True)
     x, expected = made.call.record.x.detach(), run(made)

@@ -22,8 +22,8 @@ REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
 
 
 @pytest.fixture(autouse=True)
-def _wide_walks(monkeypatch):
-    """Gives a walk's program all columns, for which the interpreter takes hardly more time than for two.
+def _wide_strips(monkeypatch):
+    """Gives sliding-row programs all columns: the interpreter takes hardly more time than for two.
 
     Programs of the real width are tested in test_sliding.py.
     """

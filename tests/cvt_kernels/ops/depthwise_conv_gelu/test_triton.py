@@ -88,7 +88,7 @@ def launched_by(function):
 
 @pytest.fixture
 def few_programs():
-    """Lets walks go over several strips and several images, of few."""
+    """Lets programs go over several strips and several images, of few."""
     with contextlib.ExitStack() as stack:
         for kernel in common.CONFIGS:
             config = replace(common.CONFIGS[kernel], pairs=1, resident_warps=4)
@@ -97,7 +97,7 @@ def few_programs():
 
 
 @pytest.mark.usefixtures("few_programs")
-def test_walks_of_several_strips_and_images():
+def test_programs_of_several_strips_and_images():
     settings = {"batch": 5, "height": 3, "width": 2, "channels": 2}
     _, launched = launched_by(lambda: assert_agrees("depthwise_conv_gelu", "triton", **settings))
     backward = launched[1].arguments
@@ -142,7 +142,7 @@ def test_calls_that_the_kernels_do_not_serve():
 
 
 @pytest.mark.parametrize("model", launches.PYRAMIDS)
-def test_walks_of_real_shapes(model):
+def test_programs_of_real_shapes(model):
     """Every pixel has one program; the blocks of channels are full, and columns hardly overlap a map."""
     chip = launching.Chip(90, 132)
     for stage in launches.stages_of(model, launches.image_size_of(model)):
