@@ -185,17 +185,15 @@ def serve(
     served = programs.run(image, class_token_only)
     if served is not None:
         return served, grid
-    stream = _embed(stage, image)
-    class_token = class_token_of(stream) if class_token_only else None
-    stream = _serve_blocks(stage, stream, grid, class_token)
+    stream = _serve_blocks(stage, _embed(stage, image), grid, class_token_only)
     programs.add(
-        image, stage.tensors, lambda: _bound(stage, image, stream, grid, class_token), class_token_only
+        image, stage.tensors, lambda: _bound(stage, image, stream, grid, class_token_only), class_token_only
     )
     return stream, grid
 
 
 def _bound(
-    stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int], class_token: Tensor | None
+    stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> list[Callable[[Tensor], Tensor]] | None:
     """Returns the operators of a stage, bound to their parameters; None if one cannot be.
 
@@ -209,24 +207,25 @@ def _bound(
     for each, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
         if not isinstance(each, TransformerBlock) or parts.token_keep != 1:
             return None
-        rows = class_token if each is stage.blocks[-1] else None
+        rows = class_token_of(stream) if class_token_only and each is stage.blocks[-1] else None
         steps.append(block.bound(block.bind(stream, grid, each, rows=rows, inplace=True)))
     return None if None in steps else steps
 
 
 def _serve_blocks(
-    stage: FoldedStage, stream: Tensor, grid: tuple[int, int], class_token: Tensor | None
+    stage: FoldedStage, stream: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> Tensor:
-    """Computes all blocks; the last one, given its index, for the class token only."""
+    """Computes all blocks, the last one perhaps for the class token only."""
     blocks: Sequence[TransformerBlock | FoldedBlock] = stage.blocks
     rows = None
     for block, parts in zip(blocks, stage.parts.blocks, strict=True):
-        if class_token is not None and block is blocks[-1]:
-            stream = _serve_block(block, stream, grid, class_token)
-        elif parts.token_keep == 1:
-            stream = _serve_block(block, stream, grid, rows)
+        only = class_token_only and block is blocks[-1]
+        if not isinstance(block, TransformerBlock):
+            stream = _serve_in_launches(block, stream, grid, only)
+        elif parts.token_keep == 1 or only:
+            rows = class_token_of(stream) if only else rows
+            stream = transformer_block(stream, grid, block, rows=rows, inplace=True)
         else:
-            assert isinstance(block, TransformerBlock)
             stream, rows = _serve_and_drop(block, stream, grid, rows, stage.parts, parts)
     return stream
 
@@ -247,20 +246,15 @@ def _serve_and_drop(
     return stream, select_tokens(scores, rows, parts.token_keep, bounds, class_token=class_token)
 
 
-def _serve_block(
-    block: TransformerBlock | FoldedBlock, stream: Tensor, grid: tuple[int, int], rows: Tensor | None
+def _serve_in_launches(
+    block: FoldedBlock, stream: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> Tensor:
-    """Computes a block, mostly in the place of the stream.
-
-    With ``rows`` it is of these tokens; in launches they are the class token.
-    """
-    if isinstance(block, TransformerBlock):
-        return transformer_block(stream, grid, block, rows=rows, inplace=True)
+    """Computes a block, mostly in the place of the stream."""
     folded, norm1 = block.block, block.block.norm1
     y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
-    q, k, v = (_heads(folded, tokens) for tokens in _project(folded, y, grid, rows is not None))
+    q, k, v = (_heads(folded, tokens) for tokens in _project(folded, y, grid, class_token_only))
     y = attention(q, k, v, scale=folded.scale).flatten(2)
-    if rows is None:
+    if not class_token_only:
         return _serve_mlp(folded, y, stream, block.norm2_shift)
     stream[:, :1] = _serve_mlp(folded, y, stream[:, :1].contiguous(), block.norm2_shift)
     return stream
@@ -276,7 +270,7 @@ def _project(
     """Returns queries, those of the class token if it is the only one that has any, keys and values."""
     convs, linears = block.convs, block.linears
     if class_token_only:  # which has no convolution
-        queries = _apply(linears[0], y[:, :1].contiguous())
+        queries = _apply(linears[0], y[:, 0])[:, None]
         return [queries, *_project_by(convs[1:], linears[1:], y, grid)]
     return _project_by(convs, linears, y, grid)
 

@@ -88,10 +88,11 @@ def test_tritons_kernels_serve_whole_stages(is_quantized, served):
     own = microsoft(embed_dims=(16, 32, 80), num_heads=(1, 2, 5)).eval()
     own = quantized(own) if is_quantized else own
     fused, x = frozen(own), images(1, 48, 32)
-    with noted_backends() as asked, ck.use_backend("triton", "cuda", "reference"):
+    with noted_backends() as asked, ck.use_backend("triton", "cpu", "reference"):
         out = logits(fused(x))
     by_triton = BY_TRITON | (BY_TRITON_QUANTIZED if is_quantized else BY_TRITON_IN_FLOAT)
-    assert set(asked) == {(operator, "triton") for operator in by_triton} | {("layer_norm", "cuda")}
+    others = {("layer_norm", "cpu")} if is_quantized else {("layer_norm", "cpu"), ("linear", "reference")}
+    assert set(asked) == {(operator, "triton") for operator in by_triton} | others
     assert len(served) == 3
     if is_quantized:
         # A number of float32 that is another in its last bit may be rounded to another one of 8 bits.
