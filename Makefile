@@ -91,7 +91,8 @@ build/gpu-pack-env/bin/python:
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts autotune \
 		ceilings auto bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear fused host \
-		profile model bench_segformer_b0 bench_pvt_v2_b2 bench_pvt_v2_b2_training quantization variants
+		profile model bench_segformer_b0 bench_segformer_b0_bfloat16 bench_pvt_v2_b2 bench_pvt_v2_b2_bfloat16 \
+		bench_pvt_v2_b2_training quantization variants
 
 # docs/results.md from benchmarks/results/.
 results: $(INSTALLED)

@@ -4,11 +4,13 @@
 are ``auto``'s, autotuned before.
 """
 
+from typing import Any
+
 import torch
+from torch.profiler import profile
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt.commands.bench.breakdown import by_kernel
 from cvt.commands.bench.contenders import training_step
 from cvt.factory import randomize
 from cvt_kernels.autotune import clock
@@ -58,6 +60,19 @@ def main() -> None:
         print(f"{name}: {kernels:.2f} ms of kernels, {wall:.2f} ms by the clock")
         for row in step["kernels"][:10]:
             print(f"  {row['share']:>6.1%}  {row['calls']:>4} × {row['name'][:90]}")
+
+
+def by_kernel(profiler: profile, cuda: bool) -> list[dict[str, Any]]:
+    """Lists the GPU's kernels or the CPU's operators, the longest first: name, calls and microseconds."""
+    rows = []
+    for row in profiler.key_averages():
+        microseconds = row.self_cpu_time_total
+        if cuda:
+            on_gpu = row.device_type == torch.autograd.DeviceType.CUDA
+            microseconds = row.self_device_time_total if on_gpu else 0.0
+        if microseconds > 0:
+            rows.append({"name": row.key, "calls": row.count, "microseconds": microseconds})
+    return sorted(rows, key=lambda row: -row["microseconds"])
 
 
 def profiled(step) -> dict:

@@ -45,7 +45,9 @@ NAMES = (
     *("bench", "bench_bfloat16", "bench_training", "profile", "model"),
     *(
         "bench_segformer_b0",
+        "bench_segformer_b0_bfloat16",
         "bench_pvt_v2_b2",
+        "bench_pvt_v2_b2_bfloat16",
         "bench_pvt_v2_b2_training",
         "quantization",
         "variants",
@@ -66,6 +68,8 @@ STAGES = {
         *("quantization", "variants"),
     ),
 }
+#: The parts that no stage has: what they measure is not worth the time on a GPU.
+ON_CPU = ("bench_segformer_b0_bfloat16", "bench_pvt_v2_b2_bfloat16")
 #: Seconds that a stage may take, and the part of them for its archive.
 LIMIT, RESERVE = 570.0, 15.0
 #: The beginnings of commands. Warnings are errors elsewhere; here they would cost measurements.
@@ -97,14 +101,16 @@ class Part(NamedTuple):
     otherwise: Part | None = None
 
 
-def plan(device: str, results: Path, *, tiny: bool, minutes: float) -> dict[str, Part]:
+def plan(
+    device: str, results: Path, *, tiny: bool, minutes: float, peers: str | None = None
+) -> dict[str, Part]:
     """Returns every part by name, in the order of ``NAMES``.
 
     Limits are for a GPU: within a stage they leave time for the archive and a build, except for the last
     parts. The longest are ``autotune`` and ``autotune_bfloat16``, which compile the Triton kernels for the
     parts after them. On a CPU each part may take all the time that there is.
     """
-    cvt_benches, pyramid_benches = benches(device, results, tiny=tiny)
+    cvt_benches, pyramid_benches = benches(device, results, tiny=tiny, peers=peers)
     on_gpu = device == "cuda"
     suite = functools.partial(_suite, results=results, tiny=tiny)
     script = functools.partial(_script, results=results, tiny=tiny)
@@ -217,18 +223,23 @@ def _suite(name: str, seconds: float, *, results: Path, tiny: bool) -> Part:
     )
 
 
-def benches(device: str, results: Path, *, tiny: bool) -> tuple[list[Part], list[Part]]:
-    """Returns the parts that run ``cvt bench``, for CvT-13 and for other models."""
+def benches(
+    device: str, results: Path, *, tiny: bool, peers: str | None = None
+) -> tuple[list[Part], list[Part]]:
+    """Returns the parts that run ``cvt bench``, for CvT-13 and for other models, on a CPU with ``peers``."""
     cuda = device == "cuda"
     batches = ["2"] if tiny else ["1", "256"] if cuda else ["1", "8", "32"]
     trained = ["2"] if tiny else ["256"] if cuda else ["8"]
     # torch.compile takes a minute or more for each batch size: too much for the nine of a run on a GPU.
-    peers = "hf" if tiny or cuda else "compile,eager"
+    others = [name for name in ("openvino", "onnxruntime") if importlib.util.find_spec(name) is not None]
+    peers = "hf" if tiny or cuda else peers or ",".join(["compile", *others])
     smaller = ["--image-size", "64", "--rounds", "4"] if tiny else []
+    # Fewer than by default, since steps on a CPU are long.
+    rounds = [] if tiny or cuda else ["--rounds", "6"]
 
     def bench(name: str, *options: str) -> Part:
         output = str(results / f"{name}.json")
-        command = [*MODULE, "cvt", "bench", "--device", device, "--json", output, *options, *smaller]
+        command = [*MODULE, "cvt", "bench", "--device", device, *rounds, "--json", output, *options, *smaller]
         return Part(name, command, seconds=40, needs=("transformers", "sklearn"))
 
     of_cvt = [
@@ -238,10 +249,13 @@ def benches(device: str, results: Path, *, tiny: bool) -> tuple[list[Part], list
     ]
     pyramid = "--model", "pvt_v2_b2", "--batch-size"
     few, several = (["2"], ["2"]) if tiny else (["1"], ["1", "256"] if cuda else ["1", "8"])
-    peers = "hf" if tiny or cuda else "compile"
+    half = "--peers", peers, "--dtype", "bfloat16"
+    segformer = "--model", "segformer_b0", "--batch-size"
     of_pyramids = [
-        bench("bench_segformer_b0", "--model", "segformer_b0", "--batch-size", *few, "--peers", peers),
+        bench("bench_segformer_b0", *segformer, *few, "--peers", peers),
+        bench("bench_segformer_b0_bfloat16", *segformer, *few, *half),
         bench("bench_pvt_v2_b2", *pyramid, *several, "--peers", peers),
+        bench("bench_pvt_v2_b2_bfloat16", *pyramid, *several, *half),
         bench("bench_pvt_v2_b2_training", *pyramid, *trained, "--train"),
     ]
     return of_cvt, of_pyramids
@@ -501,6 +515,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="archives of earlier stages, whose entries and compiled kernels are put to use",
     )
+    parser.add_argument(
+        "--peers",
+        help="peers of cvt bench on a CPU (default: compile, which takes minutes, and openvino and "
+        "onnxruntime where they are installed)",
+    )
     parser.add_argument("--tiny", action="store_true", help="shapes of a smoke test: a rehearsal")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all --parts (default: 9)")
     parser.add_argument(
@@ -532,7 +551,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"benchmarks/run.py: error: {error}", file=sys.stderr)
         return 2
-    known = plan(options.device, results, tiny=options.tiny, minutes=options.minutes)
+    known = plan(options.device, results, tiny=options.tiny, minutes=options.minutes, peers=options.peers)
     parts = [known[name] for name in chosen if name != "build" or not serves(options.device, facts)]
     if options.stage:
         archive_path = options.archive or ROOT / "build" / "gpu" / f"stage{options.stage}.tar.gz"

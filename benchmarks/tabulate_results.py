@@ -27,10 +27,8 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
 README, QUANTIZE = ROOT / "README.md", ROOT / "docs" / "quantize.md"
 #: The lines between which a table stands.
 BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
-#: The line at which the README's table of other models than CvT begins.
-BEGIN_PYRAMIDS = "<!-- measured, other models: written by make results -->\n"
-#: The batch sizes of a CvT that the README's table has.
-_README_BATCHES = (1, 8)
+#: The models in the README's table.
+_NAMES = {"cvt_13": "CvT-13", "segformer_b0": "SegFormer-B0", "pvt_v2_b2": "PVT v2-B2"}
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
 #: What benchmarks/auto.py writes.
@@ -42,7 +40,10 @@ VARIANTS_SCHEMA, VARIANTS_VERSION = "benchmarks variants", 1
 #: The files of ``cvt bench``.
 BENCHES = ("bench", "bench_bfloat16", "bench_training")
 #: Those of other models than CvT.
-PYRAMID_BENCHES = ("bench_segformer_b0", "bench_pvt_v2_b2", "bench_pvt_v2_b2_training")
+PYRAMID_BENCHES = (
+    *("bench_segformer_b0", "bench_segformer_b0_bfloat16", "bench_pvt_v2_b2", "bench_pvt_v2_b2_bfloat16"),
+    "bench_pvt_v2_b2_training",
+)
 SUITES = {
     "model": "Models",
     "conv_projection": "Projection",
@@ -68,8 +69,9 @@ The last column sets our fastest against the fastest of the others.
 "Beside Hugging Face's model" and "SegFormer and PVT" are what `cvt bench` measured: all contenders in turns,
 with the same weights, on real photographs; `hf` is Hugging Face's model as it is, `compile` the same under
 `torch.compile` (on a CPU in inference with freezing), `accelerate` a model after `accelerate(freeze=False)`,
-`…-frozen` one after `accelerate(freeze=True)`. On a CPU, `accelerate(model)` alone serves like the latter in
-evaluation. In parentheses stand the quartiles. [How to read `cvt bench`](report.md) says more.
+`…-frozen` one after `accelerate(freeze=True)`, `openvino` and `onnxruntime` Hugging Face's model in these
+runtimes. On a CPU, `accelerate(model)` serves like `…-frozen` in evaluation. In parentheses
+stand the quartiles. [How to read `cvt bench`](report.md) says more.
 """
 
 
@@ -210,7 +212,8 @@ def beside_pytorch(auto: dict[str, Any]) -> str:
 def beside_huggingface(results: bench_results.Results) -> str:
     """Returns a table of one run of ``cvt bench``, with a row for each batch size and contender."""
     batches = [(batch, {row["contender"]: row for row in batch["rows"]}) for batch in results["batches"]]
-    peers = ["hf", *(["compile"] if any("compile" in rows for _, rows in batches) else [])]
+    asked = ("compile", "openvino", "onnxruntime")
+    peers = ["hf", *(peer for peer in asked if any(peer in rows for _, rows in batches))]
     lines = bench_results.products(results)
     heads = ["batch", "contender", "images/s", *(f"× {peer}" for peer in peers)]
     table_rows = [[*heads, *(["% of product"] if lines else []), "memory, of hf's"]]
@@ -221,7 +224,14 @@ def beside_huggingface(results: bench_results.Results) -> str:
             cells += [beside(rows, name, peer) for peer in peers]
             cells += [f"{100 * bench_results.share_of_product(batch, row):.0f}"] if lines else []
             table_rows.append([*cells, share_of_memory(rows, name)])
-    return "\n\n".join([f"{bench_results.heading(results)}:", "\n".join(markdown(table_rows)), *lines])
+    first = [[cell or "–" for cell in row] for row in bench_results.first_rows(results)]
+    tables = ["\n".join(markdown(rows)) for rows in (table_rows, first) if rows]
+    failed = [
+        f"`{key}` was not measured: {about['note']}."
+        for key, about in results["contenders"].items()
+        if about["note"] is not None
+    ]
+    return "\n\n".join([f"{bench_results.heading(results)}:", *tables, *failed, *lines])
 
 
 def beside(rows: dict[str, dict[str, Any]], name: str, peer: str) -> str:
@@ -231,8 +241,14 @@ def beside(rows: dict[str, dict[str, Any]], name: str, peer: str) -> str:
     return str(bench_results.ratio(rows[name]["seconds"], rows[peer]["seconds"]))
 
 
-#: The contenders of one name in the README: what accelerate(model) serves on a CPU, and its blocks alone.
-_ACCELERATED = {"accelerate-frozen": "accelerated", "accelerate": "with `freeze=False`"}
+#: The columns of the README's table: what accelerate(model) serves on a CPU, its blocks alone, and peers.
+_COLUMNS = {
+    "compile": "`torch.compile`",
+    "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime",
+    "accelerate-frozen": "accelerated",
+    "accelerate": "with `freeze=False`",
+}
 
 
 def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -240,26 +256,19 @@ def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
     return "accelerate" if name == "accelerate-frozen" and name not in rows else name
 
 
-def _row_of_readme(batch: dict[str, Any], contenders: Iterable[str], measured: str) -> list[str]:
-    """Returns the cells of a batch: Hugging Face's speed, how much faster others are, and their memory."""
-    rows = {row["contender"]: row for row in batch["rows"]}
-    rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
-    speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in contenders]
-    return [str(batch["batch_size"]), rate, *speeds, share_of_memory(rows, _measured_as(measured, rows))]
-
-
-def readme_table(run: Run) -> str:
+def readme_table(benches: Iterable[bench_results.Results]) -> str:
     """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's."""
-    contenders = {"compile": "`torch.compile`", **_ACCELERATED, "cvt": "`cvt`"}
-    table_rows = [["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory of `cvt`"]]
-    for results in run.benches:
+    table_rows = [["", "batch", "Hugging Face's, images/s", *_COLUMNS.values(), "memory, accelerated"]]
+    for results in benches:
         config = results["config"]
-        kind = f"{config['dtype']}, {'training step' if config['train'] else 'inference'}"
-        table_rows += [
-            [kind, *_row_of_readme(batch, contenders, "cvt")]
-            for batch in results["batches"]
-            if batch["batch_size"] in _README_BATCHES
-        ]
+        kind = f"{_NAMES.get(config['model'], config['model'])}, {config['dtype']}"
+        kind += ", training step" if config["train"] else ""
+        for batch in results["batches"]:
+            rows = {row["contender"]: row for row in batch["rows"]}
+            rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
+            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in _COLUMNS]
+            memory = share_of_memory(rows, _measured_as("accelerate-frozen", rows))
+            table_rows.append([kind, str(batch["batch_size"]), rate, *speeds, memory])
     return "\n".join(markdown(table_rows))
 
 
@@ -279,19 +288,18 @@ def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
 
 
 def fill_readme(text: str, runs: list[Run], pyramids: dict[str, list[bench_results.Results]]) -> str:
-    """Puts the table of CvT of the newest run that has one, and the newest of other models, into the README.
+    """Puts the table of the newest run of CvT, and of other models on the same device, into the README.
 
     Raises:
         ValueError: The marks are not there.
     """
     measured = [run for run in runs if run.benches]
-    if measured:
-        newest = max(measured, key=lambda run: run.summary["date"])
-        text = fill("README.md", text, readme_table(newest))
-    if pyramids:
-        latest = max(pyramids.values(), key=lambda benches: max(each["date"] for each in benches))
-        text = fill("README.md", text, pyramids_table(latest), BEGIN_PYRAMIDS)
-    return text
+    if not measured:
+        return text
+    newest = max(measured, key=lambda run: run.summary["date"])
+    machine = newest.benches[0]["machine"]
+    others = [each for each in itertools.chain(*pyramids.values()) if each["machine"] == machine]
+    return fill("README.md", text, readme_table([*newest.benches, *others]))
 
 
 def fill(name: str, text: str, content: str, mark: str = BEGIN) -> str:
@@ -333,20 +341,6 @@ def pyramids_of(benches: list[bench_results.Results]) -> str:
     used = f"torch {versions['torch']}, transformers {versions['transformers']}"
     lines = [f"## SegFormer and PVT on {device}", f"{' and '.join(dates)}, {used}."]
     return "\n\n".join([*lines, *map(beside_huggingface, benches)])
-
-
-def pyramids_table(benches: list[bench_results.Results]) -> str:
-    """Returns the README's table of inference on a device, with a row for each model and batch size."""
-    contenders = {"compile": "`torch.compile`", **_ACCELERATED}
-    table_rows = [["", "batch", "Hugging Face's, images/s", *contenders.values(), "memory, accelerated"]]
-    for results in benches:
-        config = results["config"]
-        model = f"{config['model']}, {config['image_size']}×{config['image_size']}, {config['dtype']}"
-        table_rows += [
-            [model, *_row_of_readme(batch, contenders, "accelerate-frozen")]
-            for batch in (() if config["train"] else results["batches"])
-        ]
-    return "\n".join(markdown(table_rows))
 
 
 # Variants -------------------------------------------------------------------------------------------------

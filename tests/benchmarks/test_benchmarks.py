@@ -170,7 +170,7 @@ def test_every_part_has_its_script_and_few_files_come_out(plan):
         if word.startswith("benchmarks."):
             assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
     files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 22
+    assert len(files) == len(set(files)) == 24
     assert all(part.seconds <= 540 for part in parts.values())
 
 
@@ -178,7 +178,7 @@ def test_stages_keep_to_their_time_and_tune_before_anything_else_runs(plan):
     parts = plan("cuda")
     assert list(run.STAGES) == [1, 2, 3, 4]
     chosen = [name for names in run.STAGES.values() for name in names if name != "build"]
-    assert sorted(["build", *chosen]) == sorted(run.NAMES)  # each part in one stage
+    assert sorted(["build", *chosen, *run.ON_CPU]) == sorted(run.NAMES)  # each part in one stage
     assert all(names[0] == "build" for names in run.STAGES.values())
     assert run.STAGES[1][1:] == ("memcheck", "autotune_bfloat16")
     assert run.STAGES[2][1] == "autotune"
@@ -205,6 +205,10 @@ def test_what_is_tuned_and_benched(device, dtypes, batches, tmp_path, plan):
         assert re.search(r"--model (\w+)", words[name])[1] in models.PYRAMIDS
         assert words[name].endswith("--train") == name.endswith("training")
     assert {"autotune", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
+    for name in run.ON_CPU:
+        assert words[name].endswith("--dtype bfloat16")
+    asked = " ".join(plan(device, peers="openvino")["bench"].command)
+    assert ("--peers openvino" in asked) == (device == "cpu")
     tiny = plan(device, tiny=True)["bench_pvt_v2_b2"].command
     assert " ".join(tiny).endswith("--batch-size 2 --peers hf --image-size 64 --rounds 4")
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import tabulate_results as tabulate
 from cvt.commands.bench import results as bench_results
 
-README = f"{tabulate.BEGIN}old\n{tabulate.END}between\n{tabulate.BEGIN_PYRAMIDS}old\n{tabulate.END}after\n"
+README = f"{tabulate.BEGIN}old\n{tabulate.END}after\n"
 
 
 def write(path, content):
@@ -130,11 +130,27 @@ def test_the_newest_files_of_other_models(tmp_path, make):
     assert "\nold" not in text
     assert "| 8 | `accelerate` | 3.2 | 2.00 (2.00–2.00) | 0.41 |" in text.splitlines()
     assert text.count("## SegFormer and PVT on Some CPU\n\n") == 3
-    of_cvt, _, of_others = (tmp_path / "README.md").read_text().partition("between")
-    assert "| float32, inference | 8 | 1.6 | – | – | – | 2.00 × | 0.41 |" in of_cvt.splitlines()
-    assert [line for line in of_others.splitlines() if line.startswith("| newe")] == [
-        "| newest, 224×224, float32 | 8 | 1.6 | – | 2.00 × | 2.00 × | 0.41 |"
-    ]
+    # What was measured on the same machine, newest first where there are two.
+    table = (tmp_path / "README.md").read_text().splitlines()
+    assert "| CvT-13, float32 | 8 | 1.6 | – | – | – | – | – | – |" in table
+    assert "| SegFormer-B0, float32 | 8 | 1.6 | – | – | – | 2.00 × | 2.00 × | 0.41 |" in table
+
+
+def test_runtimes_have_columns_and_a_table_of_the_first_result(tmp_path, make):
+    folder = write_results(tmp_path, device_type="cpu", cuda=None, threads=2)
+    bench_file(folder / "bench.json", "openvino")
+    results = json.loads((folder / "bench.json").read_text())
+    first = {"batch_size": 8, "load": 1.0, "seconds": 0.25, "untuned_seconds": None}
+    results["contenders"]["openvino"]["first"] = first
+    results["contenders"]["onnxruntime"] = {"about": "a", "ours": False, "note": "fails: its process ended"}
+    write(folder / "bench.json", results)
+    code, text = make()
+    assert code == 0
+    assert "| batch | contender | images/s | × hf | × openvino | memory, of hf's |" in text.splitlines()
+    assert "| openvino | 0.25 | – | 1.00 |" in text.splitlines()
+    assert "`onnxruntime` was not measured: fails: its process ended." in text
+    table = (tmp_path / "README.md").read_text().splitlines()
+    assert "| CvT-13, float32 | 8 | 1.6 | – | 2.00 × | – | – | – | – |" in table
 
 
 def test_what_is_not_known_is_a_dash():

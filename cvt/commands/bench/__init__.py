@@ -65,8 +65,9 @@ def add_parser(commands: Any) -> None:
         type=lambda names: names.split(","),
         default=["hf"],
         metavar="NAMES",
-        help="models to compare with, comma-separated: hf, compile, compile-max, eager, cvt-compile, "
-        "accelerate-compile, accelerate-frozen-compile; hf is always included (default: hf)",
+        help="models to compare with, comma-separated: hf, compile, compile-max, eager, openvino, "
+        "onnxruntime, cvt-compile, accelerate-compile, accelerate-frozen-compile; hf is always included "
+        "(default: hf)",
     )
     bench.add_argument(
         "--save-weights", type=output_path, metavar="DIR", help="save the weights as a Hugging Face directory"
@@ -91,7 +92,7 @@ def add_parser(commands: Any) -> None:
 
 def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the names of the files in the folders that are written."""
-    drawn = [f"{name}-{size}" for name in ("operators", "roofline") for size in arguments.batch_size]
+    drawn = [f"operators-{size}" for size in arguments.batch_size]
     pages = ["index.html", *(f"{name}.png" for name in ("throughput", "memory", *drawn))]
     return {"save_weights": [WEIGHTS[0], *CONFIGS], "report": pages}
 

@@ -1,4 +1,4 @@
-"""The memory and time of a step, by part of the model and kind of operator, and the least work it takes."""
+"""The memory of a step, and its time by part of the model and kind of operator."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from cvt_kernels import backends, machine
 from cvt_kernels.autotune import clock
 
-from ...config import CvTConfig
 from .contenders import COMPILED, Contender
 
 #: Kinds of operators, by the outermost operator that has one. Backward has its names in CamelCase.
@@ -39,16 +38,13 @@ _PARTS = {
     "embedding": ("PatchEmbeddings", "CvtEmbeddings", "ConvEmbed"),
     "block": ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer", "CvtLayer", "Block"),
 }
-#: The fastest of this many is kept.
-_PROFILES = 3
+#: The fastest of this many is kept; no further one begins after these seconds.
+_PROFILES, _SECONDS = 3, 1.0
 #: The range around a call of an operator.
 _LABEL = re.compile(r"cvt_kernels::(?P<operator>\w+) by (?P<backend>\w+)")
 
 #: Loops that torch.compile made, in which operators can no longer be told apart.
 _COMPILED = re.compile(r"^triton_|cpp_fused|Compiled|Inductor", re.IGNORECASE)
-
-
-# Memory and time ------------------------------------------------------------------------------------------
 
 
 def memory_and_time(contender: Contender, batch: Tensor) -> dict[str, Any]:
@@ -94,11 +90,12 @@ def _of_extension(name: str) -> Any:
 
 def profiled_steps(contender: Contender, batch: Tensor) -> list[profile]:
     """Profiles some steps, with ranges that show the parts of the model and our operators."""
-    profiles = []
+    profiles: list[profile] = []
+    start = time.perf_counter()
     # Code that torch.compile made would be made again for labels, within the profile.
     labels = contextlib.nullcontext() if contender.key in COMPILED else _labeled_operators()
     with _labeled_parts(contender), labels:
-        for _ in range(_PROFILES):
+        while len(profiles) < _PROFILES and (not profiles or time.perf_counter() - start < _SECONDS):
             contender.model.zero_grad(set_to_none=True)
             step = functools.partial(contender.step, batch)
             profiles.append(clock.profiled(step, batch.device, memory=batch.device.type != "cuda"))
@@ -123,19 +120,6 @@ def by_place(profiler: profile, cuda: bool) -> Counter[tuple[str, str]]:
             microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
             seconds[_place(event)] += microseconds / 1e6
     return seconds
-
-
-def by_kernel(profiler: profile, cuda: bool) -> list[dict[str, Any]]:
-    """Lists the GPU's kernels or the CPU's operators, the longest first: name, calls and microseconds."""
-    rows = []
-    for row in profiler.key_averages():
-        microseconds = row.self_cpu_time_total
-        if cuda:
-            on_gpu = row.device_type == torch.autograd.DeviceType.CUDA
-            microseconds = row.self_device_time_total if on_gpu else 0.0
-        if microseconds > 0:
-            rows.append({"name": row.key, "calls": row.count, "microseconds": microseconds})
-    return sorted(rows, key=lambda row: -row["microseconds"])
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -209,44 +193,3 @@ def _place(event: Any) -> tuple[str, str]:
     kinds = (kind for name in names for kind, pattern in _KINDS.items() if pattern.search(name))
     compiled = any(map(_COMPILED.search, names))
     return part, next(kinds, "compiled" if compiled else "other")
-
-
-# The work ------------------------------------------------------------------------------------------------
-
-
-def work(config: CvTConfig, image_size: int, batch_size: int, itemsize: int) -> list[dict[str, Any]]:
-    """Counts the operations and bytes of a forward, by part and kind, all blocks of a stage together.
-
-    An operator reads its inputs and its weights once and writes its outputs once, and a multiplication and an
-    addition are two operations; LayerNorm is counted as 7 per element, GELU as 8.
-    """
-    rows: list[dict[str, Any]] = []
-
-    def add(part: str, kind: str, count: int, flops: float, elements: float, weights: int = 0) -> None:
-        size = itemsize * (batch_size * elements + weights)
-        rows.append({"part": part, "kind": kind, "flops": count * batch_size * flops, "bytes": count * size})
-
-    side, channels = image_size, config.in_chans
-    for i, stage in enumerate(config.stages, 1):
-        pixels, inputs = side**2, channels
-        side = (side + 2 * stage.patch_padding - stage.patch_size) // stage.patch_stride + 1
-        grid, keys = side**2, ((side - 1) // stage.stride_kv + 1) ** 2
-        dim = channels = stage.embed_dim
-        weights = dim * inputs * stage.patch_size**2
-        add(f"embedding {i}", "convolution", 1, 2 * grid * weights, pixels * inputs + grid * dim, weights)
-        add(f"embedding {i}", "norm", 1, 7 * grid * dim, 2 * grid * dim)
-
-        part, taps, hidden = f"block {i}", stage.kernel_size**2, int(dim * stage.mlp_ratio)
-        q, kv = grid + stage.cls_token, keys + stage.cls_token
-        width = stage.num_heads * stage.head_dim
-        products = q * (2 * dim * width + 2 * dim * hidden) + kv * 2 * dim * width
-        moved = q * (4 * dim + 2 * width + 2 * hidden) + kv * 2 * (dim + width)
-        add(part, "linear", stage.depth, 2 * products, moved, 4 * dim * width + 2 * dim * hidden)
-        add(part, "attention", stage.depth, 4 * q * kv * width, (2 * q + 2 * kv) * width)
-        # Three branches, each with a scale and a shift for BatchNorm.
-        convolved = (2 * taps + 2) * (grid + 2 * keys) * dim
-        add(part, "convolution", stage.depth, convolved, (2 * q + 2 * kv) * dim)
-        # Two LayerNorms and two residual sums; the first sum is fused with the second LayerNorm.
-        add(part, "norm", stage.depth, 16 * q * dim, (2 + 4 + 3) * q * dim)
-        add(part, "gelu", stage.depth, 8 * q * hidden, 2 * q * hidden)
-    return rows

@@ -30,6 +30,8 @@ PEERS = {
     "compile": "the same under torch.compile",
     "compile-max": 'the same under torch.compile(mode="max-autotune")',
     "eager": "the model of cvt in plain PyTorch: backend reference",
+    "openvino": "Hugging Face's in OpenVINO, with the hint LATENCY",
+    "onnxruntime": "Hugging Face's in ONNX Runtime",
 }
 #: This project's contenders, measured wherever they can run; the ones in ``COMPILED`` only on request.
 OURS = {
@@ -58,7 +60,10 @@ COMPILED = {
 #: What may be asked for.
 CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED))
 #: Contenders that are made of Hugging Face's model.
-HUGGINGFACE = ("hf", "compile", "compile-max", *(key for key in OURS if key.startswith("accelerate")))
+HUGGINGFACE = (
+    *("hf", "compile", "compile-max", "openvino", "onnxruntime"),
+    *(key for key in OURS if key.startswith("accelerate")),
+)
 
 
 class Contender(NamedTuple):
@@ -198,7 +203,7 @@ def build_huggingface(ours: CvT) -> nn.Module:
 def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> Contender:
     """Makes a contender of Hugging Face's model or, where it is not in ``HUGGINGFACE``, of ours.
 
-    The models have the device, dtype and mode in which they are to run.
+    The models have the device, dtype and mode in which they are to run, and may be changed.
 
     Raises:
         ValueError: The model cannot be accelerated or frozen.
@@ -206,8 +211,6 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> C
     requested = ("reference",) if key in PEERS else backends.requested_backends()
     model: Any = hf if key in HUGGINGFACE else ours
     is_accelerated = key in FROZEN or key.startswith("accelerate")
-    if is_accelerated or key in COMPILED:
-        model = copy.deepcopy(model)
     if is_accelerated:
         accelerate(model, freeze=key in FROZEN)
     if key in GRAPHED:

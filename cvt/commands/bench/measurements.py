@@ -1,33 +1,33 @@
 """The measurements of ``cvt bench``: Hugging Face's model and ours, of the same weights, on real photographs.
 
-Parity with float64 comes first, then speed in turns, with a large matrix product among them, then one step of
-each contender under the profiler, for its memory and for where its time goes. What :func:`run` returns is a
-file of ``results.py``.
+Each contender has a process of its own. Parity with float64 comes first, then speed in turns, with a large
+matrix product among them, then one step of each contender under the profiler, for its memory and for where
+its time goes. What :func:`run` returns is a file of ``results.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
-import functools
 import os
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from cvt_kernels import __version__, autotune, machine
+from cvt_kernels import __version__, autotune, backends, machine
 from cvt_kernels.autotune import clock
 
 from ...config import DTYPES
 from ...images import load_images, sample_photos
-from . import breakdown
+from . import workers
 from .compare import check_comparable
 from .contenders import (
     CHOICES,
@@ -37,15 +37,18 @@ from .contenders import (
     OURS,
     PEERS,
     Contender,
-    build_contender,
     chosen,
     freezing,
     has_classes,
 )
 from .models import Subject, build_subject
+from .peers import RUNTIMES, why_not
 from .results import SCHEMA, VERSION, Results
 from .summary import parity_errors
+from .workers import Job, Packed
 
+#: Seconds before a turn, in which the threads of the last contender stop waiting for work.
+_PAUSE = 0.03
 _PACKAGES = ("torch", "transformers", "numpy")
 
 
@@ -73,7 +76,7 @@ def run(
         Facts and samples, ready for JSON; ``docs/report.md`` has the format.
 
     Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed.
+        ModuleNotFoundError: The ``bench`` extra is not installed, or ``peers`` where it is needed.
         OSError, ImageError, CheckpointError: A file is missing or unusable.
         ValueError: An unknown name, an image size that the model does not take, results ``against`` that
             cannot be compared, or a contender that is less accurate than it may be.
@@ -82,41 +85,41 @@ def run(
     for peer in peers:
         if peer not in CHOICES:
             raise ValueError(f"peers: got {peer!r}, expected {', '.join(CHOICES)}")
+    refused = {key: why_not(key, device=device, dtype=dtype, train=train) for key in RUNTIMES if key in peers}
     subject = build_subject(model, checkpoint, image_size)
     if against is not None:
         check_comparable(against, subject.name, subject.image_size, batch_sizes)
     photos = list(sample_photos() if images is None else images)
     # A model of pixels may take larger images than the photographs are.
     inputs = load_images(photos, subject.image_size, upscale=subject.ours is None).to(device, DTYPES[dtype])
-    hf = copy.deepcopy(subject.hf).to(device, DTYPES[dtype]).train(train)
-    # Of the rounded weights, since their rounding is nobody's error.
-    exact = Contender("float64", copy.deepcopy(hf).double(), ("reference",), has_parts=False)
     keys = chosen(peers, device, train=train)
     if subject.ours is None:
         keys = [key for key in keys if key in HUGGINGFACE or key in peers]
-    about, compiling = _about(keys, subject, freeze=device.type == "cpu" and not train)
+    freeze = device.type == "cpu" and not train
+    about = _about(keys, subject, refused, freeze=freeze)
+    hf = copy.deepcopy(subject.hf).to(DTYPES[dtype]).train(train)
     ours = copy.deepcopy(subject.ours)
     if ours is not None:
-        ours = ours.to(device, DTYPES[dtype]).train(train)
-    contenders = _built(keys, hf, ours, about)
-    product = clock.Product(device, DTYPES[dtype])
-    # A backward has two products for each of the forward's.
-    operations = subject.operations * (3 if train else 1)
-    batches = []
-    steps = len(batch_sizes) * (len(keys) * (rounds + 3) + len(product.ways) * (rounds + 1))
-    with compiling, tqdm(total=steps, leave=False, disable=None) as progress:
-        for batch_size in batch_sizes:
-            measured = _measure(contenders, exact, inputs, batch_size, rounds, product, about, progress)
-            work = []
-            if subject.ours is not None:
-                size = DTYPES[dtype].itemsize
-                work = breakdown.work(subject.ours.config, subject.image_size, batch_size, size)
-            counts = {"batch_size": batch_size, "operations": batch_size * operations, "work": work}
-            batches.append({**counts, **measured})
+        ours = ours.to(DTYPES[dtype]).train(train)
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(folder, device, dtype, freeze, torch.get_num_threads(), backends.requested_backends())
+        job.save(hf=Packed.of(hf), ours=ours, photos=inputs)
+        # Of the rounded weights, since their rounding is nobody's error.
+        exact = Contender("float64", hf.to(device).double(), ("reference",), has_parts=False)
+        with _Contest(about, job, exact, inputs, rounds, has_ours=ours is not None) as contest:
+            contest.begin(batch_sizes)
+            # A backward has two products for each of the forward's.
+            operations = subject.operations * (3 if train else 1)
+            batches = [
+                {"batch_size": size, "operations": size * operations, **contest.measured(size)}
+                for size in batch_sizes
+            ]
     if save_weights is not None:
         subject.save(save_weights)
+    entries = autotune.cache_for(device)
+    entries.read_again()
     return {
-        **_session(),
+        **_session([package for key in refused for package in RUNTIMES[key].packages]),
         "config": {
             "model": subject.name,
             "weights": subject.weights,
@@ -130,53 +133,29 @@ def run(
             "rounds": rounds,
             "depths": subject.depths,
             "backends": _served_backends(batches),
-            "advice": autotune.cache_for(device).advice(),
-        },
-        "ceilings": {
-            "bytes_per_second": clock.copy_bandwidth(device),
-            "flops_per_second": max(
-                batch["product"]["operations"] / min(batch["product"]["seconds"]) for batch in batches
-            ),
+            "advice": entries.advice(),
         },
         "contenders": about,
         "batches": batches,
     }
 
 
-def _about(keys: Sequence[str], subject: Subject, *, freeze: bool) -> tuple[dict[str, dict[str, Any]], Any]:
-    """Describes the contenders; returns that, and the context in which all of them run."""
-    about: dict[str, dict[str, Any]] = {
-        key: {"about": {**PEERS, **OURS}[key], "ours": key in OURS, "note": None} for key in keys
-    }
-    about["hf"]["about"] = f"Hugging Face's {type(subject.hf).__name__}"
-    compiled = [about[key] for key in keys if key in COMPILED]
-    if not (compiled and freeze):
-        return about, contextlib.nullcontext()
-    compiling, words = freezing()
-    for peer_about in compiled:
-        peer_about["about"] += words
-    return about, compiling
-
-
-def _built(
-    keys: Sequence[str], hf: nn.Module, ours: nn.Module | None, about: dict[str, dict[str, Any]]
-) -> list[Contender]:
-    """Makes the contenders; ``about`` notes why one is not made of a model that ``cvt`` does not have."""
-    contenders = []
+def _about(
+    keys: Sequence[str], subject: Subject, refused: dict[str, str | None], *, freeze: bool
+) -> dict[str, dict[str, Any]]:
+    """Describes the contenders; ``refused`` says why some are not measured."""
+    about: dict[str, dict[str, Any]] = {}
     for key in keys:
-        if ours is None and key not in HUGGINGFACE:
-            about[key]["note"] = "cvt has no such model"
-            continue
-        try:
-            contenders.append(build_contender(key, hf, ours))
-        except ValueError as obstacle:
-            if key not in FROZEN or ours is not None:
-                raise
-            about[key]["note"] = str(obstacle)
-    return contenders
+        note = refused.get(key)
+        if subject.ours is None and key not in HUGGINGFACE:
+            note = "cvt has no such model"
+        words = freezing()[1] if freeze and key in COMPILED else ""
+        about[key] = {"about": {**PEERS, **OURS}[key] + words, "ours": key in OURS, "note": note}
+    about["hf"]["about"] = f"Hugging Face's {type(subject.hf).__name__}"
+    return about
 
 
-def _session() -> dict[str, Any]:
+def _session(packages: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the results about their format, the time, the machine and the packages."""
     facts = machine.facts()
     return {
@@ -184,7 +163,7 @@ def _session() -> dict[str, Any]:
         "version": VERSION,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {**facts._asdict(), "gpus": list(facts.gpus)},
-        "versions": {"cvt-kernels": __version__, **{n: metadata.version(n) for n in _PACKAGES}},
+        "versions": {"cvt-kernels": __version__, **{n: metadata.version(n) for n in (*_PACKAGES, *packages)}},
     }
 
 
@@ -200,89 +179,140 @@ def _served_backends(batches: list[dict[str, Any]]) -> dict[str, str]:
 # Measurements ---------------------------------------------------------------------------------------------
 
 
-def _measure(
-    contenders: list[Contender],
-    exact: Contender,
-    photos: Tensor,
-    batch_size: int,
-    rounds: int,
-    product: clock.Product,
-    about: dict[str, Any],
-    progress: Any,
-) -> dict[str, Any]:
-    """Returns the matrix product and the rows of a batch size; ``about`` notes why a contender fails."""
-    batches = _fill(photos, batch_size)
-    rows: dict[str, dict[str, Any]] = {}
-    for contender, parity in _parities(contenders, exact, photos, batches, about, progress):
-        rows[contender.key] = {"contender": contender.key, "parity": parity}
-    contenders = [contender for contender in contenders if contender.key in rows]
-    seconds = clock.seconds_in_turns(
-        [*(functools.partial(contender.step, batches[0]) for contender in contenders), *product.ways],
-        rounds,
-        photos.device,
-        before_run=lambda i: _tick(progress, f"batch {batch_size}, {f'round {i}' if i else 'warm-up'}"),
-    )
-    of_steps, of_products = seconds[: len(contenders)], seconds[len(contenders) :]
-    for contender, times in zip(contenders, of_steps, strict=True):
-        _tick(progress, f"batch {batch_size}, profile of {contender.key}")
-        rows[contender.key] |= {"seconds": times, **breakdown.memory_and_time(contender, batches[0])}
-    fastest = [min(ways) for ways in zip(*of_products, strict=True)]
-    return {
-        "product": {"n": product.n, "operations": product.operations, "seconds": fastest},
-        "rows": list(rows.values()),
-    }
+class _Contest:
+    """The processes of the contenders, and the requests to them, of which one is answered at a time.
 
-
-def _fill(photos: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-    """Returns full batches of all photos, the last one filled with the first photos again."""
-    count = -(-len(photos) // batch_size) * batch_size
-    return photos.repeat(-(-count // len(photos)), 1, 1, 1)[:count].split(batch_size)
-
-
-def _parities(
-    contenders: list[Contender],
-    exact: Contender,
-    photos: Tensor,
-    batches: tuple[Tensor, ...],
-    about: dict[str, Any],
-    progress: Any,
-) -> Iterator[tuple[Contender, dict[str, Any]]]:
-    """Compares the logits of all photos with float64's; in training, logits and gradients of one batch.
-
-    It raises ValueError where an error is larger than Hugging Face's in the same dtype allows.
+    A peer that fails, or whose process ends, has the reason in its ``note`` and is asked no more; an error of
+    Hugging Face's own model or of ours is raised.
     """
-    if exact.model.training:
-        # At least 2: of one image, Hugging Face's gradients are wrong on a CPU (see docs/accelerate.md).
-        photos = _fill(photos, min(max(len(batches[0]), 2), 8))[0]
-        batches = (photos,)
-    truth = torch.cat([exact.step(part.double()) for part in photos.split(len(batches[0]))])
-    true_norms = _gradient_norms(exact.model)
-    hugging_faces: dict[str, Any] = {}
-    for contender in contenders:
-        _tick(progress, f"batch {len(batches[0])}, parity of {contender.key}")
-        if about[contender.key]["note"] is not None:
-            continue
+
+    def __init__(
+        self,
+        about: dict[str, dict[str, Any]],
+        job: Job,
+        exact: Contender,
+        photos: Tensor,
+        rounds: int,
+        *,
+        has_ours: bool,
+    ):
+        self._about, self._job, self._exact, self._photos = about, job, exact, photos
+        self._rounds, self._has_ours, self._is_training = rounds, has_ours, exact.model.training
+        self._product = clock.Product(job.device, DTYPES[job.dtype])
+        self._workers: dict[str, workers.Worker] = {}
+        self._progress = tqdm(leave=False, disable=None)
+
+    def __enter__(self) -> _Contest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+        for worker in self._workers.values():
+            worker.end()
+
+    def _ask(self, key: str, request: str, batch_size: int) -> Any:
+        """Returns the answer of a contender, or None if it is out."""
+        if key not in self._workers:
+            return None
+        self._progress.set_description(f"batch {batch_size}, {request.replace('_', ' ')} of {key}")
+        self._progress.update()
         try:
-            # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
-            logits = torch.cat([contender.step(batch).clone() for batch in batches])[: len(photos)]
+            return self._workers[key].ask(request, batch_size)
         except Exception as failure:
-            if contender.key not in COMPILED:
+            cannot_freeze = key in FROZEN and not self._has_ours and isinstance(failure, ValueError)
+            if (key == "hf" or key in OURS) and key not in COMPILED and not cannot_freeze:
                 raise
             reason = (str(failure).splitlines() or ["no reason given"])[0]
-            about[contender.key]["note"] = f"fails: {type(failure).__name__}: {reason}"
-            continue
-        if (not_graphed := contender.why_not_graphed(batches[0])) is not None:
-            about[contender.key]["note"] = f"is not replayed as a CUDA graph: {not_graphed}"
-            continue
-        parity = _parity(logits, truth, _gradient_norms(contender.model), true_norms)
-        hugging_faces = hugging_faces or parity  # the first is Hugging Face's
-        for name, error in parity_errors(parity, hugging_faces, photos.dtype).items():
-            if not error.passed:
-                raise ValueError(
-                    f"{contender.key}: {name.replace('_', ' ')} {error.ours:.1e} against float64, expected "
-                    f"at most {error.allowed:.1e} by Hugging Face's in the same dtype; nothing was timed"
-                )
-        yield contender, parity
+            self._leave(key, reason if cannot_freeze else f"fails: {type(failure).__name__}: {reason}")
+            return None
+
+    def _leave(self, key: str, note: str) -> None:
+        self._about[key]["note"] = note
+        self._workers.pop(key).end()
+
+    def begin(self, batch_sizes: Sequence[int]) -> None:
+        """Starts the processes, and notes the seconds to the first result in the first batch size."""
+        steps = 2 + len(batch_sizes) * (2 + self._rounds + self._is_training)
+        self._progress.reset(len(self._about) * steps)
+        for key, facts in self._about.items():
+            facts["first"] = self._first(key, batch_sizes[0]) if facts["note"] is None else None
+
+    def _first(self, key: str, batch_size: int) -> dict[str, Any] | None:
+        """Starts the process of a contender; returns the seconds to its first result.
+
+        On a CPU, accelerated models have two processes before: without entries of autotuning, and with those
+        of the first.
+        """
+        fresh = self._job.device.type == "cpu" and key.startswith("accelerate") and key not in COMPILED
+        begun: list[Any] = []
+        with tempfile.TemporaryDirectory() as cache:
+            for place in [*([cache, cache] if fresh else []), None]:
+                if begun:
+                    self._workers.pop(key).end()
+                self._workers[key] = workers.Worker(key, self._job, place)
+                begun.append(self._ask(key, "first", batch_size))
+                if begun[-1] is None:
+                    return None
+        untuned = begun[0]["seconds"] if fresh else None
+        return {"batch_size": batch_size, **begun[fresh], "untuned_seconds": untuned}
+
+    def measured(self, batch_size: int) -> dict[str, Any]:
+        """Returns the matrix product and the rows of a batch size, all contenders having taken turns."""
+        parities = self._parities(batch_size)
+        seconds: dict[str, list[float]] = {key: [] for key in parities}
+        product: list[float] = []
+        for i in range(self._rounds + self._is_training):
+            for key in list(seconds) if i % 2 == 0 else list(reversed(seconds)):
+                time.sleep(_PAUSE)
+                taken = self._ask(key, "turn", batch_size)
+                if taken is None:
+                    del seconds[key]
+                elif i >= self._is_training:  # a training step of this size has not run before
+                    seconds[key].append(taken)
+            if i >= self._is_training:
+                time.sleep(_PAUSE)
+                ways = clock.seconds_in_turns(self._product.ways, 1, self._job.device)
+                product.append(min(each for (each,) in ways))
+        rows = []
+        for key, times in seconds.items():
+            facts = self._ask(key, "memory_and_time", batch_size)
+            if facts is not None:
+                rows.append({"contender": key, "parity": parities[key], "seconds": times, **facts})
+        return {
+            "product": {"n": self._product.n, "operations": self._product.operations, "seconds": product},
+            "rows": rows,
+        }
+
+    def _parities(self, batch_size: int) -> dict[str, dict[str, Any]]:
+        """Compares the logits with float64's; in training, of one batch, and its gradients.
+
+        It raises ValueError where an error of ours is larger than Hugging Face's in the same dtype allows.
+        """
+        exact = self._exact
+        parts = self._photos.split(batch_size)  # not filled, since no image depends on another
+        if exact.model.training:
+            parts, _ = workers.compared(self._photos, batch_size, train=True)
+        truth = torch.cat([exact.step(part.double()) for part in parts]).cpu()
+        true_norms = workers.gradient_norms(exact.model)
+        parities: dict[str, dict[str, Any]] = {}
+        for key in list(self._workers):
+            answer = self._ask(key, "parity", batch_size)
+            if answer is None:
+                continue
+            logits, norms, why_not_graphed = answer
+            if why_not_graphed is not None:
+                self._leave(key, f"is not replayed as a CUDA graph: {why_not_graphed}")
+                continue
+            parity = _parity(torch.from_numpy(logits), truth, torch.from_numpy(norms), true_norms)
+            parities[key] = parity
+            errors = parity_errors(parity, parities["hf"], DTYPES[self._job.dtype])
+            for name, error in errors.items() if key not in RUNTIMES else ():
+                if not error.passed:
+                    raise ValueError(
+                        f"{key}: {name.replace('_', ' ')} {error.ours:.1e} against float64, expected at most "
+                        f"{error.allowed:.1e} by Hugging Face's in the same dtype; nothing was timed"
+                    )
+        return parities
 
 
 def _parity(logits: Tensor, truth: Tensor, norms: Tensor, true_norms: Tensor) -> dict[str, Any]:
@@ -306,14 +336,3 @@ def _agreement(logits: Tensor, truth: Tensor) -> tuple[int, int]:
     k = min(5, truth.shape[1])
     top, true_top = (each.movedim(1, -1).topk(k).indices for each in (logits.double(), truth))
     return int((top[..., None] == true_top[..., None, :]).sum()), true_top.numel()
-
-
-def _gradient_norms(model: nn.Module) -> Tensor:
-    """Returns the norm of every gradient, sorted, because the models name and order theirs differently."""
-    norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
-    return torch.stack(norms).sort().values if norms else torch.empty(0)
-
-
-def _tick(progress: Any, what: str) -> None:
-    progress.set_description(what)
-    progress.update()

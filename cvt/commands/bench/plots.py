@@ -31,7 +31,6 @@ _KINDS = {
     "block": _Kind("whole blocks", "#000000", False),
     "other": _Kind("other", "#999999", True),
 }
-_MARKERS = "os^Dv*"  # of stages; they can be told apart also where they overlap
 _OURS_COLOR, _PEER_COLOR = "#0072B2", "#999999"
 
 
@@ -53,33 +52,23 @@ def draw(results: Results) -> Iterator[Plot]:
         "Images per second, median of the rounds; the line ends at the slowest and the fastest.",
         _bars(results, "images/s", lambda row, size: [size / s for s in row["seconds"]]),
     )
-    if all(row["peak_bytes"] is not None for batch in batches for row in batch["rows"]):
-        yield Plot(
-            "memory",
-            "Memory",
-            MEMORY,
-            _bars(results, "MiB", lambda row, size: [row["peak_bytes"] / 2**20]),
-        )
+    if any(row["peak_bytes"] for batch in batches for row in batch["rows"]):
+        yield Plot("memory", "Memory", MEMORY, _bars(results, "MiB", _peak))
     for batch in batches:
         size = batch["batch_size"]
         yield Plot(
             f"operators-{size}",
             f"Where the time goes, batch {size}",
-            "A step under the profiler, the fastest of three, with what the profiler itself takes: the "
+            "A step under the profiler, the fastest of up to three, with what the profiler itself takes: the "
             "whole, then the mean block of each stage. A compiled graph has no blocks, nor has a backward."
             + (" Time of the GPU's kernels only." if results["machine"]["gpus"] else ""),
             _operators(results, batch),
         )
-        if batch["work"] and not results["config"]["train"]:
-            yield Plot(
-                f"roofline-{size}",
-                f"Roofline, batch {size}",
-                "Each operator of each stage (hollow: of its embedding), and what this machine reached in "
-                "the same run in a large copy and in a matrix product. Operations and bytes are those that "
-                "the operator cannot do without: a contender that moves more lies lower. Caches can lift it "
-                "above the slope.",
-                _roofline(results, batch),
-            )
+
+
+def _peak(row: dict[str, Any], size: int) -> list[float]:
+    """Returns the peak of memory in MiB, or nothing where it is not known."""
+    return [] if row["peak_bytes"] is None else [row["peak_bytes"] / 2**20]
 
 
 def check_plots() -> None:
@@ -109,7 +98,7 @@ def _bars(results: Results, unit: str, values: Callable[[dict[str, Any], int], l
     figure = _new_figure(8, len(batches) * (0.8 + 0.4 * count))
     panels = figure.subplots(len(batches), squeeze=False)[:, 0]
     for axes, batch in zip(panels, batches, strict=True):
-        rows = batch["rows"]
+        rows = [row for row in batch["rows"] if values(row, batch["batch_size"])]
         samples = [values(row, batch["batch_size"]) for row in rows]
         medians = [statistics.median(each) for each in samples]
         ours = [results["contenders"][row["contender"]]["ours"] for row in rows]
@@ -140,7 +129,7 @@ def _operators(results: Results, batch: dict[str, Any]) -> Any:
     panels: list[tuple[str, str | None, int]] = [("whole model", None, 1)]
     for i, depth in enumerate(depths, 1):
         panels.append((f"a block of stage {i} (mean of {depth})", f"block {i}", depth))
-    rows = batch["rows"]
+    rows = [row for row in batch["rows"] if row["breakdown"]]  # another runtime has no operators of PyTorch's
     figure = _new_figure(9, 0.8 + len(panels) * (0.8 + 0.32 * len(rows)))
     used = [kind for kind in _KINDS if any(cell["kind"] == kind for row in rows for cell in row["breakdown"])]
     for axes, (title, part, depth) in zip(
@@ -184,57 +173,3 @@ def _patch(kind: _Kind) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(color=kind.color, label=kind.label)
-
-
-def _marker(shape: str, stage: int) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color="#333333", linestyle="", marker=shape, label=f"stage {stage}")
-
-
-def _roofline(results: Results, batch: dict[str, Any]) -> Any:
-    """Draws a panel for Hugging Face's model and each of ours: kinds as colors, stages as shapes."""
-    rows = [
-        row
-        for row in batch["rows"]
-        if row["contender"] == "hf" or results["contenders"][row["contender"]]["ours"]
-    ]
-    work = {(each["part"], each["kind"]): each for each in batch["work"]}
-    # A contender without parts would have an empty panel.
-    rows = [row for row in rows if any((cell["part"], cell["kind"]) in work for cell in row["breakdown"])]
-    flops, copied = (results["ceilings"][f"{name}_per_second"] for name in ("flops", "bytes"))
-    figure = _new_figure(4.6 * len(rows), 5.6)
-    knee = flops / copied
-    ends = [0.1, 4 * max(knee, *(need["flops"] / need["bytes"] for need in batch["work"]))]
-    for axes, row in zip(
-        figure.subplots(1, len(rows), squeeze=False, sharey=True, sharex=True)[0], rows, strict=True
-    ):
-        roof = [copied * ends[0] / 1e9, flops / 1e9, flops / 1e9]
-        axes.plot([ends[0], knee, ends[1]], roof, color="#333333")
-        for cell in row["breakdown"]:
-            need = work.get((cell["part"], cell["kind"]))
-            if need is None:
-                continue
-            color, stage = _KINDS[cell["kind"]].color, int(cell["part"][-1])
-            x, y = need["flops"] / need["bytes"], need["flops"] / cell["seconds"] / 1e9
-            edge, face = (color, "none") if cell["part"].startswith("embedding") else ("white", color)
-            shape = _MARKERS[(stage - 1) % len(_MARKERS)]
-            axes.plot(x, y, shape, markersize=9, markeredgecolor=edge, markerfacecolor=face)
-        axes.set(xscale="log", yscale="log", title=row["contender"], xlabel="operations per byte")
-        axes.grid(alpha=0.25, which="major")
-        _plain_axes(axes)
-    panels = figure.axes
-    panels[0].set_ylabel("10⁹ operations per second")
-    panels[0].annotate(
-        f"matrix product {flops / 1e9:.4g}·10⁹/s", (ends[1], flops / 1e9), xytext=(0, 5),
-        textcoords="offset points", ha="right", fontsize=9,
-    )  # fmt: skip
-    panels[0].annotate(
-        f"copy\n{copied / 1e9:.4g} GB/s", (knee / 3, flops / 3e9), xytext=(-6, 0),
-        textcoords="offset points", fontsize=9, ha="right", va="bottom",
-    )  # fmt: skip
-    kinds = {need["kind"]: None for need in batch["work"]}
-    handles = [_patch(_KINDS[kind]) for kind in kinds]
-    handles += [_marker(shape, i) for i, shape in enumerate(_MARKERS[: len(results["config"]["depths"])], 1)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(rows) + 1, frameon=False)
-    return figure

@@ -10,7 +10,18 @@ from typing import Any
 from ...files import filling
 from . import summary
 from .plots import draw, png
-from .results import MEMORY, Range, Results, advice, heading, meaning, parity_rows, products, speed_rows
+from .results import (
+    MEMORY,
+    Range,
+    Results,
+    advice,
+    first_rows,
+    heading,
+    meaning,
+    parity_rows,
+    products,
+    speed_rows,
+)
 
 
 def write_report(results: Results, directory: str | os.PathLike[str]) -> list[Path]:
@@ -47,10 +58,12 @@ def _page(results: Results, figures: list[dict[str, str]]) -> str:
         heading=heading(results),
         contenders=[["contender", ""], *([k, meaning(about)] for k, about in results["contenders"].items())],
         explained=" ".join([*products(results), MEMORY, *advice(results)]),
-        speed=[speed_rows(results, batch, _marked) for batch in batches],
-        parity=[parity_rows(results, batch) for batch in batches],
+        numbers=[
+            *(speed_rows(results, batch, _marked) for batch in batches),
+            *filter(None, [first_rows(results)]),
+            *(parity_rows(results, batch) for batch in batches),
+        ],
         figures=figures,
-        doubts={batch["batch_size"]: summary.doubts(batch) for batch in batches},
         doubts_explained=summary.DOUBTS,
         machine=[["", ""], *([name, _plain(value)] for name, value in facts.items())],
     )

@@ -26,7 +26,8 @@ SCHEMA, VERSION = "cvt bench", 1
 #: What stands beside every figure of memory.
 MEMORY = (
     "Memory: the most that PyTorch's allocator held at once during a step, beyond weights and images, and "
-    "the workspace that our kernels keep."
+    "the workspace that our kernels keep. Process: the most that a contender's process had during a step, "
+    "weights included, beyond what it had before they were loaded."
 )
 
 #: With fewer rounds nothing is said about noise.
@@ -141,8 +142,8 @@ def text(results: Results) -> str:
     lines = [heading(results), ""]
     legend = [[key, meaning(about)] for key, about in results["contenders"].items()]
     lines += aligned(legend)
-    for batch in results["batches"]:
-        lines += ["", *_aligned_numbers(speed_rows(results, batch))]
+    for rows in (*(speed_rows(results, batch) for batch in results["batches"]), first_rows(results)):
+        lines += ["", *_aligned_numbers(rows)] if rows else []
     lines += [
         "",
         "×: times as fast, median of the rounds' own ratios and their quartiles.",
@@ -202,17 +203,34 @@ def speed_rows(
     table = [
         [f"batch {batch['batch_size']}", "images/s", "slowest", "fastest"]
         + (["% of product"] if "product" in batch else [])
-        + ["memory MiB", *(f"× {peer}" for peer in peers)]
+        + ["memory MiB", "process MiB", *(f"× {peer}" for peer in peers)]
     ]
     for key, row in rows.items():
         rates = [batch["batch_size"] / s for s in row["seconds"]]
         numbers = [f"{rate:.2f}" for rate in (statistics.median(rates), min(rates), max(rates))]
         if "product" in batch:
             numbers.append(f"{100 * share_of_product(batch, row):.0f}")
-        memory = "?" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.1f}"
+        memory = [_mebibytes(row.get(name)) for name in ("peak_bytes", "resident_bytes")]
         ratios = {peer: ratio(row["seconds"], rows[peer]["seconds"]) for peer in peers}
         cells = ["" if peer == key else cell_of(factor) for peer, factor in ratios.items()]
-        table.append([key, *numbers, memory, *cells])
+        table.append([key, *numbers, *memory, *cells])
+    return table
+
+
+def _mebibytes(size: float | None) -> str:
+    return "?" if size is None else f"{size / 2**20:.1f}"
+
+
+def first_rows(results: Results) -> list[list[str]]:
+    """Returns the table of the seconds to the first result, its heading first; nothing for older results."""
+    begun = {key: about["first"] for key, about in results["contenders"].items() if about.get("first")}
+    if not begun:
+        return []
+    size = next(iter(begun.values()))["batch_size"]
+    names = {"seconds": "seconds", "untuned_seconds": "before autotuning", "load": "conversion before"}
+    table = [[f"first result, batch {size}", *names.values()]]
+    for key, first in begun.items():
+        table.append([key, *("" if first[name] is None else f"{first[name]:.2f}" for name in names)])
     return table
 
 

@@ -50,27 +50,6 @@ def doubt(factor: Range) -> str:
     return "rough" if factor.high - factor.low > _WIDEST * factor.median else ""
 
 
-def doubts(batch: dict[str, Any]) -> list[str]:
-    """Returns a sentence for each thing that cannot be concluded from the rounds of a batch size.
-
-    Every contender is compared with Hugging Face's model and with the fastest.
-    """
-    seconds = {row["contender"]: row["seconds"] for row in batch["rows"]}
-    if (rounds := len(seconds["hf"])) < LEAST_ROUNDS:
-        return [f"{rounds} rounds are too few to conclude anything, expected {LEAST_ROUNDS} or more."]
-    fastest = _fastest(batch)
-    pairs = [(key, "hf") for key in seconds if key != "hf"]
-    pairs += [(fastest, key) for key in seconds if key not in (fastest, "hf")]
-    sentences = []
-    for key, other in pairs:
-        factor = ratio(seconds[key], seconds[other])
-        if (why := doubt(factor)) == "too close":
-            sentences.append(f"{key} and {other} are too close to tell apart: {factor} times as fast.")
-        elif why and other == "hf":
-            sentences.append(f"The speed of {key} in multiples of {other}'s is rough: {factor}.")
-    return sentences
-
-
 def sentence(results: Results) -> str:
     """Returns a sentence that says whether the results are equal, and who is how much faster and where."""
     config, facts = results["config"], results["machine"]

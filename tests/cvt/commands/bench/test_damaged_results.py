@@ -13,10 +13,11 @@ from tests.cvt.commands.bench.test_bench import made
 
 _ROW = {"seconds": [0.5, 0.25, 0.5, 0.25], "peak_bytes": 1, "parity": {}}
 _PARITY = {"error": 1e-6, "largest": 1.0, "top5": 5, "of": 5, "gradient_error": None}
+_FIRST = {"batch_size": 1, "load": None, "seconds": 0.5, "untuned_seconds": 1.5}
 RESULTS = {
     **made(),
     "contenders": {
-        "hf": {"about": "theirs", "ours": False, "note": None},
+        "hf": {"about": "theirs", "ours": False, "note": None, "first": _FIRST},
         "cvt": {"about": "ours", "ours": True, "note": None},
     },
     "batches": [

@@ -10,10 +10,10 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import commands as cli
 from cvt import hub
-from cvt.commands.bench import breakdown, contenders, measurements, models, plots, report
+from cvt.commands.bench import breakdown, contenders, measurements, models, plots, report, workers
 from cvt.commands.bench import results as result_files
-from cvt_kernels.autotune import clock
 from tests.checks import bad
+from tests.cvt.commands.bench.test_bench import make_quick
 from tests.upstream import KERNELS_FIRST
 
 TINY = {
@@ -27,13 +27,11 @@ SMALL_HEAD = {"SegformerForSemanticSegmentation": {"decoder_hidden_size": 16, "n
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    """Makes the models tiny, and the profile and the ceilings quick."""
+    """Makes the models tiny, and their measurement quick."""
     for name, pyramid in models.PYRAMIDS.items():
         sizes = {**pyramid.sizes, **TINY, **SMALL_HEAD.get(pyramid.model_class, {})}
         monkeypatch.setitem(models.PYRAMIDS, name, pyramid._replace(sizes=sizes))
-    monkeypatch.setattr(breakdown, "_PROFILES", 1)
-    monkeypatch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
-    monkeypatch.setattr(clock, "_copy_size", lambda device: 2**20)
+    make_quick(monkeypatch)
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def test_accelerated_models_are_measured():
 def test_a_frozen_model_is_left_out_with_the_reason(accelerated):
     results = measured("pvt_v2_b2_linear", peers=("hf", "eager", "cvt-compile"))
     assert keys_of(results) == ["hf", "accelerate"]
-    assert accelerated == [("PvtV2ForImageClassification", freeze) for freeze in (False, True)]
+    assert accelerated == [("PvtV2ForImageClassification", freeze) for freeze in (False, False, False, True)]
     notes = {key: about["note"] for key, about in results["contenders"].items()}
     none = "cvt has no such model"
     reasons = {"eager": none, "accelerate-frozen": "model: has nothing to freeze", "cvt-compile": none}
@@ -91,7 +89,7 @@ def test_a_frozen_model_is_left_out_with_the_reason(accelerated):
 
 
 def test_results_of_another_model_are_refused_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(measurements, "_measure", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(measurements, "_Contest", lambda *arguments, **options: pytest.fail("measured"))
     old = {"config": {"model": "pvt_tiny", "image_size": 96}, "batches": [{"batch_size": 8}]}
     with pytest.raises(ValueError, match="model pvt_tiny → glpn; image size 96 → 64; batch size 8 → 2"):
         measured("glpn", against=old)
@@ -135,7 +133,7 @@ def test_a_wrong_model_is_never_timed(train, monkeypatch):
             next(p for p in model.parameters() if p.ndim == 4).mul_(1.001)
 
     monkeypatch.setattr(contenders, "accelerate", accelerate)
-    monkeypatch.setattr(clock, "seconds_in_turns", lambda *arguments, **keywords: pytest.fail("timed"))
+    monkeypatch.setattr(workers.Runner, "turn", lambda *arguments: pytest.fail("timed"))
     with pytest.raises(ValueError, match=r"accelerate: error \S+ against float64, .* nothing was timed"):
         measured("glpn", train=train)
 
@@ -162,8 +160,6 @@ def test_breakdown_and_page(tmp_path):
         for i in range(1, 5):
             assert {(f"block {i}", kind) for kind in ("linear", "attention", "gelu", "norm")} <= parts
             assert (f"embedding {i}", "convolution") in parts
-    # Nobody has counted what each operator must do, so there is no roofline.
-    assert batch["work"] == []
     assert [plot.name for plot in plots.draw(results)] == ["throughput", "memory", "operators-2"]
     page, *_ = report.write_report(results, tmp_path)
     assert "SegformerForSemanticSegmentation" in page.read_text(encoding="utf-8")
