@@ -26,18 +26,25 @@ class _Wanted(threading.local):
     """The last stage and the last block of the classifier that runs in this thread."""
 
     modules: tuple[nn.Module, ...] = ()
+    even_if_watched = False
 
 
 _wanted = _Wanted()
 
 
-def with_class_token_only(stage: nn.Module, block: nn.Module, run: Callable[[], _Result]) -> _Result:
-    """Calls ``run``, during which the last stage and its last block may compute the class token alone."""
-    before, _wanted.modules = _wanted.modules, (stage, block)
+def with_class_token_only(
+    stage: nn.Module, block: nn.Module, run: Callable[[], _Result], *, even_if_watched: bool = False
+) -> _Result:
+    """Calls ``run``, during which the last stage and its last block may compute the class token alone.
+
+    With ``even_if_watched`` they do so although hooks within the block get tensors of one token.
+    """
+    before = _wanted.modules, _wanted.even_if_watched
+    _wanted.modules, _wanted.even_if_watched = (stage, block), even_if_watched
     try:
         return run()
     finally:
-        _wanted.modules = before
+        _wanted.modules, _wanted.even_if_watched = before
 
 
 def is_stage_wanted(stage: nn.Module) -> bool:
@@ -49,7 +56,7 @@ def is_block_wanted(block: nn.Module) -> bool:
     """Returns whether a block may compute the class token alone, since nobody watches its modules."""
     if torch.compiler.is_compiling() or not any(module is block for module in _wanted.modules[1:]):
         return False
-    return not any(map(is_watched, block.modules()))
+    return _wanted.even_if_watched or not any(map(is_watched, block.modules()))
 
 
 def class_token_of(tokens: Tensor) -> Tensor:

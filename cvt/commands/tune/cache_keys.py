@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from cvt_kernels import LinearInt8, accelerate, backends, dispatch, restore
+from cvt_kernels.acceleration.class_token import with_class_token_only
 from cvt_kernels.ops.linear_int8.modules import replace
 from cvt_kernels.quantization.layers import find_layers
 
@@ -175,6 +176,9 @@ class _Collector:
             if not quantized:
                 self._watch(model, device)
             model(images)
+            if not train:  # as it is served without hooks
+                last = model._built_stages()[-1]
+                with_class_token_only(last, last.blocks[-1], lambda: model(images), even_if_watched=True)
 
     def _watch(self, model: nn.Module, device: torch.device) -> None:
         """Records also calls that only occur on other devices or in Hugging Face's and Microsoft's models."""
