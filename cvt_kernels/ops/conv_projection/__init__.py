@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, modes
 from ...backends import Record
-from ...declaration import facts_of, facts_of_tensor, extension_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, facts_of, facts_of_tensor, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
 from ..kinds import first_images, images_within, size_class
 

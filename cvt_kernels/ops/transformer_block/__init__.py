@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...backends import Implementation, Record
-from ...declaration import facts_of_tensor, extension_kernels, operator
+from ...declaration import extension_kernels, facts_of_tensor, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..kinds import first_images, gelu_words, images_within, size_class

@@ -34,9 +34,9 @@ from .sliding import (
     output_lanes,
     output_size,
     rows_of,
+    sliding_step,
     start_sums,
     store_row,
-    sliding_step,
     widen,
 )
 

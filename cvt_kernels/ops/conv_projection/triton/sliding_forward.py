@@ -20,10 +20,10 @@ from .sliding import (
     load_weights,
     locate_strip,
     rows_of,
-    store_row,
-    units,
     sliding_start,
     sliding_step,
+    store_row,
+    units,
     widen,
 )
 

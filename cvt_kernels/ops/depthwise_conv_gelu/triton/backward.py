@@ -29,8 +29,8 @@ from ...conv_projection.triton.sliding import (
 from ...conv_projection.triton.sliding_backward import (
     add_weight_gradients,
     channels_of,
-    store_weight_gradients,
     sliding_backward_input,
+    store_weight_gradients,
     zeros,
 )
 from ...triton_gelu import derivative_half
