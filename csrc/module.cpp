@@ -125,11 +125,13 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // tokens in rows of an image: `packed` are the linear layers of Q, K and V, then proj, fc1 and fc2; `reduction` one for each row of the
   // weight (channels, channels, r, r), with the inputs of that row in the order column, channel, or none. `vectors`, in
   // float32, are weight and bias of both LayerNorms and the biases of the linear layers, then bias of the reduction and
-  // weight and bias of its LayerNorm; `eps` are the LayerNorms'; `widths` as above.
+  // weight and bias of its LayerNorm; `eps` are the LayerNorms'; `widths`,
+  // `weight_scales` and `input_scales` as above.
   m.def("pack_depthwise(Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "pyramid_block_packed(Tensor x, int height, int width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "
-      "Tensor[] vectors, int[] widths, float[] eps, float scale, str activation) -> Tensor");
+      "Tensor[] vectors, int[] widths, Tensor[] weight_scales, float[] input_scales, float[] eps, float scale, "
+      "str activation) -> Tensor");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
   // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,

@@ -106,6 +106,7 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
 struct Rounded {
   void* values;
   float* scales;
+  float* copy = nullptr;  // room for a row of float, where the input has 16 bits
 };
 
 // The bytes of such a row; 0 of a layer that is not quantized.
@@ -114,6 +115,7 @@ inline int64_t rounded_bytes(const Linear& linear) {
 }
 
 constexpr int64_t kSums = linear_int8::kPanel;  // the columns of a tile of sums
+constexpr int64_t kTileColumns = kColumns > kSums ? kColumns : kSums;  // of one for layers of either kind
 
 VECTOR_INLINE F float_of(const int32_t* integers) {
   typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
@@ -126,6 +128,7 @@ VECTOR_INLINE F float_of(const int32_t* integers) {
 template <class G>
 VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const Rounded& a, int64_t rows, int32_t* tile,
                          G f) {
+  TileUse::release();
   for (int64_t start = begin; start < end; start += kSums) {
     linear.integers->multiply(a.values, rows, linear.weight, linear.inputs, start, tile);
     for (int64_t row = 0; row < rows; row++) {
@@ -139,24 +142,23 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
   }
 }
 
-// The same for layers of either kind, the rows of a having been given to round_rows. T is the type of the block's tokens.
-template <class T, class E, class G>
+// The same for layers of either kind, the rows of a having been given to round_rows.
+template <class E, class G>
 VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows,
                          const Rounded& rounded, float* tile, G f) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (linear.integers != nullptr) {
-      return apply(linear, begin, end, rounded, rows, reinterpret_cast<int32_t*>(tile), f);
-    }
-  }
+  if (linear.integers != nullptr) return apply(linear, begin, end, rounded, rows, reinterpret_cast<int32_t*>(tile), f);
   apply(linear, begin, end, a, a_stride, rows, tile, f);
 }
 
 // Rounds the input of a quantized layer; does nothing for other layers.
-template <class T, class E>
+template <class E>
 void round_rows(const Linear& linear, const E* a, int64_t a_stride, int64_t rows, const Rounded& to) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (linear.integers == nullptr) return;
+  if (linear.integers == nullptr) return;
+  if constexpr (std::is_same_v<E, float>) {
     linear.integers->quantize(a, a_stride, rows, linear.inputs, linear.input_scale, to.values, to.scales);
+  } else {
+    linear.integers->quantize_tile(DType::bfloat16, a, a_stride, rows, linear.inputs, linear.input_scale, to.copy, to.values,
+                                   to.scales);
   }
 }
 

@@ -50,9 +50,6 @@ int64_t row_size(const Block& block) { return (block.width + 2 * block.margin) *
 // The rows of a branch's output that are made together, at least one.
 int64_t rows_together(const Branch& branch) { return at_least<int64_t>((kTileRows - 1) / branch.width, 1); }
 
-// The columns of a tile of sums, whether of float or of integers.
-constexpr int64_t kTileColumns = kColumns > kSums ? kColumns : kSums;
-
 int64_t most_tokens(const Block& block) {
   int64_t most = 0;
   for (const Branch& b : block.branches) most = at_least(rows_together(b) * b.width, most);
@@ -176,8 +173,8 @@ void project_band(const Block& block, int64_t unit, void* memory) {
       pad_rows(scratch.a, rows, stride, block.channels);
       E* out = static_cast<E*>(block.projected[branch]) +
                (image * projected_tokens(block, branch) + token) * linear.outputs;
-      round_rows<T>(linear, scratch.a, stride, rows, scratch.rounded);
-      apply<T>(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
+      round_rows(linear, scratch.a, stride, rows, scratch.rounded);
+      apply(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
                [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
                  store(out + r * linear.outputs + c, sums, lanes);
                });
@@ -224,7 +221,7 @@ template <Activation activation, class T, class E = Element<T>>
 void fill_hidden(const Block& block, const E* a, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
   constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
   const int64_t stride = scratch.hidden_stride;
-  apply<T>(block.fc1, begin, end, a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
+  apply(block.fc1, begin, end, a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
              store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
            });
@@ -238,9 +235,9 @@ void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scr
   for (int64_t group = 0; group < groups; group++) {
     const int64_t first = rows * group / groups, count = rows * (group + 1) / groups - first;
     const E* a = scratch.a + first * scratch.a_stride;
-    round_rows<float>(block.fc1, a, scratch.a_stride, count, scratch.rounded);
+    round_rows(block.fc1, a, scratch.a_stride, count, scratch.rounded);
     fill_hidden<activation, float>(block, a, count, 0, block.fc1.outputs, scratch);
-    round_rows<float>(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
+    round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
     float* to = x + first * block.channels;
     apply(block.fc2, 0, block.channels, scratch.rounded, count, reinterpret_cast<int32_t*>(scratch.tile),
           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
@@ -253,7 +250,7 @@ void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scr
 // The same for an fc2 that is not, the hidden channels in parts.
 template <Activation activation, class T, class E = Element<T>>
 void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  round_rows<T>(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
+  round_rows(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
   for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
     const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
     fill_hidden<activation, T>(block, scratch.a, rows, begin, end, scratch);
@@ -288,8 +285,8 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
   }
   scratch.heads.attend(q, rows, scratch.a, scratch.a_stride);
   pad_rows(scratch.a, rows, scratch.a_stride, block.proj.inputs);
-  round_rows<T>(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
-  apply<T>(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
+  round_rows(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
+  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
              T* to = x + r * block.channels + c;
              store(to, load(to, lanes) + sums, lanes);

@@ -16,9 +16,6 @@ namespace cvt_kernels::transformer_block {
 
 using conv_projection::Branch;
 
-// If fc2 is quantized, all hidden channels of some rows are held at once.
-constexpr int64_t kHiddenBytes = 256 << 10;  // of them, which stay in L2,
-constexpr int64_t kFewestRows = 24;          // but at least of so many rows
 constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
 
 enum class Scored { none, class_token, mean };

@@ -63,6 +63,22 @@ void fill_layers(AnyBlock& block, const std::vector<int64_t>& widths, const F& l
   block.fc2 = layer(5, channels, hidden);
 }
 
+// A linear layer, which is quantized if its weight has scales.
+Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, const Tensor& scales, double input_scale,
+                int64_t outputs, int64_t inputs) {
+  if (scales.numel() == 0) return linear::layer_of(dtype, packed, bias, outputs, inputs);
+  linear_int8::expect_weight(packed, outputs, inputs);
+  const float scale = static_cast<float>(input_scale);
+  expect(scale >= 0 && scale < INFINITY, "input_scales", scale, "positive numbers, or 0 for none");
+  return {packed.const_data_ptr(),
+          linear::vector_of("bias", bias, outputs),
+          inputs,
+          outputs,
+          &linear_int8::kernels(),
+          linear::vector_of("weight_scales", scales, outputs),
+          scale};
+}
+
 // Calls serve(first, memory) for as many images at a time as find room between the steps, at least one for each thread.
 template <class F>
 void for_images(AnyBlock& block, int64_t batch, int64_t image_bytes, const F& serve) {
@@ -138,21 +154,6 @@ struct Arguments {
   const std::string& activation;
 };
 
-// One of the six linear layers, quantized or not.
-Linear layer_of(DType dtype, const Arguments& given, int i, int64_t outputs, int64_t inputs) {
-  const Tensor& packed = given.packed[3 + i];
-  const Tensor& bias = given.vectors[4 + i];
-  const Tensor& scales = given.weight_scales[i];
-  if (scales.numel() == 0) return linear::layer_of(dtype, packed, bias, outputs, inputs);
-  const linear_int8::Kernels& integers = linear_int8::kernels();
-  expect(dtype == DType::float32, "x", std::string_view("16 bits"), "float32 for layers of 8-bit integers");
-  linear_int8::expect_weight(packed, outputs, inputs);
-  const float scale = static_cast<float>(given.input_scales[i]);
-  expect(scale >= 0 && scale < INFINITY, "input_scales", scale, "positive numbers, or 0 for none");
-  return {packed.const_data_ptr(),  linear::vector_of("bias", bias, outputs),           inputs, outputs, &integers,
-          linear::vector_of("weight_scales", scales, outputs), scale};
-}
-
 Branch branch_of(const Block& block, const int64_t* geometry) {
   Branch branch{};
   branch.kernel = geometry[0];
@@ -198,7 +199,10 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
          "as many keys as values, ", tokens_of(block, 2));
   for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), given.widths[0]});
   fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    return layer_of(dtype, given, i, outputs, inputs);
+    const Tensor& scales = given.weight_scales[i];
+    expect(dtype == DType::float32 || scales.numel() == 0, "x", std::string_view("16 bits"),
+           "float32 for layers of 8-bit integers");
+    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], scales, given.input_scales[i], outputs, inputs);
   });
   return block;
 }
@@ -352,6 +356,8 @@ struct Arguments {
   const std::optional<Tensor>& conv;
   const std::vector<Tensor>& vectors;
   const std::vector<int64_t>& widths;
+  const std::vector<Tensor>& weight_scales;
+  const std::vector<double>& input_scales;
   const std::vector<double>& eps;
   double scale;
   const std::string& activation;
@@ -379,12 +385,15 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   const bool reduces = !given.reduction.empty();
   expect_count("packed", given.packed, 6);
   expect_count("vectors", given.vectors, reduces ? 13 : 10);
+  expect_count("weight_scales", given.weight_scales, 6);
+  expect_count("input_scales", given.input_scales, 6);
   expect_count("eps", given.eps, reduces ? 3 : 2);
   for (const double eps : given.eps) expect_eps("eps", eps);
   Block block{};
   fill(block, x, height, width, given.vectors, given.widths, given.eps[0], given.eps[1], given.scale, given.activation);
   fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    return linear::layer_of(dtype, given.packed[i], given.vectors[4 + i], outputs, inputs);
+    return layer_of(dtype, given.packed[i], given.vectors[4 + i], given.weight_scales[i], given.input_scales[i], outputs,
+                    inputs);
   });
   reduce_by(block, dtype, given, slices);
   if (given.conv.has_value()) {
@@ -446,10 +455,12 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
                      const std::vector<Tensor>& reduction, const std::optional<Tensor>& conv,
                      const std::vector<Tensor>& vectors, const std::vector<int64_t>& widths,
+                     const std::vector<Tensor>& weight_scales, const std::vector<double>& input_scales,
                      const std::vector<double>& eps, double scale, const std::string& activation) {
   const DType dtype = linear::served_dtype("x", x);
   std::vector<Linear> slices;
-  Block block = block_of(dtype, x, height, width, {packed, reduction, conv, vectors, widths, eps, scale, activation},
+  Block block = block_of(dtype, x, height, width,
+                         {packed, reduction, conv, vectors, widths, weight_scales, input_scales, eps, scale, activation},
                          slices);
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   if (x.size(0) == 0) return out;

@@ -6,8 +6,13 @@
 // feed-forward layers a few rows at a time: fc1 makes the hidden channels of new rows in the place of those that no output
 // needs any more, and the convolution takes three rows of them for each row of fc2's input, which is held in parts. Where
 // bands of few rows would make many hidden channels twice, they go through memory too.
+//
+// In front of a quantized layer the rows are rounded where they lie. The scale of a row of fc2's input depends on all of its
+// channels, so that these are held together, of fewer rows.
 
 #include "transformer_block/pyramid_cpu_loops.h"
+
+#include <initializer_list>
 
 #include "depthwise_conv_gelu/rows.h"
 #include "transformer_block/block_loops.h"
@@ -15,12 +20,25 @@
 namespace cvt_kernels::transformer_block::pyramids {
 namespace {
 
+// Takes memory for rows of the inputs of some layers.
+Rounded take_rounded(Parts& parts, int64_t rows, std::initializer_list<const Linear*> layers) {
+  int64_t bytes = 0, inputs = 0;
+  for (const Linear* linear : layers) {
+    if (linear->integers == nullptr) continue;
+    bytes = at_least(rounded_bytes(*linear), bytes);
+    inputs = at_least(linear->inputs, inputs);
+  }
+  return {parts.take<char>(rows * bytes), parts.take<float>(bytes == 0 ? 0 : rows), parts.take<float>(padded(inputs))};
+}
+
 // Computes fc1(norm2(y)) of some tokens, by way of rows of factors.
 template <class T, class E>
-void hide(const Block& block, const T* y, int64_t rows, float* copy, float* tile, E* a, int64_t a_stride, E* hidden) {
+void hide(const Block& block, const T* y, int64_t rows, float* copy, float* tile, E* a, int64_t a_stride,
+          const Rounded& rounded, E* hidden) {
   const int64_t stride = stride_of<E>(block.fc1.outputs);
   normalize_rows(block.norm2, y, rows, block.channels, copy, a, a_stride);
-  apply(block.fc1, 0, block.fc1.outputs, a, a_stride, rows, tile,
+  round_rows(block.fc1, a, a_stride, rows, rounded);
+  apply(block.fc1, 0, block.fc1.outputs, a, a_stride, rows, rounded, tile,
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(hidden + r * stride + c, sums, lanes); });
 }
 
@@ -30,6 +48,7 @@ template <class E>
 struct Projecting {
   E *squares, *a;
   float *sums, *tile, *copy;
+  Rounded rounded;
   int64_t squares_stride, a_stride, sums_stride;
 
   Projecting(const Block& block, Parts& parts)
@@ -40,8 +59,9 @@ struct Projecting {
     squares = parts.take<E>(reduced * squares_stride);
     sums = parts.take<float>(reduced * sums_stride);
     a = parts.take<E>(most * a_stride);
-    tile = parts.take<float>(most * kColumns);
+    tile = parts.take<float>(most * kTileColumns);
     copy = parts.take<float>(padded(block.channels));
+    rounded = take_rounded(parts, most, {&block.linears[1], &block.linears[2]});
   }
 };
 
@@ -94,7 +114,8 @@ void project_group(const Block& block, int64_t unit, void* memory) {
   for (int i = 1; i < 3; i++) {
     const Linear& linear = block.linears[i];
     E* out = static_cast<E*>(i == 1 ? block.keys : block.values) + first * linear.outputs;
-    apply(linear, 0, linear.outputs, scratch.a, scratch.a_stride, rows, scratch.tile,
+    round_rows(linear, scratch.a, scratch.a_stride, rows, scratch.rounded);
+    apply(linear, 0, linear.outputs, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
             store(out + r * linear.outputs + c, sums, lanes);
           });
@@ -108,6 +129,7 @@ struct Attending {
   attention::Heads<E> heads;
   E *a, *q;
   float *tile, *copy;
+  Rounded rounded;
   int64_t a_stride;
 
   Attending(const Block& block, Parts& parts)
@@ -116,8 +138,9 @@ struct Attending {
     const int64_t rows = ceil_div(tokens_of(block), block.tiles);
     a = parts.take<E>(rows * a_stride);
     q = parts.take<E>(rows * block.proj.inputs);
-    tile = parts.take<float>(rows * kColumns);
+    tile = parts.take<float>(rows * kTileColumns);
     copy = parts.take<float>(padded(block.channels));
+    rounded = take_rounded(parts, rows, {&block.linears[0], &block.proj, &block.fc1});
   }
 };
 
@@ -137,29 +160,43 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
   const T* x = static_cast<const T*>(block.x) + offset;
   T* y = static_cast<T*>(block.stream) + offset;
   normalize_rows(block.norm1, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
-  apply(block.linears[0], 0, width, scratch.a, scratch.a_stride, rows, scratch.tile,
+  round_rows(block.linears[0], scratch.a, scratch.a_stride, rows, scratch.rounded);
+  apply(block.linears[0], 0, width, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(scratch.q + r * width + c, sums, lanes); });
   scratch.heads.attend(scratch.q, rows, scratch.a, scratch.a_stride);
   pad_rows(scratch.a, rows, scratch.a_stride, width);
-  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.tile,
+  round_rows(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
+  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
           store(y + r * block.channels + c, load(x + r * block.channels + c, lanes) + sums, lanes);
         });
   if (block.hidden != nullptr) {
     E* hidden = static_cast<E*>(block.hidden) + (image * tokens + begin) * stride_of<E>(block.fc1.outputs);
-    hide(block, y, rows, scratch.copy, scratch.tile, scratch.a, scratch.a_stride, hidden);
+    hide(block, y, rows, scratch.copy, scratch.tile, scratch.a, scratch.a_stride, scratch.rounded, hidden);
   }
 }
 
 // The third step: the feed-forward layers -----------------------------------------------------------------
 
-// The most rows of a band that are made together, in steps of about the same size.
-int64_t rows_of_step(int64_t rows, int64_t width) { return ceil_div(rows, ceil_div(rows, rows_together(width))); }
+// The steps in which some rows of a band are made, each of about as many.
+template <class E>
+int64_t steps_of(const Block& block, int64_t rows) {
+  const int64_t width = mixed_grid(block).width;
+  if (block.fc2.integers == nullptr) return ceil_div(rows, rows_together(width));
+  const int64_t most = kHiddenBytes / (stride_of<E>(block.fc1.outputs) * static_cast<int64_t>(sizeof(E)));
+  return ceil_div(rows, at_least<int64_t>(at_most(at_least(most, kFewestRows), kTileRows) / width, 1));
+}
+
+template <class E>
+int64_t rows_of_step(const Block& block, int64_t rows) {
+  return ceil_div(rows, steps_of<E>(block, rows));
+}
 
 template <class E>
 struct Mixing {
   E *a, *hidden, *activated;
   float *tile, *sums, *copy;
+  Rounded rounded;
   int64_t first, held;  // the row in the first place of hidden, and the places; rows beyond these take the first ones again
   int64_t a_stride, hidden_stride, part, part_stride, sums_stride;
 
@@ -167,17 +204,20 @@ struct Mixing {
       : a_stride(stride_of<E>(block.channels)), hidden_stride(stride_of<E>(block.fc1.outputs)),
         sums_stride(sums_stride_of(block)) {
     const Grid grid = mixed_grid(block);
-    const int64_t rows = at_least(rows_of_step(grid.height / block.bands, grid.width),
-                                  rows_of_step(ceil_div(grid.height, block.bands), grid.width));
+    const int64_t rows = at_least(rows_of_step<E>(block, grid.height / block.bands),
+                                  rows_of_step<E>(block, ceil_div(grid.height, block.bands)));
+    const bool whole = block.fc2.integers != nullptr;
+    const int64_t tokens = rows * grid.width, count = whole ? 1 : ceil_div(block.fc1.outputs, kHidden);
     held = rows + 2;  // with those above and below
-    part = round_up(ceil_div(block.fc1.outputs, ceil_div(block.fc1.outputs, kHidden)), kColumns);
+    part = round_up(ceil_div(block.fc1.outputs, count), kTileColumns);
     part_stride = stride_of<E>(part);
     a = parts.take<E>(kTileRows * a_stride);
     hidden = parts.take<E>(block.conv == nullptr || block.hidden != nullptr ? 0 : held * grid.width * hidden_stride);
-    activated = parts.take<E>(rows * grid.width * part_stride);
-    tile = parts.take<float>(kTileRows * kColumns);
-    sums = parts.take<float>(rows * grid.width * sums_stride);
+    activated = parts.take<E>(tokens * part_stride);
+    tile = parts.take<float>(at_least(tokens, kTileRows) * kTileColumns);
+    sums = parts.take<float>(whole ? 0 : tokens * sums_stride);
     copy = parts.take<float>(padded(block.channels));
+    rounded = take_rounded(parts, at_least(tokens, kTileRows), {&block.fc1, &block.fc2});
   }
 
   // The hidden channels of a row of tokens.
@@ -202,7 +242,7 @@ void hide_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t e
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       const int64_t first = tokens * chunk / chunks, count = tokens * (chunk + 1) / chunks - first;
       hide(block, band.y + (row * width + first) * block.channels, count, scratch.copy, scratch.tile, scratch.a,
-           scratch.a_stride, scratch.row(row, width) + first * scratch.hidden_stride);
+           scratch.a_stride, scratch.rounded, scratch.row(row, width) + first * scratch.hidden_stride);
     }
     row += adjacent;
   }
@@ -228,10 +268,21 @@ void convolve_rows(const Block& block, int64_t begin, int64_t end, int64_t first
 // Computes activation(fc1) of tokens that are normalized, where there is no convolution.
 template <Activation activation, class T, class E = Element<T>>
 void activate_rows(const Block& block, int64_t rows, int64_t begin, int64_t end, const Mixing<E>& scratch) {
-  apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.tile,
+  apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
           store(scratch.activated + r * scratch.part_stride + c - begin, layer_norm_gelu::activated<T, activation>(sums),
                 lanes);
+        });
+}
+
+// out = y + fc2(activated) for some tokens, where fc2 is quantized.
+template <class T, class E>
+void add_quantized_fc2(const Block& block, const T* y, int64_t rows, const Mixing<E>& scratch, T* out) {
+  round_rows(block.fc2, scratch.activated, scratch.part_stride, rows, scratch.rounded);
+  apply(block.fc2, 0, block.channels, scratch.rounded, rows, reinterpret_cast<int32_t*>(scratch.tile),
+        [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+          const int64_t place = r * block.channels + c;
+          store(out + place, load(y + place, lanes) + sums, lanes);
         });
 }
 
@@ -241,6 +292,7 @@ void mix_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t en
   const int64_t rows = (end - begin) * grid.width, offset = begin * grid.width * block.channels;
   if (block.conv == nullptr) {
     normalize_rows(block.norm2, band.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+    round_rows(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
   } else if (block.hidden == nullptr) {
     const int64_t known = begin == band.top ? begin - 1 : begin + 1;
     hide_rows(block, band, at_least<int64_t>(known, 0), at_most(end + 1, grid.height), scratch);
@@ -249,6 +301,9 @@ void mix_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t en
     const int64_t last = at_most(block.fc1.outputs, first + scratch.part);
     if (block.conv != nullptr) convolve_rows<activation>(block, begin, end, first, last - first, scratch);
     else activate_rows<activation, T>(block, rows, first, last, scratch);
+    if (block.fc2.integers != nullptr) {
+      return add_quantized_fc2(block, band.y + offset, rows, scratch, band.out + offset);
+    }
     pad_rows(scratch.activated, rows, scratch.part_stride, last - first);
     add_product(block.fc2, first, last, scratch.activated, scratch.part_stride, rows, scratch.sums, scratch.sums_stride,
                 first > 0);
@@ -270,7 +325,7 @@ void mix_band(const Block& block, int64_t unit, void* memory) {
     scratch.hidden = static_cast<E*>(block.hidden) + image * tokens_of(block) * scratch.hidden_stride;
     scratch.first = 0, scratch.held = block.height;
   }
-  const int64_t rows = band.bottom - band.top, steps = ceil_div(rows, rows_together(grid.width));
+  const int64_t rows = band.bottom - band.top, steps = steps_of<E>(block, rows);
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
     for (int64_t step = 0; step < steps; step++) {
       mix_rows<activation.value>(block, band, band.top + rows * step / steps, band.top + rows * (step + 1) / steps, scratch);

@@ -49,7 +49,6 @@ from .watching import (
     Examined,
     Watch,
     is_only_recorded,
-    is_plain_linear,
     is_watched,
     known_of,
     patch_of,
@@ -137,7 +136,7 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     if any(norm is not None and norm.running_mean is None for norm in norms):
         return "a BatchNorm has no running statistics"
     layers = [layer for block in parts.blocks for layer in block.layers()]
-    if any(type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer) for layer in layers):
+    if not all(map(_is_plain_layer, layers)):
         return "a linear layer is not a plain nn.Linear or LinearInt8"
     conv = parts.conv
     if type(conv) is not nn.Conv2d:
@@ -151,14 +150,18 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     return None
 
 
+def _is_plain_layer(layer: Any) -> bool:
+    return type(layer) in (nn.Linear, LinearInt8) and not is_watched(layer)
+
+
 #: Names for the linear layers.
 _LINEARS = ("Q", "K", "V", "the projection", "the first layer of the MLP", "the second layer of the MLP")
 
 
 def _why_layer_unsupported(parts: BlockParts) -> str | None:
     for name, layer in zip(_LINEARS, parts.layers(), strict=True):
-        if not is_plain_linear(layer):
-            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear')}"
+        if not _is_plain_layer(layer):
+            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
     return None
 
 
@@ -444,8 +447,8 @@ def _trace_layer(
     parts = entry.parts(layer)
     assert parts is not None
     assert grid is not None
-    weight = parts.fc1.weight
-    if x.ndim != 3 or x.shape[2] != weight.shape[1] or x.dtype != weight.dtype:
+    like = parts.fc1.weight if parts.norm1.weight is None else parts.norm1.weight
+    if x.ndim != 3 or x.shape[2] != parts.fc1.weight.shape[1] or x.dtype != like.dtype:
         return None
     tokens = torch.ops.cvt_kernels.frozen_layer.default(x, number, *grid)
     return entry.result(tokens, grid)

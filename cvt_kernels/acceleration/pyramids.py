@@ -246,6 +246,16 @@ _ENDS = (
     *("Attention", "EfficientSelfAttention", "SelfAttention", "SelfOutput", "SequenceReduction"),
     *("ConvFeedForwardNetwork", "FFN", "MixFFN", "MixMLP", "DWConv", "DepthWiseConv", "DropPath"),
 )
+#: The paths of the linear layers in all blocks but SegFormer's of transformers 5 and PVT v2's.
+_LAYERS = (
+    *("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
+    *("mlp.dense1", "mlp.dense2"),
+)
+_LAYERS_OF_5 = (*(f"attention.{letter}_proj" for letter in "qkvo"), "mlp.fc1", "mlp.fc2")
+_LAYERS_OF_V2 = (
+    *(f"attention.{word}" for word in ("query", "key", "value", "proj")),
+    *("mlp.dense1", "mlp.dense2"),
+)
 
 
 def _block_entry(
@@ -255,6 +265,7 @@ def _block_entry(
     norms: tuple[str, str] = ("layer_norm_1", "layer_norm_2"),
     last_argument: str = "output_attentions",
     children: tuple[str, ...] = (),
+    layers: tuple[str, ...] = _LAYERS,
 ) -> BlockEntry:
     """Returns the entry of a class of blocks, by its name, its parts and what not all have in common."""
     beginning = name.removesuffix("Layer").removesuffix("Block")
@@ -264,6 +275,7 @@ def _block_entry(
         arguments=("hidden_states", "height", "width", last_argument),
         children=frozenset(("attention", "drop_path", "mlp", *norms, *children)),
         classes=frozenset(("GlpnDropPath", *GELU_VARIANTS, *(f"{beginning}{end}" for end in _ENDS))),
+        layers=layers,
         parts=parts,
         variant=norms[0],
         is_layer=True,
@@ -280,6 +292,7 @@ def _embeddings_entry(name: str) -> BlockEntry:
         name=name,
         arguments=("pixel_values",),
         children=frozenset(("proj", "layer_norm")),
+        layers=("proj",),
         forward=lambda self, pixel_values: embed_tokens(self.proj, self.layer_norm, pixel_values),
         parts=lambda self: parts_of_norm(self.layer_norm),
     )
@@ -342,6 +355,7 @@ _NAMED = named(
         norms=("layernorm_before", "layernorm_after"),
         last_argument="kwargs",
         children=("hidden_dropout",),
+        layers=_LAYERS_OF_5,
     ),
     BlockEntry(
         upstream=HUGGING_FACE,
@@ -362,12 +376,13 @@ _NAMED = named(
         name="PvtPatchEmbeddings",
         arguments=("pixel_values",),
         children=frozenset(("position_embeddings", "cls_token", "projection", "layer_norm", "dropout")),
+        layers=("projection",),
         forward=_pvt_embeddings,
         parts=lambda self: parts_of_norm(self.layer_norm),
     ),
     _block_entry("PvtLayer", _pvt_block),
     _embeddings_entry("PvtV2OverlapPatchEmbeddings"),
-    _block_entry("PvtV2BlockLayer", _pvt_v2_block),
+    _block_entry("PvtV2BlockLayer", _pvt_v2_block, layers=_LAYERS_OF_V2),
 )
 #: Every entry.
 ENTRIES = tuple(entry for variants in _NAMED.values() for entry in variants)

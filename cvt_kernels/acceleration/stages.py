@@ -370,8 +370,8 @@ def _bound_layer(
 
 
 def _are_tokens(block: TransformerBlock, x: Tensor, grid: tuple[Any, Any]) -> bool:
-    weight = block.linears[0].weight
-    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 3) or x.shape[2] != weight.shape[1]:
+    like = block.linears[0].weight if block.norm1.weight is None else block.norm1.weight
+    if (x.dtype, x.device, x.ndim) != (like.dtype, like.device, 3) or x.shape[2] != block.fc1.weight.shape[1]:
         return False
     if not all(isinstance(size, int) for size in grid):
         return False

@@ -1,6 +1,6 @@
-"""Post-training quantization of a CvT's linear layers to 8 bits: ``quantize``.
+"""Post-training quantization of the linear layers in transformer blocks to 8 bits: ``quantize``.
 
-LayerNorm, softmax, depthwise convolutions, the first embedding and the head stay in floating point.
+LayerNorm, softmax, other convolutions, the first embedding and the head stay in floating point.
 """
 
 from __future__ import annotations
@@ -68,13 +68,15 @@ def quantize(
     *,
     scheme: Scheme = "dynamic",
     keep_float: Sequence[str] = (),
+    min_sqnr: float = 20.0,
     embeddings: bool = False,
     dtype: torch.dtype = torch.int8,
     progress: bool = False,
 ) -> QuantizationReport:
-    """Replaces the linear layers in a CvT's blocks by :class:`cvt_kernels.LinearInt8`, in place.
+    """Replaces the linear layers of a model's blocks by :class:`cvt_kernels.LinearInt8`, in place.
 
-    It finds the blocks that :func:`cvt_kernels.accelerate` supports, accelerated or not. Each layer keeps its
+    It finds the blocks that :func:`cvt_kernels.accelerate` supports, of CvT, SegFormer, GLPN, PVT and PVT v2,
+    accelerated or not. Each layer keeps its
     name; ``state_dict`` has an 8-bit ``qweight`` and a ``weight_scale`` instead of ``weight``. The original
     layers are kept: :func:`cvt_kernels.restore` puts all back, :func:`unquantize` some. ``save_pretrained``
     of a quantized model of transformers raises ValueError, because ``from_pretrained`` could not read it.
@@ -88,6 +90,7 @@ def quantize(
             layer one scale, its largest input or the 99.9th percentile, whichever serves it better. A layer
             that would lose more than 10 dB by that stays dynamic.
         keep_float: Names of layers, or patterns as of ``fnmatch``, that stay as they are.
+        min_sqnr: The least SQNR in dB. With calibration, layers below it stay as they are.
         embeddings: Whether to quantize the convolutions of all embeddings but the first one too.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
         progress: Show a bar over the batches on stderr, if that is a terminal.
@@ -97,34 +100,49 @@ def quantize(
 
     Raises:
         TypeError: An argument of the wrong type.
-        ValueError: The model is in training mode, has no block of a CvT or nothing to quantize in them, or is
+        ValueError: The model is in training mode, has no such block or nothing to quantize in them, or is
             quantized already; a weight or a layer's input is not finite; a pattern matches no layer; the
-            calibration is empty, does not fit the model, or is missing for ``"static"``. The model is left as
-            it was.
+            calibration is empty, does not fit the model, is missing for ``"static"``, or finds all layers
+            below ``min_sqnr``. The model is left as it was.
     """
     _check_settings(scheme, calibration, keep_float)
     check_format(dtype)
+    checks.check_number("min_sqnr", min_sqnr, "a number of dB")
     checks.check_flag("embeddings", embeddings)
     checks.check_flag("progress", progress)
     layers = find_layers(model, embeddings=embeddings)
     _check_state(model)
     layers = _without(layers, keep_float)
     made = {layer.path: quantized(layer, dtype) for layer in layers if layer.reason is None}
-    if not made:
-        raise ValueError(
-            f"model: none of its {len(layers)} layers can be quantized; "
-            f"the first, {layers[0].path}: {layers[0].reason}"
-        )
+    _check_any(layers)
     choices = {path: Choice(None, None, None) for path in made}
     if calibration is not None:
         pairs = {layer.path: (layer.module, made[layer.path]) for layer in layers if layer.path in made}
         choices = calibrate(model, pairs, calibration, static=scheme == "static", progress=progress)
+        layers = [_unless_worse(layer, choices, min_sqnr) for layer in layers]
+        _check_any(layers)
     for layer in layers:
-        if layer.path in made:
+        if layer.reason is None:
             made[layer.path].set_input_scale(choices[layer.path].input_scale)
             replace(model, layer.module, made[layer.path])
     refuse_to_save(model)
     return QuantizationReport(_row(layer, choices) for layer in layers)
+
+
+def _check_any(layers: list[Layer]) -> None:
+    if all(layer.reason is not None for layer in layers):
+        raise ValueError(
+            f"model: none of its {len(layers)} layers can be quantized; "
+            f"the first, {layers[0].path}: {layers[0].reason}"
+        )
+
+
+def _unless_worse(layer: Layer, choices: dict[str, Choice], least: float) -> Layer:
+    """Returns a layer, with the reason that it stays if its SQNR is less than ``least``."""
+    sqnr = None if layer.reason is not None else choices[layer.path].sqnr
+    if sqnr is None or sqnr >= least:
+        return layer
+    return layer._replace(reason=f"is kept, since {sqnr:.1f} dB would be less than min_sqnr, {least:g}")
 
 
 def _check_settings(scheme: object, calibration: object, keep_float: object) -> None:
@@ -169,7 +187,7 @@ def _without(layers: list[Layer], patterns: Sequence[str]) -> list[Layer]:
 
 
 def _row(layer: Layer, choices: dict[str, Choice]) -> QuantizedLayerReport:
-    if layer.path not in choices:
+    if layer.reason is not None:
         return QuantizedLayerReport(layer.path, "float", None, layer.reason)
     choice = choices[layer.path]
     scheme = "dynamic" if choice.input_scale is None else "static"

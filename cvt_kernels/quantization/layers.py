@@ -29,7 +29,7 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: It has no block of a CvT with such a layer.
+        ValueError: It has no block with such a layer.
     """
     found, channels = [], None
     for path, block, entry in blocks_in(model):
@@ -49,8 +49,9 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
             found.append(Layer(where, module, reason or why_not(module)))
     if not found:
         raise ValueError(
-            f"model: {type(model).__name__} has no block of a CvT with linear layers, expected a CvT of cvt, "
-            "of transformers (CvtModel, CvtForImageClassification) or Microsoft's, or a model with such in it"
+            f"model: {type(model).__name__} has no block with linear layers, expected a CvT of cvt, of "
+            "transformers or Microsoft's, a SegFormer, GLPN, PVT or PVT v2 of transformers, or a model with "
+            "such in it"
         )
     return found
 

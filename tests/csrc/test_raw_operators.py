@@ -68,7 +68,8 @@ def transform(height, width, scores=False):
 def reduce(height, width):
     layers, x = [ops.pack_linear(zeros(2, 2))] * 6, zeros(1, height * width % 2**64, 2)
     return ops.pyramid_block_packed(
-        x, height, width, layers, [], None, [zeros(2)] * 10, [2, 2, 1], [1e-5] * 2, 1.0, "none"
+        x, height, width, layers, [], None, [zeros(2)] * 10, [2, 2, 1], [zeros(0)] * 6, [0.0] * 6, [1e-5] * 2,
+        1.0, "none",
     )
 
 

@@ -279,6 +279,7 @@ OPERATORS = {
         "calibration": (lambda: None, optional(of_values(3, True, [], ["a"], torch.ones(2)))),
         "scheme": (lambda: "dynamic", choice()),
         "keep_float": (lambda: (), strings()),
+        "min_sqnr": (lambda: 20.0, number()),
         "embeddings": (lambda: False, flag()),
         "dtype": (lambda: torch.int8, dtype()),
     },

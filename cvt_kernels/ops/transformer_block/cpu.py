@@ -9,7 +9,7 @@ place, and the products are of 8-bit integers.
 
 ``pyramid_block_packed`` computes blocks with a reduction, or none, in three steps: keys and values; tiles of
 queries through attention and the linear layer behind it; and the MLP, a few rows of tokens at a time, whose
-hidden channels stay in the cache.
+hidden channels stay in the cache. Quantized layers are as above, in blocks of 16 bits too.
 
 Sums and products are in float32; only products of bfloat16 use the CPU's instructions for pairs, where it has
 them. Results are bitwise deterministic, whatever the number of threads.
@@ -55,6 +55,11 @@ def why_unsupported(call: Record) -> str | None:
     head_dim = block.linears[0].weight.shape[0] // block.num_heads
     if head_dim > _MAX_HEAD_DIM:
         return f"heads have {head_dim} channels, more than {_MAX_HEAD_DIM}"
+    quantized = block.quantized_layers()
+    if any(layer.weight.dtype != torch.int8 for layer in quantized):
+        return "has quantized layers of int8 only"
+    if any(layer.weight.shape[1] > _MAX_INPUTS for layer in quantized):
+        return f"has quantized layers of up to {_MAX_INPUTS} inputs"
     return _why_convolutional_unsupported(call) if block.convs else _why_pyramidal_unsupported(call)
 
 
@@ -62,13 +67,11 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
     x, block = call.x, call.block
     if block.mix is not None:
         return "has no convolution in the MLP of a block with convolutional projections"
-    quantized = block.quantized_layers()
-    if quantized and x.dtype != torch.float32:
-        return f"has quantized layers for float32 only, not for {checks.dtype_name(x.dtype)}"
-    if any(layer.weight.dtype != torch.int8 for layer in quantized):
-        return "has quantized layers of int8 only"
-    if any(layer.weight.shape[1] > _MAX_INPUTS for layer in quantized):
-        return f"has quantized layers of up to {_MAX_INPUTS} inputs"
+    if block.quantized_layers() and x.dtype != torch.float32:
+        return (
+            "has quantized layers with convolutional projections for float32 only, not for "
+            f"{checks.dtype_name(x.dtype)}"
+        )
     if any(conv.running_mean is None for conv in block.convs):
         return "normalizes by running statistics only"
     kernel = max(conv.weight.shape[3] for conv in block.convs)
@@ -78,8 +81,6 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
 
 
 def _why_pyramidal_unsupported(call: Record) -> str | None:
-    if call.block.quantized_layers():
-        return "has quantized layers with convolutional projections only"
     return None if call.rows is None else "computes some tokens with convolutional projections only"
 
 
@@ -95,8 +96,7 @@ def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
     linears = block.layers()
     packed = [*map(_pack_projection, block.convs), *map(_pack_linear, linears)]
     geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
-    scales = [_weight_scale(linear) for linear in linears], [_input_scale(linear) for linear in linears]
-    return packed, _vectors(block), geometry, _widths(block), *scales
+    return packed, _vectors(block), geometry, _widths(block), *_scales_of(block)
 
 
 @torch.inference_mode(False)
@@ -108,12 +108,18 @@ def _pack_pyramidal(block: TransformerBlock) -> tuple[Any, ...]:
         # a linear layer for each row of its weight
         rows = [_ops.pack_linear.default(row) for row in reduction.weight.permute(2, 0, 3, 1).flatten(2)]
     conv = None if block.mix is None else _pack_convolution(block.mix)
-    return [_pack_linear(linear) for linear in block.layers()], rows, conv, vectors, _widths(block)
+    packed = [_pack_linear(linear) for linear in block.layers()]
+    return packed, rows, conv, vectors, _widths(block), *_scales_of(block)
 
 
 def _pack_linear(linear: AnyLinear) -> Tensor:
     pack = _ops.pack_linear if isinstance(linear, Linear) else _ops.pack_linear_int8
     return pack.default(linear.weight)
+
+
+def _scales_of(block: TransformerBlock) -> tuple[list[Tensor], list[float]]:
+    linears = block.layers()
+    return [_weight_scale(linear) for linear in linears], [_input_scale(linear) for linear in linears]
 
 
 def _weight_scale(linear: AnyLinear) -> Tensor:

@@ -12,8 +12,8 @@ from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import not_built
-from tests.cvt_kernels.acceleration.served import decibels, frozen, rows_of_stages, stages_of
-from tests.upstream import huggingface, images, logits, microsoft, ours
+from tests.cvt_kernels.acceleration.served import MODELS, decibels, frozen, inputs, rows_of_stages, stages_of
+from tests.upstream import huggingface, images, logits, ours, pvt_v2, segformer
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -66,21 +66,21 @@ def assert_served_alike(fused, own, x, served, count=3, least_of_reference=LEAST
 
 
 @pytest.mark.parametrize("scale", [None, SCALE])
-@pytest.mark.parametrize("make", [huggingface, microsoft, ours])
+@pytest.mark.parametrize("make", MODELS)
 def test_results_are_those_of_the_modules(make, scale, served):
-    own = quantized(make(), scale)
+    own, (count, blocks) = quantized(make(), scale), MODELS[make]
     fused = frozen(own)
-    assert len(layers_of(fused)) == len(layers_of(own)) >= 24
-    assert reasons(fused) == [None] * 3
-    assert_served_alike(fused, own, images(3), served)
+    assert len(layers_of(fused)) == len(layers_of(own)) == 6 * blocks
+    assert reasons(fused) == [None] * count
+    assert_served_alike(fused, own, inputs(make, 3, 64, 64), served, count)
 
 
 @pytest.mark.parametrize(
     "kept",
-    [("proj", "output.dense", "fc2"), ("proj_q", "projection_query", "fc1", "intermediate.dense")],
+    [("proj", "output.dense", "fc2"), ("proj_q", "projection_query", "q_proj", "fc1", "intermediate.dense")],
     ids=["proj", "fc1"],
 )
-@pytest.mark.parametrize("make", [huggingface, ours])
+@pytest.mark.parametrize("make", [huggingface, ours, segformer])
 def test_layers_kept_in_float(make, kept, served):
     own = quantized(make(), kept=kept)
     assert any(type(module) is nn.Linear for module in stages_of(own)[0].modules())
@@ -108,15 +108,16 @@ def test_layer_scales_are_folded(scale, served):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes(dtype, served):
-    own = quantized(ours()).to(dtype)
+@pytest.mark.parametrize("make", [ours, segformer])
+def test_other_dtypes(make, dtype, served):
+    own = quantized(make()).to(dtype)
     assert {layer.weight_scale.dtype for layer in layers_of(own)} == {torch.float32}
     x = images(dtype=dtype)
     fused = frozen(own)
-    out = fused(x)
+    out = logits(fused(x))
     assert len(served) == 3
     assert out.dtype == dtype
-    assert decibels(own(x), out) >= (20 if dtype == torch.bfloat16 else LEAST_OF_REFERENCE)
+    assert decibels(logits(own(x)), out) >= (20 if dtype == torch.bfloat16 else LEAST_OF_REFERENCE)
 
 
 # What is watched -------------------------------------------------------------------------------------------
@@ -221,8 +222,9 @@ def test_coverage_names_the_operators():
     assert not {"gelu", "linear_gelu"} & found.keys()
 
 
-def test_copies_pickles_and_restored_models(served):
-    own = quantized(huggingface(), SCALE)
+@pytest.mark.parametrize("make", [huggingface, pvt_v2])
+def test_copies_pickles_and_restored_models(make, served):
+    own = quantized(make(), SCALE)
     fused, x = frozen(own), images()
     with ck.use_backend(*KERNELS):
         expected = logits(fused(x))

@@ -22,9 +22,9 @@ from cvt_kernels import backends, launching, quantization
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 from cvt_kernels.quantization import calibration
 from tests.checks import Terminal
-from tests.upstream import ONE_STAGE, huggingface, images, logits, microsoft, ours, pvt
+from tests.upstream import ONE_STAGE, PYRAMIDS, huggingface, images, logits, microsoft, ours, segformer
 
-MAKERS = [ours, huggingface, microsoft]
+MAKERS = [ours, huggingface, microsoft, *PYRAMIDS]
 FC2 = "stage2.blocks.1.mlp.fc2"
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -42,7 +42,13 @@ def model(original):
 
 @torch.no_grad()
 def run(model, x=None):
-    return logits(model(images(2, 32, 48) if x is None else x))
+    return logits(model(images(2, *size_of(model)) if x is None else x))
+
+
+def size_of(model):
+    """Returns the height and width of images; PVT takes one size only, and GLPN halves sizes five times."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    return {"pvt": (70, 70), "glpn": (32, 64)}.get(kind, (32, 48))
 
 
 def decibels(exact, actual):
@@ -56,7 +62,9 @@ def linears(model):
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | LinearInt8) and path not in ("head", "classifier")
+        if isinstance(module, nn.Linear | LinearInt8)
+        and path not in ("head", "classifier")
+        and not path.startswith("decode_head")
     ]
 
 
@@ -86,11 +94,12 @@ def test_every_linear_layer_of_the_blocks_becomes_one_of_8_bits(make):
 def test_an_accelerated_model_and_its_calibration(make, scheme):
     model = ck.accelerate(make().eval())
     expected = run(model)
-    report = ck.quantize(model, images(2, 32, 48), scheme=scheme)
+    x = images(2, *size_of(model))
+    report = ck.quantize(model, x, scheme=scheme)
     assert {row.scheme for row in report} == {scheme}
     assert decibels(expected, run(model)) > 25
     assert all(row.fused for row in ck.coverage(model))
-    plain = ck.quantize(own := make().eval(), images(2, 32, 48), scheme=scheme)
+    plain = ck.quantize(own := make().eval(), x, scheme=scheme)
     for row, other in zip(report, plain, strict=True):
         assert row.sqnr == pytest.approx(other.sqnr, abs=2)
     assert decibels(run(own), run(model)) > 25
@@ -197,7 +206,7 @@ def test_layers_are_kept_by_name_or_pattern(model):
 
 #: Wrong settings or models, besides tests/cvt_kernels/test_arguments.py's.
 WRONG = {
-    "no CvT": ({}, lambda m: pvt().eval(), "model: Pvt.* has no block of a CvT with linear layers"),
+    "no blocks": ({}, lambda m: nn.Linear(3, 4).eval(), "model: Linear has no block with linear layers"),
     "training": ({}, lambda m: m.train(), "model: is in training mode"),
     "no images": ({"scheme": "static"}, None, "calibration: got None, expected images"),
     "empty": ({"calibration": []}, None, "calibration: is empty"),
@@ -228,6 +237,11 @@ WRONG = {
         r"keep_float: got the string '.{,80}', expected a sequence",
     ),
     "nothing": ({"keep_float": ["*"]}, None, "model: none of its 24 layers can be quantized; the first"),
+    "none is good enough": (
+        {"calibration": images(1, 32, 32), "min_sqnr": 90},
+        None,
+        "model: none of its 24 layers can be quantized; .* would be less than min_sqnr, 90",
+    ),
 }
 
 
@@ -367,6 +381,20 @@ def calibrated(layer, rows):
     with torch.no_grad():
         errors.see(rows, layer(rows))
     return errors.choice(True)
+
+
+@pytest.mark.parametrize("make", [ours, segformer])
+def test_layers_that_would_lose_too_much_stay(make):
+    model, x = make().eval(), images(2, 32, 48)
+    exact = run(model)
+    report = ck.quantize(copy.deepcopy(model), x)
+    least = sorted(row.sqnr for row in report)[len(report) // 2]
+    mixed = ck.quantize(model, x, min_sqnr=least)
+    stayed = [row.path for row in report if row.sqnr < least]
+    assert [row.path for row in mixed if row.scheme == "float"] == stayed
+    assert all(type(model.get_submodule(path)) is nn.Linear for path in stayed)
+    assert f"dB would be less than min_sqnr, {least:g}" in str(mixed)
+    assert decibels(exact, run(model)) > 25
 
 
 def test_layers_without_numbers_stay_dynamic(model):

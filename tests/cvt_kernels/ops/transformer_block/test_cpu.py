@@ -178,7 +178,8 @@ def test_the_operators_check_what_they_are_given():
     vectors = [*block.norm1[:2], *block.norm2[:2], *(layer.bias for layer in block.layers())]
     right = {
         "x": x, "height": 6, "width": 5, "packed": packed, "reduction": [], "conv": None, "vectors": vectors,
-        "widths": [24, 72, 3], "eps": [1e-5, 1e-5], "scale": 1.0, "activation": "none",
+        "widths": [24, 72, 3], "weight_scales": [torch.ones(0)] * 6, "input_scales": [0.0] * 6,
+        "eps": [1e-5, 1e-5], "scale": 1.0, "activation": "none",
     }  # fmt: skip
     assert ops.pyramid_block_packed(*right.values()).shape == x.shape
     for name, wrong, message in (
@@ -189,6 +190,9 @@ def test_the_operators_check_what_they_are_given():
         ("vectors", [x[0, 0, :3], *vectors[1:]], "vectors: got .*, expected float32 of the channels"),
         ("widths", [24, 72, 5], "widths: got 24, expected channels of 5 heads"),
         ("reduction", [packed[0]], "vectors: got 10 of them, expected 13"),
+        ("weight_scales", [torch.ones(0)] * 5, "weight_scales: got 5 of them, expected 6"),
+        ("weight_scales", [torch.ones(24)] * 6, "packed: got .*, expected a weight that pack_linear_int8"),
+        ("input_scales", [0.0] * 7, "input_scales: got 7 of them, expected 6"),
         ("conv", torch.ones(3), "conv: got .*, expected a convolution"),
         ("activation", "fast", "activation: got 'fast', expected none, tanh or quick"),
     ):

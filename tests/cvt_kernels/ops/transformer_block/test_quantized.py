@@ -72,14 +72,34 @@ def test_values(backend, name):
     check(backend, CASES[name](), worst=10)
 
 
-@pytest.mark.parametrize("backend", ["reference", "composed"])
+PYRAMIDS = {
+    "SegFormer": lambda: with_quantized(pyramid()),
+    "PVT, one scale": lambda: with_quantized(pyramid(convolves=False, approximate="tanh"), scale=0.1),
+    "no reduction": lambda: with_quantized(pyramid(ratio=0, grid=(9, 14), channels=40, heads=5)),
+    "q k": lambda: with_quantized(pyramid(channels=48), (0, 1)),
+    "v proj fc1": lambda: with_quantized(pyramid(channels=48), (2, 3, 4)),
+    "fc1, no convolution": lambda: with_quantized(pyramid(channels=48, convolves=False), (4,)),
+    "fc2": lambda: with_quantized(pyramid(channels=48, hidden=530), (5,)),
+    "a wide row": lambda: with_quantized(pyramid(1, (3, 130), 8, 2, hidden=20)),
+    "few rows of many hidden": lambda: with_quantized(pyramid(3, (12, 5), 20, 2, hidden=3000)),
+    "no bias": lambda: with_quantized(pyramid(bias=False)),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("name", PYRAMIDS)
+def test_pyramids(backend, name):
+    check(backend, PYRAMIDS[name](), worst=10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("convolves", [True, False])
-def test_pyramids(backend, convolves):
-    arguments = pyramid(convolves=convolves)
-    expected, (x, grid, block) = reference.transformer_block(*arguments), with_quantized(arguments)
-    assert decibels(expected, call(backend, (x, grid, block))) > 30
-    with pytest.raises(ck.BackendUnavailable, match="with convolutional projections"):
-        call("cpu", (x, grid, block))
+@every_backend
+def test_pyramids_of_16_bits(backend, convolves, dtype):
+    arguments = with_quantized(pyramid(dtype=dtype, convolves=convolves))
+    out, exact = call(backend, arguments), reference.transformer_block(*in_float64(arguments))
+    assert out.dtype == dtype
+    assert decibels(exact, out) > 28
 
 
 @every_backend
@@ -115,7 +135,7 @@ def test_what_cpu_leaves_to_the_composition(dtype, number):
     assert torch.equal(stream, out)
     assert decibels(reference.transformer_block(*in_float64(arguments)), out) > 25
     if not not_built():
-        reason = "of int8 only" if number != torch.int8 else "has quantized layers for float32 only, not for"
+        reason = "of int8 only" if number != torch.int8 else "for float32 only, not for"
         with pytest.raises(ck.BackendUnavailable, match=reason):
             call("cpu", arguments)
 
@@ -130,8 +150,9 @@ def test_cpu_refuses_other_scales(scale):
 @needs_extension
 @pytest.mark.parametrize("field", ["weight", "weight_scale", "bias", "input_scale"])
 @pytest.mark.parametrize("layer", range(6))
-def test_changed_layers_are_packed_anew(layer, field):
-    x, _, block = arguments = with_quantized(make(), scale=0.05)
+@pytest.mark.parametrize("made", [make, pyramid])
+def test_changed_layers_are_packed_anew(made, layer, field):
+    x, _, block = arguments = with_quantized(made(), scale=0.05)
     before = call("cpu", arguments)
     tensor = getattr(block.layers()[layer], field)
     tensor.copy_(tensor // 2 if field == "weight" else tensor * 3)
