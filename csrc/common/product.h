@@ -169,9 +169,9 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
               [[maybe_unused]] const P* next = nullptr) {
   const auto for_groups = [&](int64_t most, auto run) {
     const int64_t groups = ceil_div(rows, most);
-    const int64_t step = next == nullptr ? 0 : ceil_div(vectors * kVectorBytes, groups);
     for (int64_t group = 0; group < groups; group++) {
       const int64_t first = group * rows / groups;
+      const int64_t step = next == nullptr ? 0 : ceil_div(vectors * kVectorBytes, groups);
       const Ahead ahead = {reinterpret_cast<const char*>(next == nullptr ? b : next) + group * depth * step, step};
       run((group + 1) * rows / groups - first, a + first * a_stride, c + first * c_stride, ahead);
     }
