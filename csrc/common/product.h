@@ -55,13 +55,21 @@ VECTOR_INLINE Vector<float> multiply_add(Vector<Pair> a, Vector<Pair> b, Vector<
 #endif
 }
 
+// Memory that the next product reads: a product asks for `step` bytes of it at each step of its depth.
+struct Ahead {
+  const char* from;
+  int64_t step;
+};
+
 // sums += a b: a (rows, depth) by rows, b (depth, vectors) adjacent.
 template <int rows, int vectors, class P, class A>
-VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, Vector<A> (&sums)[rows][vectors]) {
+VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, Vector<A> (&sums)[rows][vectors],
+                            Ahead ahead) {
   const P* thirds[ceil_div(rows, 3)];  // an address holds a pointer plus one or two strides: more pointers do not fit
   for (int i = 0; i < ceil_div(rows, 3); i++) thirds[i] = a + 3 * i * a_stride;
   for (int64_t d = 0; d < depth; d++) {
     Vector<P> right[vectors];
+    __builtin_prefetch(ahead.from + d * ahead.step, 0, 2);  // into L2
     for (int i = 0; i < vectors; i++) std::memcpy(&right[i].v, b + (d * vectors + i) * Vector<P>::lanes, sizeof right[i].v);
     for (int row = 0; row < rows; row++) {
       const Vector<P> left = thirds[row / 3][row % 3 * a_stride + d];
@@ -72,13 +80,14 @@ VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t de
 
 // c = a b, or c += a b, with c by rows.
 template <int rows, int vectors, class P, class A>
-void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds) {
+void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds,
+                   Ahead ahead) {
   using F = Vector<A>;
   F sums[rows][vectors];
   for (int row = 0; row < rows; row++) {
     for (int i = 0; i < vectors; i++) sums[row][i] = A(0);
   }
-  add_rows(a, a_stride, b, depth, sums);
+  add_rows(a, a_stride, b, depth, sums, ahead);
   for (int row = 0; row < rows; row++) {
     for (int i = 0; i < vectors; i++) {
       A* to = c + row * c_stride + i * F::lanes;
@@ -88,7 +97,7 @@ void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c
 }
 
 template <int vectors, class P, class A>
-using Multiply = void (*)(const P*, int64_t, const P*, int64_t, A*, int64_t, bool);
+using Multiply = void (*)(const P*, int64_t, const P*, int64_t, A*, int64_t, bool, Ahead);
 
 template <int vectors, class P, class A, int... row>
 Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row...>) {
@@ -153,14 +162,18 @@ inline bool shape_tiles(int64_t rows, int64_t depth) {
   return now.rest == kTileSide;
 }
 
-// The same for any number of rows, in groups of about the same size.
+// The same for any number of rows, in groups of about the same size. `next` is the panel of the next product, if it is to
+// come from further than L2.
 template <int vectors, class P, class A>
-void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds) {
+void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds,
+              [[maybe_unused]] const P* next = nullptr) {
   const auto for_groups = [&](int64_t most, auto run) {
     const int64_t groups = ceil_div(rows, most);
     for (int64_t group = 0; group < groups; group++) {
       const int64_t first = group * rows / groups;
-      run((group + 1) * rows / groups - first, a + first * a_stride, c + first * c_stride);
+      const int64_t step = next == nullptr ? 0 : ceil_div(vectors * kVectorBytes, groups);
+      const Ahead ahead = {reinterpret_cast<const char*>(next == nullptr ? b : next) + group * depth * step, step};
+      run((group + 1) * rows / groups - first, a + first * a_stride, c + first * c_stride, ahead);
     }
   };
   if constexpr (kTiles && (std::is_same_v<P, Pair> || std::is_same_v<P, Integers>)) {
@@ -168,13 +181,13 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
     const bool alike = rows > 0 && shape_tiles(rows, depth);
     const auto two = alike ? multiply_tiles<2, vectors, true, P, A> : multiply_tiles<2, vectors, false, P, A>;
     const auto one = alike ? multiply_tiles<1, vectors, true, P, A> : multiply_tiles<1, vectors, false, P, A>;
-    for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group) {
+    for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group, Ahead) {
       (size > kTileSide ? two : one)(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds);
     });
   } else {
-    for_groups(kRows, [&](int64_t size, const P* a_group, A* c_group) {
+    for_groups(kRows, [&](int64_t size, const P* a_group, A* c_group, Ahead ahead) {
       const auto run = multiply_of<vectors, P, A>(size, std::make_integer_sequence<int, kRows>{});
-      run(a_group, a_stride, b, depth, c_group, c_stride, adds);
+      run(a_group, a_stride, b, depth, c_group, c_stride, adds, ahead);
     });
   }
 }

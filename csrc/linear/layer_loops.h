@@ -90,7 +90,8 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
   const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
   for_panels<float>(end - begin, [&](int64_t start, auto vectors) LAMBDA_INLINE {
     start += begin;
-    multiply<vectors>(factors(a), step, rows, weight + start * depth, depth, tile, kColumns, false);
+    const Factor<E>* next = start + kColumns < end ? weight + (start + kColumns) * depth : nullptr;
+    multiply<vectors>(factors(a), step, rows, weight + start * depth, depth, tile, kColumns, false, next);
     for_columns<vectors>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
       const auto bias = load(linear.bias + start + column, lanes);
       for (int64_t row = 0; row < rows; row++) {

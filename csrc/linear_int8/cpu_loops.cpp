@@ -79,7 +79,7 @@ void multiply_strip(const Integers* a, int64_t a_stride, const Integers* strip, 
   for (int row = 0; row < rows; row++) {
     for (int i = 0; i < 2; i++) held[row][i] = load(strip + i * I::lanes, Whole{});
   }
-  add_rows(a, a_stride, strip + kStrip, depth, held);
+  add_rows(a, a_stride, strip + kStrip, depth, held, {reinterpret_cast<const char*>(strip), 0});
   for (int row = 0; row < rows; row++) {
     for (int i = 0; i < 2; i++) store(sums + row * kPanel + i * I::lanes, held[row][i], Whole{});
   }

@@ -28,7 +28,7 @@ void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, i
   for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
     const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
     multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
-                      sums_stride, adds);
+                      sums_stride, adds, start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
   });
 }
 
