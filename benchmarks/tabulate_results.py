@@ -212,7 +212,7 @@ def beside_pytorch(auto: dict[str, Any]) -> str:
 def beside_huggingface(results: bench_results.Results) -> str:
     """Returns a table of one run of ``cvt bench``, with a row for each batch size and contender."""
     batches = [(batch, {row["contender"]: row for row in batch["rows"]}) for batch in results["batches"]]
-    asked = ("compile", "openvino", "onnxruntime")
+    asked = ("compile", "onnxruntime", "openvino", "openvino-int8")
     peers = ["hf", *(peer for peer in asked if any(peer in rows for _, rows in batches))]
     lines = bench_results.products(results)
     heads = ["batch", "contender", "images/s", *(f"× {peer}" for peer in peers)]
@@ -241,13 +241,14 @@ def beside(rows: dict[str, dict[str, Any]], name: str, peer: str) -> str:
     return str(bench_results.ratio(rows[name]["seconds"], rows[peer]["seconds"]))
 
 
-#: The columns of the README's table: what accelerate(model) serves on a CPU, its blocks alone, and peers.
+#: The columns of the README's table: peers, and what accelerate(model) serves on a CPU.
 _COLUMNS = {
     "compile": "`torch.compile`",
-    "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
     "accelerate-frozen": "accelerated",
-    "accelerate": "with `freeze=False`",
+    "openvino-int8": "int8: OpenVINO",
+    "accelerate-int8": "int8: accelerated",
 }
 
 

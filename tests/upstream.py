@@ -90,6 +90,19 @@ def segformer(**config):
     return _pyramid("SegformerForSemanticSegmentation", "SegformerConfig", decoder_hidden_size=24, **config)
 
 
+def last_stage(model):
+    """Returns the last stage of a CvT."""
+    if hasattr(model, "cvt"):
+        return model.cvt.encoder.stages[-1]
+    return [child for name, child in model.named_children() if name.startswith("stage")][-1]
+
+
+def with_all_tokens(model):
+    """Watches the last stage of a CvT, so that its last block computes all tokens; returns the model."""
+    last_stage(model).register_forward_hook(lambda *_: None)
+    return model
+
+
 def pvt(**config):
     """Returns a PVT, which computes images of one size only."""
     sizes = {"patch_sizes": [4, 2], "sequence_reduction_ratios": [2, 1], "qkv_bias": True}

@@ -40,7 +40,7 @@ def with_class_token_only(
     With ``even_if_watched`` they do so although hooks within the block get tensors of one token.
     """
     before = _wanted.modules, _wanted.even_if_watched
-    _wanted.modules, _wanted.even_if_watched = (stage, block), even_if_watched
+    _wanted.modules, _wanted.even_if_watched = (stage, block), even_if_watched or _wanted.even_if_watched
     try:
         return run()
     finally:

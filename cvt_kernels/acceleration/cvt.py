@@ -363,7 +363,7 @@ OWN_CLASSIFIER = ClassifierEntry(
     name="CvT",
     arguments=("images",),
     path=(),
-    last_stage=lambda self: self.get_submodule(f"stage{len(self.config.stages) - 1}"),
+    last_stage=lambda self: self._built_stages()[-1],
     blocks=lambda stage: stage.blocks,
     reads_class_token=lambda self, call: self.config.pool == "cls",
 )

@@ -217,6 +217,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = F
     with torch.random.fork_rng(devices=cuda), bar:
         samples = _samples(runs, oracle, bar)
         random = _random_difference(*runs) if _random_modules(model) else None
+        runs[0].evaluate()  # tunes the calls of a model without hooks
         evaluation = _speed([run.evaluate for run in runs], rounds, model, bar)
         training = _speed([run.train for run in runs], rounds, model, bar)
     rows = coverage((serving or accelerated).eval())

@@ -15,7 +15,7 @@ from cvt_kernels.autotune import tuner
 from tests.checks import recorded_operators
 from tests.contract.examples import example
 from tests.fuzz.judge import call_public
-from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours
+from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours, with_all_tokens
 
 #: The operators that neither multiply matrices nor convolve.
 WITHOUT_PRODUCTS = (
@@ -63,7 +63,7 @@ def test_cvt_13():
 @pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
 @pytest.mark.parametrize("make", [huggingface, microsoft])
 def test_accelerated_models_cost_what_they_did(make, names):
-    own, x = make(), images(2, 32, 48)
+    own, x = with_all_tokens(make()), images(2, 32, 48)
     live = ck.accelerate(copy.deepcopy(own))
     with ck.use_backend(*names):
         for mode in ("eval", "train"):
@@ -78,7 +78,7 @@ def test_accelerated_models_cost_what_they_did(make, names):
 
 @pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
 def test_our_model_costs_what_its_operators_do(names):
-    model, x = ours(), images(2, 32, 48)
+    model, x = with_all_tokens(ours()), images(2, 32, 48)
     for mode in ("train", "eval"):
         getattr(model, mode)()
         for backward in (False, True):
@@ -93,7 +93,7 @@ def test_our_model_costs_what_its_operators_do(names):
 @pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
 @pytest.mark.parametrize("make", [ours, huggingface])
 def test_quantized_models_cost_what_they_did(make, names):
-    model, x = make().eval(), images(2, 32, 48)
+    model, x = with_all_tokens(make().eval()), images(2, 32, 48)
     expected = flops(model, x)
     ck.quantize(model)
     with ck.use_backend(*names):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import accelerate, backends, graphed, graphs
+from cvt_kernels import accelerate, backends, graphed, graphs, quantize
 from cvt_kernels.backends import Backend
 
 from ...checkpoints import Checkpoint, read_checkpoint
@@ -31,14 +31,16 @@ PEERS = {
     "compile-max": 'the same under torch.compile(mode="max-autotune")',
     "eager": "the model of cvt in plain PyTorch: backend reference",
     "openvino": "Hugging Face's in OpenVINO, with the hint LATENCY",
+    "openvino-int8": "Hugging Face's in OpenVINO, quantized by NNCF",
     "onnxruntime": "Hugging Face's in ONNX Runtime",
 }
-#: This project's contenders, measured wherever they can run; the ones in ``COMPILED`` only on request.
+#: This project's contenders, measured where they can run; those in ``COMPILED`` and ``INT8`` on request only.
 OURS = {
     "cvt": "the model of cvt",
     "accelerate": "Hugging Face's after cvt_kernels.accelerate(freeze=False)",
     "cvt-frozen": "the model of cvt after cvt_kernels.accelerate(freeze=True)",
     "accelerate-frozen": "Hugging Face's after cvt_kernels.accelerate(freeze=True)",
+    "accelerate-int8": "Hugging Face's after cvt_kernels.quantize and accelerate(freeze=True)",
     "cvt-compile": "the model of cvt under torch.compile",
     "accelerate-compile": "Hugging Face's after accelerate(freeze=False), under torch.compile",
     "accelerate-frozen-compile": "Hugging Face's after accelerate(freeze=True), under torch.compile",
@@ -47,8 +49,10 @@ OURS = {
 }
 #: Contenders whose stages are frozen and that are replayed as CUDA graphs.
 GRAPHED = ("cvt-graphed", "accelerate-graphed")
+#: Contenders with linear layers of 8-bit integers. Their errors are reported and not judged.
+INT8 = ("openvino-int8", "accelerate-int8")
 #: Contenders whose stages are frozen.
-FROZEN = (*(key for key in OURS if "frozen" in key), *GRAPHED)
+FROZEN = (*(key for key in OURS if "frozen" in key), "accelerate-int8", *GRAPHED)
 #: Contenders that torch.compile makes, which takes minutes, and its mode.
 COMPILED = {
     "compile": None,
@@ -58,10 +62,10 @@ COMPILED = {
     "accelerate-frozen-compile": None,
 }
 #: What may be asked for.
-CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED))
+CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED or key in INT8))
 #: Contenders that are made of Hugging Face's model.
 HUGGINGFACE = (
-    *("hf", "compile", "compile-max", "openvino", "onnxruntime"),
+    *("hf", "compile", "compile-max", "openvino", "openvino-int8", "onnxruntime"),
     *(key for key in OURS if key.startswith("accelerate")),
 )
 
@@ -110,7 +114,7 @@ def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[s
     with_graphs = device.type == "cuda"
 
     def runs(key: str) -> bool:
-        if key in COMPILED or key in PEERS:
+        if key in COMPILED or key in PEERS or key in INT8:
             return (key == "hf" or key in peers) and not (train and key in FROZEN)
         return key not in FROZEN or (not train and (key in GRAPHED) == with_graphs)
 
@@ -211,6 +215,8 @@ def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> C
     requested = ("reference",) if key in PEERS else backends.requested_backends()
     model: Any = hf if key in HUGGINGFACE else ours
     is_accelerated = key in FROZEN or key.startswith("accelerate")
+    if key in INT8:
+        quantize(model)
     if is_accelerated:
         accelerate(model, freeze=key in FROZEN)
     if key in GRAPHED:

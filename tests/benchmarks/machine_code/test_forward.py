@@ -17,10 +17,9 @@ def launches():
 
 def test_launches_of_a_forward(launches):
     assert len(launches) <= 90
-    # Besides the kernels of this project: the convolutions of two embeddings, and the head.
+    # Besides the kernels of this project: two convolutions, the head, and copies of the class token.
     others = [launch.kernel for launch in launches if launch.operator == "PyTorch"]
-    assert others.count("addmm") == 1
-    assert set(others) <= {"addmm"}
+    assert sorted(others) == ["addmm", "clone", "copy_"]
     convolutions = [launch for launch in launches if launch.kernel == "convolution"]
     assert [launch.part for launch in convolutions] == ["stage 2", "stage 3"]
 
@@ -28,8 +27,9 @@ def test_launches_of_a_forward(launches):
 def test_bytes_and_operations_of_a_forward(launches):
     microseconds = sum(launch.floor_microseconds(90) for launch in launches) / 256
     assert microseconds <= 25
-    # The paper counts 4.5 G multiply-adds for an image; depthwise convolutions are no matrix products.
-    assert 2 * 4.3e9 < sum(launch.flops for launch in launches) / 256 < 2 * 4.7e9
+    # The paper counts 4.5 G multiply-adds for an image; depthwise convolutions are no matrix products, and
+    # the last block computes the class token alone.
+    assert 2 * 4.1e9 < sum(launch.flops for launch in launches) / 256 < 2 * 4.4e9
 
 
 def test_another_model_and_size():

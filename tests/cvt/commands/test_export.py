@@ -68,7 +68,8 @@ def test_pt2_by_the_command(capsys, model, trained, tmp_path):
     path.write_text("before")
     called = record_all_calls()
     ck.use_backend("cpu")  # which notes the calls
-    model(torch.randn(1, 3, 32, 32))
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
     forward = list(called)
     assert "attention" in forward
     assert main(["export", "--checkpoint", trained, "--format", "pt2", "--output", str(path)]) == 0

@@ -101,7 +101,7 @@ def test_evaluation(make, batch):
         expected, exact = logits(own(x)), logits(in_float64(copy.deepcopy(own))(x.double()))
         assert_accurate(logits(fused(x)), expected, exact)
         with ck.use_backend("reference"):
-            assert_accurate(logits(fused(x)), expected, exact)
+            assert relative(logits(fused(x)), expected) < 1e-5
 
 
 @every_upstream

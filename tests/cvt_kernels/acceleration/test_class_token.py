@@ -9,7 +9,16 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from tests.upstream import huggingface, images, logits, microsoft, ours, relative
+from tests.upstream import (
+    huggingface,
+    images,
+    last_stage,
+    logits,
+    microsoft,
+    ours,
+    relative,
+    with_all_tokens,
+)
 
 every_classifier = pytest.mark.parametrize("make", [huggingface, microsoft, ours])
 every_form = pytest.mark.parametrize("freeze", [None, True, False])
@@ -32,11 +41,6 @@ def noted_queries():
 
     with backends.replaced(noting):
         yield noted
-
-
-def last_stage(model):
-    """Returns the last stage."""
-    return model.cvt.encoder.stages[-1] if hasattr(model, "cvt") else list(model.children())[-3]
 
 
 def last_block(model):
@@ -68,11 +72,6 @@ def test_last_block_has_one_query(make, freeze):
     assert relative(out, expected) < 1e-5
 
 
-def hooked(model):
-    """Watches the last stage."""
-    last_stage(model).register_forward_hook(lambda *_: None)
-
-
 def hooked_block(model):
     """Watches the last block."""
     last_block(model).register_forward_hook(lambda *_: None)
@@ -91,7 +90,7 @@ def patched(model):
     block.forward = block.forward
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_block, hooked_layer, patched])
+@pytest.mark.parametrize("change", [with_all_tokens, hooked_block, hooked_layer, patched])
 @every_form
 @every_classifier
 def test_watched_tokens_are_all_computed(make, freeze, change):

@@ -64,7 +64,7 @@ def test_under_auto_it_reports_the_cached_choices_without_autotuning(tuning):
         for called in (evaluation, training):
             for operator, counts in called.items():
                 assert counts.keys() <= dispatch.chosen_backends(operator, "cpu").keys(), operator
-    assert evaluation.keys() == training.keys()
+    assert evaluation.keys() - {"gather_rows", "gather_add_layer_norm", "scatter_rows"} == training.keys()
     assert [sum(counts.values()) for counts in first.values()] == [
         sum(counts.values()) for counts in evaluation.values()
     ]
@@ -79,7 +79,9 @@ def test_blocks_behind_one_that_drops_tokens_compute_on_rows(keeps):
         for row in rows
     }
     on_rows = ["gather_rows", "gather_add_layer_norm", "scatter_rows"]
-    behind = ("stage2.blocks.2", "stage2.blocks.3") if keeps != 1.0 else ()
+    behind = {"stage2.blocks.3"} | (
+        {"stage2.blocks.2"} if keeps != 1.0 else set()
+    )  # the last for its class token
     assert found == {path: on_rows if path in behind else [] for path in found}
 
 
@@ -171,7 +173,7 @@ def test_an_aligned_table():
     assert table[0].split()[:4] == ["block", "class", "fused", "operators,"]
     for start in (table[0].index(word) for word in ("class", "fused", "operators")):
         assert all(line[start - 2 : start] == "  " and line[start] != " " for line in table)
-    assert len(table) == 1 + 6  # stage2 has two blocks, which are one row
+    assert len(table) == 1 + 7
     assert table[2].split()[:5] == ["stage0.blocks.0", "Block", "yes", "layer_norm,", "conv_projection,"]
     (no,) = [line for line in table if " no " in line]
     assert " ".join(no.split()) == "stage1.blocks.0 Block no attn.conv_proj_k.bn has forward hooks"
@@ -199,7 +201,7 @@ def test_the_backends_of_every_operator_once():
     heading, *lines = served.splitlines()
     assert heading == "served by"
     assert "  attention: reference (4 calls)" in lines
-    assert len(lines) == len({line.split(":")[0] for line in lines}) == 6
+    assert len(lines) == len({line.split(":")[0] for line in lines}) == 9
     rows = Coverage([], {"gelu": {"cpu": 9, "reference": 3}, "attention": {"sdpa": 1}})
     assert "  gelu: cpu (9 calls), reference (3)\n  attention: sdpa (1 call)\n" in str(rows)
 

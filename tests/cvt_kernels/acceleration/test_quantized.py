@@ -11,7 +11,7 @@ from cvt_kernels.acceleration.fused import apply_linear_and_gelu
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from cvt_kernels.records import QuantizedRows
 from tests.checks import record_all_calls
-from tests.upstream import huggingface, images, logits, microsoft, ours
+from tests.upstream import huggingface, images, logits, microsoft, ours, with_all_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -26,7 +26,7 @@ BLOCK = [
 
 @pytest.fixture(params=MAKERS, ids=lambda make: make.__name__)
 def quantized(request):
-    model = ck.accelerate(request.param().eval(), freeze=False)
+    model = ck.accelerate(with_all_tokens(request.param().eval()), freeze=False)
     ck.quantize(model)
     return model
 

@@ -205,8 +205,8 @@ def test_interrupted_it_leaves_its_entries_and_no_process(cache, number):
 def test_bad_arguments(cache, capsys, monkeypatch):
     assert "1×1 pixels are too few" in bad(capsys, main, "tune", "--image-size", "1")
     assert "--json: /no/x.json cannot be written" in bad(capsys, main, "tune", "--json", "/no/x.json")
-    monkeypatch.setattr(backends, "_requested", ("cuda",))
-    assert "CVT_KERNELS_BACKEND: got 'cuda'" in bad(capsys, main, "tune")
+    monkeypatch.setattr(backends, "_requested", ("gpu",))
+    assert "CVT_KERNELS_BACKEND: got 'gpu'" in bad(capsys, main, "tune")
     assert not list(cache.rglob("*"))
 
 
