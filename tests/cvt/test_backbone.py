@@ -1,6 +1,8 @@
 """CvT as a backbone of transformers: its maps, its weights, and the detectors and segmenters that take it."""
 
 import copy
+import importlib
+import sys
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import cvt_kernels as ck
 from cvt.backbone import CvtBackbone, CvtBackboneConfig, backbone_of
 from cvt.factory import randomize
 from cvt_kernels.records import is_frozen
+from tests.checks import DOCS, python_blocks, run_blocks
 from tests.cvt.models import huggingface_twin, quantized, small
 
 ALL = ["stage1", "stage2", "stage3"]
@@ -106,6 +109,13 @@ def test_maps_are_those_of_our_model(activation, changes):
 def test_errors(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_without_transformers_the_error_says_so(monkeypatch):
+    monkeypatch.delitem(sys.modules, "cvt.backbone")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^transformers is not installed; "):
+        importlib.import_module("cvt.backbone")
 
 
 def test_no_model_of_ours():
@@ -202,3 +212,20 @@ def test_frozen_batch_norms_in_training():
     for (name, parameter), expected in zip(model.named_parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=name)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_the_page_of_detection(capsys):
+    page = (DOCS / "detection.md").read_text(encoding="utf-8")
+    for setting, less in (("STEPS, WIDTH = 1000, 64", "STEPS, WIDTH = 3, 16"), ("scenes(200,", "scenes(6,")):
+        assert page.count(setting) == 1
+        page = page.replace(setting, less)
+    names = run_blocks(python_blocks(page))
+    assert "7 of 7 blocks fused" in capsys.readouterr().out
+    assert len(names["found"]) == 6 * 10
+    perfect = []
+    for i, truth in enumerate(names["labels"]):
+        classes = truth["class_labels"]
+        perfect += names["to_coco"](i, truth["boxes"], classes, torch.ones(len(classes)))
+    assert names["mean_average_precision"](perfect, names["labels"]) == pytest.approx([1, 1])
+    moved = [{**each, "bbox": [0, 0, 1, 1]} for each in perfect]
+    assert names["mean_average_precision"](moved, names["labels"]) == pytest.approx([0, 0])
