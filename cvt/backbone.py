@@ -14,7 +14,13 @@ from torch import Tensor
 from cvt_kernels import checks
 
 from .extras import require
-from .huggingface import architecture, stages_to_huggingface, why_stages_inexpressible
+from .huggingface import (
+    OWN_CONFIG,
+    architecture,
+    own_config,
+    stages_to_huggingface,
+    why_stages_inexpressible,
+)
 from .model import Stages
 
 _transformers = require("transformers", "hf")
@@ -30,7 +36,7 @@ except ModuleNotFoundError:
 _ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
-class CvtBackboneConfig(_mixins.BackboneConfigMixin, _transformers.CvtConfig):  # type: ignore[misc, name-defined]
+class CvtBackboneConfig(_mixins.BackboneConfigMixin, _transformers.CvtConfig):  # type: ignore[name-defined]
     """The configuration of a :class:`CvtBackbone`: that of Hugging Face's CvT, and the maps to return.
 
     Args:
@@ -61,20 +67,24 @@ class CvtBackboneConfig(_mixins.BackboneConfigMixin, _transformers.CvtConfig):  
         self.stage_names = [f"stage{i}" for i in range(1, len(self.depth) + 1)]
         self.out_indices = out_indices
         if out_features is not None:
-            given = self.out_features
+            given = self.out_features  # type: ignore[has-type]
             self.out_features = out_features
             if out_indices is not None and given != self.out_features:
                 raise ValueError(f"out_features: got {out_features} beside out_indices={out_indices}")
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads a configuration, of a ``CvtBackbone`` or of Hugging Face's CvT, as transformers does."""
+        """Reads a configuration as transformers does, of Hugging Face's CvT and of our classifier too."""
         content, rest = super().get_config_dict(*args, **kwargs)
-        is_cvt = content.get("model_type") == _transformers.CvtConfig.model_type
-        return ({**content, "model_type": cls.model_type} if is_cvt else content), rest
+        if content.get("model_type") == _transformers.CvtConfig.model_type:
+            own = own_config(content)
+            activation = "gelu" if own is None else own.activation
+            content = {**content, "model_type": cls.model_type, "hidden_act": _ACTIVATIONS[activation]}
+            content.pop(OWN_CONFIG, None)
+        return content, rest
 
 
-class CvtBackbone(_mixins.BackboneMixin, _transformers.CvtModel):  # type: ignore[misc, name-defined]
+class CvtBackbone(_mixins.BackboneMixin, _transformers.CvtModel):  # type: ignore[name-defined]
     """The stages of Hugging Face's CvT as a backbone; checkpoints of its CvT load into it.
 
     Args:
@@ -110,7 +120,7 @@ class CvtBackbone(_mixins.BackboneMixin, _transformers.CvtModel):  # type: ignor
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         indices = [self.stage_names.index(name) for name in self.out_features]
-        count = len(self.stage_names) if output_hidden_states else indices[-1] + 1
+        count = len(self.stage_names) if output_hidden_states else max(indices) + 1
         maps: tuple[Tensor, ...] = ()
         for stage in self.encoder.stages[:count]:
             pixel_values, _ = stage(pixel_values)

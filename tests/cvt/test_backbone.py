@@ -78,13 +78,17 @@ def test_stages_after_the_last_map_are_not_computed():
 
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu", "gelu_tanh"])
 @pytest.mark.parametrize("changes", [{}, {"head": "segment"}, {"features_only": True}])
-def test_maps_are_those_of_our_model(activation, changes):
+def test_maps_are_those_of_our_model(activation, changes, tmp_path):
     model = small(activation=activation, **changes).double().eval()
     backbone = backbone_of(model)
     assert not backbone.training
+    backbones = [backbone, ck.accelerate(copy.deepcopy(backbone), freeze=True)]
+    if not changes:
+        model.save_pretrained(tmp_path)
+        backbones.append(CvtBackbone.from_pretrained(tmp_path, out_features=ALL).double().eval())
     with torch.no_grad():
-        for accelerated in (backbone, ck.accelerate(backbone, freeze=True)):
-            found = list(accelerated(images().double()).feature_maps)
+        for each in backbones:
+            found = list(each(images().double()).feature_maps)
             torch.testing.assert_close(found, model.maps(images().double()), rtol=1e-9, atol=1e-9)
     assert backbone_of(model, out_features=["stage2"]).channels == [16]
 
@@ -182,8 +186,8 @@ def test_inside_other_models(build, tmp_path):
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     assert any("encoder.stages.0" in name for name in gradients)
 
+    frozen = ck.accelerate(type(model).from_pretrained(tmp_path).eval(), freeze=True)
     with torch.inference_mode():
-        frozen = ck.accelerate(type(model).from_pretrained(tmp_path).eval(), freeze=True)
         found = frozen(pixel_values=images())
     stages = [row for row in ck.coverage(frozen) if row.class_name == "CvtStage"]
     assert len(stages) == 3
