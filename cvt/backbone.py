@@ -114,7 +114,6 @@ class CvtBackbone(_mixins.BackboneMixin, _transformers.CvtModel):  # type: ignor
         pixel_values: Tensor,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        **_: Any,
     ) -> Any:
         """Returns the maps of the requested stages; as ``hidden_states`` those of all, if asked for."""
         if output_hidden_states is None:

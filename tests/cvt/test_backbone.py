@@ -67,6 +67,8 @@ def test_maps_are_hidden_states_of_hugging_faces_model(tmp_path, settings, stage
     backbone.save_pretrained(tmp_path / "backbone")
     again = CvtBackbone.from_pretrained(tmp_path / "backbone").eval()
     assert_same(again(images()).feature_maps, without[0])
+    other = CvtBackbone.from_pretrained(tmp_path / "backbone", out_features=["stage1"])
+    assert (other.out_indices, other.channels) == ([0], [8])
     assert type(AutoConfig.from_pretrained(tmp_path / "backbone")) is CvtBackboneConfig
 
 
