@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.records import LIMITS
@@ -172,7 +172,7 @@ def write_model(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     content: dict[str, Any] = {"architectures": ["CvT"]}
     if (why_inexpressible(config) or _why_quantized(model)) is None:
-        content = {"architectures": ["CvtForImageClassification"], **_architecture(config)}
+        content = {"architectures": ["CvtForImageClassification"], **architecture(config)}
         tensors = {_to_huggingface(name): tensor for name, tensor in tensors.items()}
     content["id2label"] = {str(i): label for i, label in enumerate(labels)}
     content["label2id"] = {label: i for i, label in enumerate(labels)}
@@ -240,7 +240,7 @@ def made_up_labels(classes: int) -> list[str]:
 # config.json ----------------------------------------------------------------------------------------------
 
 
-def _architecture(config: CvTConfig) -> dict[str, Any]:
+def architecture(config: CvTConfig) -> dict[str, Any]:
     """Returns the fields of Hugging Face's ``CvtConfig`` but for the classes."""
     own = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
     paddings = [size // 2 for size in config.kernel_size]
@@ -297,10 +297,10 @@ def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
 def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> str | None:
     """Returns how a ``config.json`` contradicts a model, even where shapes agree, or None."""
     recorded = own_config(content)
-    theirs = content if recorded is None else _architecture(recorded)
+    theirs = content if recorded is None else architecture(recorded)
     if theirs.get("model_type") != "cvt":
         return f"is a model of type {shown(theirs.get('model_type'))}, expected 'cvt'"
-    expected, defaults = _architecture(config), _architecture(CvTConfig())
+    expected, defaults = architecture(config), architecture(CvTConfig())
     for field in _ARCHITECTURE:
         value = theirs.get(field, defaults[field])
         if value != expected[field]:
@@ -332,22 +332,38 @@ def why_inexpressible(config: CvTConfig) -> str | None:
     """Returns which feature of a model Hugging Face's CvT lacks, or None."""
     obstacles = {
         "model without a head": not config.num_classes,
+        f"pool={config.pool!r}": config.pool != "cls",
+        f"head={config.head!r}": config.head != "classify",
+        **_obstacles_of_stages(config),
+    }
+    return _sentence_of(obstacles)
+
+
+def why_stages_inexpressible(model: nn.Module) -> str | None:
+    """Returns which feature of a model's stages Hugging Face's CvT lacks, or None."""
+    return _sentence_of(_obstacles_of_stages(_config_of(model))) or _why_quantized(model)
+
+
+def _obstacles_of_stages(config: CvTConfig) -> dict[str, bool]:
+    """Returns features that Hugging Face's CvT lacks, and whether the stages of a model have them."""
+    return {
         f"scale={config.scale!r}": config.scale != "embed_dim",
         f"embed_norm={config.embed_norm!r}": config.embed_norm != "layer_norm",
         f"layer_scale={config.layer_scale!r}": config.layer_scale is not None,
-        f"pool={config.pool!r}": config.pool != "cls",
         "heads that do not fill the width of their stage": any(
             stage.num_heads * stage.head_dim != stage.embed_dim for stage in config.stages
         ),
         f"mixing={config.mixing!r}": config.mixing != "plain",
         "position_bias": config.position_bias,
         f"token_keep={config.token_keep!r}": any(keep != 1 for keep in config.stages[-1].token_keep),
-        f"head={config.head!r}": config.head != "classify",
         # It makes every class token as wide as the last stage.
         "class token before the last stage": any(config.cls_token[:-1]),
         # It looks up a stage's drop path rate by the stage's number in a list as long as its depth.
         "stage of so few blocks": any(depth <= i for i, depth in enumerate(config.depths)),
     }
+
+
+def _sentence_of(obstacles: Mapping[str, bool]) -> str | None:
     present = [obstacle for obstacle, is_present in obstacles.items() if is_present]
     return f"Hugging Face's CvT has no {', no '.join(present)}" if present else None
 
@@ -516,6 +532,15 @@ def _translate(name: str, translator: list[tuple[re.Pattern[str], str]]) -> str 
         if match := pattern.match(name):
             return target.format(**match.groupdict()) + name[match.end() :]
     return None
+
+
+def stages_to_huggingface(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a model's stages by the names of Hugging Face's model without a head."""
+    return {
+        _to_huggingface(name).removeprefix("cvt."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("stage")
+    }
 
 
 def _to_huggingface(name: str) -> str:

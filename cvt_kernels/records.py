@@ -18,6 +18,15 @@ GeluVariant = Literal["none", "tanh", "quick"]
 #: The input of a model's head: the class token, or the mean of the other tokens.
 Pool = Literal["cls", "avg"]
 
+_DETECTORS = (
+    *("ConditionalDetr", "DFine", "DabDetr", "DeformableDetr", "Deimv2", "Detr", "GroundingDino"),
+    *("MMGroundingDino", "PPDocLayoutV2", "PPDocLayoutV3", "PPDocLayoutV4", "RTDetr", "RTDetrV2"),
+    "TableTransformer",
+)
+#: Names of BatchNorms without parameters, which never normalize by the batch: torchvision's, and its copies
+#: that the detectors of transformers put in the places of a backbone's BatchNorms.
+FROZEN_BATCH_NORMS = frozenset(f"{detector}FrozenBatchNorm2d" for detector in ("", *_DETECTORS))
+
 
 class ConvBatchNorm(NamedTuple):
     """A depthwise convolution without bias followed by BatchNorm: one branch of ``conv_projection``.
@@ -52,8 +61,13 @@ class ConvBatchNorm(NamedTuple):
     process_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_modules(cls, conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> ConvBatchNorm:
+    def from_modules(cls, conv: nn.Conv2d, bn: nn.Module) -> ConvBatchNorm:
         """Returns the tensors and settings of two modules, without copies.
+
+        Args:
+            conv: The convolution.
+            bn: ``nn.BatchNorm2d``, ``nn.SyncBatchNorm``, or the ``FrozenBatchNorm2d`` of torchvision or of a
+                detector of transformers, which has only running statistics.
 
         Raises:
             TypeError: They are of other types.
@@ -61,7 +75,7 @@ class ConvBatchNorm(NamedTuple):
                 the two directions.
         """
         checks.check_kind("conv", conv, nn.Conv2d)
-        checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
+        momentum, eps = _settings_of(bn)
         bias, *tensors = _tensors_of(conv, bn)
         weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked = tensors
         if bias is not None:
@@ -75,7 +89,7 @@ class ConvBatchNorm(NamedTuple):
         # By position, since this is called for every branch of every forward.
         return cls(
             weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked,
-            stride[0], int(padding[0]), dilation[0], bn.momentum, bn.eps, _process_group(bn),
+            stride[0], int(padding[0]), dilation[0], momentum, eps, _process_group(bn),
         )  # fmt: skip
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
@@ -277,7 +291,29 @@ class TransformerBlock(NamedTuple):
         )  # fmt: skip
 
 
-def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple[Any, ...]:
+def is_frozen(bn: nn.Module) -> bool:
+    """Returns whether a BatchNorm is one of :data:`FROZEN_BATCH_NORMS`."""
+    return type(bn).__name__ in FROZEN_BATCH_NORMS
+
+
+def trains(bn: nn.Module) -> bool:
+    """Returns whether a BatchNorm normalizes by the batch now."""
+    return bn.training and not is_frozen(bn)
+
+
+def _settings_of(bn: Any) -> tuple[float | None, float]:
+    """Returns the momentum and eps of a BatchNorm.
+
+    Raises:
+        TypeError: It is of another type.
+    """
+    if is_frozen(bn):
+        return 0.1, getattr(bn, "eps", 1e-5)  # those of transformers have no attribute of it
+    checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
+    return bn.momentum, bn.eps
+
+
+def _tensors_of(conv: nn.Conv2d, bn: Any) -> tuple[Any, ...]:
     """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in order."""
     if not torch.compiler.is_compiling():
         of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
@@ -286,11 +322,11 @@ def _tensors_of(conv: nn.Conv2d, bn: nn.BatchNorm2d | nn.SyncBatchNorm) -> tuple
                 of_conv["bias"], of_conv["weight"], of_bn["weight"], of_bn["bias"],
                 buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
             )  # fmt: skip
-        except KeyError:  # one is computed, as by nn.utils.parametrize
+        except KeyError:  # one is computed, as by nn.utils.parametrize, or the BatchNorm is frozen
             pass
     return (
         conv.bias, conv.weight, bn.weight, bn.bias,
-        bn.running_mean, bn.running_var, bn.num_batches_tracked,
+        bn.running_mean, bn.running_var, getattr(bn, "num_batches_tracked", None),
     )  # fmt: skip
 
 

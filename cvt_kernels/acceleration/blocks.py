@@ -31,6 +31,7 @@ from ..records import (
     QuantizedLinear,
     Reduction,
     TransformerBlock,
+    is_frozen,
 )
 from .watching import is_plain_linear, is_watched
 
@@ -40,7 +41,7 @@ Kinds = tuple[type | str, ...]
 #: The upstream of the models of transformers.
 HUGGING_FACE = "Hugging Face"
 
-#: The allowed classes of a projection's BatchNorm.
+#: The allowed classes of a projection's BatchNorm, besides those that detectors freeze.
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
 #: The allowed classes of a LayerNorm: PyTorch's or Microsoft's.
 LAYER_NORMS: Kinds = (nn.LayerNorm, "LayerNorm")
@@ -177,7 +178,7 @@ class BlockParts(NamedTuple):
         """Returns the modules that the fused forward replaces, each with its allowed classes."""
         found: list[tuple[Any, Kinds]] = [(self.norm1, LAYER_NORMS), (self.norm2, LAYER_NORMS)]
         for conv, norm in self.pairs():
-            found += [(conv, (nn.Conv2d,)), (norm, BATCH_NORMS)]
+            found += [(conv, (nn.Conv2d,)), (norm, (type(norm),) if is_frozen(norm) else BATCH_NORMS)]
         if self.reduction is not None:
             found += zip(self.reduction, ((nn.Conv2d,), (nn.LayerNorm,)), strict=True)
         if self.pooling is not None:
@@ -372,7 +373,7 @@ def why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None
         kernel, stride, padding, dilation = conv.kernel_size, conv.stride, conv.padding, conv.dilation
         if (kernel[0], stride[0], padding[0], dilation[0]) != (kernel[1], stride[1], padding[1], dilation[1]):
             return "a convolution is not the same in both directions"
-        if not bn.track_running_stats and bn.running_mean is not None:
+        if bn.running_mean is not None and not (is_frozen(bn) or bn.track_running_stats):
             return "a BatchNorm has running statistics that it no longer tracks"
     return None
 

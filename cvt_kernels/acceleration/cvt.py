@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .blocks import (
+    GELU_VARIANTS,
     HUGGING_FACE,
     BlockEntry,
     BlockParts,
@@ -111,7 +112,7 @@ _HF_STAGE = StageEntry(
         arguments=("hidden_state",),
         children=frozenset(("cls_token", "embedding", "layers")),
     ),
-    classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES},
+    classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
     parts=_hf_stage,
     embedding=_hf_stem,
     result=map_and_class_token,

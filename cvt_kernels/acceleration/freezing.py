@@ -26,7 +26,7 @@ from ..caller import stacklevel_of_caller
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Programs
-from ..records import TransformerBlock
+from ..records import FROZEN_BATCH_NORMS, TransformerBlock
 from . import cvt, pyramids
 from .blocks import (
     GELU_VARIANTS,
@@ -107,7 +107,7 @@ def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
             return f"{path} is not as upstream has it: {reason}" if path else reason
     for path, module in itertools.islice(stage.named_modules(), 1, None):
         kind = original_class(type(module))
-        if kind not in PLAIN and not is_named(kind, entry.classes):
+        if kind not in PLAIN and not is_named(kind, entry.classes | FROZEN_BATCH_NORMS):
             return f"{path} {why_another_class(module)}"
         has_forward = kind.forward is not nn.Module.forward
         if has_forward and kind not in PLAIN and (patch := patch_of(kind)) is not None:

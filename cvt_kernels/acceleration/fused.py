@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,11 +22,9 @@ from ..ops.linear_int8.modules import LinearInt8
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
-from ..records import GeluVariant, Linear, QuantizedRows
+from ..records import GeluVariant, Linear, QuantizedRows, trains
 from .blocks import BlockParts, gelu_variant
 from .watching import is_plain_linear, is_watched
-
-_training_of = operator.attrgetter("training")
 
 
 def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -254,7 +251,7 @@ def _attention_branch(
 def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor]:
     """Returns the inputs of the linear layers of Q, K and V."""
     if parts.branches:
-        modes = set(map(_training_of, parts.norms))
+        modes = set(map(trains, parts.norms))
         if len(modes) == 1:
             return list(conv_projection(y, grid, parts.convs, training=modes.pop()))
         return list(project(y, grid, parts.branches))

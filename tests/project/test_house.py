@@ -52,7 +52,7 @@ FLOORS = (
     {"cvt"},
     {"cvt.training"},
     {"cvt.commands"},
-    {"cvt.__main__", "cvt.timm"},
+    {"cvt.__main__", "cvt.backbone", "cvt.timm"},
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...records import Branch, ConvBatchNorm
+from ...records import Branch, ConvBatchNorm, trains
 from . import conv_projection
 
 
@@ -25,7 +25,7 @@ def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[
     Returns:
         One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`.
     """
-    modes = {bn.training for branch in branches for _, bn in _pairs(branch)}
+    modes = {trains(bn) for branch in branches for _, bn in _pairs(branch)}
     if len(modes) == 1:
         convs = tuple([branch_of(branch) for branch in branches])
         return conv_projection(x, grid, convs, training=modes.pop())
@@ -47,7 +47,7 @@ def branch_of(branch: Any) -> Branch:
 def _sum(x: Tensor, grid: tuple[int, int], pairs: Sequence[Any]) -> Tensor:
     """Returns the sum of convolutions whose BatchNorms are in different modes, and the class token once."""
     first, *others = (
-        conv_projection(x, grid, (ConvBatchNorm.from_modules(conv, bn),), training=bn.training)[0]
+        conv_projection(x, grid, (ConvBatchNorm.from_modules(conv, bn),), training=trains(bn))[0]
         for conv, bn in pairs
     )
     class_tokens = x.shape[1] - grid[0] * grid[1]
