@@ -83,36 +83,46 @@ class Run(NamedTuple):
         suites: The JSON of pytest-benchmark, by suite.
         benches: The results of ``cvt bench``.
         auto: The comparison of ``auto`` with PyTorch's own forms; None if there is none.
+        earlier: The date of the run that measured the operators, if it is an earlier one; else None.
     """
 
     summary: dict[str, Any]
     suites: dict[str, dict[str, Any]]
     benches: list[bench_results.Results]
     auto: dict[str, Any] | None
+    earlier: str | None = None
 
 
 def load(results: Path) -> list[Run]:
     """Reads the newest run of each device, GPUs first.
 
+    If it has no figures of operators, those of the newest run that has some are taken.
+
     Raises:
         ValueError: A file is not what benchmarks/run.py writes, or holds a rehearsal.
     """
     newest: dict[str, Path] = {}
+    of_operators: dict[str, Path] = {}
     names = (*BENCHES, *SUITES, "auto")
     for path in sorted(results.glob("*/*/summary.json")):
         # Other parts alone, which have sections of their own, are no newer run.
         if any(path.with_name(f"{name}.json").exists() for name in names):
             newest[path.parent.parent.name] = path
+        if any(path.with_name(f"{name}.json").exists() for name in (*SUITES, "auto")):
+            of_operators[path.parent.parent.name] = path
     runs = []
-    for path in newest.values():
+    for device, path in newest.items():
         summary = read_summary(path)
-        files = {name: path.parent / f"{name}.json" for name in (*BENCHES, *SUITES)}
+        older = of_operators.get(device, path)
+        files = {name: path.parent / f"{name}.json" for name in BENCHES}
+        files |= {name: older.parent / f"{name}.json" for name in SUITES}
         there = {name: file for name, file in files.items() if file.exists()}
         suites = {name: read(there[name]) for name in SUITES if name in there}
         benches = [bench_results.read(there[name]) for name in BENCHES if name in there]
-        auto = path.parent / "auto.json"
+        auto = older.parent / "auto.json"
         tuned = read(auto, AUTO_SCHEMA, AUTO_VERSION) if auto.exists() else None
-        runs.append(Run(summary, suites, benches, tuned))
+        earlier = None if older == path else read_summary(older)["date"]
+        runs.append(Run(summary, suites, benches, tuned, earlier))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
 
 
@@ -167,6 +177,7 @@ def section(run: Run) -> str:
     facts += [f"CUDA {summary['cuda']}"] if summary["cuda"] else [f"{summary['threads']} threads"]
     facts.append(f"commit {summary['commit'][:9]}")
     lines = [f"## {summary['device']}", f"{summary['date']}, {', '.join(facts)}."]
+    lines += [] if run.earlier is None else [f"Operators, and what stands below them, are of {run.earlier}."]
     ceilings: dict[str, float] = {}
     for suite in run.suites.values():
         ceilings |= suite["ceilings"]
@@ -258,8 +269,16 @@ def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 def readme_table(benches: Iterable[bench_results.Results]) -> str:
-    """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's."""
-    table_rows = [["", "batch", "Hugging Face's, images/s", *_COLUMNS.values(), "memory, accelerated"]]
+    """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's.
+
+    It has the columns of contenders that were measured.
+    """
+    benches = list(benches)
+    measured = {
+        row["contender"] for results in benches for batch in results["batches"] for row in batch["rows"]
+    }
+    columns = {key: head for key, head in _COLUMNS.items() if key in measured or key == "accelerate-frozen"}
+    table_rows = [["", "batch", "Hugging Face's, images/s", *columns.values(), "memory, accelerated"]]
     for results in benches:
         config = results["config"]
         kind = f"{_NAMES.get(config['model'], config['model'])}, {config['dtype']}"
@@ -267,7 +286,7 @@ def readme_table(benches: Iterable[bench_results.Results]) -> str:
         for batch in results["batches"]:
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
-            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in _COLUMNS]
+            speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in columns]
             memory = share_of_memory(rows, _measured_as("accelerate-frozen", rows))
             table_rows.append([kind, str(batch["batch_size"]), rate, *speeds, memory])
     return "\n".join(markdown(table_rows))

@@ -96,8 +96,8 @@ def summary(results: Sequence[Result], cache: Cache) -> list[str]:
         lines.append("What fails here is not remembered: every process tries it again.")
     if any(name in backends.OURS for result in results for name in result.flaws):
         lines.append(
-            f"No kernel with a flaw is used. Please report the lines of {' and '.join(backends.OURS)} "
-            "with the output of `cvt doctor`."
+            f"No kernel with a flaw is used. Please report the lines of {', '.join(backends.OURS)} with the "
+            "output of `cvt doctor`."
         )
     lines += [f"not tuned, {each.cache_key}: {each.why_not_tuned}" for each in results if not each.entry]
     tuned = [result.entry for result in results if result.entry is not None]
