@@ -6,7 +6,6 @@ that they may leave all other tokens as they were before the block.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import modes
-from ..classes import original_class
+from ..classes import cached, original_class
 from .watching import is_watched, patch_of
 
 _Result = TypeVar("_Result")
@@ -106,7 +105,7 @@ def find_last(
     return (stage, block) if all(_has_own_forward(type(m), type(m).forward) for m in between) else None
 
 
-@functools.cache
+@cached
 def _has_own_forward(cls: Any, forward: Any) -> bool:
     """Returns whether the ``forward`` of a class is the one that it was written with."""
     return patch_of(original_class(cls)) is None

@@ -75,7 +75,7 @@ class _Logits(nn.Module):
 class OpenVINO(Runtime):
     """The model after ``openvino.convert_model`` and ``compile_model``, with the hint for low latency."""
 
-    packages = ("openvino",)
+    packages: tuple[str, ...] = ("openvino",)
     dtypes = ("float32", "bfloat16")
 
     def converted(self, model: nn.Module, images: Tensor) -> Any:
