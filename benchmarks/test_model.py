@@ -22,6 +22,7 @@ from cvt.commands.bench.contenders import (
     FROZEN,
     GRAPHED,
     HUGGINGFACE,
+    INT8,
     OURS,
     build_contender,
     build_huggingface,
@@ -75,7 +76,8 @@ def names(training):
     plain = ["hf", "accelerate"] if theirs else ["eager"]
     plain.append("cvt")
     if not training:
-        served = [name for name in FROZEN if name not in COMPILED and (name in GRAPHED) == suites.CUDA]
+        others = (*COMPILED, *INT8)
+        served = [name for name in FROZEN if name not in others and (name in GRAPHED) == suites.CUDA]
         plain += [name for name in served if theirs or name not in HUGGINGFACE]
     if suites.TINY:
         return plain
