@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
+from cvt_kernels.acceleration import class_token
 from tests.upstream import (
     huggingface,
     images,
@@ -111,6 +113,38 @@ def test_hidden_states_are_whole(freeze):
         features = model.cvt(x).last_hidden_state
     assert all(relative(*pair) < 1e-5 for pair in zip(actual, expected, strict=True))
     assert relative(features, expected[-1]) < 1e-5
+
+
+@every_form
+def test_loss_and_tuples_of_hugging_face(freeze):
+    original, x = huggingface().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(original), freeze=freeze)
+    settings = {"labels": torch.tensor([1, 2]), "return_dict": False}
+    with noted_queries() as noted, torch.no_grad():
+        loss, out = model(x, **settings)
+    with torch.no_grad():
+        true_loss, expected = original(x, **settings)
+    assert noted[-1] == 1
+    assert relative(out, expected) < 1e-5
+    torch.testing.assert_close(loss, true_loss)
+
+
+@every_classifier
+def test_an_error_and_another_thread_leave_later_calls_whole(make):
+    model = ck.accelerate(make().eval(), freeze=False)
+    stage, block = last_stage(model), last_block(model)
+
+    def fail():
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(class_token.is_block_wanted, block).result()
+        assert class_token.is_stage_wanted(stage)
+        assert class_token.is_block_wanted(block)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        class_token.with_class_token_only(stage, block, fail)
+    assert not class_token.is_stage_wanted(stage)
+    assert not class_token.is_block_wanted(block)
 
 
 @every_classifier
