@@ -331,8 +331,24 @@ def standards(made: Example) -> Iterator[tuple[tuner.Results, tuner.Results]]:
         call = made.call.map(tuner._copied)
         outputs = tuner.run(plain, call._replace(gradient=False).map(tuner._copied), []).outputs
         douts = made.douts(outputs)
+        right = tuner._run_in_float64(exact, made.call.map(tuner._in_float64), douts)
         same = tuner.run(plain, call, douts)
-        yield same, tuner._run_in_float64(exact, made.call.map(tuner._in_float64), douts)
+        if _misses_numbers(same, right):
+            # torch 2.13: oneDNN's gradient of a bfloat16 convolution's weight reads memory that nobody has
+            # written where the output is one pixel wide and the stride 4. PyTorch's own kernels do not.
+            with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+                same = tuner.run(plain, made.call.map(tuner._copied), douts)
+        yield same, right
+
+
+def _misses_numbers(same: tuner.Results, right: tuner.Results) -> bool:
+    """Returns whether a result or a gradient is not finite where the exact one is."""
+    pairs = (
+        (a, b)
+        for kind in same._fields
+        for a, b in zip(getattr(same, kind), getattr(right, kind), strict=True)
+    )
+    return any(bool((~a.double().isfinite() & b.double().isfinite()).any()) for a, b in pairs)
 
 
 def assert_right(made: Example, ours: tuner.Results, *, dtype: torch.dtype | None = None) -> None:
