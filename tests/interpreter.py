@@ -1,4 +1,4 @@
-"""Triton's interpreter, made quicker for tests."""
+"""Triton's interpreter, made quicker for tests and mended."""
 
 import numpy
 from triton import language
@@ -30,6 +30,19 @@ def patch_once_per_launch() -> None:
 
     interpreter.GridExecutor.__call__ = launch_anew
     interpreter.InterpretedFunction.__call__ = call
+
+
+def patch_comparisons() -> None:
+    """Gives the results of comparisons their type; Triton 3.8 and 3.9 make int32 of a scalar mask's broadcast."""
+    compute = interpreter.InterpreterBuilder.binary_op
+
+    def binary_op(self, left, right, function):
+        result = compute(self, left, right, function)
+        if result.data.dtype == numpy.bool_:
+            result.dtype = language.int1
+        return result
+
+    interpreter.InterpreterBuilder.binary_op = binary_op
 
 
 def patch_overflow() -> None:

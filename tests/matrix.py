@@ -45,8 +45,8 @@ TESTS = (
 
 # What these tests and the build need besides torch, which says itself which setuptools it can be used with.
 PACKAGES = (
-    "filelock", "hypothesis", "ninja", "numpy", "onnx", "onnxruntime", "onnxscript", "pillow", "pytest",
-    "safetensors", "setuptools>=77", "tqdm",
+    "faster-coco-eval", "filelock", "hypothesis", "ninja", "numpy", "onnx", "onnxruntime", "onnxscript",
+    "pillow", "pytest", "safetensors", "scikit-learn", "scipy", "setuptools>=77", "torchmetrics", "tqdm",
 )  # fmt: skip
 
 
