@@ -17,6 +17,7 @@ from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, 
 from ..model import CvT
 from ..segmentation import CvTSegmenter
 from ..training.recipe import PRECISIONS
+from ..zoo import PHOTO
 from .common import (
     add_batch_arguments,
     add_device_argument,
@@ -49,9 +50,17 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--data",
         type=input_path,
-        required=True,
         help="digits, or a folder in ImageNet's layout, val/CLASS/IMAGE; for segmentation models "
-        "val/images/NAME.jpg and val/labels/NAME.png",
+        "val/images/NAME.jpg and val/labels/NAME.png; required without --check",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="instead check a downloaded model of transformers (CvT, SegFormer, PVT, PVT v2, GLPN): all "
+        "tensors used and finite, the published first values, right when accelerated; exit code 1 if not",
+    )
+    parser.add_argument(
+        "--photo", type=input_path, help=f"image file for --check; there are published values for {PHOTO}"
     )
     add_model_arguments(parser)
     add_labels_argument(parser)
@@ -72,7 +81,15 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=_evaluate)
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def _evaluate(arguments: argparse.Namespace) -> int | None:
+    if arguments.check:
+        if arguments.data or arguments.token_keeps:
+            raise ValueError("--check: got --data or --token-keep beside it, expected neither")
+        from .check import check  # lazy: as below
+
+        return check(arguments)
+    if arguments.data is None or arguments.photo is not None:
+        raise ValueError("--data: got none or --photo beside it, expected it without --photo, or --check")
     from ..datasets import Batches  # lazy: Pillow would slow down --help
 
     device = resolve_device(arguments.device)
@@ -114,6 +131,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.token_keeps:
         result += ["", *token_table(runs)]
     print_result(arguments, result, [*loaded.remarks, *unread, *remarks])
+    return None
 
 
 class Measured(NamedTuple):

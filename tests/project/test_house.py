@@ -42,6 +42,7 @@ FLOORS = (
     {"cvt.card"},
     {"cvt.huggingface"},
     {"cvt.hub", "cvt.quantized"},
+    {"cvt.zoo"},
     {"cvt.checkpoints"},
     {"cvt.pretrained"},
     {"cvt.images", "cvt.model"},

@@ -19,6 +19,7 @@ _WEIGHTS = ("missing.pth", ".", "hf-hub:x")
 #: Values by argument name; values for a single command after its name.
 _BAD = {
     "photos": (),  # those of _GOOD are missing
+    "photo": ("missing", ""),  # nor does it fit with --data
     "checkpoint": _WEIGHTS,
     "teacher": _WEIGHTS,
     "data": ("missing", "."),
