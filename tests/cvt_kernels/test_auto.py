@@ -752,3 +752,17 @@ def test_nothing_is_cached_for_a_call_with_tensors_as_settings(backend):
         scale.fill_(torch.nan)
         with pytest.raises(ValueError, match="scale: got"):
             calls(scale, made.grid)
+
+
+@pytest.mark.parametrize(
+    ("operator", "gradient", "favored"),
+    [
+        ("transformer_block", False, "cpu"),
+        ("transformer_block", True, "composed"),
+        ("gelu", False, "reference"),
+    ],
+)
+def test_what_another_backend_replaces_by_a_margin_only(operator, gradient, favored):
+    call = example(operator, "cpu", "usual").call.record
+    call = call._replace(x=call.x.detach().requires_grad_(gradient))
+    assert dispatch._task_of(operator, call).default == favored
