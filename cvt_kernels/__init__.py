@@ -9,6 +9,7 @@ from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
 from .ops.attention import attention
+from .kernelized.registration import register_layers
 from .ops.attention.interface import register_attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding
@@ -89,6 +90,7 @@ __all__ = [
     "reference",
     "refresh",
     "register_attention",
+    "register_layers",
     "release_memory",
     "restore",
     "scatter_rows",

@@ -34,7 +34,7 @@ FLOORS = (
     {"cvt_kernels.classes", "cvt_kernels.structure"},
     {"cvt_kernels.graphs"},
     {"cvt_kernels.acceleration"},
-    {"cvt_kernels.quantization"},
+    {"cvt_kernels.kernelized", "cvt_kernels.quantization"},
     {"cvt_kernels.diagnosis"},
     {"cvt_kernels"},
     {"cvt_kernels.__main__"},
