@@ -8,8 +8,8 @@ from .acceleration import accelerate, restore
 from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
-from .ops.attention import attention
 from .kernelized.registration import register_layers
+from .ops.attention import attention
 from .ops.attention.interface import register_attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding

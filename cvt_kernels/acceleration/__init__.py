@@ -109,8 +109,9 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
 
     It may be bound to a module of that class too, in the place of a derived class.
     """
+    stages = {key: block_of(entry) for key, entry in freezing.STAGES.items()}
     keys = [key for key, entry in TABLE.items() if _is_entry_of(original, entry)]
-    keys += [key + _IN_EVALUATION for key, entry in freezing.STAGES.items() if _is_entry_of(original, block_of(entry))]
+    keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
     if not keys:
         return None
     forward = _derived_class(original, *keys).forward

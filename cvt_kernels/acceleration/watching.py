@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-import types
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -44,7 +43,7 @@ def has_another_forward(module: nn.Module) -> bool:
     own = module.__dict__.get("forward")
     if own is None or hasattr(own, LENT):
         return False
-    return own != types.MethodType(type(module).forward, module)
+    return getattr(own, "__func__", None) is not type(module).forward or own.__self__ is not module
 
 
 def is_plain_linear(module: Any) -> bool:
