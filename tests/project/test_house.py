@@ -45,7 +45,7 @@ FLOORS = (
     {"cvt.checkpoints"},
     {"cvt.pretrained"},
     {"cvt.images", "cvt.model"},
-    {"cvt.segmentation"},
+    {"cvt.segmentation", "cvt.tiles"},
     {"cvt.datasets", "cvt.evaluation", "cvt.explanation"},
     {"cvt.factory", "cvt.label_maps"},
     {"cvt.weight_pruning"},
