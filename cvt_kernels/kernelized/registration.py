@@ -21,8 +21,8 @@ def register_layers() -> None:
     forwards of :func:`accelerate`, on CPUs and NVIDIA GPUs. A layer that differs from transformers' own keeps
     its forward.
 
-    ``accelerate`` does more for a classifier, whose last block then computes the class token alone. Its
-    reports, ``restore`` and ``graphed`` do not know of these layers.
+    ``accelerate`` does more for a classifier, whose last block then computes the class token alone.
+    :func:`coverage` reports on these layers too; :func:`restore` leaves them as they are.
 
     Raises:
         ImportError: ``kernels`` or transformers is not installed, or too old.
