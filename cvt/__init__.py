@@ -8,6 +8,7 @@ from .factory import create_model, list_models
 from .huggingface import CheckpointError, save_huggingface
 from .model import CvT, CvTFeatures
 from .segmentation import CvTSegmenter
+from .tiles import segment_in_tiles
 from .weight_pruning import prune_weights
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "prune_weights",
     "read_checkpoint",
     "save_huggingface",
+    "segment_in_tiles",
 ]

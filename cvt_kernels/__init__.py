@@ -8,6 +8,7 @@ from .acceleration import accelerate, restore
 from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
+from .kernelized.registration import register_layers
 from .ops.attention import attention
 from .ops.attention.interface import register_attention
 from .ops.attention.maps import AttentionMap, attention_map
@@ -89,6 +90,7 @@ __all__ = [
     "reference",
     "refresh",
     "register_attention",
+    "register_layers",
     "release_memory",
     "restore",
     "scatter_rows",

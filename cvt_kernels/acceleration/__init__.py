@@ -14,6 +14,7 @@ and runs them), this file (swaps classes), ``coverage`` and ``verify``.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from typing import Any, TypeVar
 
@@ -26,12 +27,12 @@ from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import freezing
-from .blocks import BlockEntry, BlockParts, block_of
+from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .cvt import CLASSIFIERS
 from .fused import forward_block
 from .matching import TABLE, classifier_of, find_blocks, parts_if_fused, why_another_forward, why_mismatched
-from .watching import forget
+from .watching import LENT, forget
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -101,6 +102,27 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
             change_class(stage, functools.partial(_frozen_class, key=key))
             freezing.give_number(stage)
     return model
+
+
+def accelerated_forward(original: type[nn.Module]) -> Any:
+    """Returns the forward that ``accelerate`` gives to a class of transformers; None if it has none for it.
+
+    It may be bound to a module of that class too, in the place of a derived class.
+    """
+    stages = {key: block_of(entry) for key, entry in freezing.STAGES.items()}
+    keys = [key for key, entry in TABLE.items() if _is_entry_of(original, entry)]
+    keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
+    if not keys:
+        return None
+    forward = _derived_class(original, *keys).forward
+    setattr(forward, LENT, True)
+    return forward
+
+
+def _is_entry_of(original: type[nn.Module], entry: BlockEntry) -> bool:
+    arguments = tuple(inspect.signature(original.forward).parameters)[1:]
+    described = entry.upstream, entry.name, entry.arguments
+    return described == (HUGGING_FACE, original.__name__, arguments)
 
 
 def _servable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -289,6 +311,15 @@ def _derived(original: Any, key: str, **members: Any) -> Any:
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
     """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
+    made = _derived_class(original, *keys)
+    module: nn.Module = made.__new__(made)
+    if freezing.is_frozen(module):
+        freezing.give_number(module)
+    return module
+
+
+def _derived_class(original: type[nn.Module], *keys: str) -> Any:
+    """Returns the class that is derived from ``original`` by the entries named ``keys``, in their order."""
     made: Any = original
     for key in keys:
         if key in CLASSIFIERS:
@@ -297,7 +328,4 @@ def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
             made = _serving_class(made, key)
         else:
             made = _frozen_class(made, key) if key in freezing.STAGES else _fused_class(made, key)
-    module: nn.Module = made.__new__(made)
-    if freezing.is_frozen(module):
-        freezing.give_number(module)
-    return module
+    return made

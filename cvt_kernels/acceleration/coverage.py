@@ -23,6 +23,7 @@ from ..tables import aligned
 from .blocks import BlockEntry
 from .freezing import find_stages, is_frozen, is_serving, why_not_served
 from .matching import find_blocks, why_mismatched, why_not_now
+from .watching import LENT
 
 #: A path with a number; the last one, if there are some.
 _NUMBERED = re.compile(r"(.*\.|)(0|[1-9]\d*)((?:\..*)?)")
@@ -161,11 +162,13 @@ def _row(path: str, module: nn.Module, reason: str | None) -> BlockCoverage:
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
     reason = why_mismatched(block, entry)
-    if reason is None and entry.arguments and not is_fused(block):
+    own = vars(block).get("forward")
+    is_lent = hasattr(own, LENT)
+    if reason is None and entry.arguments and not (is_fused(block) or is_lent):
         reason = "accelerate() has not been called"
     if reason is None:
         reason = why_not_now(block, entry)
-    if reason is None and "forward" in vars(block):
+    if reason is None and own is not None and not is_lent:
         reason = "its forward has been replaced in this object"
     return reason
 

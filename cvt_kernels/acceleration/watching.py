@@ -21,12 +21,29 @@ from ..structure import Structure
 
 def is_watched(module: nn.Module) -> bool:
     """Returns whether :func:`why_must_be_called` has a reason; faster than finding it."""
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    if "forward" in module.__dict__ and has_another_forward(module):
         return True
     if module._backward_hooks or module._backward_pre_hooks:
         return True
     cls: Any = type(module)  # what follows is _is_patched, which would be one call more for every layer
     return torch_module._has_any_global_hook() or (cls in _FORWARDS and cls.forward is not _FORWARDS[cls])
+
+
+#: The attribute of forwards of ours that the ``kernels`` package sets on modules.
+LENT = "_cvt_kernels_lent"
+
+
+def has_another_forward(module: nn.Module) -> bool:
+    """Returns whether somebody set another forward on a module than its class has.
+
+    Where the ``kernels`` package has none for a layer, it sets the forward of the layer's class.
+    """
+    own = module.__dict__.get("forward")
+    if own is None or hasattr(own, LENT):
+        return False
+    return getattr(own, "__func__", None) is not type(module).forward or own.__self__ is not module
 
 
 def is_plain_linear(module: Any) -> bool:
@@ -42,7 +59,7 @@ def why_must_be_called(module: nn.Module) -> str | None:
         return "has backward hooks"
     if torch_module._has_any_global_hook():
         return "is seen by a hook on all modules"
-    if "forward" in vars(module):
+    if has_another_forward(module):
         return "has a forward of its own"
     if _is_patched(type(module)):
         return f"has a forward that is patched by {patch_of(type(module))}"
@@ -52,7 +69,7 @@ def why_must_be_called(module: nn.Module) -> str | None:
 def is_only_recorded(module: nn.Module) -> bool:
     """Returns whether a module's only hooks are output recorders that get nothing from it."""
     others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    if any(others) or "forward" in vars(module) or _is_patched(type(module)):
+    if any(others) or has_another_forward(module) or _is_patched(type(module)):
         return False
     return not torch_module._has_any_global_hook() and not _is_noticed(module._forward_hooks)
 

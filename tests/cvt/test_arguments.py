@@ -190,6 +190,24 @@ CALLS = {
             "crop_fraction": optional(number(0.0, -0.1, 1.5)),
         },
     ),
+    "segment_in_tiles": Call(
+        lambda: {
+            "model": model(head="segment"),
+            "images": images(),
+            "tile": 64,
+            "overlap": 32,
+            "context": 8,
+            "logits": False,
+        },
+        {
+            "model": of_values("a", 3, nn.Linear, model().train(), CvTConfig()),
+            "images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0)),
+            "tile": of_values("a", True, 1.5, 0, -32, 63, 80, [1]),
+            "overlap": of_values("a", True, 1.5, -32, 16, 64, 96, [1]),
+            "context": of_values("a", True, 1.5, -1, 17, [1]),
+            "logits": flag(),
+        },
+    ),
     "from_pretrained": Call(
         lambda: {
             "pretrained_model_name_or_path": "digits",

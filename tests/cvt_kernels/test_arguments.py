@@ -345,7 +345,7 @@ CALLS = {name: call_of(getattr(ck, name), **others) for name, others in OPERATOR
 
 #: Public names without arguments, or that make nothing of what they are given.
 OTHERS = ["AttentionMap", "BackendUnavailable", "__version__", "doctor", "fallbacks", "reference"]
-OTHERS += ["register_attention", "release_memory", "use_backend"]
+OTHERS += ["register_attention", "register_layers", "release_memory", "use_backend"]
 
 
 def test_every_public_name_and_argument_has_an_entry():

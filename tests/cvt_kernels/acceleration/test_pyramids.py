@@ -1,6 +1,7 @@
 """Accelerated SegFormer, PVT, PVT v2 and GLPN: what is special about them, beside test_accelerate.py."""
 
 import copy
+import types
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,13 @@ def test_every_gelu_of_transformers(hidden_act):
 def test_the_page():
     (block,) = python_blocks(section_of("accelerate.md", "## SegFormer, PVT, PVT v2 and GLPN"))
     assert run_blocks([block])["after"].shape == (1, 2, 24, 16)
+
+
+def test_a_forward_that_is_only_bound_again_is_no_other_forward():
+    """``use_kernels=True`` of transformers does so to activations for which it has no kernel."""
+    model = segformer().eval()
+    for module in model.modules():
+        if type(module).__name__ == "GELUActivation":
+            module.forward = types.MethodType(type(module).forward, module)
+    ck.accelerate(model)
+    assert all(row.fused for row in ck.coverage(model))
