@@ -10,7 +10,7 @@ from ..acceleration.matching import recognize, why_mismatched
 from ..missing import warn_of_missing_kernels
 from . import layers
 
-_NEEDED = "'kernels>=0.17.2,<0.18' 'transformers>=5.20'"  # what transformers itself asks for
+_NEEDED = "transformers>=5.20 and the version of kernels that it asks for"
 
 
 def register_layers() -> None:
@@ -25,13 +25,16 @@ def register_layers() -> None:
     :func:`coverage` reports on these layers too; :func:`restore` leaves them as they are.
 
     Raises:
-        ImportError: ``kernels`` or transformers is not installed, or too old.
+        ImportError: ``kernels`` or transformers is not installed, or they do not fit each other.
     """
     try:
         from kernels import LocalLayerRepository, register_kernel_mapping, replace_kernel_forward_from_hub
         from transformers.integrations.hub_kernels import kernelize as _  # noqa: F401
+        from transformers.utils import is_kernels_available
     except ImportError as error:
-        raise type(error)(f"register_layers: {error}; pip install {_NEEDED}", name=error.name) from error
+        raise type(error)(f"register_layers: {error}; expected {_NEEDED}", name=error.name) from error
+    if not is_kernels_available():
+        raise ImportError(f"register_layers: got another version of kernels, expected {_NEEDED}")
     warn_of_missing_kernels()
     for upstream in layers.upstream_classes():
         name = upstream.__name__
