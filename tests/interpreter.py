@@ -33,7 +33,7 @@ def patch_once_per_launch() -> None:
 
 
 def patch_comparisons() -> None:
-    """Gives the results of comparisons their type; Triton 3.8 and 3.9 make int32 of a scalar mask's broadcast."""
+    """Types the results of comparisons as masks; Triton 3.8 and 3.9 make int32 of those of scalars."""
     compute = interpreter.InterpreterBuilder.binary_op
 
     def binary_op(self, left, right, function):
