@@ -74,9 +74,7 @@ struct Projecting {
     class_token = parts.take<E>(padded(block.channels));
     tile = parts.take<float>(most_tokens(block) * kTileColumns);
     a = parts.take<E>(most_tokens(block) * stride_of<E>(block.channels));
-    int64_t bytes = 0;
-    for (const Linear& linear : block.linears) bytes = at_least(rounded_bytes(linear), bytes);
-    rounded = {parts.take<char>(most_tokens(block) * bytes), parts.take<float>(most_tokens(block))};
+    rounded = take_rounded(parts, most_tokens(block), {&block.linears[0], &block.linears[1], &block.linears[2]});
   }
 };
 
@@ -211,8 +209,7 @@ struct Attending {
     sums = parts.take<float>(whole ? 0 : rows * sums_stride_of(block));
     copy = parts.take<float>(padded(block.channels));
     gathered = parts.take<float>(block.rows == nullptr ? 0 : rows * block.channels);  // of any type of up to 4 bytes
-    const int64_t of_mlp = at_least(rounded_bytes(block.fc1), rounded_bytes(block.fc2));
-    rounded = {parts.take<char>(at_least(rows * rounded_bytes(block.proj), hidden_rows * of_mlp)), parts.take<float>(rows)};
+    rounded = take_rounded(parts, rows, {&block.proj, &block.fc1, &block.fc2});
   }
 };
 
@@ -229,19 +226,19 @@ void fill_hidden(const Block& block, const E* a, int64_t rows, int64_t begin, in
 }
 
 // Adds fc2(activation(fc1(a))) of some rows to x, where fc2 is quantized.
-template <Activation activation, class E>
-void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, float* x) {
+template <Activation activation, class T, class E = Element<T>>
+void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
   const int64_t groups = ceil_div(rows, scratch.hidden_rows);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t first = rows * group / groups, count = rows * (group + 1) / groups - first;
     const E* a = scratch.a + first * scratch.a_stride;
     round_rows(block.fc1, a, scratch.a_stride, count, scratch.rounded);
-    fill_hidden<activation, float>(block, a, count, 0, block.fc1.outputs, scratch);
+    fill_hidden<activation, T>(block, a, count, 0, block.fc1.outputs, scratch);
     round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
-    float* to = x + first * block.channels;
+    T* to = x + first * block.channels;
     apply(block.fc2, 0, block.channels, scratch.rounded, count, reinterpret_cast<int32_t*>(scratch.tile),
           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-            float* token = to + r * block.channels + c;
+            T* token = to + r * block.channels + c;
             store(token, load(token, lanes) + sums, lanes);
           });
   }
@@ -293,10 +290,8 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
            });
   normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
-    if constexpr (std::is_same_v<T, float>) {
-      if (block.fc2.integers != nullptr) return add_quantized_mlp<activation.value>(block, rows, scratch, x);
-    }
-    add_mlp<activation.value, T>(block, rows, scratch, x);
+    if (block.fc2.integers != nullptr) add_quantized_mlp<activation.value, T>(block, rows, scratch, x);
+    else add_mlp<activation.value, T>(block, rows, scratch, x);
   });
   for (int64_t r = 0; kept.rows != nullptr && r < rows; r++) {
     std::memcpy(tokens + kept.rows[first + r] * block.channels, x + r * block.channels, bytes);

@@ -199,10 +199,8 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
          "as many keys as values, ", tokens_of(block, 2));
   for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), given.widths[0]});
   fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    const Tensor& scales = given.weight_scales[i];
-    expect(dtype == DType::float32 || scales.numel() == 0, "x", std::string_view("16 bits"),
-           "float32 for layers of 8-bit integers");
-    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], scales, given.input_scales[i], outputs, inputs);
+    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], given.weight_scales[i], given.input_scales[i], outputs,
+                    inputs);
   });
   return block;
 }

@@ -357,6 +357,9 @@ int main() {
     run<float>(DType::float32, 0.1, sizes, {kFixed, kNone, kDynamic, kFixed, kNone, kFixed});
     run<float>(DType::float32, 0.1, sizes, {kDynamic, kNone, kDynamic, kFixed, kDynamic, kFixed}, Chosen::some);
     run<float>(DType::float32, 0.1, sizes, {kNone, kFixed, kNone, kNone, kDynamic, kNone});
+    run<BFloat16>(DType::bfloat16, 0.2, sizes, {kDynamic, kDynamic, kDynamic, kDynamic, kDynamic, kDynamic});
+    run<BFloat16>(DType::bfloat16, 0.2, sizes, {kDynamic, kNone, kFixed, kFixed, kNone, kDynamic}, Chosen::some);
+    run<Half>(DType::float16, 0.1, sizes, {kFixed, kNone, kDynamic, kDynamic, kDynamic, kNone});
   }
   std::printf("done\n");
 }

@@ -122,6 +122,16 @@ def test_quantized_layers(backend, which, scale):
         assert torch.equal(out, torch.where(is_computed(x, rows), call(backend, arguments), x))
 
 
+@needs_extension
+@pytest.mark.parametrize("kept", [1, 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_quantized_layers_of_16_bits(dtype, kept):
+    x, grid, _ = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48, dtype=dtype))
+    rows = some_rows(x, grid, kept)
+    out = call("cpu", arguments, rows=rows)
+    assert torch.equal(out, torch.where(is_computed(x, rows), call("cpu", arguments), x))
+
+
 # Scores ---------------------------------------------------------------------------------------------------
 
 
