@@ -34,15 +34,11 @@ void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, i
   });
 }
 
-// Takes memory for rows of the inputs of some layers.
+// Takes memory for rows of the inputs of some layers, where they are quantized.
 inline Rounded take_rounded(Parts& parts, int64_t rows, std::initializer_list<const Linear*> layers) {
-  int64_t bytes = 0, inputs = 0;
-  for (const Linear* linear : layers) {
-    if (linear->integers == nullptr) continue;
-    bytes = at_least(rounded_bytes(*linear), bytes);
-    inputs = at_least(linear->inputs, inputs);
-  }
-  return {parts.take<char>(rows * bytes), parts.take<float>(bytes == 0 ? 0 : rows), parts.take<float>(padded(inputs))};
+  int64_t bytes = 0;
+  for (const Linear* linear : layers) bytes = at_least(rounded_bytes(*linear), bytes);
+  return {parts.take<char>(rows * bytes), parts.take<float>(bytes == 0 ? 0 : rows)};
 }
 
 inline int64_t sums_stride_of(const AnyBlock& block) { return round_up(block.channels, kColumns) + kLanes; }

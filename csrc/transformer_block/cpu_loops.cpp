@@ -10,8 +10,8 @@
 // gathered before the linear layer. A tile gathers its tokens and puts them back at its end. A row is computed in the same
 // way whichever others are.
 //
-// In front of a quantized layer the rows are rounded where they lie. The scale of a row of hidden channels depends on all of
-// them, so that these are held together, of fewer rows.
+// In front of a quantized layer a row is rounded in the cache, right after it is normalized or convolved. The scale of a row
+// of hidden channels depends on all of them, so that these are held together, of fewer rows.
 
 #include "transformer_block/cpu_loops.h"
 
@@ -58,8 +58,9 @@ int64_t most_tokens(const Block& block) {
 
 template <class E>
 struct Projecting {
-  float *zeros, *held, *copy, *tile;
-  E *class_token, *a;
+  float *zeros, *held, *copy, *tile, *class_token;
+  float* convolved;  // a row of pixels, before it is rounded
+  E* a;
   Rounded rounded;
 
   Projecting(const Block& block, Parts& parts) {
@@ -71,10 +72,15 @@ struct Projecting {
     zeros = parts.take<float>(row_size(block));
     held = parts.take<float>(rows * row_size(block));
     copy = parts.take<float>(padded(block.channels));
-    class_token = parts.take<E>(padded(block.channels));
+    class_token = parts.take<float>(padded(block.channels));
     tile = parts.take<float>(most_tokens(block) * kTileColumns);
     a = parts.take<E>(most_tokens(block) * stride_of<E>(block.channels));
     rounded = take_rounded(parts, most_tokens(block), {&block.linears[0], &block.linears[1], &block.linears[2]});
+    int64_t widest = 0;
+    for (int i = 0; i < 3; i++) {
+      if (block.linears[i].integers != nullptr) widest = at_least(block.branches[i].width, widest);
+    }
+    convolved = parts.take<float>(widest * stride_of<float>(block.channels));
   }
 };
 
@@ -100,8 +106,8 @@ void hold(const Block& block, const T* x, Rows rows, const Projecting<Element<T>
 }
 
 // Computes one row of a branch's output from the rows that are held.
-template <class E>
-void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, E* out) {
+template <class E, class N>
+void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, N* out) {
   const Branch& b = block.branches[branch];
   const float* rows[kMaxKernel];
   for (int64_t y = 0; y < b.kernel; y++) {
@@ -111,8 +117,8 @@ void convolve_row(const Block& block, int branch, int64_t row, Rows held, const 
               (block.margin - b.padding) * kLanes;
   }
   const auto run = [&](auto shape) {
-    conv_projection::convolve<E>(shape, b, rows, plane_of(block), block.packed[branch], block.channels, out,
-                                 stride_of<E>(block.channels));
+    conv_projection::convolve<N>(shape, b, rows, plane_of(block), block.packed[branch], block.channels, out,
+                                 stride_of<N>(block.channels));
   };
   const bool adjacent = b.kernel == 3 && b.dilation == 1;
   if (adjacent && b.stride == 1) run(conv_projection::Shape<3, 1>{});
@@ -128,6 +134,11 @@ void gather(const int64_t* rows, int64_t begin, int64_t end, int64_t first, cons
     const int64_t from = rows[place] - first, to = place - begin;
     if (from != to) std::memcpy(a + to * stride, a + from * stride, block.channels * sizeof(E));
   }
+}
+
+// The place of a row among those that are rounded for a layer.
+Rounded from_row(const Linear& linear, const Rounded& rounded, int64_t row) {
+  return {rounded.values + row * rounded_bytes(linear), rounded.scales + row};
 }
 
 template <class T, class E = Element<T>>
@@ -155,23 +166,34 @@ void project_band(const Block& block, int64_t unit, void* memory) {
     int64_t row = b.height * band / block.bands, token = block.class_tokens + row * b.width, rows = 0;
     if (gathers) token = kept.before(token);
     if (with_class_token && (!gathers || token > 0)) {
-      std::memcpy(scratch.a, scratch.class_token, block.channels * sizeof(E));
+      round_rows(linear, scratch.class_token, 0, 1, scratch.rounded);
+      for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(scratch.a + c, load(scratch.class_token + c, lanes), lanes);
+      });
       token = 0, rows = 1;
     }
+    const auto convolve = [&](auto* to, int64_t begin, int64_t end) {
+      convolve_row(block, branch, row, held, scratch, to);
+      if (gathers) gather(kept.rows, begin, end, block.class_tokens + row * b.width, block, to);
+    };
     while (row < bottom || rows > 0) {
       for (; row < bottom && rows + b.width <= most; row++) {
         const int64_t first = block.class_tokens + row * b.width, begin = token + rows;
         const int64_t end = gathers ? kept.before(first + b.width) : begin + b.width;
         if (begin == end) continue;
-        convolve_row(block, branch, row, held, scratch, scratch.a + rows * stride);
-        if (gathers) gather(kept.rows, begin, end, first, block, scratch.a + rows * stride);
+        if (linear.integers == nullptr) {
+          convolve(scratch.a + rows * stride, begin, end);
+        } else {
+          convolve(scratch.convolved, begin, end);
+          round_rows(linear, scratch.convolved, stride_of<float>(block.channels), end - begin,
+                     from_row(linear, scratch.rounded, rows));
+        }
         rows += end - begin;
       }
       if (rows == 0) break;
       pad_rows(scratch.a, rows, stride, block.channels);
       E* out = static_cast<E*>(block.projected[branch]) +
                (image * projected_tokens(block, branch) + token) * linear.outputs;
-      round_rows(linear, scratch.a, stride, rows, scratch.rounded);
       apply(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
                [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
                  store(out + r * linear.outputs + c, sums, lanes);
@@ -189,6 +211,7 @@ template <class E>
 struct Attending {
   attention::Heads<E> heads;
   E *a, *hidden;
+  int32_t* hidden_sums;  // in its place, if both layers of the MLP are quantized
   float *tile, *sums, *copy, *gathered;
   Rounded rounded;
   int64_t a_stride, hidden_size, hidden_stride, hidden_rows;
@@ -200,42 +223,74 @@ struct Attending {
     const bool whole = block.fc2.integers != nullptr;
     const int64_t count = whole ? 1 : ceil_div(hidden_channels, kHidden);
     hidden_size = round_up(ceil_div(hidden_channels, count), kTileColumns);
-    hidden_stride = stride_of<E>(hidden_size);
-    const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(sizeof(E)));
+    const bool both = whole && block.fc1.integers != nullptr;
+    hidden_stride = both ? stride_of<int32_t>(hidden_size) : stride_of<E>(hidden_size);
+    const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(both ? sizeof(int32_t) : sizeof(E)));
     hidden_rows = whole ? at_most(rows, at_least(most, kFewestRows)) : rows;
     a = parts.take<E>(rows * a_stride);
-    hidden = parts.take<E>(hidden_rows * hidden_stride);
+    hidden = parts.take<E>(both ? 0 : hidden_rows * hidden_stride);
+    hidden_sums = parts.take<int32_t>(both ? hidden_rows * hidden_stride : 0);
     tile = parts.take<float>(rows * kTileColumns);
     sums = parts.take<float>(whole ? 0 : rows * sums_stride_of(block));
-    copy = parts.take<float>(padded(block.channels));
+    copy = parts.take<float>(padded(both ? at_least(block.channels, hidden_channels) : block.channels));
     gathered = parts.take<float>(block.rows == nullptr ? 0 : rows * block.channels);  // of any type of up to 4 bytes
     rounded = take_rounded(parts, rows, {&block.proj, &block.fc1, &block.fc2});
   }
 };
 
-// Computes activation(fc1(a)) of some rows for the hidden channels from `begin` to `end`.
+// Computes activation(fc1) of some rows that are normalized for the hidden channels from `begin` to `end`.
 template <Activation activation, class T, class E = Element<T>>
-void fill_hidden(const Block& block, const E* a, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
+void fill_hidden(const Block& block, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
   constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
   const int64_t stride = scratch.hidden_stride;
-  apply(block.fc1, begin, end, a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
+  apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
              store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
            });
   pad_rows(scratch.hidden, rows, stride, end - begin);
 }
 
-// Adds fc2(activation(fc1(a))) of some rows to x, where fc2 is quantized.
+// Normalizes tokens for fc1.
+template <class T, class E = Element<T>>
+void normalize_for_fc1(const Block& block, const T* x, int64_t rows, const Attending<E>& scratch) {
+  const Linear& fc1 = block.fc1;
+  if (fc1.integers == nullptr) {
+    return normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    normalize(block.norm2, x + row * block.channels, block.channels, scratch.copy,
+              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(scratch.copy + c, normal, lanes); });
+    round_rows(fc1, scratch.copy, 0, 1, from_row(fc1, scratch.rounded, row));
+  }
+}
+
+// Rounds activation(fc1) of some rows that are normalized, where both layers of the MLP are quantized.
+template <class E>
+void round_hidden(const Block& block, int64_t rows, const Attending<E>& scratch) {
+  const Linear& fc1 = block.fc1;
+  TileUse::release();
+  for (int64_t begin = 0; begin < fc1.outputs; begin += kSums) {
+    fc1.integers->multiply(scratch.rounded.values, rows, fc1.weight, fc1.inputs, begin, scratch.hidden_sums + begin,
+                           scratch.hidden_stride);
+  }
+  fc1.integers->requantize(fc1, block.activation, scratch.hidden_sums, scratch.hidden_stride, rows, block.fc2.input_scale,
+                           scratch.copy, scratch.rounded.values, scratch.rounded.scales);
+}
+
+// Adds fc2(activation(fc1(norm2(x)))) of some rows to x, where fc2 is quantized.
 template <Activation activation, class T, class E = Element<T>>
 void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
   const int64_t groups = ceil_div(rows, scratch.hidden_rows);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t first = rows * group / groups, count = rows * (group + 1) / groups - first;
-    const E* a = scratch.a + first * scratch.a_stride;
-    round_rows(block.fc1, a, scratch.a_stride, count, scratch.rounded);
-    fill_hidden<activation, T>(block, a, count, 0, block.fc1.outputs, scratch);
-    round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
     T* to = x + first * block.channels;
+    normalize_for_fc1(block, to, count, scratch);
+    if (block.fc1.integers != nullptr) {
+      round_hidden(block, count, scratch);
+    } else {
+      fill_hidden<activation, T>(block, count, 0, block.fc1.outputs, scratch);
+      round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
+    }
     apply(block.fc2, 0, block.channels, scratch.rounded, count, reinterpret_cast<int32_t*>(scratch.tile),
           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
             T* token = to + r * block.channels + c;
@@ -247,10 +302,10 @@ void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scr
 // The same for an fc2 that is not, the hidden channels in parts.
 template <Activation activation, class T, class E = Element<T>>
 void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  round_rows(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
+  normalize_for_fc1(block, x, rows, scratch);
   for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
     const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
-    fill_hidden<activation, T>(block, scratch.a, rows, begin, end, scratch);
+    fill_hidden<activation, T>(block, rows, begin, end, scratch);
     add_product(block.fc2, begin, end, scratch.hidden, scratch.hidden_stride, rows, scratch.sums, sums_stride_of(block),
                 begin > 0);
   }
@@ -288,7 +343,6 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
              T* to = x + r * block.channels + c;
              store(to, load(to, lanes) + sums, lanes);
            });
-  normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
     if (block.fc2.integers != nullptr) add_quantized_mlp<activation.value, T>(block, rows, scratch, x);
     else add_mlp<activation.value, T>(block, rows, scratch, x);
