@@ -115,10 +115,10 @@ void pack(const int8_t* weight, int64_t outputs, int64_t inputs, void* out) {
 
 template <int rows>
 void multiply_strip(const Integers* a, int64_t a_stride, const Integers* strip, int64_t depth, Integers* sums,
-                    int64_t stride) {
+                    int64_t stride, Ahead ahead) {
   I held[rows][2];
   unroll<2 * rows>([&](auto i) LAMBDA_INLINE { held[i / 2][i % 2] = load(strip + i % 2 * I::lanes, Whole{}); });
-  add_rows(a, a_stride, strip + kStrip, depth, held, {reinterpret_cast<const char*>(strip), 0});
+  add_rows(a, a_stride, strip + kStrip, depth, held, ahead);
   unroll<2 * rows>([&](auto i) LAMBDA_INLINE {
     store(sums + i / 2 * stride + i % 2 * I::lanes, held[i / 2][i % 2], Whole{});
   });
@@ -139,12 +139,14 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
     const TileUse tile_use;
     cvt_kernels::multiply<2>(a, a_stride, rows, strip + kStrip, depth, sums, stride, false);
   } else {
-    const int64_t groups = ceil_div(rows, kRows);
+    const int64_t groups = ceil_div(rows, kRows), step = ceil_div(2 * kVectorBytes, groups);
     for (int64_t start = 0; start < kPanel; start += kStrip, strip += size) {
+      const char* next = reinterpret_cast<const char*>(strip + size);  // or what lies behind the weight, which does no harm
       for (int64_t group = 0; group < groups; group++) {
         const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first;
         const auto run = multiply_of(count, std::make_integer_sequence<int, kRows>{});
-        run(a + first * a_stride, a_stride, strip, depth, sums + first * stride + start, stride);
+        run(a + first * a_stride, a_stride, strip, depth, sums + first * stride + start, stride,
+            {next + group * depth * step, step});
       }
     }
   }

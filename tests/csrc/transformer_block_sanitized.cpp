@@ -273,12 +273,12 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
     block.rows = all_rows.data();
   }
   Memory projected[3];
+  for (int i = 0; i < 3; i++) block.linears[i] = linears[i].linear;
   for (int i = 0; i < 3; i++) {
     block.branches[i] = convolutions[i].branch;
     block.packed[i] = convolutions[i].packed.data();
-    block.linears[i] = linears[i].linear;
     block.margin = std::max(block.margin, block.branches[i].padding);
-    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype));
+    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype, block));
     block.projected[i] = projected[i].get();
   }
   const int64_t tokens = tokens_of(block);
