@@ -139,11 +139,12 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
     const TileUse tile_use;
     cvt_kernels::multiply<2>(a, a_stride, rows, strip + kStrip, depth, sums, stride, false);
   } else {
-    const int64_t groups = ceil_div(rows, kRows), step = ceil_div(2 * kVectorBytes, groups);
+    const int64_t groups = ceil_div(rows, kRows);
     for (int64_t start = 0; start < kPanel; start += kStrip, strip += size) {
       const char* next = reinterpret_cast<const char*>(strip + size);  // or what lies behind the weight, which does no harm
       for (int64_t group = 0; group < groups; group++) {
         const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first;
+        const int64_t step = ceil_div(2 * kVectorBytes, groups);
         const auto run = multiply_of(count, std::make_integer_sequence<int, kRows>{});
         run(a + first * a_stride, a_stride, strip, depth, sums + first * stride + start, stride,
             {next + group * depth * step, step});

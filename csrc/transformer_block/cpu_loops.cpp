@@ -12,7 +12,7 @@
 //
 // In front of a quantized layer a row is rounded in the cache, right after it is normalized or convolved. The scale of a row
 // of hidden channels depends on all of them, so that these are held together, of fewer rows. If all layers are quantized, a
-// block of float attends in pairs of bfloat16, where the CPU has them: 8-bit numbers lose ten times what that loses.
+// block of float attends in pairs of bfloat16, where the CPU has them: 8-bit numbers lose more.
 
 #include "transformer_block/cpu_loops.h"
 
