@@ -61,7 +61,8 @@ struct Ahead {
   int64_t step;
 };
 
-// sums += a b: a (rows, depth) by rows, b (depth, vectors) adjacent.
+// sums += a b: a (rows, depth) by rows, b (depth, vectors) adjacent. Loops over sums are unrolled: else the compiler keeps
+// them in memory too.
 template <int rows, int vectors, class P, class A>
 VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, Vector<A> (&sums)[rows][vectors],
                             Ahead ahead) {
@@ -71,10 +72,10 @@ VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t de
     Vector<P> right[vectors];
     __builtin_prefetch(ahead.from + d * ahead.step, 0, 2);  // into L2
     for (int i = 0; i < vectors; i++) std::memcpy(&right[i].v, b + (d * vectors + i) * Vector<P>::lanes, sizeof right[i].v);
-    for (int row = 0; row < rows; row++) {
+    unroll<rows>([&](auto row) LAMBDA_INLINE {
       const Vector<P> left = thirds[row / 3][row % 3 * a_stride + d];
-      for (int i = 0; i < vectors; i++) sums[row][i] = multiply_add(left, right[i], sums[row][i]);
-    }
+      unroll<vectors>([&](auto i) LAMBDA_INLINE { sums[row][i] = multiply_add(left, right[i], sums[row][i]); });
+    });
   }
 }
 
@@ -84,16 +85,13 @@ void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c
                    Ahead ahead) {
   using F = Vector<A>;
   F sums[rows][vectors];
-  for (int row = 0; row < rows; row++) {
-    for (int i = 0; i < vectors; i++) sums[row][i] = A(0);
-  }
+  unroll<rows * vectors>([&](auto i) LAMBDA_INLINE { sums[i / vectors][i % vectors] = A(0); });
   add_rows(a, a_stride, b, depth, sums, ahead);
-  for (int row = 0; row < rows; row++) {
-    for (int i = 0; i < vectors; i++) {
-      A* to = c + row * c_stride + i * F::lanes;
-      store(to, adds ? load(to, Whole{}) + sums[row][i] : sums[row][i], Whole{});
-    }
-  }
+  unroll<rows * vectors>([&](auto i) LAMBDA_INLINE {
+    A* to = c + i / vectors * c_stride + i % vectors * F::lanes;
+    const F sum = sums[i / vectors][i % vectors];
+    store(to, adds ? load(to, Whole{}) + sum : sum, Whole{});
+  });
 }
 
 template <int vectors, class P, class A>

@@ -254,6 +254,17 @@ VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part, Vector<E> other = E(0)) {
   return select(within, x, other);
 }
 
+// Calls f with the constants 0 to n − 1.
+template <int... i, class F>
+VECTOR_INLINE void unroll(std::integer_sequence<int, i...>, F f) {
+  (f(std::integral_constant<int, i>{}), ...);
+}
+
+template <int n, class F>
+VECTOR_INLINE void unroll(F f) {
+  unroll(std::make_integer_sequence<int, n>{}, f);
+}
+
 // Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbors apart, so that each may add to a
 // sum of its own: one addition after the other would be the longer wait.
 template <int lanes, class F>

@@ -13,17 +13,6 @@
 namespace cvt_kernels::conv_projection {
 namespace {
 
-// Calls f with the constants 0 to n − 1.
-template <int... i, class F>
-VECTOR_INLINE void unroll(std::integer_sequence<int, i...>, F f) {
-  (f(std::integral_constant<int, i>{}), ...);
-}
-
-template <int n, class F>
-VECTOR_INLINE void unroll(F f) {
-  unroll(std::make_integer_sequence<int, n>{}, f);
-}
-
 template <class T>
 constexpr int kLanes = VectorOf<T>::lanes;
 

@@ -10,7 +10,6 @@ namespace cvt_kernels::depthwise_conv_gelu {
 namespace {
 
 using conv_projection::kLanes;
-using conv_projection::unroll;
 using layer_norm_gelu::Activation;
 
 // The rows of tokens above, at and below a row of outputs. They may have a part of the channels only.

@@ -105,9 +105,8 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
 
 // Rows of a layer's input, rounded, each with its scale.
 struct Rounded {
-  void* values;
+  char* values;
   float* scales;
-  float* copy = nullptr;  // room for a row of float, where the input has 16 bits
 };
 
 // The bytes of such a row; 0 of a layer that is not quantized.
@@ -131,15 +130,14 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
                          G f) {
   TileUse::release();
   for (int64_t start = begin; start < end; start += kSums) {
-    linear.integers->multiply(a.values, rows, linear.weight, linear.inputs, start, tile);
-    for (int64_t row = 0; row < rows; row++) {
-      const F scale_of_row = a.scales[row];
-      for_columns<kSums / kLanes>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
-        const F sums = float_of(tile + row * kSums + column) * scale_of_row;
-        const F scale = load(linear.weight_scales + start + column, lanes), bias = load(linear.bias + start + column, lanes);
+    linear.integers->multiply(a.values, rows, linear.weight, linear.inputs, start, tile, kSums);
+    for_columns<kSums / kLanes>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
+      const F scale = load(linear.weight_scales + start + column, lanes), bias = load(linear.bias + start + column, lanes);
+      for (int64_t row = 0; row < rows; row++) {
+        const F sums = float_of(tile + row * kSums + column) * F(a.scales[row]);
         f(row, start + column, sums * scale + bias, lanes);
-      });
-    }
+      }
+    });
   }
 }
 
@@ -155,12 +153,8 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
 template <class E>
 void round_rows(const Linear& linear, const E* a, int64_t a_stride, int64_t rows, const Rounded& to) {
   if (linear.integers == nullptr) return;
-  if constexpr (std::is_same_v<E, float>) {
-    linear.integers->quantize(a, a_stride, rows, linear.inputs, linear.input_scale, to.values, to.scales);
-  } else {
-    linear.integers->quantize_tile(DType::bfloat16, a, a_stride, rows, linear.inputs, linear.input_scale, to.copy, to.values,
-                                   to.scales);
-  }
+  constexpr DType dtype = std::is_same_v<E, float> ? DType::float32 : DType::bfloat16;
+  linear.integers->quantize(dtype, a, a_stride, rows, linear.inputs, linear.input_scale, to.values, to.scales);
 }
 
 // LayerNorm -----------------------------------------------------------------------------------------------

@@ -34,12 +34,52 @@ void pad_row(LeftNumber* row, int64_t inputs) {
   for (int64_t i = inputs; i < end; i++) row[i] = kOffset;
 }
 
-void quantize(const float* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales) {
-  for (int64_t row = 0; row < rows; row++) {
-    LeftNumber* to = row_of(out, row, inputs);
-    scales[row] = quantize_row(x + row * stride, inputs, scale, to, kOffset);
-    pad_row(to, inputs);
+template <class G>
+void with_float(DType dtype, G f) {
+  switch (dtype) {
+    case DType::bfloat16: return f(BFloat16{});
+    case DType::float16: return f(Half{});
+    default: return f(float{});  // the operators refuse float64
   }
+}
+
+void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out,
+              float* scales) {
+  with_float(dtype, [&](auto type) {
+    const auto* from = static_cast<const decltype(type)*>(x);
+    for (int64_t row = 0; row < rows; row++) {
+      LeftNumber* to = row_of(out, row, inputs);
+      scales[row] = quantize_row(from + row * stride, inputs, scale, to, kOffset);
+      pad_row(to, inputs);
+    }
+  });
+}
+
+// Half precision of the activation is far more than what 8 bits keep of it.
+template <Activation activation>
+void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, int64_t rows, float scale, float* row,
+                     void* out, float* scales) {
+  for (int64_t i = 0; i < rows; i++, sums += stride) {
+    const F of_row = scales[i];
+    Magnitudes magnitudes;
+    for_vectors<F::lanes>(layer.outputs, [&](int64_t c, auto lanes, int vector) LAMBDA_INLINE {
+      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type) * of_row;
+      const F sum = product * load(layer.weight_scales + c, lanes) + load(layer.bias + c, lanes);
+      const F y = keep(layer_norm_gelu::activate<activation, Precision::half>(sum), lanes);
+      magnitudes.take(y, vector);
+      store(row + c, y, lanes);
+    });
+    LeftNumber* to = row_of(out, i, layer.outputs);
+    scales[i] = quantize_row(row, layer.outputs, magnitudes.largest(), scale, to, kOffset);
+    pad_row(to, layer.outputs);
+  }
+}
+
+void requantize(const Linear& layer, Activation activation, const int32_t* sums, int64_t stride, int64_t rows, float scale,
+                float* row, void* out, float* scales) {
+  layer_norm_gelu::with_activation(activation, [&](auto constant) {
+    requantize_rows<constant.value>(layer, sums, stride, rows, scale, row, out, scales);
+  });
 }
 
 void lay_out(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out) {
@@ -74,15 +114,14 @@ void pack(const int8_t* weight, int64_t outputs, int64_t inputs, void* out) {
 }
 
 template <int rows>
-void multiply_strip(const Integers* a, int64_t a_stride, const Integers* strip, int64_t depth, Integers* sums) {
+void multiply_strip(const Integers* a, int64_t a_stride, const Integers* strip, int64_t depth, Integers* sums,
+                    int64_t stride, Ahead ahead) {
   I held[rows][2];
-  for (int row = 0; row < rows; row++) {
-    for (int i = 0; i < 2; i++) held[row][i] = load(strip + i * I::lanes, Whole{});
-  }
-  add_rows(a, a_stride, strip + kStrip, depth, held, {reinterpret_cast<const char*>(strip), 0});
-  for (int row = 0; row < rows; row++) {
-    for (int i = 0; i < 2; i++) store(sums + row * kPanel + i * I::lanes, held[row][i], Whole{});
-  }
+  unroll<2 * rows>([&](auto i) LAMBDA_INLINE { held[i / 2][i % 2] = load(strip + i % 2 * I::lanes, Whole{}); });
+  add_rows(a, a_stride, strip + kStrip, depth, held, ahead);
+  unroll<2 * rows>([&](auto i) LAMBDA_INLINE {
+    store(sums + i / 2 * stride + i % 2 * I::lanes, held[i / 2][i % 2], Whole{});
+  });
 }
 
 template <int... row>
@@ -91,20 +130,24 @@ auto multiply_of(int64_t rows, std::integer_sequence<int, row...>) {
   return table[rows - 1];
 }
 
-void multiply(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums) {
-  const int64_t stride = row_bytes(inputs) / sizeof(Integers), depth = depth_of(inputs), size = strip_size(inputs);
+void multiply(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums,
+              int64_t stride) {
+  const int64_t a_stride = row_bytes(inputs) / sizeof(Integers), depth = depth_of(inputs), size = strip_size(inputs);
   const Integers* a = static_cast<const Integers*>(values);
   const Integers* strip = static_cast<const Integers*>(packed) + begin / kStrip * size;
   if constexpr (kTiles) {
     const TileUse tile_use;
-    cvt_kernels::multiply<2>(a, stride, rows, strip + kStrip, depth, sums, kPanel, false);
+    cvt_kernels::multiply<2>(a, a_stride, rows, strip + kStrip, depth, sums, stride, false);
   } else {
     const int64_t groups = ceil_div(rows, kRows);
     for (int64_t start = 0; start < kPanel; start += kStrip, strip += size) {
+      const char* next = reinterpret_cast<const char*>(strip + size);  // or what lies behind the weight, which does no harm
       for (int64_t group = 0; group < groups; group++) {
         const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first;
+        const int64_t step = ceil_div(2 * kVectorBytes, groups);
         const auto run = multiply_of(count, std::make_integer_sequence<int, kRows>{});
-        run(a + first * stride, stride, strip, depth, sums + first * kPanel + start);
+        run(a + first * a_stride, a_stride, strip, depth, sums + first * stride + start, stride,
+            {next + group * depth * step, step});
       }
     }
   }
@@ -121,26 +164,6 @@ const float* widened(const T* x, int64_t size, float* copy) {
     });
     return copy;
   }
-}
-
-template <class G>
-void with_float(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operators refuse float64
-  }
-}
-
-void quantize_tile(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, float* row,
-                   void* out, float* scales) {
-  with_float(dtype, [&](auto type) {
-    const auto* from = static_cast<const decltype(type)*>(x);
-    for (int64_t i = 0; i < rows; i++) {
-      const float* wide = widened(from + i * stride, inputs, row);
-      quantize(wide, stride, 1, inputs, scale, row_of(out, i, inputs), scales + i);
-    }
-  });
 }
 
 // What is to be rounded of a row: x itself, or what becomes of it in `copy`.
@@ -221,7 +244,7 @@ bool tiles_are_right(int64_t rows, int64_t inputs) {
   }
   for (int64_t i = 0; i < kPanel * inputs; i++) weight[i] = static_cast<int8_t>(29 * i % 255 - 127);
   pack(weight, kPanel, inputs, packed);
-  multiply(a, rows, packed, inputs, 0, sums);
+  multiply(a, rows, packed, inputs, 0, sums, kPanel);
   for (int64_t row = 0; row < rows; row++) {
     for (int64_t output = 0; output < kPanel; output++) {
       Integers sum = 0;
@@ -245,7 +268,7 @@ bool products_are_right() {
 
 }  // namespace
 
-const Kernels KERNELS{row_bytes,     quantize, lay_out,       packed_bytes,      pack, multiply,
-                      quantize_tile, finish,   quantize_rows, products_are_right};
+const Kernels KERNELS{row_bytes,  quantize, lay_out,       packed_bytes,      pack, multiply,
+                      requantize, finish,   quantize_rows, products_are_right};
 
 }  // namespace cvt_kernels::linear_int8

@@ -47,25 +47,28 @@ struct Finish {
 struct Kernels {
   // The bytes of a quantized row, and the distance of rows; rows begin at multiples of 64 bytes.
   int64_t (*row_bytes)(int64_t inputs);
-  // Quantizes rows of float that lie `stride` numbers apart. With `scale` 0 each row has the scale max |x| / 127, and its
+  // Quantizes rows of a dtype that lie `stride` numbers apart. With `scale` 0 each row has the scale max |x| / 127, and its
   // numbers are x · (127 / max |x|), rounded half to even; zeros have the scale 0. Else all rows have the scale `scale`
   // and numbers x · (1 / scale), rounded and limited. A row that holds NaN or an infinity has zeros and the scale NaN.
-  void (*quantize)(const float* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales);
+  void (*quantize)(DType, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales);
   // Lays out rows that are quantized already and lie `stride` numbers apart, as `quantize` does.
   void (*lay_out)(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out);
   // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels. The
   // packed weight begins at a multiple of 64 bytes.
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(const int8_t* weight, int64_t outputs, int64_t inputs, void* out);
-  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel. The thread has
-  // no tiles of AMX configured (TileUse of common/tiles.h), and has none afterwards.
-  void (*multiply)(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums);
-  // Quantizes rows of a dtype for `multiply`; `row` has room for a row of float.
-  void (*quantize_tile)(DType, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, float* row,
-                        void* out, float* scales);
+  // sums (rows, kPanel) = values · weightᵀ for the outputs from `begin` on, which is a multiple of kPanel; rows of sums lie
+  // `stride` numbers apart. The thread has no tiles of AMX configured (TileUse of common/tiles.h), and has none afterwards.
+  void (*multiply)(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums,
+                   int64_t stride);
+  // Quantizes activation(layer) for the next layer, as `quantize` with `scale`, from the sums of all outputs, whose rows lie
+  // `stride` numbers apart. `scales` are those of the layer's input, then those of the result; `row` has room for a row of
+  // float.
+  void (*requantize)(const Linear& layer, Activation, const int32_t* sums, int64_t stride, int64_t rows, float scale,
+                     float* row, void* out, float* scales);
   // Finishes what `multiply` has made for the outputs from `begin` on, for some rows from `first` on.
   void (*finish)(DType, const Finish&, const int32_t* sums, const float* scales, int64_t first, int64_t rows, int64_t begin);
-  // Quantizes the rows from `begin` to `end` into values (rows, channels) and scales (rows); `row` as above.
+  // Quantizes the rows from `begin` to `end` into values (rows, channels) and scales (rows); `row` has room for a row of float.
   void (*quantize_rows)(DType, const Rows&, int64_t begin, int64_t end, float* row, int8_t* values, float* scales);
   // Says whether products in tiles of AMX are right in all shapes of tiles; true where there are none.
   bool (*products_are_right)();

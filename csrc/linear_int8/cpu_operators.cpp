@@ -130,11 +130,11 @@ struct Left {
   float scale;          // of all rows that are quantized here, or 0
 
   // Lays out the rows from `first` on as products take them, with their scales.
-  void lay_out(int64_t first, int64_t rows, float* row, void* out, float* of_rows) const {
+  void lay_out(int64_t first, int64_t rows, void* out, float* of_rows) const {
     const char* data = static_cast<const char*>(x.tensor.const_data_ptr());
     if (scales == nullptr) {
       data += first * x.stride * (dtype == DType::float32 ? sizeof(float) : sizeof(uint16_t));
-      return kernels().quantize_tile(dtype, data, x.stride, rows, x.columns, scale, row, out, of_rows);
+      return kernels().quantize(dtype, data, x.stride, rows, x.columns, scale, out, of_rows);
     }
     const int8_t* numbers = reinterpret_cast<const int8_t*>(data) + first * x.stride;
     kernels().lay_out(numbers, x.stride, rows, x.columns, out);
@@ -148,19 +148,18 @@ void multiply_and_finish(const Left& left, const void* packed, const Finish& fin
   if (rows == 0) return;
   const int64_t tiles = balanced(1, (rows + kMostRows - 1) / kMostRows, rows);
   const int64_t groups = std::min(panels, (threads() + tiles - 1) / tiles), tile_rows = (rows + tiles - 1) / tiles;
-  const int64_t row_bytes = lines(inputs * sizeof(float)), scale_bytes = lines(tile_rows * sizeof(float));
+  const int64_t scale_bytes = lines(tile_rows * sizeof(float));
   const int64_t value_bytes = tile_rows * kernels().row_bytes(inputs);
   const int64_t sum_bytes = tile_rows * kPanel * sizeof(int32_t);
-  for_units(tiles * groups, row_bytes + scale_bytes + value_bytes + sum_bytes, [&](int64_t unit, int64_t previous, char* at) {
+  for_units(tiles * groups, scale_bytes + value_bytes + sum_bytes, [&](int64_t unit, int64_t previous, char* at) {
     const int64_t tile = unit / groups, group = unit % groups;
     const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
-    float* row = reinterpret_cast<float*>(at);
-    float* scales = reinterpret_cast<float*>(at += row_bytes);
+    float* scales = reinterpret_cast<float*>(at);
     void* values = at += scale_bytes;
     int32_t* sums = reinterpret_cast<int32_t*>(at += value_bytes);
-    if (previous < 0 || previous / groups != tile) left.lay_out(first, count, row, values, scales);
+    if (previous < 0 || previous / groups != tile) left.lay_out(first, count, values, scales);
     for (int64_t panel = panels * group / groups; panel < panels * (group + 1) / groups; panel++) {
-      kernels().multiply(values, count, packed, inputs, panel * kPanel, sums);
+      kernels().multiply(values, count, packed, inputs, panel * kPanel, sums, kPanel);
       kernels().finish(dtype, finish, sums, scales, first, count, panel * kPanel);
     }
   });

@@ -99,17 +99,28 @@ VECTOR_INLINE void store_numbers(N* out, I x, Part part) {
   std::memcpy(out, lanes, part.size * sizeof(N));
 }
 
-// Quantizes a row of float as Kernels::quantize says, with `offset` added to its numbers, and returns its scale.
-template <class N>
-VECTOR_INLINE float quantize_row(const float* x, int64_t inputs, float scale, N* out, int offset) {
-  using F = Vector<float>;
-  I most[4] = {0, 0, 0, 0};  // as bits: infinity and NaN are larger than all others
-  for_vectors<F::lanes>(inputs, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
-    const I magnitude = (I::Type)absolute(load(x + c, lanes)).v;
+// The largest magnitude of numbers; infinity and NaN are larger than all others.
+struct Magnitudes {
+  I most[4] = {0, 0, 0, 0};  // as bits
+
+  // Takes a vector of numbers; i is that of for_vectors.
+  VECTOR_INLINE void take(Vector<float> x, int i) {
+    const I magnitude = (I::Type)absolute(x).v;
     most[i] = select(most[i] < magnitude, magnitude, most[i]);
-  });
-  for (int i = 1; i < 4; i++) most[0] = select(most[0] < most[i], most[i], most[0]);
-  const float largest = cvt_kernels::float_of(static_cast<uint32_t>(cvt_kernels::largest(most[0])));
+  }
+
+  VECTOR_INLINE float largest() const {
+    const auto larger = [](I a, I b) LAMBDA_INLINE { return select(a < b, b, a); };
+    const I both = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    return cvt_kernels::float_of(static_cast<uint32_t>(cvt_kernels::largest(both)));
+  }
+};
+
+// Quantizes a row, whose largest magnitude is known, as Kernels::quantize says, with `offset` added to its numbers, and
+// returns its scale.
+template <class T, class N>
+VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, float largest, float scale, N* out, int offset) {
+  using F = Vector<float>;
   const bool finite = largest < INFINITY;
   if (!finite || (scale == 0 && largest < linear_int8::kLeast)) {
     for (int64_t c = 0; c < inputs; c++) out[c] = static_cast<N>(offset);
@@ -122,6 +133,16 @@ VECTOR_INLINE float quantize_row(const float* x, int64_t inputs, float scale, N*
     store_numbers(out + c, rounded(within) + shift, lanes);
   });
   return scale == 0 ? largest / linear_int8::kLimit : scale;
+}
+
+// The same of any row.
+template <class T, class N>
+VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, float scale, N* out, int offset) {
+  Magnitudes magnitudes;
+  for_vectors<Vector<float>::lanes>(inputs, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
+    magnitudes.take(load(x + c, lanes), i);
+  });
+  return quantize_row(x, inputs, magnitudes.largest(), scale, out, offset);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // The common loops of both kinds of blocks. Everything has internal linkage, as in vector.h.
 #pragma once
 
+#include <initializer_list>
+
 #include "attention/heads.h"
 #include "linear/layer_loops.h"
 #include "transformer_block/block.h"
@@ -30,6 +32,13 @@ void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, i
     multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
                       sums_stride, adds, start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
   });
+}
+
+// Takes memory for rows of the inputs of some layers, where they are quantized.
+inline Rounded take_rounded(Parts& parts, int64_t rows, std::initializer_list<const Linear*> layers) {
+  int64_t bytes = 0;
+  for (const Linear* linear : layers) bytes = at_least(rounded_bytes(*linear), bytes);
+  return {parts.take<char>(rows * bytes), parts.take<float>(bytes == 0 ? 0 : rows)};
 }
 
 inline int64_t sums_stride_of(const AnyBlock& block) { return round_up(block.channels, kColumns) + kLanes; }

@@ -10,8 +10,9 @@
 // gathered before the linear layer. A tile gathers its tokens and puts them back at its end. A row is computed in the same
 // way whichever others are.
 //
-// In front of a quantized layer the rows are rounded where they lie. The scale of a row of hidden channels depends on all of
-// them, so that these are held together, of fewer rows.
+// In front of a quantized layer a row is rounded in the cache, right after it is normalized or convolved. The scale of a row
+// of hidden channels depends on all of them, so that these are held together, of fewer rows. If all layers are quantized, a
+// block of float attends in pairs of bfloat16, where the CPU has them: 8-bit numbers lose more.
 
 #include "transformer_block/cpu_loops.h"
 
@@ -58,8 +59,9 @@ int64_t most_tokens(const Block& block) {
 
 template <class E>
 struct Projecting {
-  float *zeros, *held, *copy, *tile;
-  E *class_token, *a;
+  float *zeros, *held, *copy, *tile, *class_token;
+  float* convolved;  // a row of pixels, before it is rounded
+  E* a;
   Rounded rounded;
 
   Projecting(const Block& block, Parts& parts) {
@@ -71,18 +73,21 @@ struct Projecting {
     zeros = parts.take<float>(row_size(block));
     held = parts.take<float>(rows * row_size(block));
     copy = parts.take<float>(padded(block.channels));
-    class_token = parts.take<E>(padded(block.channels));
+    class_token = parts.take<float>(padded(block.channels));
     tile = parts.take<float>(most_tokens(block) * kTileColumns);
     a = parts.take<E>(most_tokens(block) * stride_of<E>(block.channels));
-    int64_t bytes = 0;
-    for (const Linear& linear : block.linears) bytes = at_least(rounded_bytes(linear), bytes);
-    rounded = {parts.take<char>(most_tokens(block) * bytes), parts.take<float>(most_tokens(block))};
+    rounded = take_rounded(parts, most_tokens(block), {&block.linears[0], &block.linears[1], &block.linears[2]});
+    int64_t widest = 0;
+    for (int i = 0; i < 3; i++) {
+      if (block.linears[i].integers != nullptr) widest = at_least(block.branches[i].width, widest);
+    }
+    convolved = parts.take<float>(widest * stride_of<float>(block.channels));
   }
 };
 
 // Lays down the normalized rows of a band, with zeros on both sides.
-template <class T>
-void hold(const Block& block, const T* x, Rows rows, const Projecting<Element<T>>& scratch) {
+template <class T, class E>
+void hold(const Block& block, const T* x, Rows rows, const Projecting<E>& scratch) {
   const int64_t plane = plane_of(block), margin = block.margin * kLanes;
   for (int64_t row = rows.begin; row < rows.end; row++) {
     float* to = scratch.held + (row - rows.begin) * row_size(block);
@@ -102,8 +107,8 @@ void hold(const Block& block, const T* x, Rows rows, const Projecting<Element<T>
 }
 
 // Computes one row of a branch's output from the rows that are held.
-template <class E>
-void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, E* out) {
+template <class E, class N>
+void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, N* out) {
   const Branch& b = block.branches[branch];
   const float* rows[kMaxKernel];
   for (int64_t y = 0; y < b.kernel; y++) {
@@ -113,8 +118,8 @@ void convolve_row(const Block& block, int branch, int64_t row, Rows held, const 
               (block.margin - b.padding) * kLanes;
   }
   const auto run = [&](auto shape) {
-    conv_projection::convolve<E>(shape, b, rows, plane_of(block), block.packed[branch], block.channels, out,
-                                 stride_of<E>(block.channels));
+    conv_projection::convolve<N>(shape, b, rows, plane_of(block), block.packed[branch], block.channels, out,
+                                 stride_of<N>(block.channels));
   };
   const bool adjacent = b.kernel == 3 && b.dilation == 1;
   if (adjacent && b.stride == 1) run(conv_projection::Shape<3, 1>{});
@@ -132,7 +137,12 @@ void gather(const int64_t* rows, int64_t begin, int64_t end, int64_t first, cons
   }
 }
 
-template <class T, class E = Element<T>>
+// The place of a row among those that are rounded for a layer.
+Rounded from_row(const Linear& linear, const Rounded& rounded, int64_t row) {
+  return {rounded.values + row * rounded_bytes(linear), rounded.scales + row};
+}
+
+template <class T, class E>
 void project_band(const Block& block, int64_t unit, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
@@ -157,23 +167,34 @@ void project_band(const Block& block, int64_t unit, void* memory) {
     int64_t row = b.height * band / block.bands, token = block.class_tokens + row * b.width, rows = 0;
     if (gathers) token = kept.before(token);
     if (with_class_token && (!gathers || token > 0)) {
-      std::memcpy(scratch.a, scratch.class_token, block.channels * sizeof(E));
+      round_rows(linear, scratch.class_token, 0, 1, scratch.rounded);
+      for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(scratch.a + c, load(scratch.class_token + c, lanes), lanes);
+      });
       token = 0, rows = 1;
     }
+    const auto convolve = [&](auto* to, int64_t begin, int64_t end) {
+      convolve_row(block, branch, row, held, scratch, to);
+      if (gathers) gather(kept.rows, begin, end, block.class_tokens + row * b.width, block, to);
+    };
     while (row < bottom || rows > 0) {
       for (; row < bottom && rows + b.width <= most; row++) {
         const int64_t first = block.class_tokens + row * b.width, begin = token + rows;
         const int64_t end = gathers ? kept.before(first + b.width) : begin + b.width;
         if (begin == end) continue;
-        convolve_row(block, branch, row, held, scratch, scratch.a + rows * stride);
-        if (gathers) gather(kept.rows, begin, end, first, block, scratch.a + rows * stride);
+        if (linear.integers == nullptr) {
+          convolve(scratch.a + rows * stride, begin, end);
+        } else {
+          convolve(scratch.convolved, begin, end);
+          round_rows(linear, scratch.convolved, stride_of<float>(block.channels), end - begin,
+                     from_row(linear, scratch.rounded, rows));
+        }
         rows += end - begin;
       }
       if (rows == 0) break;
       pad_rows(scratch.a, rows, stride, block.channels);
       E* out = static_cast<E*>(block.projected[branch]) +
                (image * projected_tokens(block, branch) + token) * linear.outputs;
-      round_rows(linear, scratch.a, stride, rows, scratch.rounded);
       apply(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
                [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
                  store(out + r * linear.outputs + c, sums, lanes);
@@ -191,6 +212,7 @@ template <class E>
 struct Attending {
   attention::Heads<E> heads;
   E *a, *hidden;
+  int32_t* hidden_sums;  // in its place, if both layers of the MLP are quantized
   float *tile, *sums, *copy, *gathered;
   Rounded rounded;
   int64_t a_stride, hidden_size, hidden_stride, hidden_rows;
@@ -202,65 +224,96 @@ struct Attending {
     const bool whole = block.fc2.integers != nullptr;
     const int64_t count = whole ? 1 : ceil_div(hidden_channels, kHidden);
     hidden_size = round_up(ceil_div(hidden_channels, count), kTileColumns);
-    hidden_stride = stride_of<E>(hidden_size);
-    const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(sizeof(E)));
+    const bool both = whole && block.fc1.integers != nullptr;
+    hidden_stride = both ? stride_of<int32_t>(hidden_size) : stride_of<E>(hidden_size);
+    const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(both ? sizeof(int32_t) : sizeof(E)));
     hidden_rows = whole ? at_most(rows, at_least(most, kFewestRows)) : rows;
     a = parts.take<E>(rows * a_stride);
-    hidden = parts.take<E>(hidden_rows * hidden_stride);
+    hidden = parts.take<E>(both ? 0 : hidden_rows * hidden_stride);
+    hidden_sums = parts.take<int32_t>(both ? hidden_rows * hidden_stride : 0);
     tile = parts.take<float>(rows * kTileColumns);
     sums = parts.take<float>(whole ? 0 : rows * sums_stride_of(block));
-    copy = parts.take<float>(padded(block.channels));
+    copy = parts.take<float>(padded(both ? at_least(block.channels, hidden_channels) : block.channels));
     gathered = parts.take<float>(block.rows == nullptr ? 0 : rows * block.channels);  // of any type of up to 4 bytes
-    const int64_t of_mlp = at_least(rounded_bytes(block.fc1), rounded_bytes(block.fc2));
-    rounded = {parts.take<char>(at_least(rows * rounded_bytes(block.proj), hidden_rows * of_mlp)), parts.take<float>(rows)};
+    rounded = take_rounded(parts, rows, {&block.proj, &block.fc1, &block.fc2});
   }
 };
 
-// Computes activation(fc1(a)) of some rows for the hidden channels from `begin` to `end`.
-template <Activation activation, class T, class E = Element<T>>
-void fill_hidden(const Block& block, const E* a, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
+// Computes activation(fc1) of some rows that are normalized for the hidden channels from `begin` to `end`.
+template <Activation activation, class T, class E>
+void fill_hidden(const Block& block, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
   constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
   const int64_t stride = scratch.hidden_stride;
-  apply(block.fc1, begin, end, a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
+  apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
            [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
              store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
            });
   pad_rows(scratch.hidden, rows, stride, end - begin);
 }
 
-// Adds fc2(activation(fc1(a))) of some rows to x, where fc2 is quantized.
-template <Activation activation, class E>
-void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, float* x) {
+// Normalizes tokens for fc1.
+template <class T, class E>
+void normalize_for_fc1(const Block& block, const T* x, int64_t rows, const Attending<E>& scratch) {
+  const Linear& fc1 = block.fc1;
+  if (fc1.integers == nullptr) {
+    return normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    normalize(block.norm2, x + row * block.channels, block.channels, scratch.copy,
+              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(scratch.copy + c, normal, lanes); });
+    round_rows(fc1, scratch.copy, 0, 1, from_row(fc1, scratch.rounded, row));
+  }
+}
+
+// Rounds activation(fc1) of some rows that are normalized, where both layers of the MLP are quantized.
+template <class E>
+void round_hidden(const Block& block, int64_t rows, const Attending<E>& scratch) {
+  const Linear& fc1 = block.fc1;
+  TileUse::release();
+  for (int64_t begin = 0; begin < fc1.outputs; begin += kSums) {
+    fc1.integers->multiply(scratch.rounded.values, rows, fc1.weight, fc1.inputs, begin, scratch.hidden_sums + begin,
+                           scratch.hidden_stride);
+  }
+  fc1.integers->requantize(fc1, block.activation, scratch.hidden_sums, scratch.hidden_stride, rows, block.fc2.input_scale,
+                           scratch.copy, scratch.rounded.values, scratch.rounded.scales);
+}
+
+// Adds fc2(activation(fc1(norm2(x)))) of some rows to x, where fc2 is quantized.
+template <Activation activation, class T, class E>
+void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
   const int64_t groups = ceil_div(rows, scratch.hidden_rows);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t first = rows * group / groups, count = rows * (group + 1) / groups - first;
-    const E* a = scratch.a + first * scratch.a_stride;
-    round_rows(block.fc1, a, scratch.a_stride, count, scratch.rounded);
-    fill_hidden<activation, float>(block, a, count, 0, block.fc1.outputs, scratch);
-    round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
-    float* to = x + first * block.channels;
+    T* to = x + first * block.channels;
+    normalize_for_fc1(block, to, count, scratch);
+    if (block.fc1.integers != nullptr) {
+      round_hidden(block, count, scratch);
+    } else {
+      fill_hidden<activation, T>(block, count, 0, block.fc1.outputs, scratch);
+      round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
+    }
     apply(block.fc2, 0, block.channels, scratch.rounded, count, reinterpret_cast<int32_t*>(scratch.tile),
           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-            float* token = to + r * block.channels + c;
+            T* token = to + r * block.channels + c;
             store(token, load(token, lanes) + sums, lanes);
           });
   }
 }
 
 // The same for an fc2 that is not, the hidden channels in parts.
-template <Activation activation, class T, class E = Element<T>>
+template <Activation activation, class T, class E>
 void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  round_rows(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
+  normalize_for_fc1(block, x, rows, scratch);
   for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
     const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
-    fill_hidden<activation, T>(block, scratch.a, rows, begin, end, scratch);
+    fill_hidden<activation, T>(block, rows, begin, end, scratch);
     add_product(block.fc2, begin, end, scratch.hidden, scratch.hidden_stride, rows, scratch.sums, sums_stride_of(block),
                 begin > 0);
   }
   add_fc2<T>(block, x, scratch.sums, rows, x);
 }
 
-template <class T, class E = Element<T>>
+template <class T, class E>
 void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
@@ -291,12 +344,9 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
              T* to = x + r * block.channels + c;
              store(to, load(to, lanes) + sums, lanes);
            });
-  normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
-    if constexpr (std::is_same_v<T, float>) {
-      if (block.fc2.integers != nullptr) return add_quantized_mlp<activation.value>(block, rows, scratch, x);
-    }
-    add_mlp<activation.value, T>(block, rows, scratch, x);
+    if (block.fc2.integers != nullptr) add_quantized_mlp<activation.value, T>(block, rows, scratch, x);
+    else add_mlp<activation.value, T>(block, rows, scratch, x);
   });
   for (int64_t r = 0; kept.rows != nullptr && r < rows; r++) {
     std::memcpy(tokens + kept.rows[first + r] * block.channels, x + r * block.channels, bytes);
@@ -364,6 +414,39 @@ void score_keys(const Block& block, int64_t image, void* memory) {
 
 // From the dtype of a call to the type of a template ------------------------------------------------------
 
+// Whether all linear layers are quantized.
+bool is_quantized(const Block& block) {
+  for (const Linear& linear : block.linears) {
+    if (linear.integers == nullptr) return false;
+  }
+  return block.proj.integers != nullptr && block.fc1.integers != nullptr && block.fc2.integers != nullptr;
+}
+
+// Calls f with the type of the tokens, and the one between the layers.
+template <class G>
+void with_types(DType dtype, const Block& block, G f) {
+  with_element(dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (kPairs && std::is_same_v<T, float>) {
+      if (is_quantized(block)) return f(T{}, BFloat16{});
+    }
+    f(T{}, Element<T>{});
+  });
+}
+
+int64_t between_bytes(DType dtype, const Block& block) {
+  int64_t bytes = 0;
+  with_types(dtype, block, [&](auto, auto element) { bytes = sizeof element; });
+  return bytes;
+}
+
+template <template <class> class Scratch>
+int64_t scratch_bytes(DType dtype, const Block& block) {
+  Parts parts(nullptr);
+  with_types(dtype, block, [&](auto, auto element) { Scratch<decltype(element)>(block, parts); });
+  return parts.size();
+}
+
 void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float* out) {
   with_element(dtype, [&](auto type) { conv_projection::pack<decltype(type)>(branch, 0, channels, out); });
 }
@@ -371,11 +454,15 @@ void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
 void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { project_band<decltype(type)>(block, unit, scratch); });
+  with_types(dtype, block, [&](auto type, auto element) {
+    project_band<decltype(type), decltype(element)>(block, unit, scratch);
+  });
 }
 
 void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
-  with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
+  with_types(dtype, block, [&](auto type, auto element) {
+    attend_tile<decltype(type), decltype(element)>(block, unit, previous, scratch);
+  });
 }
 
 int64_t score_bytes(DType, const Block& block) {
@@ -385,12 +472,12 @@ int64_t score_bytes(DType, const Block& block) {
 }
 
 void score(DType dtype, const Block& block, int64_t image, void* scratch) {
-  with_element(dtype, [&](auto type) { score_keys<Element<decltype(type)>>(block, image, scratch); });
+  with_types(dtype, block, [&](auto, auto element) { score_keys<decltype(element)>(block, image, scratch); });
 }
 
 }  // namespace
 
-const Kernels KERNELS{pack_convolution,    packed_convolution_size, element_bytes, bytes_of<Projecting>, project,
-                      bytes_of<Attending>, attend,                  score_bytes,   score};
+const Kernels KERNELS{pack_convolution,         packed_convolution_size, between_bytes, scratch_bytes<Projecting>, project,
+                      scratch_bytes<Attending>, attend,                  score_bytes,   score};
 
 }  // namespace cvt_kernels::transformer_block

@@ -199,10 +199,8 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
          "as many keys as values, ", tokens_of(block, 2));
   for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), given.widths[0]});
   fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    const Tensor& scales = given.weight_scales[i];
-    expect(dtype == DType::float32 || scales.numel() == 0, "x", std::string_view("16 bits"),
-           "float32 for layers of 8-bit integers");
-    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], scales, given.input_scales[i], outputs, inputs);
+    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], given.weight_scales[i], given.input_scales[i], outputs,
+                    inputs);
   });
   return block;
 }
@@ -264,7 +262,7 @@ void plan(Block& block) {
 void serve(DType dtype, Block& block, char* projected) {
   for (int i = 0; i < 3; i++) {
     block.projected[i] = projected;
-    projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
+    projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype, block);
   }
   plan(block);
   run(dtype, block, block.bands, kernels().project_bytes, kernels().project);
@@ -306,7 +304,7 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
   if (x.size(0) == 0) return;
   int64_t image_bytes = 0;
   for (int i = 0; i < 3; i++) image_bytes += projected_tokens(block, i) * block.linears[i].outputs;
-  image_bytes *= kernels().element_bytes(dtype);
+  image_bytes *= kernels().element_bytes(dtype, block);
   char* data = static_cast<char*>(x.mutable_data_ptr());
   const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
   for_images(block, x.size(0), image_bytes, [&](int64_t first, char* projected) {

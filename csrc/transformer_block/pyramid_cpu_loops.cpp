@@ -12,24 +12,11 @@
 
 #include "transformer_block/pyramid_cpu_loops.h"
 
-#include <initializer_list>
-
 #include "depthwise_conv_gelu/rows.h"
 #include "transformer_block/block_loops.h"
 
 namespace cvt_kernels::transformer_block::pyramids {
 namespace {
-
-// Takes memory for rows of the inputs of some layers.
-Rounded take_rounded(Parts& parts, int64_t rows, std::initializer_list<const Linear*> layers) {
-  int64_t bytes = 0, inputs = 0;
-  for (const Linear* linear : layers) {
-    if (linear->integers == nullptr) continue;
-    bytes = at_least(rounded_bytes(*linear), bytes);
-    inputs = at_least(linear->inputs, inputs);
-  }
-  return {parts.take<char>(rows * bytes), parts.take<float>(bytes == 0 ? 0 : rows), parts.take<float>(padded(inputs))};
-}
 
 // Computes fc1(norm2(y)) of some tokens, by way of rows of factors.
 template <class T, class E>

@@ -33,7 +33,7 @@ struct Weight {
     const int64_t count = of_rows.size() / inputs;
     std::vector<int32_t> sums(count * kPanel);
     for (int64_t begin = 0; begin < outputs; begin += kPanel) {
-      KERNELS.multiply(rows, count, packed.get(), inputs, begin, sums.data());
+      KERNELS.multiply(rows, count, packed.get(), inputs, begin, sums.data(), kPanel);
       for (int64_t i = 0; i < count * kPanel; i++) {
         const int64_t output = begin + i % kPanel, row = i / kPanel;
         int64_t sum = 0;
@@ -70,7 +70,7 @@ void run(int64_t rows, int64_t outputs, int64_t inputs) {
   const std::vector<float> x = random_buffer<float>((rows - 1) * stride + inputs);
   for (const float scale : {0.0f, 0.01f}) {
     std::vector<float> scales(rows), expected;
-    KERNELS.quantize(x.data(), stride, rows, inputs, scale, laid_out.get(), scales.data());
+    KERNELS.quantize(DType::float32, x.data(), stride, rows, inputs, scale, laid_out.get(), scales.data());
     const std::vector<int8_t> numbers = quantized(x, stride, rows, inputs, scale, expected);
     expect("scales", scales == expected);
     weight.check("products of what was quantized", laid_out.get(), numbers);

@@ -273,12 +273,12 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
     block.rows = all_rows.data();
   }
   Memory projected[3];
+  for (int i = 0; i < 3; i++) block.linears[i] = linears[i].linear;
   for (int i = 0; i < 3; i++) {
     block.branches[i] = convolutions[i].branch;
     block.packed[i] = convolutions[i].packed.data();
-    block.linears[i] = linears[i].linear;
     block.margin = std::max(block.margin, block.branches[i].padding);
-    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype));
+    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype, block));
     block.projected[i] = projected[i].get();
   }
   const int64_t tokens = tokens_of(block);
@@ -357,6 +357,9 @@ int main() {
     run<float>(DType::float32, 0.1, sizes, {kFixed, kNone, kDynamic, kFixed, kNone, kFixed});
     run<float>(DType::float32, 0.1, sizes, {kDynamic, kNone, kDynamic, kFixed, kDynamic, kFixed}, Chosen::some);
     run<float>(DType::float32, 0.1, sizes, {kNone, kFixed, kNone, kNone, kDynamic, kNone});
+    run<BFloat16>(DType::bfloat16, 0.2, sizes, {kDynamic, kDynamic, kDynamic, kDynamic, kDynamic, kDynamic});
+    run<BFloat16>(DType::bfloat16, 0.2, sizes, {kDynamic, kNone, kFixed, kFixed, kNone, kDynamic}, Chosen::some);
+    run<Half>(DType::float16, 0.1, sizes, {kFixed, kNone, kDynamic, kDynamic, kDynamic, kNone});
   }
   std::printf("done\n");
 }

@@ -5,14 +5,15 @@ in two steps: a band of an image's rows is normalized, convolved and multiplied 
 and values; then a tile of queries passes through attention, the linear layer behind it, LayerNorm and the MLP
 in one go. Where only some tokens are computed, only these have queries and pass through the second step;
 their results are bitwise the same as if all were computed. In front of a quantized layer rows are rounded in
-place, and the products are of 8-bit integers.
+the cache, and the products are of 8-bit integers.
 
 ``pyramid_block_packed`` computes blocks with a reduction, or none, in three steps: keys and values; tiles of
 queries through attention and the linear layer behind it; and the MLP, a few rows of tokens at a time, whose
-hidden channels stay in the cache. Quantized layers are as above, in blocks of 16 bits too.
+hidden channels stay in the cache. Quantized layers are as above.
 
 Sums and products are in float32; only products of bfloat16 use the CPU's instructions for pairs, where it has
-them. Results are bitwise deterministic, whatever the number of threads.
+them. A block with convolutional projections in float32 attends in such pairs too if all its layers are
+quantized: 8-bit numbers lose more. Results are bitwise deterministic, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import checks, machine, modes
+from ... import machine, modes
 from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
 from .. import weight_cache
@@ -64,14 +65,9 @@ def why_unsupported(call: Record) -> str | None:
 
 
 def _why_convolutional_unsupported(call: Record) -> str | None:
-    x, block = call.x, call.block
+    block = call.block
     if block.mix is not None:
         return "has no convolution in the MLP of a block with convolutional projections"
-    if block.quantized_layers() and x.dtype != torch.float32:
-        return (
-            "has quantized layers with convolutional projections for float32 only, not for "
-            f"{checks.dtype_name(x.dtype)}"
-        )
     if any(conv.running_mean is None for conv in block.convs):
         return "normalizes by running statistics only"
     kernel = max(conv.weight.shape[3] for conv in block.convs)
