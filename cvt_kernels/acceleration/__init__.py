@@ -204,7 +204,7 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
     if parts.reduction is not None and min(grid) < parts.reduction[0].kernel_size[0]:
         return NotImplemented  # upstream has an error for it
     rows = class_token_of(x) if is_block_wanted(block) else None
-    return entry.result(forward_block(parts, x, grid, rows)[0], grid)
+    return entry.result(block, forward_block(parts, x, grid, rows)[0], grid)
 
 
 @cached
