@@ -128,9 +128,13 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
         )
     reasons = [freezing.why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
+        noun = stages[-1][2].noun  # of layers within stages, rather than of these
+        rows = zip(stages, reasons, strict=True)
+        paths = {path: reason for (path, _, entry), reason in rows if entry.noun == noun}
+        path, reason = next(iter(paths.items()))
         raise ValueError(
-            f"model: none of the {len(stages)} {stages[0][2].noun}s of {type(model).__name__} can be frozen; "
-            f"the first, {stages[0][0] or 'itself'}: {reasons[0]}"
+            f"model: none of the {len(paths)} {noun}s of {type(model).__name__} can be frozen; "
+            f"the first, {path or 'itself'}: {reason}"
         )
     return [
         (stage, entry.serving_key)

@@ -293,7 +293,10 @@ class StageParts(NamedTuple):
     def modules(self) -> list[nn.Module]:
         """Returns the modules that a stage as one step replaces."""
         own = self.conv, self.batch_norm, self.norm, self.last_norm
-        return [*(module for module in own if module is not None), *(module for block in self.blocks for module in block.modules())]
+        return [
+            *(module for module in own if module is not None),
+            *(module for block in self.blocks for module in block.modules()),
+        ]
 
     def folded(self) -> list[Tensor]:
         """Returns the tensors that folding copies or combines."""
@@ -585,9 +588,7 @@ def block_of(entry: ServedEntry) -> BlockEntry:
     return entry.block if isinstance(entry, StageEntry) else entry
 
 
-def map_and_class_token(
-    stage: Any, tokens: Tensor, grid: tuple[int, int]
-) -> tuple[Tensor, Tensor | None]:
+def map_and_class_token(stage: Any, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
     """Returns the map (B, C, H, W) and the class token (B, 1, C), if there is one, of a stage's tokens."""
     class_tokens = tokens.shape[1] - grid[0] * grid[1]
     class_token, spatial = tokens.split([class_tokens, tokens.shape[1] - class_tokens], dim=1)

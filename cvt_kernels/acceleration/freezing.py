@@ -88,7 +88,8 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     parts = built_parts(stage, entry)
     if isinstance(parts, str):
         return parts
-    if any(block.pooling is not None for block in ([parts] if isinstance(parts, BlockParts) else parts.blocks)):
+    blocks = [parts] if isinstance(parts, BlockParts) else parts.blocks
+    if any(block.pooling is not None for block in blocks):
         return "its attention is linear, which no operator computes together with the rest of the layer"
     reason = _why_other_modules(stage, entry)
     if reason is None and isinstance(entry, StageEntry):

@@ -390,8 +390,6 @@ _NAMED = named(
 ENTRIES = tuple(entry for variants in _NAMED.values() for entry in variants)
 
 
-
-
 def _stage_entry(
     name: str,
     block: str,
@@ -403,7 +401,7 @@ def _stage_entry(
     tokens: Callable[[Any], Tensor],
     others: tuple[Any, ...] = (),
 ) -> StageEntry:
-    """Returns the entry of a class of stages, by the name of the class of its layers and what they consist of."""
+    """Returns the entry of a class of stages, by the class and the parts of its layers, and what differs."""
 
     def parts_of_stage(self: Any) -> StageParts:
         conv, _ = stem(self)

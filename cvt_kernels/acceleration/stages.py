@@ -1,10 +1,11 @@
 """Folding and forward of a whole stage, or a layer of a pyramid, for inference.
 
-On a CPU a block is one operator, ``transformer_block``. Stages of SegFormer and PVT v2 are served there only.
-Each block of a CvT overwrites the residual stream. Elsewhere it is a few launches, whose matrix products accumulate into the stream without biases: the stream contains the
-biases of all blocks from its start, by the embedding's LayerNorm bias and class token, and each inner
-LayerNorm subtracts the biases of later blocks (``shift``). Quantized products add their own biases. A stage
-that drops tokens runs on a CPU only, because dropped tokens would lack the biases of later blocks.
+On a CPU a block is one operator, ``transformer_block``. Stages of SegFormer and PVT v2 are served there
+only. Each block of a CvT overwrites the residual stream. Elsewhere it is a few launches, whose matrix
+products accumulate into the stream without biases: the stream contains the biases of all blocks from its
+start, by the embedding's LayerNorm bias and class token, and each inner LayerNorm subtracts the biases of
+later blocks (``shift``). Quantized products add their own biases. A stage that drops tokens runs on a CPU
+only, because dropped tokens would lack the biases of later blocks.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
 
 
 def are_images(stage: FoldedStage, x: Tensor) -> bool:
-    """Returns whether a stage takes images or maps (B, C, H, W) like these; its own forward says what is wrong."""
+    """Returns whether a stage takes images or maps (B, C, H, W) like these."""
     weight = stage.conv_weight
     if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
         return False
