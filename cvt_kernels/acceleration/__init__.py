@@ -51,10 +51,11 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
     Second derivatives need the reference backend.
 
-    On a CPU, in evaluation and without gradients, each stage of a CvT, and each layer of the other models,
-    runs as one step with weights packed for this CPU. The packed copies take as much memory as the weights
-    (:func:`release_memory` frees them). Changed weights are detected and packed again, unless they were
-    changed through ``.data`` in place, which PyTorch does not count (:func:`refresh`).
+    On a CPU, in evaluation and without gradients, each stage of a CvT, a SegFormer or a PVT v2, and each
+    layer of the other models, runs as one step with weights packed for this CPU. The packed copies take as
+    much memory as the weights (:func:`release_memory` frees them). Changed weights are detected and packed
+    again, unless they were changed through ``.data`` in place, which PyTorch does not count
+    (:func:`refresh`).
 
     With ``freeze=True`` the model is for inference only, on GPUs too: biases are folded, matrix products
     accumulate into the residual stream, and a CvT-13 takes half the launches. In training mode it raises.
