@@ -134,11 +134,10 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "str activation) -> Tensor");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
-  // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels if `channels_last`, else in_channels,
-  // kernel, kernel; vectors are float32.
+  // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels; vectors are float32.
   m.def(
       "conv_embedding_inference(Tensor image, Tensor packed, Tensor bias, Tensor norm_weight, Tensor norm_bias, "
-      "Tensor? class_token, int kernel, int stride, int padding, bool channels_last, float eps) -> Tensor");
+      "Tensor? class_token, int kernel, int stride, int padding, float eps) -> Tensor");
 }
 
 PYBIND11_MODULE(_C, m) {

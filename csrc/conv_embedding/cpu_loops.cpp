@@ -2,7 +2,9 @@
 // naming the table it fills; it includes nothing whose code the linker could merge between them.
 //
 // The pixels under the kernel are copied into rows, for a tile of tokens at a time, and multiplied with the packed weight;
-// both stay in the cache. A row of sums is then normalized and written once.
+// both stay in the cache. A row of sums is then normalized and written once. Where the channels of a pixel are not adjacent,
+// the image is copied first so that they are. The products of a few hundred inputs are summed at a time: one sum over
+// thousands would have a larger error.
 
 #include "conv_embedding/cpu_loops.h"
 
@@ -10,6 +12,8 @@
 
 namespace cvt_kernels::conv_embedding {
 namespace {
+
+constexpr int64_t kInputs = 512;  // the most whose products are summed at a time
 
 template <class E>
 struct Scratch {
@@ -26,58 +30,59 @@ struct Scratch {
   }
 };
 
-template <class T, class E>
-VECTOR_INLINE void copy(const T* from, int64_t count, int64_t step, E* to) {
-  if constexpr (std::is_same_v<T, E>) {
-    if (step == 1) {
-      for (int64_t i = 0; i < count; i++) to[i] = from[i];
-      return;
+// Whether the pixels lie as factors one beside the other.
+template <class T>
+bool are_adjacent(const Embedding& call) {
+  const bool last = (call.channel_step == 1 || call.in_channels == 1) && call.column_step == call.in_channels;
+  return last && std::is_same_v<T, Element<T>>;
+}
+
+template <class T, class E = Element<T>>
+void arrange_row(const Embedding& call, int64_t row) {
+  const T* from = static_cast<const T*>(call.image) + row / call.height * call.image_step + row % call.height * call.row_step;
+  E* to = static_cast<E*>(call.pixels) + row * call.width * call.in_channels;
+  const auto copy = [&](int64_t x, int64_t c) LAMBDA_INLINE {
+    const T& value = from[x * call.column_step + c * call.channel_step];
+    if constexpr (std::is_same_v<T, E>) to[x * call.in_channels + c] = value;
+    else to[x * call.in_channels + c] = load(&value);
+  };
+  if (call.channel_step == 1) {
+    for (int64_t x = 0; x < call.width; x++) {
+      for (int64_t c = 0; c < call.in_channels; c++) copy(x, c);
     }
-    for (int64_t i = 0; i < count; i++) to[i] = from[i * step];
-  } else if (step == 1) {
-    for_vectors<kLanes>(count, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
-      store(to + i, load(from + i, lanes), lanes);
-    });
   } else {
-    for (int64_t i = 0; i < count; i++) to[i] = load(from + i * step);
+    for (int64_t c = 0; c < call.in_channels; c++) {
+      for (int64_t x = 0; x < call.width; x++) copy(x, c);
+    }
   }
 }
 
-// The pixels of one row of the kernel that lie within the image: those from `first` to `last` of its columns.
-struct Columns {
-  int64_t first, last;
+// The pixels of an image, as factors, with the step between rows.
+template <class E>
+struct Pixels {
+  const E* first;
+  int64_t row_step;
 };
 
-Columns columns_within(const Embedding& call, int64_t left) {
-  const int64_t first = at_most(call.kernel, at_least<int64_t>(-left, 0));
-  return {first, at_least(first, at_most(call.kernel, call.width - left))};
+template <class T, class E = Element<T>>
+Pixels<E> pixels_of(const Embedding& call, int64_t image) {
+  if (are_adjacent<T>(call)) return {static_cast<const E*>(call.image) + image * call.image_step, call.row_step};
+  const int64_t row_step = call.width * call.in_channels;
+  return {static_cast<const E*>(call.pixels) + image * call.height * row_step, row_step};
 }
 
 // Copies the pixels under the kernel at one token, zeros where it reaches beyond the image.
-template <class T, class E>
-void gather(const Embedding& call, const T* image, int64_t token, E* to) {
+template <class E>
+void gather(const Embedding& call, const Pixels<E>& pixels, int64_t token, E* to) {
   const int64_t top = token / call.out_width * call.stride - call.padding;
   const int64_t left = token % call.out_width * call.stride - call.padding;
-  const Columns within = columns_within(call, left);
-  const bool adjacent = call.channels_last && call.column_step == call.in_channels;
-  std::memset(to, 0, call.linear.inputs * sizeof(E));
-  for (int64_t y = 0; y < call.kernel; y++) {
-    if (top + y < 0 || top + y >= call.height) continue;
-    const T* row = image + (top + y) * call.row_step + (left + within.first) * call.column_step;
-    const int64_t count = within.last - within.first;
-    if (adjacent) {
-      copy(row, count * call.in_channels, 1, to + (y * call.kernel + within.first) * call.in_channels);
-    } else if (call.channels_last) {
-      for (int64_t x = 0; x < count; x++) {
-        E* pixel = to + (y * call.kernel + within.first + x) * call.in_channels;
-        copy(row + x * call.column_step, call.in_channels, call.channel_step, pixel);
-      }
-    } else {
-      for (int64_t c = 0; c < call.in_channels; c++) {
-        E* pixels = to + (c * call.kernel + y) * call.kernel + within.first;
-        copy(row + c * call.channel_step, count, call.column_step, pixels);
-      }
-    }
+  const int64_t first = at_most(call.kernel, at_least<int64_t>(-left, 0));
+  const int64_t count = at_least<int64_t>(at_most(call.kernel, call.width - left) - first, 0);
+  if (top < 0 || top + call.kernel > call.height || count < call.kernel) std::memset(to, 0, call.linear.inputs * sizeof(E));
+  for (int64_t y = at_least<int64_t>(-top, 0); y < at_most(call.kernel, call.height - top) && count > 0; y++) {
+    std::memcpy(to + (y * call.kernel + first) * call.in_channels,
+                pixels.first + (top + y) * pixels.row_step + (left + first) * call.in_channels,
+                count * call.in_channels * sizeof(E));
   }
 }
 
@@ -96,17 +101,15 @@ void embed_tile(const Embedding& call, int64_t unit, void* memory) {
     });
   }
   out += (class_tokens + first) * channels;
-  const T* pixels = static_cast<const T*>(call.image) + image * call.image_step;
+  const Pixels<E> pixels = pixels_of<T>(call, image);
   for (int64_t row = 0; row < rows; row++) {
     gather(call, pixels, first + row, scratch.pixels + row * scratch.pixels_stride);
   }
   pad_rows(scratch.pixels, rows, scratch.pixels_stride, call.linear.inputs);
-  const int64_t depth = ceil_div(call.linear.inputs, kDepth<E>);
-  const Factor<E>* weight = static_cast<const Factor<E>*>(call.linear.weight);
-  for_panels<float>(channels, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    multiply<vectors>(factors(scratch.pixels), scratch.pixels_stride / kDepth<E>, rows, weight + start * depth, depth,
-                      scratch.sums + start, scratch.sums_stride, false);
-  });
+  for (int64_t begin = 0; begin < call.linear.inputs; begin += kInputs) {
+    add_product(call.linear, begin, at_most(begin + kInputs, call.linear.inputs), scratch.pixels + begin,
+                scratch.pixels_stride, rows, scratch.sums, scratch.sums_stride, begin > 0);
+  }
   for (int64_t row = 0; row < rows; row++, out += channels) {
     float* sums = scratch.sums + row * scratch.sums_stride;
     for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
@@ -115,6 +118,19 @@ void embed_tile(const Embedding& call, int64_t unit, void* memory) {
     normalize(call.norm, static_cast<const float*>(sums), channels, nullptr,
               [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(out + c, normal, lanes); });
   }
+}
+
+int64_t pixel_bytes(DType dtype, const Embedding& call) {
+  int64_t bytes = 0;
+  with_element(dtype, [&](auto type) {
+    using T = decltype(type);
+    if (!are_adjacent<T>(call)) bytes = call.height * call.width * call.in_channels * sizeof(Element<T>);
+  });
+  return bytes;
+}
+
+void arrange(DType dtype, const Embedding& call, int64_t row) {
+  with_element(dtype, [&](auto type) { arrange_row<decltype(type)>(call, row); });
 }
 
 int64_t scratch_bytes(DType dtype, const Embedding& call) {
@@ -129,6 +145,6 @@ void embed(DType dtype, const Embedding& call, int64_t unit, void* scratch) {
 
 }  // namespace
 
-const Kernels KERNELS{scratch_bytes, embed};
+const Kernels KERNELS{pixel_bytes, arrange, scratch_bytes, embed};
 
 }  // namespace cvt_kernels::conv_embedding

@@ -13,13 +13,12 @@ namespace cvt_kernels::conv_embedding {
 
 struct Embedding {
   const void* image;  // with the steps between neighbors in elements
+  void* pixels;       // room for pixel_bytes of each image
   int64_t image_step, channel_step, row_step, column_step;
   int64_t images, in_channels, height, width;
   int64_t kernel, stride, padding;
   int64_t out_height, out_width;
-  // The weight's inputs are (kernel, kernel, in_channels) where `channels_last`, else (in_channels, kernel, kernel).
-  bool channels_last;
-  Linear linear;
+  Linear linear;  // of the inputs (kernel, kernel, in_channels)
   Norm norm;
   const float* class_token;  // or null
   int64_t tiles;             // of an image's tokens: the units that threads share
@@ -28,6 +27,10 @@ struct Embedding {
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
+  // Of the copy of an image with adjacent channels; 0 if the image itself serves.
+  int64_t (*pixel_bytes)(DType, const Embedding&);
+  // Copies a row of pixels; the rows of all images are counted on.
+  void (*arrange)(DType, const Embedding&, int64_t row);
   int64_t (*scratch_bytes)(DType, const Embedding&);
   void (*embed)(DType, const Embedding&, int64_t unit, void* scratch);
 };

@@ -11,9 +11,22 @@
 namespace cvt_kernels::conv_embedding {
 namespace {
 
+constexpr int64_t kCopyBytes = 16 << 20;  // of images with adjacent channels, if images are small
+
+// Serves some images.
+void serve(const Kernels& loops, DType dtype, Embedding& call) {
+  if (call.pixels != nullptr) {
+    for_units(call.images * call.height, 0, [&](int64_t row, int64_t, void*) { loops.arrange(dtype, call, row); });
+  }
+  const int64_t tokens = call.out_height * call.out_width;
+  call.tiles = balanced(call.images, (tokens + kTileRows - 1) / kTileRows, tokens);
+  for_units(call.images * call.tiles, loops.scratch_bytes(dtype, call),
+            [&](int64_t unit, int64_t, void* scratch) { loops.embed(dtype, call, unit, scratch); });
+}
+
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
                                 const Tensor& norm_bias, const std::optional<Tensor>& class_token, int64_t kernel,
-                                int64_t stride, int64_t padding, bool channels_last, double eps) {
+                                int64_t stride, int64_t padding, double eps) {
   static const Kernels& loops = choose(PRODUCT_TABLES);
   const DType dtype = linear::served_dtype("image", image);
   expect(image.dim() == 4 && image.size(1) > 0 && image.size(2) > 0 && image.size(3) > 0, "image", image,
@@ -25,12 +38,13 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
   expect_eps("eps", eps);
   const int64_t channels = bias.size(0), inputs = product("kernel", {image.size(1), kernel, kernel});
   Embedding call{
-      .image = image.const_data_ptr(),
+      .image = nullptr,
+      .pixels = nullptr,
       .image_step = image.stride(0),
       .channel_step = image.stride(1),
       .row_step = image.stride(2),
       .column_step = image.stride(3),
-      .images = image.size(0),
+      .images = 0,
       .in_channels = image.size(1),
       .height = image.size(2),
       .width = image.size(3),
@@ -39,7 +53,6 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .padding = padding,
       .out_height = out_map.height,
       .out_width = out_map.width,
-      .channels_last = channels_last,
       .linear = linear::layer_of(dtype, packed, bias, channels, inputs),
       .norm = {linear::vector_of("norm_weight", norm_weight, channels),
                linear::vector_of("norm_bias", norm_bias, channels), static_cast<float>(eps)},
@@ -47,13 +60,19 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .tiles = 0,
       .out = nullptr,
   };
-  const int64_t pixels = call.out_height * call.out_width;
+  const int64_t pixels = call.out_height * call.out_width, tokens = class_token.has_value() + pixels;
   product("image", {pixels, inputs});
-  const Tensor out = empty({call.images, class_token.has_value() + pixels, channels}, image.scalar_type(), image);
-  call.out = out.mutable_data_ptr();
-  call.tiles = balanced(call.images, (pixels + kTileRows - 1) / kTileRows, pixels);
-  for_units(call.images * call.tiles, loops.scratch_bytes(dtype, call),
-            [&](int64_t unit, int64_t, void* scratch) { loops.embed(dtype, call, unit, scratch); });
+  const Tensor out = empty({image.size(0), tokens, channels}, image.scalar_type(), image);
+  const int64_t bytes = loops.pixel_bytes(dtype, call), element = image.element_size();
+  const int64_t most = bytes == 0 ? image.size(0) : std::max(kCopyBytes / bytes, threads());
+  const Workspace copy(std::min(image.size(0), most) * bytes);
+  if (bytes > 0) call.pixels = copy.data();
+  for (int64_t first = 0; first < image.size(0); first += most) {
+    call.images = std::min(most, image.size(0) - first);
+    call.image = static_cast<const char*>(image.const_data_ptr()) + first * call.image_step * element;
+    call.out = static_cast<char*>(out.mutable_data_ptr()) + first * tokens * channels * element;
+    serve(loops, dtype, call);
+  }
   return out;
 }
 

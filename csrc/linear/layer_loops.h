@@ -101,6 +101,19 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
   });
 }
 
+// sums = a weight, or sums += a weight, for the inputs of the weight from `begin` to `end`.
+template <class E>
+void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows, float* sums,
+                 int64_t sums_stride, bool adds) {
+  const int64_t depth = ceil_div(linear.inputs, kDepth<E>);
+  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
+  for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
+    multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
+                      sums_stride, adds, start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
+  });
+}
+
 // Linear layers of 8-bit integers -------------------------------------------------------------------------
 
 // Rows of a layer's input, rounded, each with its scale.

@@ -21,19 +21,6 @@ void normalize_rows(const Norm& norm, const T* tokens, int64_t rows, int64_t cha
   pad_rows(a, rows, stride, channels);
 }
 
-// sums = a weight, or sums += a weight, for the inputs of the weight from `begin` to `end`.
-template <class E>
-void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows, float* sums,
-                 int64_t sums_stride, bool adds) {
-  const int64_t depth = ceil_div(linear.inputs, kDepth<E>);
-  const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
-  for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
-    multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
-                      sums_stride, adds, start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
-  });
-}
-
 // Takes memory for rows of the inputs of some layers, where they are quantized.
 inline Rounded take_rounded(Parts& parts, int64_t rows, std::initializer_list<const Linear*> layers) {
   int64_t bytes = 0;

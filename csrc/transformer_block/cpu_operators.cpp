@@ -441,7 +441,7 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
   block.keys = between += block.images * bytes.hidden;
   block.values = between += block.images * bytes.keys;
   block.stream = between += block.images * bytes.keys;
-  block.groups = parts_of(block.images, kept_grid(block));
+  block.groups = parts_of(block.images, {kept_tokens(block), 1});
   block.tiles = parts_of(block.images, {tokens_of(block), 1});
   const bool cuts_freely = block.conv == nullptr || block.hidden != nullptr;
   block.bands = cuts_freely ? parts_of(block.images, mixed_grid(block)) : bands_of(block);

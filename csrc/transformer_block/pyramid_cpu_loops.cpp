@@ -41,8 +41,7 @@ struct Projecting {
   Projecting(const Block& block, Parts& parts)
       : squares_stride(stride_of<E>(block.ratio * block.channels)), a_stride(stride_of<E>(block.channels)),
         sums_stride(sums_stride_of(block)) {
-    const Grid kept = kept_grid(block);
-    const int64_t most = ceil_div(kept.height, block.groups) * kept.width, reduced = block.ratio == 0 ? 0 : most;
+    const int64_t most = ceil_div(kept_tokens(block), block.groups), reduced = block.ratio == 0 ? 0 : most;
     squares = parts.take<E>(reduced * squares_stride);
     sums = parts.take<float>(reduced * sums_stride);
     a = parts.take<E>(most * a_stride);
@@ -52,14 +51,13 @@ struct Projecting {
   }
 };
 
-// Computes the reduction of the kept rows from `begin` to `end`, as rows of factors.
+// Computes the reduction of the kept tokens from `begin` to `end`, as rows of factors.
 template <class T, class E = Element<T>>
 void reduce(const Block& block, const T* x, int64_t begin, int64_t end, const Projecting<E>& scratch) {
-  const int64_t ratio = block.ratio, channels = block.channels, width = kept_grid(block).width;
-  const int64_t rows = (end - begin) * width;
+  const int64_t ratio = block.ratio, channels = block.channels, width = kept_grid(block).width, rows = end - begin;
   for (int64_t y = 0; y < ratio; y++) {
     for (int64_t square = 0; square < rows; square++) {
-      const int64_t row = (begin + square / width) * ratio + y, column = square % width * ratio;
+      const int64_t row = (begin + square) / width * ratio + y, column = (begin + square) % width * ratio;
       E* to = scratch.squares + square * scratch.squares_stride;
       for (int64_t i = 0; i < ratio; i++, to += channels) {
         normalize(block.norm1, x + (row * block.width + column + i) * channels, channels, scratch.copy,
@@ -87,15 +85,14 @@ void project_group(const Block& block, int64_t unit, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   const Projecting<E> scratch(block, parts);
-  const Grid kept = kept_grid(block);
-  const int64_t image = unit / block.groups, group = unit % block.groups;
-  const int64_t begin = kept.height * group / block.groups, end = kept.height * (group + 1) / block.groups;
-  const int64_t rows = (end - begin) * kept.width, first = image * kept_tokens(block) + begin * kept.width;
+  const int64_t image = unit / block.groups, group = unit % block.groups, kept = kept_tokens(block);
+  const int64_t begin = kept * group / block.groups, end = kept * (group + 1) / block.groups;
+  const int64_t rows = end - begin, first = image * kept + begin;
   const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
   if (block.ratio > 0) {
     reduce(block, x, begin, end, scratch);
   } else {
-    normalize_rows(block.norm1, x + begin * block.width * block.channels, rows, block.channels, scratch.copy, scratch.a,
+    normalize_rows(block.norm1, x + begin * block.channels, rows, block.channels, scratch.copy, scratch.a,
                    scratch.a_stride);
   }
   for (int i = 1; i < 3; i++) {

@@ -20,7 +20,7 @@ struct Block : AnyBlock {
   void *keys, *values;  // (images, kept_tokens, channels of the linear layer), of element_bytes each
   void* stream;         // y, of the type of x
   void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
-  int64_t groups;       // of an image's rows of keys: a unit of the first step
+  int64_t groups;       // of an image's keys: a unit of the first step
   int64_t bands;        // of the rows of mixed_grid: a unit of the third step
 };
 

@@ -52,10 +52,11 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
     Second derivatives need the reference backend.
 
-    On a CPU, in evaluation and without gradients, each stage of a CvT, and each layer of the other models,
-    runs as one step with weights packed for this CPU. The packed copies take as much memory as the weights
-    (:func:`release_memory` frees them). Changed weights are detected and packed again, unless they were
-    changed through ``.data`` in place, which PyTorch does not count (:func:`refresh`).
+    On a CPU, in evaluation and without gradients, each stage of a CvT, a SegFormer or a PVT v2, and each
+    layer of the other models, runs as one step with weights packed for this CPU. The packed copies take as
+    much memory as the weights (:func:`release_memory` frees them). Changed weights are detected and packed
+    again, unless they were changed through ``.data`` in place, which PyTorch does not count
+    (:func:`refresh`).
 
     With ``freeze=True`` the model is for inference only, on GPUs too: biases are folded, matrix products
     accumulate into the residual stream, and a CvT-13 takes half the launches. In training mode it raises.
@@ -150,9 +151,13 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
         )
     reasons = [freezing.why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
+        noun = stages[-1][2].noun  # of layers within stages, rather than of these
+        rows = zip(stages, reasons, strict=True)
+        paths = {path: reason for (path, _, entry), reason in rows if entry.noun == noun}
+        path, reason = next(iter(paths.items()))
         raise ValueError(
-            f"model: none of the {len(stages)} {stages[0][2].noun}s of {type(model).__name__} can be frozen; "
-            f"the first, {stages[0][0] or 'itself'}: {reasons[0]}"
+            f"model: none of the {len(paths)} {noun}s of {type(model).__name__} can be frozen; "
+            f"the first, {path or 'itself'}: {reason}"
         )
     return [
         (stage, entry.serving_key)
@@ -226,7 +231,7 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
     if parts.reduction is not None and min(grid) < parts.reduction[0].kernel_size[0]:
         return NotImplemented  # upstream has an error for it
     rows = class_token_of(x) if is_block_wanted(block) else None
-    return entry.result(forward_block(parts, x, grid, rows)[0], grid)
+    return entry.result(block, forward_block(parts, x, grid, rows)[0], grid)
 
 
 @cached

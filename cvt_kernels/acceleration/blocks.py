@@ -272,12 +272,13 @@ class BlockParts(NamedTuple):
 
 
 class StageParts(NamedTuple):
-    """The modules of a stage: its embedding, with a BatchNorm in some, and its blocks.
+    """The modules of a stage: its embedding, with a BatchNorm in some, its blocks, and a LayerNorm in some.
 
     Attributes:
         conv, batch_norm, norm: The convolution, BatchNorm and LayerNorm of the embedding.
         class_token: (1, 1, C), if the stage has one.
         blocks: Its blocks.
+        last_norm: The LayerNorm after them, if there is one.
         token_keep_bounds: The least and the greatest fraction of tokens that stay, where entropy decides.
     """
 
@@ -286,12 +287,16 @@ class StageParts(NamedTuple):
     norm: nn.LayerNorm
     class_token: Tensor | None
     blocks: Sequence[BlockParts]
+    last_norm: nn.LayerNorm | None = None
     token_keep_bounds: tuple[float, float] = (0.0, 1.0)
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules that a stage as one step replaces."""
-        own = (module for module in (self.conv, self.batch_norm, self.norm) if module is not None)
-        return [*own, *(module for block in self.blocks for module in block.modules())]
+        own = self.conv, self.batch_norm, self.norm, self.last_norm
+        return [
+            *(module for module in own if module is not None),
+            *(module for block in self.blocks for module in block.modules()),
+        ]
 
     def folded(self) -> list[Tensor]:
         """Returns the tensors that folding copies or combines."""
@@ -504,20 +509,26 @@ class BlockEntry(NamedTuple):
         if len(args) == 3 and not kwargs:
             x, height, width = args
         else:
-            if len(args) > len(self.arguments):
+            given = self.first_of(3, args, kwargs)
+            if given is None:
                 return None
-            given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-            x, height, width = (given.pop(name, None) for name in self.arguments[:3])
-            # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
-            # elsewhere.
-            given.pop("output_hidden_states", None)
-            if any(value is not None and value is not False for value in given.values()):
-                return None
+            x, height, width = given
         if not isinstance(x, Tensor) or height is None or width is None:
             return None
         return x, (height, width)
 
-    def result(self, tokens: Tensor, grid: tuple[int, int]) -> Any:
+    def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Returns the first arguments of a call; None if others say more than to leave something out."""
+        if len(args) > len(self.arguments):
+            return None
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        first = [given.pop(name, None) for name in self.arguments[:count]]
+        # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
+        # elsewhere.
+        given.pop("output_hidden_states", None)
+        return None if any(value is not None and value is not False for value in given.values()) else first
+
+    def result(self, block: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Any:
         """Returns the result of a block's forward for its tokens (B, T, C)."""
         return (tokens,) if "output_attentions" in self.arguments else tokens
 
@@ -535,8 +546,9 @@ class StageEntry(NamedTuple):
         classes: Names of its submodules' classes outside of ``torch.nn``.
         parts: Returns the modules of a stage.
         embedding: Returns the convolution and the class token, if there is one.
-        result: Takes tokens (B, T, C) and their grid; returns the result of the stage's forward.
+        result: Takes a stage, tokens (B, T, C) and their grid; returns the result of the stage's forward.
         tokens: Takes a result of the stage's forward; returns its tokens.
+        others: What the stage's forward takes after the image in a call that is served.
         why_unsupported: Returns why a stage of upstream's structure cannot run as one, or None.
     """
 
@@ -544,8 +556,9 @@ class StageEntry(NamedTuple):
     classes: frozenset[str]
     parts: Callable[[Any], StageParts]
     embedding: Callable[[Any], tuple[nn.Conv2d, Tensor | None]]
-    result: Callable[[Tensor, tuple[int, int]], Any]
+    result: Callable[[Any, Tensor, tuple[int, int]], Any]
     tokens: Callable[[Any], Tensor]
+    others: tuple[Any, ...] = ()
     why_unsupported: Callable[[Any], str | None] = lambda stage: None
 
     @property
@@ -560,8 +573,8 @@ class StageEntry(NamedTuple):
 
     def call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, None] | None:
         """Returns the image of a call, which has no grid; None for a call of another form."""
-        given = (*args, *kwargs.values())
-        return (given[0], None) if len(given) == 1 and isinstance(given[0], Tensor) else None
+        given = self.block.first_of(1, args, kwargs)
+        return None if given is None or not isinstance(given[0], Tensor) else (given[0], None)
 
 
 #: The entry of something that is served as one.
@@ -575,8 +588,8 @@ def block_of(entry: ServedEntry) -> BlockEntry:
     return entry.block if isinstance(entry, StageEntry) else entry
 
 
-def map_and_class_token(tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    """Returns the map (B, C, H, W) and the class token (B, 1, C), if there is one, of tokens."""
+def map_and_class_token(stage: Any, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    """Returns the map (B, C, H, W) and the class token (B, 1, C), if there is one, of a stage's tokens."""
     class_tokens = tokens.shape[1] - grid[0] * grid[1]
     class_token, spatial = tokens.split([class_tokens, tokens.shape[1] - class_tokens], dim=1)
     return spatial.transpose(1, 2).unflatten(2, grid), class_token if class_tokens else None

@@ -313,7 +313,7 @@ _OWN_STAGE = StageEntry(
     classes=_OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
     parts=_stage,
     embedding=_stem,
-    result=lambda tokens, grid: (tokens, grid),
+    result=lambda stage, tokens, grid: (tokens, grid),
     tokens=lambda result: result[0],
     why_unsupported=_why_own_stage_unsupported,
 )

@@ -1,4 +1,4 @@
-"""Stages of a CvT, and layers of a SegFormer, PVT, PVT v2 or GLPN, that run as one: checks and forward.
+"""Stages of a CvT, SegFormer or PVT v2, and layers of pyramids, that run as one: checks and forward.
 
 Every call compares the module with its state when it was examined: modules, parameters and buffers by
 identity, folded tensors by version, memory and layout, settings by value. After a change the module is
@@ -39,11 +39,12 @@ from .blocks import (
     class_name,
     is_named,
     why_another_class,
+    why_norms_unsupported,
 )
 from .class_token import is_stage_wanted
 from .fused import output_grid
 from .matching import PLAIN, blocks_in, built_parts, why_another_forward, why_not_now
-from .stages import FoldedStage, fold, serve, serve_layer
+from .stages import FoldedStage, are_images, fold, serve, serve_layer
 from .watching import (
     BYPASSED,
     Examined,
@@ -56,7 +57,7 @@ from .watching import (
 )
 
 #: Every entry by its key.
-STAGES: dict[str, ServedEntry] = {entry.serving_key: entry for entry in cvt.STAGES}
+STAGES: dict[str, ServedEntry] = {entry.serving_key: entry for entry in (*cvt.STAGES, *pyramids.STAGES)}
 STAGES |= {entry.serving_key: entry for entry in pyramids.ENTRIES if entry.is_layer}
 
 #: The classes whose work a served module does only where it expects them, and the names of upstream's.
@@ -65,11 +66,12 @@ _WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
 def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
-    """Returns path, module and entry of every stage of a CvT and layer of a pyramid, freezable or not."""
+    """Returns path, module and entry of every stage and of every layer of a pyramid, freezable or not."""
     found = []
     for path, module in model.named_modules():
         layer = pyramids.recognize(module)
-        entry = layer if layer is not None and layer.is_layer else cvt.recognize_stage(module)
+        stage = pyramids.recognize_stage(module) or cvt.recognize_stage(module)
+        entry = layer if layer is not None and layer.is_layer else stage
         if entry is not None:
             found.append((path, module, entry))
     return found
@@ -86,7 +88,8 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     parts = built_parts(stage, entry)
     if isinstance(parts, str):
         return parts
-    if isinstance(parts, BlockParts) and parts.pooling is not None:
+    blocks = [parts] if isinstance(parts, BlockParts) else parts.blocks
+    if any(block.pooling is not None for block in blocks):
         return "its attention is linear, which no operator computes together with the rest of the layer"
     reason = _why_other_modules(stage, entry)
     if reason is None and isinstance(entry, StageEntry):
@@ -135,6 +138,9 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     norms = [parts.batch_norm, *(norm for block in parts.blocks for _, norm in block.pairs())]
     if any(norm is not None and norm.running_mean is None for norm in norms):
         return "a BatchNorm has no running statistics"
+    reason = None if parts.last_norm is None else why_norms_unsupported(parts.last_norm)
+    if reason is not None:
+        return reason
     layers = [layer for block in parts.blocks for layer in block.layers()]
     if not all(map(_is_plain_layer, layers)):
         return "a linear layer is not a plain nn.Linear or LinearInt8"
@@ -255,7 +261,7 @@ def try_to_serve(stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwar
         )
         return None
     served = tokens_served(stage, entry, *call)
-    return None if served is None else entry.result(*served)
+    return None if served is None else entry.result(stage, *served)
 
 
 def try_to_serve_in_evaluation(
@@ -266,7 +272,7 @@ def try_to_serve_in_evaluation(
     if call is None or call[0].device.type != "cpu" or has_gradient(stage, call[0]):
         return None
     served = tokens_served(stage, entry, *call)
-    return None if served is None else entry.result(*served)
+    return None if served is None else entry.result(stage, *served)
 
 
 def is_serving(module: nn.Module) -> bool:
@@ -295,8 +301,7 @@ def tokens_served(
     folded = found.folded
     if isinstance(folded, TransformerBlock):
         return serve_layer(folded, x, grid, found.programs)
-    weight = folded.conv_weight
-    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
+    if not are_images(folded, x):
         return None  # its own forward raises the error
     return serve(folded, x, found.programs, class_token_only=is_stage_wanted(stage))
 
@@ -386,7 +391,8 @@ def _run(number: int, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     if served is not None:
         return served[0].contiguous()
     own_forward = type(stage)._cvt_kernels_original.forward  # type: ignore[attr-defined]
-    return entry.tokens(own_forward(stage, x, *(grid or ()))).contiguous()
+    others = entry.others if isinstance(entry, StageEntry) else grid or ()
+    return entry.tokens(own_forward(stage, x, *others)).contiguous()
 
 
 def _shape_of_stage(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
@@ -438,7 +444,7 @@ def _trace_stage(stage: nn.Module, entry: StageEntry, number: int, image: Tensor
         return None
     count = grid[0] * grid[1] + (0 if class_token is None else class_token.shape[1])
     tokens = torch.ops.cvt_kernels.frozen_stage.default(image, number, count, conv.out_channels)
-    return entry.result(tokens, grid)
+    return entry.result(stage, tokens, grid)
 
 
 def _trace_layer(
@@ -451,7 +457,7 @@ def _trace_layer(
     if x.ndim != 3 or x.shape[2] != parts.fc1.weight.shape[1] or x.dtype != like.dtype:
         return None
     tokens = torch.ops.cvt_kernels.frozen_layer.default(x, number, *grid)
-    return entry.result(tokens, grid)
+    return entry.result(layer, tokens, grid)
 
 
 def _why_not_freezable(number: int) -> str | None:

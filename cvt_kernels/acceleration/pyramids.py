@@ -21,6 +21,8 @@ from .blocks import (
     BlockParts,
     BypassedParts,
     Kinds,
+    StageEntry,
+    StageParts,
     Unsupported,
     class_name,
     gelu_variant,
@@ -311,7 +313,7 @@ def _pvt_embeddings(self: Any, pixel_values: Tensor) -> Any:
     return self.dropout(tokens + positions), height, width
 
 
-# SegFormer's stage and head -------------------------------------------------------------------------------
+# Stages of SegFormer and PVT v2, and SegFormer's head -----------------------------------------------------
 
 
 def _stage(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -386,6 +388,79 @@ _NAMED = named(
 )
 #: Every entry.
 ENTRIES = tuple(entry for variants in _NAMED.values() for entry in variants)
+
+
+def _stage_entry(
+    name: str,
+    block: str,
+    parts: Callable[[Any], BlockParts],
+    result: Callable[[Any, Tensor, tuple[int, int]], Any],
+    *,
+    embedding: str,
+    last_argument: str,
+    tokens: Callable[[Any], Tensor],
+    others: tuple[Any, ...] = (),
+) -> StageEntry:
+    """Returns the entry of a class of stages, by the class and the parts of its layers, and what differs."""
+
+    def parts_of_stage(self: Any) -> StageParts:
+        conv, _ = stem(self)
+        norm = self._modules[embedding].layer_norm
+        return StageParts(conv, None, norm, None, [parts(each) for each in self.blocks], self.layer_norm)
+
+    def stem(self: Any) -> tuple[nn.Conv2d, None]:
+        return self._modules[embedding].proj, None
+
+    children = frozenset((embedding, "blocks", "layer_norm"))
+    entry = next(each for each in _NAMED[block] if parts is each.parts)
+    embeddings = f"{block.removesuffix('Layer').removesuffix('Block')}OverlapPatchEmbeddings"
+    return StageEntry(
+        block=BlockEntry(
+            HUGGING_FACE, name, parts_of_stage, ("hidden_states", last_argument), children, variant="blocks"
+        ),
+        classes=entry.classes | {block, embeddings},
+        parts=parts_of_stage,
+        embedding=stem,
+        result=result,
+        tokens=tokens,
+        others=others,
+        why_unsupported=_why_not_on_cpu,
+    )
+
+
+def _why_not_on_cpu(stage: nn.Module) -> str | None:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
+    return None if on_cpu else "is not on a CPU, where its layers run one by one"
+
+
+#: Every entry of a stage.
+STAGES = (
+    _stage_entry(
+        "SegformerStage",
+        "SegformerLayer",
+        _segformer_block,
+        lambda stage, tokens, grid: as_map(tokens, grid) if stage.reshape else tokens,
+        embedding="patch_embeddings",
+        last_argument="kwargs",
+        tokens=lambda result: result if result.ndim == 3 else _tokens_of(result),
+    ),
+    _stage_entry(
+        "PvtV2EncoderLayer",
+        "PvtV2BlockLayer",
+        _pvt_v2_block,
+        lambda stage, tokens, grid: ((tokens,), *grid),
+        embedding="patch_embedding",
+        last_argument="output_attentions",
+        tokens=lambda result: result[0][0],
+        others=(False,),
+    ),
+)
+_STAGES = {entry.block.name: entry for entry in STAGES}
+
+
+def recognize_stage(module: nn.Module) -> StageEntry | None:
+    """Returns the entry of a stage by the name of its class or of a base of it; None for others."""
+    return next((_STAGES[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _STAGES), None)
 
 
 def recognize(module: nn.Module) -> BlockEntry | None:

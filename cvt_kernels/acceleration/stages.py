@@ -1,10 +1,11 @@
-"""Folding and forward of a whole stage of a CvT, or a layer of another model, for inference.
+"""Folding and forward of a whole stage, or a layer of a pyramid, for inference.
 
-Each block overwrites the residual stream. On a CPU a block is one operator, ``transformer_block``. Elsewhere
-it is a few launches, whose matrix products accumulate into the stream without biases: the stream contains the
-biases of all blocks from its start, by the embedding's LayerNorm bias and class token, and each inner
-LayerNorm subtracts the biases of later blocks (``shift``). Quantized products add their own biases. A stage
-that drops tokens runs on a CPU only, because dropped tokens would lack the biases of later blocks.
+On a CPU a block is one operator, ``transformer_block``. Stages of SegFormer and PVT v2 are served there
+only. Each block of a CvT overwrites the residual stream. Elsewhere it is a few launches, whose matrix
+products accumulate into the stream without biases: the stream contains the biases of all blocks from its
+start, by the embedding's LayerNorm bias and class token, and each inner LayerNorm subtracts the biases of
+later blocks (``shift``). Quantized products add their own biases. A stage that drops tokens runs on a CPU
+only, because dropped tokens would lack the biases of later blocks.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ class FoldedStage(NamedTuple):
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
 
     def tensors(self) -> list[Tensor | None]:
-        """Returns the tensors that are read where each block is one operator."""
+        """Returns the tensors that are packed where each block is one operator."""
         own = [self.conv_weight, self.conv_bias, self.parts.norm.weight, self.norm_bias, self.class_token]
-        return own + [
-            t for block in self.blocks if isinstance(block, TransformerBlock) for t in block.tensors()
-        ]
+        return own + [t for block in self.operators() for t in block.tensors()]
+
+    def operators(self) -> list[TransformerBlock]:
+        """Returns the blocks that are one operator."""
+        return [block for block in self.blocks if isinstance(block, TransformerBlock)]
 
 
 @torch.inference_mode(False)  # in which changes of tensors would not be counted
@@ -173,6 +176,15 @@ def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
     return conv_embedding(image, **_embedding_of(stage))
 
 
+def are_images(stage: FoldedStage, x: Tensor) -> bool:
+    """Returns whether a stage takes images or maps (B, C, H, W) like these."""
+    weight = stage.conv_weight
+    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
+        return False
+    ratios = [_ratio_of(block) for block in stage.operators()]
+    return min(output_grid(x, stage.parts.conv)) >= max(ratios, default=1)
+
+
 def serve(
     stage: FoldedStage, image: Tensor, programs: Programs, *, class_token_only: bool
 ) -> tuple[Tensor, tuple[int, int]]:
@@ -189,7 +201,12 @@ def serve(
     programs.add(
         image, stage.tensors, lambda: _bound(stage, image, stream, grid, class_token_only), class_token_only
     )
-    return stream, grid
+    return _normalize_last(stage, stream), grid
+
+
+def _normalize_last(stage: FoldedStage, stream: Tensor) -> Tensor:
+    norm = stage.parts.last_norm
+    return stream if norm is None else layer_norm(stream, norm.weight, norm.bias, eps=norm.eps)
 
 
 def _bound(
@@ -208,7 +225,9 @@ def _bound(
         if not isinstance(each, TransformerBlock) or parts.token_keep != 1:
             return None
         rows = class_token_of(stream) if class_token_only and each is stage.blocks[-1] else None
-        steps.append(block.bound(block.bind(stream, grid, each, rows=rows, inplace=True)))
+        steps.append(block.bound(block.bind(stream, grid, each, rows=rows, inplace=bool(each.convs))))
+    if stage.parts.last_norm is not None:
+        steps.append(functools.partial(_normalize_last, stage))
     return None if None in steps else steps
 
 
@@ -224,7 +243,7 @@ def _serve_blocks(
             stream = _serve_in_launches(block, stream, grid, only)
         elif parts.token_keep == 1 or only:
             rows = class_token_of(stream) if only else rows
-            stream = transformer_block(stream, grid, block, rows=rows, inplace=True)
+            stream = transformer_block(stream, grid, block, rows=rows, inplace=bool(block.convs))
         else:
             stream, rows = _serve_and_drop(block, stream, grid, rows, stage.parts, parts)
     return stream
@@ -377,5 +396,9 @@ def _are_tokens(block: TransformerBlock, x: Tensor, grid: tuple[Any, Any]) -> bo
         return False
     if block.mix is None and block.reduce is None:
         return True  # of a PVT, which may have a class token
-    ratio = block.reduce.weight.shape[3] if isinstance(block.reduce, Reduction) else 1
-    return x.shape[1] == grid[0] * grid[1] and min(grid) >= ratio
+    return x.shape[1] == grid[0] * grid[1] and min(grid) >= _ratio_of(block)
+
+
+def _ratio_of(block: TransformerBlock) -> int:
+    """Returns the least height and width of the tokens of a block."""
+    return block.reduce.weight.shape[3] if isinstance(block.reduce, Reduction) else 1

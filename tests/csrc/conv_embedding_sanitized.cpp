@@ -18,8 +18,7 @@ struct Sizes {
 
 // The position of a pixel's channel in the weight's inputs.
 int64_t input_at(const Embedding& call, int64_t c, int64_t y, int64_t x) {
-  if (call.channels_last) return (y * call.kernel + x) * call.in_channels + c;
-  return (c * call.kernel + y) * call.kernel + x;
+  return (y * call.kernel + x) * call.in_channels + c;
 }
 
 template <class T>
@@ -77,12 +76,12 @@ void run(DType dtype, double tolerance, const Sizes& sizes) {
   call.kernel = sizes.kernel, call.stride = sizes.stride, call.padding = sizes.padding, call.tiles = sizes.tiles;
   call.out_height = (sizes.height + 2 * sizes.padding - sizes.kernel) / sizes.stride + 1;
   call.out_width = (sizes.width + 2 * sizes.padding - sizes.kernel) / sizes.stride + 1;
-  call.channels_last = sizes.layout != Layout::channels_first;
-  call.channel_step = call.channels_last ? 1 : sizes.height * sizes.width;
-  call.column_step = call.channels_last ? sizes.in_channels + (sizes.layout == Layout::tokens ? 3 : 0) : 1;
+  const bool channels_last = sizes.layout != Layout::channels_first;
+  call.channel_step = channels_last ? 1 : sizes.height * sizes.width;
+  call.column_step = channels_last ? sizes.in_channels + (sizes.layout == Layout::tokens ? 3 : 0) : 1;
   call.row_step = sizes.width * call.column_step;
   call.image_step = sizes.in_channels * sizes.height * sizes.width + 5;
-  if (call.channels_last) call.image_step = sizes.height * call.row_step + 5;
+  if (channels_last) call.image_step = sizes.height * call.row_step + 5;
   const int64_t last = (sizes.in_channels - 1) * call.channel_step + (sizes.height - 1) * call.row_step +
                        (sizes.width - 1) * call.column_step;
   const auto image = random_buffer<T>(call.image_step + last + 1), weight = random_buffer<T>(channels * inputs);
@@ -96,6 +95,11 @@ void run(DType dtype, double tolerance, const Sizes& sizes) {
   call.class_token = sizes.class_token ? class_token.data() : nullptr;
   std::vector<T> out(call.images * (call.out_height * call.out_width + sizes.class_token) * channels);
   call.out = out.data();
+  const Memory pixels = memory(call.images * conv_embedding::KERNELS.pixel_bytes(dtype, call));
+  call.pixels = pixels.get();
+  for (int64_t row = 0; row < call.images * call.height && conv_embedding::KERNELS.pixel_bytes(dtype, call) > 0; row++) {
+    conv_embedding::KERNELS.arrange(dtype, call, row);
+  }
   for (int64_t unit = 0; unit < call.images * call.tiles; unit++) {
     const Memory scratch = memory(conv_embedding::KERNELS.scratch_bytes(dtype, call));
     conv_embedding::KERNELS.embed(dtype, call, unit, scratch.get());
@@ -109,6 +113,7 @@ int main() {
       {3, 9, 8, 7, 4, 2, 37, 1, Layout::channels_first, false},
       {3, 5, 7, 7, 1, 3, 16, 2, Layout::channels_last, true},  // the kernel reaches beyond both sides
       {5, 6, 11, 3, 2, 1, 33, 3, Layout::channels_last, false},
+      {130, 4, 3, 3, 2, 1, 18, 2, Layout::channels_first, false},  // more inputs than are summed at a time
       {17, 4, 5, 3, 2, 1, 19, 6, Layout::tokens, true},
       {2, 3, 3, 2, 3, 2, 50, 2, Layout::tokens, false},  // a token that sees nothing of the image
   };

@@ -47,7 +47,7 @@ def wide(*shape):
 def embed(kernel=3, stride=1, padding=0):
     packed = ops.pack_linear(zeros(2, 9))
     return ops.conv_embedding_inference(
-        zeros(1, 1, 4, 4), packed, *[zeros(2)] * 3, None, kernel, stride, padding, False, 1e-5
+        zeros(1, 1, 4, 4), packed, *[zeros(2)] * 3, None, kernel, stride, padding, 1e-5
     )
 
 

@@ -1,7 +1,8 @@
 """The convolutional token embedding on a CPU by the compiled extension (csrc), for inference.
 
 The pixels under the kernel are copied into rows, a tile of tokens at a time, and multiplied with the packed
-weight; the sums are normalized and written once. Sums and products are in float32; only products of bfloat16
+weight; the sums are normalized and written once. An image with channels first is copied before, so that the
+channels of a pixel are adjacent. Sums and products are in float32; only products of bfloat16
 use the CPU's instructions for pairs, where it has them. Results are bitwise deterministic, whatever the
 number of threads.
 """
@@ -25,7 +26,7 @@ _ops = torch.ops.cvt_kernels
 @torch.library.register_fake("cvt_kernels::conv_embedding_inference")
 def _(
     image: Tensor, packed: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor,
-    class_token: Tensor | None, kernel: int, stride: int, padding: int, channels_last: bool, eps: float,
+    class_token: Tensor | None, kernel: int, stride: int, padding: int, eps: float,
 ) -> Tensor:  # fmt: skip
     height, width = ((size + 2 * padding - kernel) // stride + 1 for size in image.shape[2:])
     tokens = height * width + (class_token is not None)
@@ -61,13 +62,11 @@ class _Packed(NamedTuple):
 
 def _bind(call: Record) -> Callable[[Tensor], Tensor]:
     """Binds the operator to its packed parameters; returns a function of an image."""
-    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
-    channels_last = image.stride(1) == 1 and image.shape[1] > 1
+    _, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
 
     def pack() -> _Packed:
-        order = weight.permute(0, 2, 3, 1) if channels_last else weight
         return _Packed(
-            packed=_ops.pack_linear.default(order.detach().flatten(1)),
+            packed=_ops.pack_linear.default(weight.detach().permute(0, 2, 3, 1).flatten(1)),
             bias=_vector(bias, weight, 0.0),
             norm_weight=_vector(norm_weight, weight, 1.0),
             norm_bias=_vector(norm_bias, weight, 0.0),
@@ -75,8 +74,8 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor]:
         )
 
     tensors = (bias, norm_weight, norm_bias, class_token)
-    packed = weight_cache.packed(weight, ("embedding", channels_last), pack, tensors)
-    arguments = *packed, weight.shape[3], stride, padding, channels_last, eps
+    packed = weight_cache.packed(weight, "embedding", pack, tensors)
+    arguments = *packed, weight.shape[3], stride, padding, eps
     return lambda image: _ops.conv_embedding_inference.default(image, *arguments)
 
 

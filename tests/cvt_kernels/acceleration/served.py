@@ -27,14 +27,26 @@ def frozen(model):
     return ck.accelerate(copy.deepcopy(model).eval(), freeze=True)
 
 
+def found_in(model):
+    """Returns path → the stage of a CvT, or the layer of another model, that is served as one."""
+    found = freezing.find_stages(model)
+    return {path: module for path, module, entry in found if entry.noun == found[-1][2].noun}
+
+
 def stages_of(model):
-    """Returns the stages or layers that are served as one."""
-    return [stage for _, stage, _ in freezing.find_stages(model)]
+    """Returns the stages of a CvT, or the layers of another model, that are served as one."""
+    return list(found_in(model).values())
+
+
+def outermost_of(model):
+    """Returns the stages, and the layers that are in none, which a forward serves as one."""
+    found = {path: stage for path, stage, _ in freezing.find_stages(model)}
+    return [stage for path, stage in found.items() if path.partition(".blocks.")[0] not in {*found} - {path}]
 
 
 def rows_of_stages(model, x=None):
     """Returns the rows that coverage has of them."""
-    paths = {path for path, _, _ in freezing.find_stages(model)}
+    paths = found_in(model).keys()
     return [row for row in ck.coverage(model, x) if row.path in paths]
 
 

@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import compiler, every_instruction_set, not_built, run_sanitized
+from tests.checks import assert_accurate, compiler, every_instruction_set, not_built, run_sanitized
 from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
 
 
@@ -57,6 +57,19 @@ def test_images_of_other_strides_and_absent_parameters(absent):
             out = call(view, parameters)
         expected = reference.conv_embedding(view, *parameters, stride=2, padding=1)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@pytest.mark.parametrize("channels_last", [False, True])
+@torch.no_grad()
+def test_sums_of_thousands_of_inputs_are_accurate(channels_last):
+    image, parameters = torch.randn(2, 320, 14, 14), [torch.randn(96, 320, 3, 3), *torch.randn(3, 96)]
+    if channels_last:
+        image = image.contiguous(memory_format=torch.channels_last)
+    with ck.use_backend("cpu"):
+        out = call(image, parameters)
+    exact = reference.conv_embedding(image.double(), *(p.double() for p in parameters), stride=2, padding=1)
+    assert_accurate(out, reference.conv_embedding(image, *parameters, stride=2, padding=1), exact)
 
 
 @torch.no_grad()
