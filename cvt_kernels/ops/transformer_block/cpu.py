@@ -201,7 +201,7 @@ def _arguments_of_pyramidal(call: Record) -> tuple[Any, ...]:
     if block.reduce is not None:
         eps.append(block.reduce.norm.eps)
     elif block.mix is None:
-        grid = 1, call.x.shape[1]
+        grid = call.x.shape[1], 1  # rows of one token, which threads can share
     settings = "pyramid", block.num_heads
     packed = weight_cache.packed(block.fc1.weight, settings, lambda: _pack_pyramidal(block), block.tensors())
     return *grid, *packed, eps, _scale_of(block), block.approximate
