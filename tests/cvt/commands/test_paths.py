@@ -17,7 +17,7 @@ from tests.cvt.commands.test_absurd_arguments import _parsers
 #: Every argument that is a path or a name → what it is.
 KINDS = {
     **dict.fromkeys(("photos", "labels", "checkpoint", "teacher", "data", "calibrate"), paths.InputPath),
-    **dict.fromkeys(("against", "compare", "bench images"), paths.InputPath),
+    **dict.fromkeys(("against", "compare", "photo", "bench images"), paths.InputPath),
     **dict.fromkeys(("output", "json", "report", "save_weights"), paths.OutputPath),
 }
 
