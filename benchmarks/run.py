@@ -248,14 +248,14 @@ def benches(
         bench("bench_training", "--batch-size", *trained, "--train"),
     ]
     pyramid = "--model", "pvt_v2_b2", "--batch-size"
-    few, several = (["2"], ["2"]) if tiny else (["1"], ["1", "256"] if cuda else ["1", "8"])
+    few = ["2"] if tiny else ["1"] if cuda else ["1", "8"]
     half = "--peers", peers, "--dtype", "bfloat16"
     segformer = "--model", "segformer_b0", "--batch-size"
     of_pyramids = [
         bench("bench_segformer_b0", *segformer, *few, "--peers", peers),
         bench("bench_segformer_b0_bfloat16", *segformer, *few, *half),
-        bench("bench_pvt_v2_b2", *pyramid, *several, "--peers", peers),
-        bench("bench_pvt_v2_b2_bfloat16", *pyramid, *several, *half),
+        bench("bench_pvt_v2_b2", *pyramid, *batches, "--peers", peers),
+        bench("bench_pvt_v2_b2_bfloat16", *pyramid, *batches, *half),
         bench("bench_pvt_v2_b2_training", *pyramid, *trained, "--train"),
     ]
     return of_cvt, of_pyramids
