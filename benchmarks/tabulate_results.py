@@ -271,7 +271,7 @@ def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
 def readme_table(benches: Iterable[bench_results.Results]) -> str:
     """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's.
 
-    It has the columns of contenders that were measured.
+    It has the columns of contenders that were measured, and the first two batch sizes.
     """
     benches = list(benches)
     measured = {
@@ -283,7 +283,7 @@ def readme_table(benches: Iterable[bench_results.Results]) -> str:
         config = results["config"]
         kind = f"{_NAMES.get(config['model'], config['model'])}, {config['dtype']}"
         kind += ", training step" if config["train"] else ""
-        for batch in results["batches"]:
+        for batch in results["batches"][:2]:
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
             speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in columns]
