@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,6 +18,12 @@ import torch.multiprocessing
 #: The way in which these processes start.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "pytest"])
+
+
+def renew_server() -> None:
+    """Stops the process that children are copies of; the next child starts another such process."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    CONTEXT.set_forkserver_preload(["torch", "pytest"])
 
 
 class Child:
