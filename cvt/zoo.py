@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple
+
+import torch
 
 from .extras import require
 from .hub import MICROSOFT
@@ -113,7 +114,6 @@ def build(published: Published, **changes: Any) -> Any:
 
 def table() -> list[str]:
     """Returns the table of the documentation, in Markdown; it builds every model without memory."""
-    torch = importlib.import_module("torch")
     lines = [
         "| checkpoint | class in transformers | image | parameters | expected |",
         "|---|---|---|---|---|",
