@@ -11,8 +11,7 @@
 // way whichever others are.
 //
 // In front of a quantized layer a row is rounded in the cache, right after it is normalized or convolved. The scale of a row
-// of hidden channels depends on all of them, so that these are held together, of fewer rows. If all layers are quantized, a
-// block of float attends in pairs of bfloat16, where the CPU has them: 8-bit numbers lose more.
+// of hidden channels depends on all of them, so that these are held together, of fewer rows.
 
 #include "transformer_block/cpu_loops.h"
 
@@ -142,7 +141,7 @@ Rounded from_row(const Linear& linear, const Rounded& rounded, int64_t row) {
   return {rounded.values + row * rounded_bytes(linear), rounded.scales + row};
 }
 
-template <class T, class E>
+template <class T, class E = Element<T>>
 void project_band(const Block& block, int64_t unit, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
@@ -313,7 +312,7 @@ void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x
   add_fc2<T>(block, x, scratch.sums, rows, x);
 }
 
-template <class T, class E>
+template <class T, class E = Element<T>>
 void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
@@ -414,39 +413,6 @@ void score_keys(const Block& block, int64_t image, void* memory) {
 
 // From the dtype of a call to the type of a template ------------------------------------------------------
 
-// Whether all linear layers are quantized.
-bool is_quantized(const Block& block) {
-  for (const Linear& linear : block.linears) {
-    if (linear.integers == nullptr) return false;
-  }
-  return block.proj.integers != nullptr && block.fc1.integers != nullptr && block.fc2.integers != nullptr;
-}
-
-// Calls f with the type of the tokens, and the one between the layers.
-template <class G>
-void with_types(DType dtype, const Block& block, G f) {
-  with_element(dtype, [&](auto type) {
-    using T = decltype(type);
-    if constexpr (kPairs && std::is_same_v<T, float>) {
-      if (is_quantized(block)) return f(T{}, BFloat16{});
-    }
-    f(T{}, Element<T>{});
-  });
-}
-
-int64_t between_bytes(DType dtype, const Block& block) {
-  int64_t bytes = 0;
-  with_types(dtype, block, [&](auto, auto element) { bytes = sizeof element; });
-  return bytes;
-}
-
-template <template <class> class Scratch>
-int64_t scratch_bytes(DType dtype, const Block& block) {
-  Parts parts(nullptr);
-  with_types(dtype, block, [&](auto, auto element) { Scratch<decltype(element)>(block, parts); });
-  return parts.size();
-}
-
 void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float* out) {
   with_element(dtype, [&](auto type) { conv_projection::pack<decltype(type)>(branch, 0, channels, out); });
 }
@@ -454,15 +420,11 @@ void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
 void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
-  with_types(dtype, block, [&](auto type, auto element) {
-    project_band<decltype(type), decltype(element)>(block, unit, scratch);
-  });
+  with_element(dtype, [&](auto type) { project_band<decltype(type)>(block, unit, scratch); });
 }
 
 void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
-  with_types(dtype, block, [&](auto type, auto element) {
-    attend_tile<decltype(type), decltype(element)>(block, unit, previous, scratch);
-  });
+  with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
 }
 
 int64_t score_bytes(DType, const Block& block) {
@@ -472,12 +434,12 @@ int64_t score_bytes(DType, const Block& block) {
 }
 
 void score(DType dtype, const Block& block, int64_t image, void* scratch) {
-  with_types(dtype, block, [&](auto, auto element) { score_keys<decltype(element)>(block, image, scratch); });
+  with_element(dtype, [&](auto type) { score_keys<Element<decltype(type)>>(block, image, scratch); });
 }
 
 }  // namespace
 
-const Kernels KERNELS{pack_convolution,         packed_convolution_size, between_bytes, scratch_bytes<Projecting>, project,
-                      scratch_bytes<Attending>, attend,                  score_bytes,   score};
+const Kernels KERNELS{pack_convolution,         packed_convolution_size, element_bytes, bytes_of<Projecting>, project,
+                      bytes_of<Attending>, attend,                  score_bytes,   score};
 
 }  // namespace cvt_kernels::transformer_block

@@ -69,7 +69,7 @@ struct Kernels {
   // Packs a convolution and its BatchNorm into as many numbers as packed_convolution_size.
   void (*pack_convolution)(DType, const Branch&, int64_t channels, float* out);
   int64_t (*packed_convolution_size)(int64_t kernel, int64_t channels);
-  int64_t (*element_bytes)(DType, const Block&);  // of queries, keys and values between the steps
+  int64_t (*element_bytes)(DType);  // of queries, keys and values between the steps
   int64_t (*project_bytes)(DType, const Block&);
   void (*project)(DType, const Block&, int64_t unit, void* scratch);
   int64_t (*attend_bytes)(DType, const Block&);

@@ -262,7 +262,7 @@ void plan(Block& block) {
 void serve(DType dtype, Block& block, char* projected) {
   for (int i = 0; i < 3; i++) {
     block.projected[i] = projected;
-    projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype, block);
+    projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
   }
   plan(block);
   run(dtype, block, block.bands, kernels().project_bytes, kernels().project);
@@ -304,7 +304,7 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
   if (x.size(0) == 0) return;
   int64_t image_bytes = 0;
   for (int i = 0; i < 3; i++) image_bytes += projected_tokens(block, i) * block.linears[i].outputs;
-  image_bytes *= kernels().element_bytes(dtype, block);
+  image_bytes *= kernels().element_bytes(dtype);
   char* data = static_cast<char*>(x.mutable_data_ptr());
   const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
   for_images(block, x.size(0), image_bytes, [&](int64_t first, char* projected) {

@@ -278,7 +278,7 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
     block.branches[i] = convolutions[i].branch;
     block.packed[i] = convolutions[i].packed.data();
     block.margin = std::max(block.margin, block.branches[i].padding);
-    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype, block));
+    projected[i] = memory(images * transformer_block::projected_tokens(block, i) * width * kernels.element_bytes(dtype));
     block.projected[i] = projected[i].get();
   }
   const int64_t tokens = tokens_of(block);

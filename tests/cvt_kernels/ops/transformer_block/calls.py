@@ -130,14 +130,6 @@ def decibels(expected, actual):
     return float(10 * torch.log10(expected.double().square().sum() / noise))
 
 
-def least_decibels(backend, block):
-    """Returns how close a call with quantized layers is to the reference in float32.
-
-    Where all layers of a CvT's block are quantized, ``cpu`` may attend in bfloat16.
-    """
-    return 35 if backend == "cpu" and block.convs and len(block.quantized_layers()) == 6 else 55
-
-
 def some_rows(x, grid, kept, seed=0):
     """Returns the rows (B, kept) of a call; the class token is among them, and the second image has fewer."""
     generator = torch.Generator().manual_seed(seed)

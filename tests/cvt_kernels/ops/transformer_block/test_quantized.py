@@ -10,7 +10,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     decibels,
     in_float64,
-    least_decibels,
     make,
     needs_extension,
     pyramid,
@@ -28,7 +27,7 @@ def _without_gradients():
         yield
 
 
-def check(backend, arguments, worst=25.0):
+def check(backend, arguments, least=55.0, worst=25.0):
     """Compares a call with the reference, which may round a few numbers to the integer on the other side."""
     x, grid, block = arguments
     same, exact = reference.transformer_block(*arguments), reference.transformer_block(*in_float64(arguments))
@@ -37,7 +36,7 @@ def check(backend, arguments, worst=25.0):
     assert torch.equal(call(backend, arguments), out)
     assert call(backend, (stream, grid, block), inplace=True) is stream
     assert torch.equal(stream, out)
-    assert decibels(same - x, out - x) > least_decibels(backend, block)
+    assert decibels(same - x, out - x) > least
     assert decibels(exact - x, out - x) > worst
     assert_accurate(out, same, exact, floor=4)
 
@@ -131,8 +130,7 @@ def test_what_is_not_finite_stays_in_its_image(backend, bad):
 def test_zeros_and_an_empty_batch(backend):
     x, grid, block = with_quantized(make(bias=False))
     zeros = torch.zeros_like(x), grid, block
-    least = least_decibels(backend, block)
-    assert decibels(reference.transformer_block(*zeros), call(backend, zeros)) > least
+    assert decibels(reference.transformer_block(*zeros), call(backend, zeros)) > 55
     assert call(backend, (x[:0], grid, block)).shape == (0, *x.shape[1:])
 
 
@@ -161,9 +159,8 @@ def test_changed_layers_are_packed_anew(made, layer, field):
     tensor = getattr(block.layers()[layer], field)
     tensor.copy_(tensor // 2 if field == "weight" else tensor * 3)
     out, expected = call("cpu", arguments), reference.transformer_block(*arguments)
-    close = decibels(expected - x, out - x)
-    assert close > least_decibels("cpu", block)
-    assert (layer, field) == (1, "bias") or decibels(expected - x, before - x) < close - 2
+    assert decibels(expected - x, out - x) > 55
+    assert (layer, field) == (1, "bias") or decibels(expected - x, before - x) < 45
 
 
 def test_compiled():

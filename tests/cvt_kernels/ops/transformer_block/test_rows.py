@@ -12,7 +12,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     decibels,
     every_backend,
     in_float64,
-    least_decibels,
     make,
     needs_extension,
     some_rows,
@@ -112,12 +111,12 @@ def test_other_rows_of_the_same_shape_are_other_tokens(backend):
 @pytest.mark.parametrize("backend", ["composed", *(() if not_built() else ("cpu",))])
 @pytest.mark.parametrize(("which", "scale"), [(range(6), None), ((0, 3, 5), 0.05), ((1, 4), None)], ids=str)
 def test_quantized_layers(backend, which, scale):
-    x, grid, block = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
+    x, grid, _ = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
     rows = some_rows(x, grid, 12)
     out, received = call(backend, arguments, rows=rows, scores="cls")
     expected, same_received = reference.transformer_block(*arguments, rows=rows, scores="cls")
     assert torch.equal(torch.where(is_computed(x, rows), x, out), x)
-    assert decibels(expected - x, out - x) > least_decibels(backend, block)
+    assert decibels(expected - x, out - x) > 55
     torch.testing.assert_close(received, same_received, rtol=0, atol=0.02)
     if backend == "cpu":
         assert torch.equal(out, torch.where(is_computed(x, rows), call(backend, arguments), x))
