@@ -214,12 +214,17 @@ def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
     known = known_of(stage, _Frozen)
     if known is None:
-        vars(stage).pop(_Frozen.attribute, None)
+        vars(stage)[_Frozen.attribute] = None
         reason = why_not_freezable(stage, entry)
         if reason is not None:
             return reason
         parts: Any = entry.parts(stage)
         modules = list(itertools.islice(stage.modules(), 1, None))
+        for module in modules:
+            if is_frozen(module) or is_serving(module):
+                vars(module).setdefault(
+                    _Frozen.attribute, None
+                )  # a layer examined later is no change of its stage
         watch = Watch(stage, modules, _folded_of(parts))  # first: what changes while it folds is noticed
         is_layer = isinstance(parts, BlockParts)
         folded = parts.as_operator() if is_layer else fold(parts, parts.conv.weight.device.type)
