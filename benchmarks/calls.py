@@ -26,9 +26,12 @@ def main() -> int:
     """Makes the calls, and writes the file; prints what raises."""
     options = suites.script_parser("calls", __doc__).parse_args()
     suites.TINY = True
-    calls = [called(case, backend) for case in auto.cases() for backend in backends.OURS]
-    report = {"schema": SCHEMA, "version": VERSION, "device": suites.device_name(), "calls": calls}
-    suites.write_report(options.path, report)
+    calls: list[dict[str, Any]] = []
+    try:
+        calls.extend(called(case, backend) for case in auto.cases() for backend in backends.OURS)
+    finally:  # what ran before an interrupt is worth knowing
+        report = {"schema": SCHEMA, "version": VERSION, "device": suites.device_name(), "calls": calls}
+        suites.write_report(options.path, report)
     raised = [call for call in calls if call["status"] not in ("ran", "not served")]
     print("\n".join(f"{call['case']}, {call['backend']}: {call['status']}" for call in raised))
     print(f"{sum(call['status'] == 'ran' for call in calls)} calls ran, {len(raised)} raised")

@@ -542,6 +542,6 @@ def test_gelu_where_it_saturates_on_a_gpu(approximate, dtype):
 @pytest.mark.gpu
 def test_too_many_channels_and_float64_are_refused_on_a_gpu():
     x = torch.randn(2, 8193, device="cuda")
-    for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no CUDA kernels for float64")):
+    for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no kernels for float64")):
         with ck.use_backend("cuda"), pytest.raises(ck.BackendUnavailable, match=reason):
             ck.layer_norm(tensor)

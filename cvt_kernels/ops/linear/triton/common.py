@@ -157,7 +157,8 @@ class KernelSpec(NamedTuple):
         residual_first: Whether the products are added to the residual, not the residual to the products.
         specialized: See ``LaunchConfig``.
         operand: Triton's dtype of the factors of a product: the dtype of x, but float32 for bfloat16 in
-            Triton's interpreter, whose product of bfloat16 is wrong.
+            Triton's interpreter, whose product of bfloat16 is wrong, and float16 for float8 with results in
+            float32, since sm_90 adds products of float8 in 14 bits.
         sum: The dtype in which products are added up: int32 for int8, else ``accumulator``.
         adds_steps: Whether each step's products are summed separately, then added to the sums.
         accumulator: float32, or float64 for float64.
@@ -197,7 +198,7 @@ ELEMENTS = {
     torch.int8: tl.int8,
     torch.float8_e4m3fn: tl.float8e4nv,
 }
-_PRECISE = 128  # products of float8, whose sums sm_90 has in 14 bits, are added up in float32 after as many
+_PRECISE = 128  # products of float8, which sm_90 adds in 14 bits, are added up in float32 after as many
 
 
 class Plan(NamedTuple):
@@ -235,10 +236,12 @@ class Plan(NamedTuple):
         upcast = machine.INTERPRETING and x.dtype == torch.bfloat16
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+        is_half = results[0].element_size() == 2
         is_float8 = x.dtype == torch.float8_e4m3fn
+        # For results in float32, numbers of 8 bits are multiplied as float16, which has all of them.
+        widens = is_float8 and not is_half
         block_k = min(config.block_k, padded(inputs, 32 if x.element_size() == 1 else 16))
         block_k = min(block_k, _PRECISE) if is_float8 else block_k
-        is_half = results[0].element_size() == 2
         spec = KernelSpec(
             inputs=inputs,
             outputs=outputs,
@@ -253,9 +256,9 @@ class Plan(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=tl.float32 if upcast else ELEMENTS[x.dtype],
+            operand=tl.float32 if upcast else tl.float16 if widens else ELEMENTS[x.dtype],
             sum=tl.int32 if x.dtype == torch.int8 else accumulator,
-            adds_steps=is_float8,
+            adds_steps=is_float8 and is_half,
             accumulator=accumulator,
             precision="tf32" if tf32 else "ieee",
             is_half=is_half,

@@ -7,9 +7,10 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_embedding.triton import common, embed, operator
+from tests.checks import needs_float64
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
-DTYPES = ["float16", "bfloat16", "float32", "float64"]
+DTYPES = ["float16", "bfloat16", "float32", pytest.param("float64", marks=needs_float64)]
 
 
 def sizes(height, width, **settings):
