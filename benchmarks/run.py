@@ -240,7 +240,7 @@ def benches(
     def bench(name: str, *options: str) -> Part:
         output = str(results / f"{name}.json")
         command = [*MODULE, "cvt", "bench", "--device", device, *rounds, "--json", output, *options, *smaller]
-        return Part(name, command, seconds=40, needs=("transformers", "sklearn"))
+        return Part(name, command, seconds=130, needs=("transformers", "sklearn"))
 
     of_cvt = [
         bench("bench", "--batch-size", *batches, "--peers", peers),

@@ -285,7 +285,7 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
     call = call.map(lambda tensor: _laid_out(tensor, layout))
     if device != "cpu":
         call = call.map(lambda tensor: _moved(tensor, device))
-        if operator == "conv_embedding":  # whose convolution rounds float32 to TF32, unless PyTorch is told not to
+        if operator == "conv_embedding":  # PyTorch lets convolutions of float32 round to TF32
             call.map(_round_to_tf32)
     return Example(operator, backend, call, chosen.get("upstream", "contiguous"))
 

@@ -172,7 +172,10 @@ def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
     total = shifted[0]
     for i in tl.static_range(1, COUNT):  # the parts first, so that lanes are added up once
         total += shifted[i]
-    mean = tl.sum(total, axis=-1, keep_dims=True) * (1.0 / PARTS.channels)
+    total = tl.sum(total, axis=-1, keep_dims=True)
+    mean = total * (1.0 / PARTS.channels)
+    # Without this the mean of equal numbers may be another one.
+    mean += tl.fma(-mean, PARTS.channels * 1.0, total) * (1.0 / PARTS.channels)
     deviations = ()
     for i in tl.static_range(COUNT):
         deviation = shifted[i] - mean

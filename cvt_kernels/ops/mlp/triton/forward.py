@@ -81,10 +81,14 @@ def _ones(rows, SPEC: tl.constexpr):
 @triton.jit
 def _dot(a, b, acc, SPEC: tl.constexpr):
     """Returns acc + a · b; both are rounded to the dtype of operands first."""
-    return tl.dot(
-        a.to(SPEC.element).to(SPEC.operand), b.to(SPEC.element).to(SPEC.operand), acc,
-        input_precision=SPEC.precision, out_dtype=SPEC.accumulator,
-    )  # fmt: skip
+    a, b = a.to(SPEC.element).to(SPEC.operand), b.to(SPEC.element).to(SPEC.operand)
+    if acc is None or SPEC.element != SPEC.accumulator:
+        total = tl.dot(a, b, acc, input_precision=SPEC.precision, out_dtype=SPEC.accumulator)
+    else:  # Products are added up before, for smaller errors; the limit keeps the compiler from undoing that.
+        total = acc + tl.dot(
+            a, b, input_precision=SPEC.precision, out_dtype=SPEC.accumulator, max_num_imprecise_acc=1
+        )
+    return total
 
 
 @triton.jit
