@@ -308,12 +308,12 @@ def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
 
 
 def fill_readme(text: str, runs: list[Run], pyramids: dict[str, list[bench_results.Results]]) -> str:
-    """Puts the table of the newest run of CvT, and of other models on the same device, into the README.
+    """Puts the table of the newest run of CvT on a CPU, and of other models on it, into the README.
 
     Raises:
         ValueError: The marks are not there.
     """
-    measured = [run for run in runs if run.benches]
+    measured = [run for run in runs if run.benches and run.summary["device_type"] == "cpu"]
     if not measured:
         return text
     newest = max(measured, key=lambda run: run.summary["date"])

@@ -200,7 +200,7 @@ def test_a_rehearsal_is_no_result(tmp_path, capsys, make, name):
 
 @pytest.mark.parametrize("name", ["README.md", "quantize.md"])
 def test_a_page_without_marks_is_refused(tmp_path, capsys, make, name):
-    folder = write_results(tmp_path)
+    folder = write_results(tmp_path, device_type="cpu")
     bench_file(folder / "bench.json")
     facts = {"schema": tabulate.QUANTIZATION_SCHEMA, "version": tabulate.QUANTIZATION_VERSION}
     facts |= {"device": "Some CPU", "torch": "2.13.0", "threads": 2, "speed": [], "accuracy": []}
