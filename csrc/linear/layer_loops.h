@@ -81,6 +81,21 @@ VECTOR_INLINE void for_columns(int64_t left, G f) {
   }
 }
 
+// Calls f(first, count) for the rows that go through a layer together. With AMX these are two tiles high: they stay in L1
+// while the weight passes, which lies in the order in which it is read.
+template <class E, class G>
+VECTOR_INLINE void for_rows(int64_t rows, G f) {
+  if constexpr (kTiles && kPaired<E>) {
+    const int64_t groups = ceil_div(rows, 2 * kTileSide);
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t first = group * rows / groups;
+      f(first, (group + 1) * rows / groups - first);
+    }
+  } else {
+    f(0, rows);
+  }
+}
+
 // Computes a linear layer on some rows of a, for its outputs from `begin` to `end`, which are the bounds of panels. Calls
 // f(row, output, sums, lanes) for each vector of results.
 template <class E, class G>
@@ -88,15 +103,17 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
                          float* tile, G f) {
   const int64_t depth = ceil_div(linear.inputs, kDepth<E>), step = a_stride / kDepth<E>;
   const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
-  for_panels<float>(end - begin, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    start += begin;
-    const Factor<E>* next = start + kColumns < end ? weight + (start + kColumns) * depth : nullptr;
-    multiply<vectors>(factors(a), step, rows, weight + start * depth, depth, tile, kColumns, false, next);
-    for_columns<vectors>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
-      const auto bias = load(linear.bias + start + column, lanes);
-      for (int64_t row = 0; row < rows; row++) {
-        f(row, start + column, load(tile + row * kColumns + column, Whole{}) + bias, lanes);
-      }
+  for_rows<E>(rows, [&](int64_t first, int64_t count) LAMBDA_INLINE {
+    for_panels<float>(end - begin, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+      start += begin;
+      const Factor<E>* next = start + kColumns < end ? weight + (start + kColumns) * depth : nullptr;
+      multiply<vectors>(factors(a) + first * step, step, count, weight + start * depth, depth, tile, kColumns, false, next);
+      for_columns<vectors>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
+        const auto bias = load(linear.bias + start + column, lanes);
+        for (int64_t row = 0; row < count; row++) {
+          f(first + row, start + column, load(tile + row * kColumns + column, Whole{}) + bias, lanes);
+        }
+      });
     });
   });
 }
@@ -107,10 +124,13 @@ void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, i
                  int64_t sums_stride, bool adds) {
   const int64_t depth = ceil_div(linear.inputs, kDepth<E>);
   const Factor<E>* weight = static_cast<const Factor<E>*>(linear.weight);
-  for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
-    multiply<vectors>(factors(a), a_stride / kDepth<E>, rows, panel, ceil_div(end - begin, kDepth<E>), sums + start,
-                      sums_stride, adds, start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
+  for_rows<E>(rows, [&](int64_t first, int64_t count) LAMBDA_INLINE {
+    for_panels<float>(linear.outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+      const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
+      multiply<vectors>(factors(a + first * a_stride), a_stride / kDepth<E>, count, panel, ceil_div(end - begin, kDepth<E>),
+                        sums + first * sums_stride + start, sums_stride, adds,
+                        start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
+    });
   });
 }
 
