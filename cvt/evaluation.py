@@ -25,6 +25,7 @@ from .config import CvTConfig
 from .extras import require
 from .model import Block, Stage, Stages
 from .segmentation import IGNORED, build, pixel_loss
+from .tiles import Tiles
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
 
@@ -232,7 +233,7 @@ class _Observer:
         if next(model.parameters(), None) is None:
             raise ValueError("model: has no parameters, expected a model with weights")
         self.device = next(model.parameters()).device
-        self._model, self._of_pixels = model, of_pixels
+        self._model, self._autocast, self._of_pixels = model, autocast, of_pixels
         self._seconds: list[float] = []
         self._sizes: list[int] = []
         if self.device.type == "cuda":
@@ -252,13 +253,24 @@ class _Observer:
             )
         return logits
 
+    def strips(self, images: Tensor, labels: Tensor, tiles: Tiles) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs a model of pixels in tiles; yields the logits of rows of the images, with their labels."""
+        self._seconds.append(0.0)
+        self._sizes.append(len(images))
+        checks.check_rank(self._batch, images, 4, "(B, C, H, W)")
+        self._check_shape(labels, (len(images), *images.shape[2:]))
+        strips, top = tiles.strips(self._model, images), 0
+        while top < images.shape[2]:
+            start = clock.now(self.device)
+            with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+                logits = next(strips)
+            self._seconds[-1] += clock.now(self.device) - start
+            yield logits, labels[:, top : top + logits.shape[2]]
+            top += logits.shape[2]
+
     def check(self, labels: Tensor, logits: Tensor, shape: Sequence[int]) -> None:
         """Raises unless labels are classes of that shape, and logits finite."""
-        if labels.dtype != torch.int64 or labels.shape != shape:
-            raise ValueError(
-                f"{self._batch}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
-                f"expected {tuple(shape)} and torch.int64, one per {'pixel' if self._of_pixels else 'image'}"
-            )
+        self._check_shape(labels, shape)
         is_wrong = (labels < 0) | (labels >= logits.shape[1])
         wrong = labels[is_wrong & (labels != IGNORED) if self._of_pixels else is_wrong]
         if len(wrong):
@@ -269,6 +281,13 @@ class _Observer:
             )
         if not logits.isfinite().all():
             raise ValueError(f"{self._batch}: the model gives logits that are not finite")
+
+    def _check_shape(self, labels: Tensor, shape: Sequence[int]) -> None:
+        if labels.dtype != torch.int64 or labels.shape != shape:
+            raise ValueError(
+                f"{self._batch}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
+                f"expected {tuple(shape)} and torch.int64, one per {'pixel' if self._of_pixels else 'image'}"
+            )
 
     @property
     def images(self) -> int:
@@ -355,7 +374,11 @@ def add_up_pixels(
 
 @torch.inference_mode()
 def evaluate_pixels(
-    model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
+    model: nn.Module,
+    batches: LabeledImages,
+    *,
+    autocast: torch.dtype | None = None,
+    tiles: Tiles | None = None,
 ) -> PixelEvaluation:
     """Evaluates a segmenter on images with label maps; every labeled pixel counts the same.
 
@@ -364,13 +387,18 @@ def evaluate_pixels(
         batches: Pairs of images (B, 3, H, W) and labels (B, H, W), int64: classes from 0, or 255 for pixels
             that do not count.
         autocast: As in :func:`evaluate`.
+        tiles: Segments in tiles, as :func:`cvt.segment_in_tiles` does, with the memory for one tile and one
+            row of logits; None segments whole images.
 
     Raises:
         ModuleNotFoundError: torchmetrics is not installed.
         TypeError: As of :func:`evaluate`, or the model is no segmenter.
         ValueError: There is no labeled pixel, a batch is not images with a label of each pixel, a label is
-            out of range, or logits are not finite.
+            out of range, logits are not finite, or tiles have sizes that do not fit.
     """
+    if tiles is not None:
+        checks.check_kind("tiles", tiles, Tiles)
+        tiles.check()
     observer = _Observer(model, autocast, of_pixels=True)
     batches = pairs(batches)
     config: Any = getattr(model, "config", None)
@@ -381,14 +409,24 @@ def evaluate_pixels(
         observer.check(labels, logits, (len(images), *images.shape[2:]))
 
     settings: dict[str, Any] = {"autocast": autocast, "observe": observe, "together": False}
+    forward: Callable[[Tensor], Tensor] = observer.forward
+    if tiles is not None:  # logits in place of images
+        batches = (strip for images, labels in batches for strip in observer.strips(images, labels, tiles))
+        forward = Tensor.float
     with _eval_mode(model):
-        sums = add_up_pixels(observer.forward, batches, observer.device, config.num_classes, **settings)
+        sums = add_up_pixels(forward, batches, observer.device, config.num_classes, **settings)
     if not sums.confusion.sum():
         raise ValueError("batches: got no labeled pixels, expected at least one")
     return PixelEvaluation(sums, observer.images, observer.images_per_second, observer.peak_memory)
 
 
-def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = None) -> Cost:
+def cost(
+    config: CvTConfig,
+    image_size: int,
+    computed: Sequence[float] | None = None,
+    *,
+    tiles: Tiles | None = None,
+) -> Cost:
     """Counts parameters, and multiply-adds per image by torch's own counter.
 
     The paper's "FLOPs" are multiply-adds; torch counts each as two. Matrix products and convolutions count;
@@ -400,22 +438,31 @@ def cost(config: CvTConfig, image_size: int, computed: Sequence[float] | None = 
         image_size: Pixels of each side.
         computed: The mean number of tokens that each block of the last stage computes, from
             :class:`TokenCounter`; None for as many as ``token_keep="entropy"`` may keep at most.
+        tiles: Counts the tiles of a segmenter in place of the whole image; ``computed`` is of a mean tile.
 
     Raises:
         ValueError: The images are too small for the model.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
-
     with torch.device("meta"):
         model = build(config).eval()
-        image = torch.empty(1, config.in_chans, image_size, image_size)
+    whole = image_size, image_size
+    sizes = {whole: 1} if tiles is None else tiles.sizes(*whole)
+    multiply_adds = sum(count * _multiply_adds(model, *size, computed) for size, count in sizes.items())
+    return Cost(sum(p.numel() for p in model.parameters()), multiply_adds)
+
+
+def _multiply_adds(model: Stages, height: int, width: int, computed: Sequence[float] | None) -> int:
+    """Counts the multiply-adds of an image for a model on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
+
+    image = torch.empty(1, model.config.in_chans, height, width, device="meta")
     counter, tokens = FlopCounterMode(display=False), TokenCounter(model)
     with requesting("reference"), torch.no_grad(), counter, tokens:
         model(image)
     multiply_adds = counter.get_total_flops() // 2
     if computed is not None:
         multiply_adds -= round(tokens.multiply_adds_without(computed))
-    return Cost(sum(p.numel() for p in model.parameters()), multiply_adds)
+    return multiply_adds
 
 
 class TokenCounter:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,22 +54,63 @@ def segment_in_tiles(
         TypeError: An argument is of another type, or the model returns no tensor.
         ValueError: A size does not fit, the model is in training mode, or returns another shape.
     """
-    _check(model, images, tile, overlap, context, logits)
-    height, width = images.shape[2:]
-    rows, columns = _spans(height, tile, overlap), _spans(width, tile, overlap)
-    across = _weights(columns, width, overlap, context)
+    tiles = Tiles(tile, overlap, context)
+    _check(model, images, tiles, logits)
     finish: Callable[[Tensor], Tensor] = (lambda x: x) if logits else _labels
-    done: list[Tensor] = []
-    pending: Tensor | None = None  # logits below the next row of tiles, to which it adds its own
-    following = [top for top, _ in rows[1:]] + [height]
-    down = _weights(rows, height, overlap, context)
-    for (top, bottom), weights, end in zip(rows, down, following, strict=True):
-        strip = _strip(model, images[:, :, top:bottom], columns, across) * weights[:, None].to(images.device)
-        if pending is not None:
-            strip[:, :, : pending.shape[2]] += pending
-        done.append(finish(strip[:, :, : end - top]))
-        pending = strip[:, :, end - top :].clone()
-    return torch.cat(done, dim=-2)
+    return torch.cat([finish(strip) for strip in tiles.strips(model, images)], dim=-2)
+
+
+class Tiles(NamedTuple):
+    """The sizes of tiles, as :func:`segment_in_tiles` describes them.
+
+    Attributes:
+        tile: Height and width.
+        overlap: What neighbors share.
+        context: What only serves the inner pixels.
+    """
+
+    tile: int = 512
+    overlap: int = 128
+    context: int = 32
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError, which names the field, for sizes that do not fit."""
+        _check_multiple("tile", self.tile, GRID)
+        _check_multiple("overlap", self.overlap, 0, self.tile - GRID)
+        checks.check_int("context", self.context, 0, self.overlap // 2)
+
+    def sizes(self, height: int, width: int) -> Counter[tuple[int, int]]:
+        """Returns how many tiles of each height and width an image has."""
+        rows, columns = (_spans(size, self.tile, self.overlap) for size in (height, width))
+        return Counter((bottom - top, right - left) for top, bottom in rows for left, right in columns)
+
+    def strips(self, model: nn.Module, images: Tensor) -> Iterator[Tensor]:
+        """Yields the logits of images from top to bottom, a row of tiles at a time, on their device.
+
+        Args:
+            model: As of :func:`segment_in_tiles`.
+            images: (B, C, H, W).
+
+        Yields:
+            (B, K, h, W) float32; all h together are H.
+
+        Raises:
+            TypeError: The model returns no tensor.
+            ValueError: It returns another shape.
+        """
+        height, width = images.shape[2:]
+        rows, columns = (_spans(size, self.tile, self.overlap) for size in (height, width))
+        across = _weights(columns, width, self.overlap, self.context)
+        pending: Tensor | None = None  # logits below the next row of tiles, to which it adds its own
+        following = [top for top, _ in rows[1:]] + [height]
+        down = _weights(rows, height, self.overlap, self.context)
+        for (top, bottom), weights, end in zip(rows, down, following, strict=True):
+            strip = _strip(model, images[:, :, top:bottom], columns, across)
+            strip *= weights[:, None].to(strip.device)
+            if pending is not None:
+                strip[:, :, : pending.shape[2]] += pending
+            pending = strip[:, :, end - top :].clone()
+            yield strip[:, :, : end - top]
 
 
 def _strip(model: nn.Module, images: Tensor, columns: list[tuple[int, int]], weights: list[Tensor]) -> Tensor:
@@ -122,7 +165,7 @@ def _weights(spans: list[tuple[int, int]], size: int, overlap: int, context: int
     return [weight / total[start:end] for weight, (start, end) in zip(weights, spans, strict=True)]
 
 
-def _check(model: nn.Module, images: Tensor, tile: int, overlap: int, context: int, logits: bool) -> None:
+def _check(model: nn.Module, images: Tensor, tiles: Tiles, logits: bool) -> None:
     checks.check_kind("model", model, nn.Module)
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval()")
@@ -130,9 +173,7 @@ def _check(model: nn.Module, images: Tensor, tile: int, overlap: int, context: i
     checks.check_rank("images", images, 4, "(B, C, H, W)")
     if images.is_meta or 0 in images.shape:
         raise ValueError(f"images: got shape {tuple(images.shape)} on {images.device}, expected pixels")
-    _check_multiple("tile", tile, GRID)
-    _check_multiple("overlap", overlap, 0, tile - GRID)
-    checks.check_int("context", context, 0, overlap // 2)
+    tiles.check()
     checks.check_flag("logits", logits)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,9 +13,11 @@ from tqdm import tqdm
 
 from cvt_kernels.tables import aligned
 
+from ..config import LARGEST_IMAGE
 from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, evaluate, evaluate_pixels
 from ..model import CvT
 from ..segmentation import CvTSegmenter
+from ..tiles import Tiles
 from ..training.recipe import PRECISIONS
 from ..zoo import PHOTO
 from .common import (
@@ -23,6 +25,7 @@ from .common import (
     add_device_argument,
     add_labels_argument,
     add_model_arguments,
+    integer,
     load_model,
     naming_options,
     open_split,
@@ -75,6 +78,26 @@ def add_parser(commands: Any) -> None:
         help="also evaluate with token pruning: fractions of the last stage's tokens to keep, or entropy; "
         "the checkpoint's own setting is always evaluated first",
     )
+    parser.add_argument(
+        "--tile",
+        type=integer(1, LARGEST_IMAGE),
+        metavar="PIXELS",
+        help="segment images in tiles of this side, a multiple of 32, with the memory for one row of them; "
+        "for models of --task segment (default: whole images)",
+    )
+    parser.add_argument(
+        "--overlap",
+        type=integer(0, LARGEST_IMAGE),
+        metavar="PIXELS",
+        help=f"what neighboring tiles share, a multiple of 32 (default: {Tiles().overlap})",
+    )
+    parser.add_argument(
+        "--context",
+        type=integer(0, LARGEST_IMAGE),
+        metavar="PIXELS",
+        help="what is computed at the edges of a tile and not used, at most half of --overlap "
+        f"(default: {Tiles().context})",
+    )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
     add_json_argument(parser, "the metrics and the full confusion matrix")
     add_device_argument(parser)
@@ -82,9 +105,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int | None:
+    tiles = _tiles(arguments)
     if arguments.check:
-        if arguments.data or arguments.token_keeps:
-            raise ValueError("--check: got --data or --token-keep beside it, expected neither")
+        if arguments.data or arguments.token_keeps or tiles:
+            raise ValueError("--check: got --data, --token-keep or --tile beside it, expected none of them")
         from .check import check  # lazy: as below
 
         return check(arguments)
@@ -95,6 +119,11 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data
+    if tiles and isinstance(model, CvT):
+        raise ValueError(
+            f"--tile: {arguments.checkpoint} is a model of head='classify', which needs an image as a whole; "
+            "expected one of head='segment'"
+        )
     options: dict[str, Any] = {"classes": loaded.checkpoint.labels, "corrupt": arguments.corrupt}
     with recorded_warnings() as unread:
         dataset = open_split(
@@ -112,26 +141,42 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
     with contextlib.ExitStack() as stack:
         report_json = stack.enter_context(reporting(arguments.json))
         remarks = stack.enter_context(recorded_warnings())
-        runs = [
-            _measure(model, keep, batches, size, PRECISIONS[arguments.precision]) for keep in keeps.values()
-        ]
+        precision = PRECISIONS[arguments.precision]
+        runs = [_measure(model, keep, batches, size, precision, tiles) for keep in keeps.values()]
         evaluation, costs = runs[0].evaluation, runs[0].cost
         setting = {
             "checkpoint": arguments.checkpoint,
             "data": data,
             "image_size": size,
+            "tiles": tiles and tiles._asdict(),
             "batch_size": arguments.batch_size,
             "precision": arguments.precision,
             "device": str(device),
         }
         content = setting | as_json(evaluation, costs, labels)
         report_json(content | {"token_keep": [run.as_json() for run in runs]})
-    heading = f"{arguments.checkpoint} on {data}, {size}×{size} pixels, {arguments.precision} on {device}"
+    pixels = f"{size}×{size} pixels" + (f" in tiles of {tiles.tile}" if tiles else "")
+    heading = f"{arguments.checkpoint} on {data}, {pixels}, {arguments.precision} on {device}"
     result = [heading, "", report(evaluation, costs, labels)]
     if arguments.token_keeps:
         result += ["", *token_table(runs)]
     print_result(arguments, result, [*loaded.remarks, *unread, *remarks])
     return None
+
+
+def _tiles(arguments: argparse.Namespace) -> Tiles | None:
+    """Returns the tiles that the options name, or None for whole images."""
+    options = ((name, getattr(arguments, name)) for name in Tiles._fields)
+    given = {name: value for name, value in options if value is not None}
+    if not given:
+        return None
+    if "tile" not in given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"--{name}: got {value} without --tile, expected both or neither")
+    tiles = Tiles(**given)
+    with naming_options(*Tiles._fields):
+        tiles.check()
+    return tiles
 
 
 class Measured(NamedTuple):
@@ -161,18 +206,24 @@ def _scores_of(evaluation: Evaluation | PixelEvaluation) -> dict[str, str]:
 
 
 def _measure(
-    model: CvT | CvTSegmenter, keep: Any, batches: Batches, size: int, autocast: torch.dtype | None
+    model: CvT | CvTSegmenter,
+    keep: Any,
+    batches: Batches,
+    size: int,
+    autocast: torch.dtype | None,
+    tiles: Tiles | None,
 ) -> Measured:
     """Evaluates a model in which ``keep`` is then set."""
     model.set_token_keep(keep)
     progress = tqdm(batches, unit="batch", leave=False, disable=None)
     with TokenCounter(model) as counter:
-        run: Callable[..., Evaluation | PixelEvaluation] = (
-            evaluate if isinstance(model, CvT) else evaluate_pixels
-        )
-        evaluation = run(model, progress, autocast=autocast)
+        evaluation: Evaluation | PixelEvaluation
+        if isinstance(model, CvT):
+            evaluation = evaluate(model, progress, autocast=autocast)
+        else:
+            evaluation = evaluate_pixels(model, progress, autocast=autocast, tiles=tiles)
     tokens = counter.means()
-    return Measured(keep, evaluation, cost(model.config, size, tokens), tokens)
+    return Measured(keep, evaluation, cost(model.config, size, tokens, tiles=tiles), tokens)
 
 
 def token_table(runs: Sequence[Measured]) -> list[str]:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .. import checks, machine
 from . import accuracy, clock
+from .depthwise import AsSums
 from .entries import FAILS_HERE, Entry, Measurement
 
 #: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
@@ -409,7 +410,7 @@ def _is_fine(tensor: Tensor) -> bool:
 
 
 def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Results:
-    with torch.autocast(call.device.type, enabled=False):
+    with torch.autocast(call.device.type, enabled=False), torch._C._EnableTorchFunction(), AsSums():
         return run(reference, call, [dout.double() for dout in douts])
 
 

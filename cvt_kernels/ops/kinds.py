@@ -31,6 +31,21 @@ def images_within(most: int, images: int, elements: int) -> int:
     return max(1, min(images, most // max(1, elements // max(1, images))))
 
 
+_FEWEST_SCORES, _SCORES = 2**22, 2**20  # of an attention, per head, query and key
+
+
+def scores_within(factor: int) -> int:
+    """Returns the number of attention scores that a sample of one image may have.
+
+    A larger image is cut: time and memory of the reference, and of its copies in float64, would grow with the
+    square of the pixels.
+
+    Args:
+        factor: As of a sample of images.
+    """
+    return max(_FEWEST_SCORES, _SCORES * factor)
+
+
 def sampled(most: int, *fields: str) -> Callable[[int, Record], Record]:
     """Returns a function that cuts a call to its first images, with ``most`` elements of x together.
 

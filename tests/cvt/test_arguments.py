@@ -128,11 +128,12 @@ CALLS = {
         evaluation.evaluate,
     ),
     "evaluate_pixels": Call(
-        lambda: {"model": model(head="segment"), "batches": label_maps(), "autocast": None},
+        lambda: {"model": model(head="segment"), "batches": label_maps(), "autocast": None, "tiles": None},
         {
             "model": MODEL,
             "batches": of_values(3, "a"),
             "autocast": AUTOCAST,
+            "tiles": optional(of_values("a", 64, (64, 32, 8), [1])),
         },  # before torchmetrics is imported
         evaluation.evaluate_pixels,
     ),

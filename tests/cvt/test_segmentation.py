@@ -15,14 +15,15 @@ from sklearn.metrics import confusion_matrix, jaccard_score
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint
+from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint, segment_in_tiles
 from cvt.checkpoints import read_checkpoint
 from cvt.datasets import Batches, RandomCrop
-from cvt.evaluation import add_up_pixels, cost, evaluate_pixels
+from cvt.evaluation import TokenCounter, add_up_pixels, cost, evaluate_pixels
 from cvt.factory import randomize
 from cvt.images import ImageError
 from cvt.label_maps import LabelMapDataset, open_label_maps, read_label_map, save_digit_scenes
 from cvt.segmentation import Decoder, pixel_loss
+from cvt.tiles import Tiles
 from tests.checks import python_blocks, run_blocks
 from tests.cvt.models import SMALL, equal, small
 
@@ -381,6 +382,40 @@ def test_evaluation_of_pixels():
         evaluate_pixels(_Fixed(logits / 0), [(x, labels)])
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_evaluation_in_tiles_is_that_of_the_logits_of_segment_in_tiles(autocast):
+    model, x, sizes = segmenter(), images(3, 160, 97), {"tile": 96, "overlap": 64, "context": 16}
+    labels = torch.randint(0, 5, (3, 160, 97), generator=torch.Generator().manual_seed(1))
+    labels[:, ::7] = 255
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+        logits = segment_in_tiles(model, x, **sizes, logits=True)
+    shapes = []
+    model.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
+    batches = [(x[:2], labels[:2]), (x[2:], labels[2:])]
+    evaluation = evaluate_pixels(model, batches, autocast=autocast, tiles=Tiles(**sizes))
+    assert {shape[2:] for shape in shapes} == {(96, 96), (96, 65)}
+    expected = add_up_pixels(lambda logits: logits, [(logits, labels)], CPU, 5)
+    assert torch.equal(evaluation.sums.confusion, expected.confusion)
+    assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert evaluation.miou == expected.miou
+    assert evaluation.images == 3
+    assert evaluation.images_per_second > 0
+
+
+def test_wrong_batches_and_tiles():
+    model, x, labels = segmenter(), images(2), torch.zeros(2, 64, 96, dtype=torch.long)
+    for batch, sizes, message in (
+        ((x, labels[:, :32]), {}, r"batches\[0\]: got labels of shape \(2, 32, 96\).*expected \(2, 64, 96\)"),
+        ((x[0], labels), {}, r"batches\[0\]: got shape \(3, 64, 96\), expected 4 dimensions"),
+        ((x, labels + 5), {}, r"batches\[0\]: got label 5, expected 0 to 4"),
+        ((x, labels), {"tile": 48}, "tile: got 48, expected a multiple of 32"),
+        ((x, labels), {"overlap": 512}, "overlap: got 512, expected"),
+        ((x, labels), {"context": 65}, "context: got 65, expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate_pixels(model, [batch], tiles=Tiles(**sizes))
+
+
 def test_cost_is_of_the_whole_model():
     of_stages = cost(dataclasses.replace(SMALL, num_classes=0), 64)
     whole = cost(SEGMENT, 64)
@@ -388,3 +423,16 @@ def test_cost_is_of_the_whole_model():
     of_head = sum(n * (c * dim + dim * dim) for n, c in zip(pixels, channels, strict=True)) + 256 * dim * 5
     assert whole.multiply_adds == of_stages.multiply_adds + of_head
     assert whole.parameters == sum(p.numel() for p in segmenter().parameters())
+
+
+def test_cost_in_tiles_is_that_of_all_tiles():
+    """Along a side of 160 pixels, tiles of 96 begin at 0, 32 and 64; the attention of each is its own."""
+    of_tile, tiles = cost(SEGMENT, 96), Tiles(96, 64, 16)
+    in_tiles = cost(SEGMENT, 160, tiles=tiles)
+    assert in_tiles == (of_tile.parameters, 9 * of_tile.multiply_adds)
+    assert cost(SEGMENT, 96, tiles=tiles) == of_tile
+    kept = dataclasses.replace(SEGMENT, token_keep=0.5)
+    with TokenCounter(model := segmenter(kept)) as counter, torch.no_grad():
+        model(images(1, 96, 96))
+    expected = 9 * cost(kept, 96, counter.means()).multiply_adds
+    assert cost(kept, 160, counter.means(), tiles=tiles).multiply_adds == expected

@@ -16,7 +16,7 @@ from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
-from ..kinds import first_images, images_within, size_class
+from ..kinds import first_images, images_within, scores_within, size_class
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
@@ -105,7 +105,22 @@ def _sample(factor: int, call: Record) -> Record:
         call = call._replace(bias=call.bias[:images])
     if call.position is not None and call.position.rows is not None:
         call = call._replace(position=call.position._replace(rows=call.position.rows[:images]))
-    return first_images(call, images, "q", "k", "v")
+    return _first_queries(first_images(call, images, "q", "k", "v"), scores_within(factor))
+
+
+def _first_queries(call: Record, most: int) -> Record:
+    """Returns the call of an image cut to its first queries, with ``most`` scores together.
+
+    A bias by position stays whole, since it is for a whole grid of queries.
+    """
+    batch, queries, heads, _ = call.q.shape
+    few = max(1, most // max(1, batch * heads * call.k.shape[1]))
+    if few >= queries or batch > 1 or call.position is not None:
+        return call
+    bias = call.bias
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] == queries:
+        bias = bias[..., :few, :]
+    return call._replace(q=call.q[:, :few], bias=bias)
 
 
 @operator(

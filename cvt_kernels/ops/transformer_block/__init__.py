@@ -6,6 +6,7 @@ operators of this package one after the other, each with its own cache entry.
 
 from __future__ import annotations
 
+import math
 from typing import Any, overload
 
 import torch
@@ -17,7 +18,7 @@ from ...backends import Implementation, Record
 from ...declaration import extension_kernels, facts_of_tensor, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
-from ..kinds import first_images, gelu_words, images_within, size_class
+from ..kinds import first_images, gelu_words, images_within, scores_within, size_class
 from ..onednn_layers import why_unavailable
 from . import checking, composed, onednn
 
@@ -70,7 +71,33 @@ def _sample(factor: int, call: Record) -> Record:
     # Scores in bfloat16 come from a single rounded query: chance would decide which backend is more accurate.
     scores = None if call.x.dtype == torch.bfloat16 else call.scores
     copied = "x" if call.inplace else None
-    return first_images(call._replace(scores=scores), images, "x", "rows", copied=copied)
+    call = first_images(call._replace(scores=scores), images, "x", "rows", copied=copied)
+    return _cut(call, scores_within(factor))
+
+
+def _cut(call: Record, most: int) -> Record:
+    """Returns the call of an image cut to a part of its grid, with about ``most`` scores of attention.
+
+    Stays whole: an image with a class token beside its grid, of which some tokens are chosen, or that is not
+    contiguous, since a part of its grid would be.
+    """
+    x, (height, width), block = call.x, call.grid, call.block
+    if x.shape[0] > 1 or call.rows is not None or not x.is_contiguous():
+        return call
+    if block.reduce is None and block.mix is None:  # tokens have no places
+        return call._replace(x=x[:, : max(1, math.isqrt(most // block.num_heads))])
+    if x.shape[1] != height * width:
+        return call
+    reducing = block.reduce if isinstance(block.reduce, Reduction | None) else block.reduce[1]
+    keys = height * width if reducing is None else math.prod(reducing.output_grid(call.grid))
+    scores = block.num_heads * height * width * keys
+    while scores > most:
+        height, width = (height // 2, width) if height >= width else (height, width // 2)
+        scores //= 4  # half the queries, half the keys
+    if (height, width) == call.grid:
+        return call
+    part = x.unflatten(1, call.grid)[:, :height, :width].flatten(1, 2)
+    return call._replace(x=part, grid=(height, width))
 
 
 def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:

@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 
-from cvt import CvTSegmenter, create_model, read_checkpoint
+from cvt import CvTSegmenter, create_model, read_checkpoint, segment_in_tiles
 from cvt.commands import main
+from cvt.evaluation import cost
+from cvt.factory import randomize
+from cvt.label_maps import open_label_maps
+from cvt.tiles import Tiles
 from cvt.training.recipe import MODELS, SEGMENT_OPTIONS
 from tests.checks import bad
 
@@ -67,6 +71,66 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
     code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
     assert code == 0
     assert "(batch, 3, 16, 16) to logits (batch, 3, 16, 16), within" in out
+
+
+@pytest.fixture
+def segmenter(label_maps, tmp_path):
+    """Returns the options of ``cvt evaluate`` for a model with random weights on the label maps."""
+    model = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=8, num_classes=3)
+    randomize(model, 1)
+    image, _ = open_label_maps(label_maps, "val", 160)[0]
+    with torch.no_grad():  # or all pixels are of one class
+        model.decoder.classifier.bias -= model.eval()(image[None]).mean((0, 2, 3))
+    model.save_pretrained(tmp_path / "segmenter")
+    return "--checkpoint", tmp_path / "segmenter", "--data", label_maps, "--device", "cpu"
+
+
+def test_evaluate_in_tiles(segmenter, label_maps, tmp_path, capsys):
+    file, size = tmp_path / "figures.json", ("--image-size", 160)
+    tiles = {"tile": 96, "overlap": 64, "context": 16}
+    options = [word for name, value in tiles.items() for word in (f"--{name}", value)]
+    code, out, err = run(capsys, "evaluate", *segmenter, *size, *options, "--json", file)
+    assert (code, err) == (0, "")
+    assert f"on {label_maps}, 160×160 pixels in tiles of 96, fp32 on cpu" in out.splitlines()[0]
+    content = json.loads(file.read_text())
+    assert content["tiles"] == tiles
+    model = create_model(checkpoint=tmp_path / "segmenter").eval()
+    dataset = open_label_maps(label_maps, "val", 160)
+    x, labels = (torch.stack(each) for each in zip(*(dataset[i] for i in range(3)), strict=True))
+    found = segment_in_tiles(model, x, **tiles).long()
+    counted = labels != 255
+    confusion = torch.zeros(3, 3, dtype=torch.int64)
+    confusion.index_put_((labels[counted], found[counted]), torch.tensor(1), accumulate=True)
+    assert content["confusion"] == confusion.tolist()
+    assert (confusion.sum(0) > 0).sum() > 1
+    assert content["multiply_adds"] == cost(model.config, 160, tiles=Tiles(**tiles)).multiply_adds
+
+    code, _, err = run(capsys, "evaluate", *segmenter, *size, "--json", file)
+    assert (code, err) == (0, "")
+    whole = json.loads(file.read_text())
+    assert whole["tiles"] is None
+    assert whole["confusion"] != content["confusion"]  # attention sees a tile
+
+
+def test_wrong_tiles(segmenter, tmp_path, capsys):
+    given = "--data, --token-keep or --tile"
+    for options, message in (
+        (("--tile", 100), "--tile: got 100, expected a multiple of 32"),
+        (("--tile", 96), "--overlap: got 128, expected"),
+        (("--tile", 96, "--overlap", 32), "--context: got 32, expected"),
+        (("--tile", 0), "argument --tile: got '0', expected"),
+        (("--overlap", 64), "--overlap: got 64 without --tile, expected both or neither"),
+        (("--context", 8), "--context: got 8 without --tile, expected both or neither"),
+        (("--check", "--tile", 512), f"--check: got {given} beside it, expected none of them"),
+    ):
+        assert message in bad(capsys, main, "evaluate", *segmenter, *options)
+    line = bad(capsys, main, "evaluate", "--checkpoint", "digits", "--data", "digits", "--tile", 512)
+    assert (
+        "--tile: digits is a model of head='classify', which needs an image as a whole; expected one" in line
+    )
+    photo = segmenter[3] / "val" / "images" / "0.png"
+    line = bad(capsys, main, "classify", photo, *segmenter[:2], "--tile", 512)
+    assert "unrecognized arguments: --tile 512" in line
 
 
 def test_a_backbone_is_tuned(train, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels import backends
 from cvt_kernels.autotune import accuracy
 from tests.checks import assert_accurate
 
@@ -35,6 +36,34 @@ def test_a_bias_that_may_exclude_every_key_by_sdpa(shape, dtype):
     factors = accuracy.VALUE_FACTOR, *4 * (accuracy.GRADIENT_FACTOR,)
     for actual, own, exact, factor in zip(*results, factors, strict=True):
         assert_accurate(actual, own, exact, factor=factor, floor=2.0)
+
+
+# Samples for autotuning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [None, (1, 2, 4096, 2048), (4096, 1), (2048,), (1, 2, 1, 2048)], ids=str)
+def test_a_sample_of_a_large_image_has_fewer_queries(shape):
+    """4096 queries and 2048 keys of two heads are 2²⁴ scores, four times what the check takes."""
+    declared = backends.operators["attention"]
+    q, k = torch.empty(3, 4096, 2, 1), torch.empty(3, 2048, 2, 1)
+    bias = None if shape is None else torch.randn(shape)
+    call = declared.bind(q, k, k, bias=bias)
+    sample = declared.sample(1, call)
+    assert [tuple(t.shape) for t in sample[:3]] == [(1, 1024, 2, 1), (1, 2048, 2, 1), (1, 2048, 2, 1)]
+    assert all(t.is_contiguous() for t in sample[:3])
+    if bias is not None:
+        expected = bias[..., :1024, :] if 4096 in shape else bias
+        assert torch.equal(sample.bias, expected)
+    assert declared.sample(32, call).q.shape == (2, 4096, 2, 1)  # for the timing, whole images
+    ordinary = declared.bind(q[:, :1024], k, k)
+    assert declared.sample(1, ordinary).q.shape == (1, 1024, 2, 1)
+
+
+def test_a_sample_with_a_bias_by_position_has_all_queries():
+    declared = backends.operators["attention"]
+    q, k = torch.empty(1, 4096, 2, 1), torch.empty(1, 4096, 2, 1)
+    position = ck.PositionBias(torch.zeros(2, 127, 127), (64, 64), (64, 64), 1)
+    assert declared.sample(1, declared.bind(q, k, k, position=position)).q.shape == q.shape
 
 
 # attention_map --------------------------------------------------------------------------------------------

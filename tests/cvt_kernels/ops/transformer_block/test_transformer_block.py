@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch, reference
+from cvt_kernels import backends, dispatch, reference
 from cvt_kernels.autotune import tuner
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.ops.transformer_block.calls import (
@@ -135,6 +135,48 @@ def test_every_backend_passes_its_accuracy_check(kind, inplace):
     assert {name: measurement.flaw for name, measurement in timed.items()} == dict.fromkeys(serving)
     assert torch.equal(x, given)
     assert set(weight_cache._known) <= before  # timed runs pack copies of the tensors, which are gone
+
+
+LARGE_GRIDS = {
+    # The grid, how it is cut for the check and for the timing, and how the block is made.
+    "one head": ((512, 128), (64, 64), (64, 128), lambda: pyramid(1, (6, 5), 4, 1, ratio=2, hidden=4)),
+    "heads": ((64, 128), (32, 32), (64, 64), lambda: pyramid(1, (6, 5), 4, 2, ratio=0, hidden=4)),
+    "convolutional": ((128, 128), (64, 64), (64, 128), lambda: make(1, (6, 5), 4, 1, hidden=4)),
+    "small": ((32, 32), (32, 32), (32, 32), lambda: pyramid(1, (6, 5), 4, 1, ratio=2, hidden=4)),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("kind", LARGE_GRIDS)
+def test_a_sample_of_a_large_image_has_a_part_of_its_grid(kind, inplace):
+    grid, checked, timed, make_small = LARGE_GRIDS[kind]
+    _, _, block = make_small()
+    x = torch.randn(1, grid[0] * grid[1], 4)
+    declared = backends.operators["transformer_block"]
+    record = declared.bind(x, grid, block, inplace=inplace)
+    for factor, expected in ((1, checked), (32, timed)):
+        sample = declared.sample(factor, record)
+        assert sample.grid == expected
+        height, width = expected
+        assert torch.equal(sample.x.unflatten(1, expected), x.unflatten(1, grid)[:, :height, :width])
+        assert sample.x.is_contiguous()
+        assert not inplace or sample.x.data_ptr() != x.data_ptr()
+
+
+def test_samples_of_large_images_that_have_no_grid_or_stay_whole():
+    declared = backends.operators["transformer_block"]
+    _, _, plain = pyramid(1, (6, 5), 4, 1, ratio=0, convolves=False, hidden=4)
+    sample = declared.sample(1, declared.bind(torch.randn(1, 5000, 4), (1, 1), plain))
+    assert (sample.x.shape, sample.grid) == ((1, 2048, 4), (1, 1))
+    _, _, block = make(1, (6, 5), 4, 1, hidden=4)
+    grid, tokens = (128, 128), 128 * 128
+    for x, rows in (
+        (torch.randn(1, 1 + tokens, 4), None),
+        (torch.randn(1, tokens, 4), torch.arange(tokens)[None]),
+        (torch.randn(1, 4, tokens).mT, None),
+    ):
+        sample = declared.sample(1, declared.bind(x, grid, block, rows=rows))
+        assert (sample.x.shape, sample.grid) == (x.shape, grid)
 
 
 KINDS = {
