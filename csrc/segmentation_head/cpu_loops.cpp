@@ -75,12 +75,13 @@ void project_tile(const Source& map, int64_t unit, void* memory) {
 
 // A segment ---------------------------------------------------------------------------------------------------
 
-template <class E>
+template <class T, class E = Element<T>>
 struct Scratch {
   int64_t pixels_stride, hidden_stride, blended_stride;
   E *pixels, *hidden;
   float *tile, *blended;
   Neighbors* neighbors;
+  T* logits;
 
   Scratch(const Head& head, Parts& parts) {
     const int64_t width = head.maps[0].width, rows = ceil_div(width, head.segments);
@@ -96,12 +97,13 @@ struct Scratch {
     tile = parts.take<float>(rows * kColumns);
     blended = parts.take<float>(columns * blended_stride);
     neighbors = parts.take<Neighbors>(rows * head.others);
+    logits = parts.take<T>(rows * head.classifier.outputs);
   }
 };
 
 // Makes one of the two rows of each product around a row of the first map, where columns of the segment need it.
-template <class E>
-void blend_rows(const Head& head, int64_t image, int64_t y, int64_t first, int64_t rows, const Scratch<E>& scratch) {
+template <class T>
+void blend_rows(const Head& head, int64_t image, int64_t y, int64_t first, int64_t rows, const Scratch<T>& scratch) {
   const int64_t channels = head.classifier.inputs;
   float* to = scratch.blended;
   for (int64_t i = 0; i < head.others; i++) {
@@ -132,13 +134,12 @@ template <class T, class E = Element<T>>
 void classify_segment(const Head& head, int64_t unit, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
-  const Scratch<E> scratch(head, parts);
+  const Scratch<T> scratch(head, parts);
   const Source& map = head.maps[0];
   const int64_t line = unit / head.segments, segment = unit % head.segments;  // lines are the rows of all images
   const int64_t image = line / map.height, y = line % map.height;
   const int64_t first = map.width * segment / head.segments, rows = map.width * (segment + 1) / head.segments - first;
   const int64_t classes = head.classifier.outputs;
-  T* out = static_cast<T*>(head.out) + (line * map.width + first) * classes;
   copy_pixels<T>(map, image, y * map.width + first, rows, scratch.pixels, scratch.pixels_stride);
   blend_rows(head, image, y, first, rows, scratch);
   apply(map.linear, 0, map.linear.outputs, scratch.pixels, scratch.pixels_stride, rows, scratch.tile,
@@ -152,7 +153,12 @@ void classify_segment(const Head& head, int64_t unit, void* memory) {
         });
   pad_rows(scratch.hidden, rows, scratch.hidden_stride, head.classifier.inputs);
   apply(head.classifier, 0, classes, scratch.hidden, scratch.hidden_stride, rows, scratch.tile,
-        [&](int64_t row, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(out + row * classes + c, sums, lanes); });
+        [&](int64_t row, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+          store(scratch.logits + row * classes + c, sums, lanes);
+        });
+  // Written from end to end: a panel of classes at a time, each store would wait for memory.
+  T* out = static_cast<T*>(head.out) + (line * map.width + first) * classes;
+  std::memcpy(out, scratch.logits, rows * classes * sizeof(T));
 }
 
 int64_t projection_bytes(DType dtype, const Source& map) {
@@ -167,7 +173,7 @@ void project(DType dtype, const Source& map, int64_t unit, void* scratch) {
 
 int64_t scratch_bytes(DType dtype, const Head& head) {
   Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(head, parts); });
+  with_element(dtype, [&](auto type) { Scratch<decltype(type)>(head, parts); });
   return parts.size();
 }
 
