@@ -138,6 +138,13 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "conv_embedding_inference(Tensor image, Tensor packed, Tensor bias, Tensor norm_weight, Tensor norm_bias, "
       "Tensor? class_token, int kernel, int stride, int padding, float eps) -> Tensor");
+
+  // segmentation_head/, on the CPU: classifier(relu(sum of the products of the maps + bias)) of each pixel of the first map
+  // as tokens (batch, pixels, classes), where the products of the other maps are resized to it. `maps` are (batch, height,
+  // width, channels); both biases are float32.
+  m.def(
+      "segmentation_head_packed(Tensor[] maps, Tensor[] packed, Tensor bias, Tensor classifier, Tensor classifier_bias) "
+      "-> Tensor");
 }
 
 PYBIND11_MODULE(_C, m) {

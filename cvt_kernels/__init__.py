@@ -23,6 +23,7 @@ from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, qu
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
+from .ops.segmentation_head import segmentation_head
 from .ops.transformer_block import transformer_block
 from .ops.weight_cache import refresh, release_memory
 from .quantization import quantize
@@ -94,6 +95,7 @@ __all__ = [
     "release_memory",
     "restore",
     "scatter_rows",
+    "segmentation_head",
     "transformer_block",
     "use_backend",
     "verify",

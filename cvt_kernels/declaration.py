@@ -403,3 +403,14 @@ def _defaults(signature: inspect.Signature) -> dict[str, Any]:
 _of_tensor = f"def facts(t, grad):\n    return None if t is None else {_FACT.format('t')}\n"
 #: Returns the part of a key for a tensor or None; takes it, and whether gradients are enabled.
 facts_of_tensor: Callable[[Tensor | None, bool], Any] = _compiled(_of_tensor, "tensor", {})
+
+
+def facts_of_pairs(pairs: Any, grad: bool) -> tuple[Any, ...]:
+    """Returns the part of a key for a tuple or a list of pairs of tensors, or of tensors and None.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if type(pairs) not in (tuple, list):
+        raise TypeError
+    return type(pairs), *[(type(each), *[facts_of_tensor(t, grad) for t in each]) for each in pairs]

@@ -5,6 +5,7 @@ Before and after transformers 5 classes of SegFormer differ. GLPN has copies of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import modes
+from .. import dispatch, modes
+from ..ops import weight_cache
 from ..ops.linear import linear
+from ..ops.segmentation_head import segmentation_head
 from .blocks import (
     GELU_VARIANTS,
     HUGGING_FACE,
@@ -43,6 +46,8 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
         return NotImplemented
     linears = [projection.proj for projection in projections]
     folds = _can_fold(head.batch_norm)
+    if folds and _is_served(head, linears, states):
+        return _serve(head, linears, states)
     parts, bias = _parts_of_fusion(head, linears, folds)
     size = states[0].shape[2:]
     total: Any = None
@@ -57,6 +62,49 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
             total = _tokens_of(image) if total is None else _add(total, _tokens_of(image))
         bias = None  # of the first, since resizing keeps constants
     return _classify(head, as_map(total, size), folds)
+
+
+def _is_served(head: Any, linears: list[Any], states: Sequence[Tensor]) -> bool:
+    """Returns whether one operator serves the call: on a CPU, without gradients, and with nothing watched."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or modes.is_transformed():
+        return False
+    activation, dropout, layer, first = head.activation, head.dropout, head.classifier, states[0]
+    plain = type(activation) is nn.ReLU and type(dropout) is nn.Dropout and not dropout.training
+    if not plain or is_watched(activation) or is_watched(dropout) or first.device.type != "cpu":
+        return False
+    tensors = *states, *_tensors_of(head, linears), layer.weight, layer.bias
+    if any(tensor is not None and tensor.dtype != first.dtype for tensor in tensors):
+        return False
+    ours = dispatch.may_be_ours("segmentation_head", "cpu", gradient=False)
+    return ours and weight_cache.why_unpackable(*tensors) is None
+
+
+def _serve(head: Any, linears: list[Any], states: Sequence[Tensor]) -> Tensor:
+    """Computes the logits by one operator, with layers that are multiplied once and kept."""
+    fusion, *others = _tensors_of(head, linears)
+    fold, layer = functools.partial(_fold, head, linears), head.classifier
+    key = "decode head", head.batch_norm.eps
+    (weight, *weights), bias = weight_cache.packed(fusion, key, fold, others)
+    pairs = tuple(zip(states[1:], weights, strict=True))
+    logits = segmentation_head(states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias)
+    return as_map(logits, states[0].shape[2:])
+
+
+@torch.inference_mode(False)  # copies made in inference mode could not be used outside it
+@torch.no_grad()
+def _fold(head: Any, linears: list[Any]) -> tuple[list[Tensor], Tensor | None]:
+    """Returns the weight for each map that all layers up to the sum make, and its bias."""
+    parts, bias = _parts_of_fusion(head, linears, True)
+    dtype = head.linear_fuse.weight.dtype
+    products = (part @ layer.weight.to(part.dtype) for layer, part in zip(linears, parts, strict=True))
+    return [product.to(dtype) for product in products], None if bias is None else bias.to(dtype)
+
+
+def _tensors_of(head: Any, linears: list[Any]) -> list[Any]:
+    """Returns the parameters that are multiplied, the fusion's first."""
+    norm = head.batch_norm
+    own = head.linear_fuse.weight, norm.running_mean, norm.running_var, norm.weight, norm.bias
+    return [*own, *(tensor for layer in linears for tensor in (layer.weight, layer.bias))]
 
 
 def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from .. import modes
+
 _Packed = TypeVar("_Packed")
 
 # Noticing changes -----------------------------------------------------------------------------------------
@@ -241,6 +243,24 @@ def packed(
     if uses is not None:
         uses.note(copy, tensors)
     return copy.made
+
+
+def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
+    """Returns why a CPU kernel for inference, which packs weights, cannot serve a call, or None.
+
+    Args:
+        x: The first tensor of the call.
+        others: All others.
+    """
+    if torch.compiler.is_compiling():
+        return "is not for torch.compile, which cannot trace what keeps packed weights"
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None):
+        return "packs plain tensors only"
+    if x.dtype == torch.float64:
+        return "serves float32, bfloat16 and float16"
+    if modes.autocast_enabled(x):
+        return "is not for autocast: convert the model to bfloat16 instead"
+    return "has no gradients" if modes.wants_gradient(x, *others) else None
 
 
 def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> _Copy:

@@ -291,6 +291,13 @@ OPERATORS = {
         "values": (lambda: randn(B, 3, C), tensor((B, 2, C))),
         "branch": (lambda: randn(B, 3, C), optional(tensor((C,)))),
     },
+    "segmentation_head": {
+        "x": (lambda: randn(B, 3, H, W), tensor((3, H, W), (B, 3, 0, W), first=True)),
+        "weight": (lambda: randn(C, 3), tensor((C,), (C, 2), (C, 3, 1))),
+        "others": (lambda: [(randn(B, 5, 2, 3), randn(C, 5))], each(each(tensor((C,), (3, 5)), ()), [()])),
+        "classifier_weight": (lambda: randn(3, C), tensor((C,), (3, 5), (0, C))),
+        "classifier_bias": (lambda: randn(3), optional(tensor((C,)))),
+    },
     "transformer_block": BLOCKS
     | {
         "block": (block, parts(BLOCK)),

@@ -385,6 +385,24 @@ def test_conv_embedding(k, stride, padding, bias, class_token, memory_format):
     assert_same(bare, F.layer_norm(image_to_tokens(conv(image), first[:, :0]), (5,)))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_segmentation_head(bias):
+    """Each other map is resized to the first: to twice its size, to an odd one, to a smaller one."""
+    sizes = ((4, 10, 7), (3, 5, 4), (5, 3, 7), (2, 13, 8))
+    maps = [torch.randn(2, *size, dtype=torch.float64) for size in sizes]
+    layers = [nn.Conv2d(size[0], 6, 1, bias=bias and i == 0).double() for i, size in enumerate(sizes)]
+    classifier = nn.Conv2d(6, 3, 1, bias=bias).double()
+    weights = [layer.weight.flatten(1) for layer in layers]
+    others = tuple(zip(maps[1:], weights[1:], strict=True))
+    got = reference.segmentation_head(
+        maps[0], weights[0], layers[0].bias, others, classifier.weight.flatten(1), classifier.bias
+    )
+    # Resizing and layers commute.
+    resized = [F.interpolate(image, (10, 7), mode="bilinear") for image in maps]
+    total = sum(layer(image) for layer, image in zip(layers, resized, strict=True))
+    assert_same(got, image_to_tokens(classifier(total.relu()), torch.zeros(2, 0, 3)))
+
+
 # dtypes ---------------------------------------------------------------------------------------------------
 
 

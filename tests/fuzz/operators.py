@@ -388,17 +388,31 @@ def _layer_norm_mlp(m: Any) -> Any:
     return args, {"eps": m.eps, "approximate": m.approximate, "shift": shift}
 
 
+def _image(m: Any, channels: int, height: int, width: int) -> Tensor:
+    image = m.activation(m.batch, channels, height, width)
+    if not m.channels_last:
+        return image
+    return image.detach().contiguous(memory_format=torch.channels_last).requires_grad_(image.requires_grad)
+
+
 def _conv_embedding(m: Any) -> Any:
-    image = m.activation(m.batch, m.inputs, m.height, m.width)
-    if m.channels_last:
-        image = (
-            image.detach().contiguous(memory_format=torch.channels_last).requires_grad_(image.requires_grad)
-        )
+    image = _image(m, m.inputs, m.height, m.width)
     weight = m.parameter(m.channels, m.inputs, m.kernel, m.kernel, scale=(m.inputs * m.kernel**2) ** -0.5)
     token = m.parameter(m.channels) if m.class_token else None
     padding = max(m.padding, -((min(m.height, m.width) - m.kernel) // 2))  # so that there is an output
     args = (image, weight, m.optional(m.channels), *m.norm(m.channels)[:2])
     return args, {"stride": m.stride, "padding": padding, "eps": m.eps, "class_token": token}
+
+
+def _segmentation_head(m: Any) -> Any:
+    x = _image(m, m.inputs, m.height, m.width)
+    others = []
+    for i in range(m.others):
+        sizes = [(-(-size // 2), -(-size // 3), size, 2 * size + 1)[i] for size in (m.height, m.width)]
+        inputs = m.inputs + 3 * i
+        others.append((_image(m, inputs, *sizes), m.matrix(m.channels, inputs)))
+    args = (x, m.matrix(m.channels, m.inputs), m.optional(m.channels), tuple(others))
+    return (*args, *m.linear(m.outputs, m.channels)), {}
 
 
 def _depthwise_conv_gelu(m: Any) -> Any:
@@ -547,6 +561,10 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "conv_embedding": _COMMON | _GRID | _NORM | {
         "inputs": (1, 2, 3, 5, 8, 17, 64), "channels": _WIDE, "kernel": (1, 2, 3, 4, 7),
         "stride": (1, 2, 3, 4), "padding": (0, 1, 2, 3), "class_token": _BOTH, "channels_last": _BOTH,
+    },
+    "segmentation_head": _COMMON | _GRID | _OUTPUTS | {
+        "inputs": (1, 2, 3, 5, 8, 17, 64), "channels": _WIDE, "others": (3, 2, 1, 0, 4), "bare": _BOTH,
+        "channels_last": _BOTH,
     },
     "transformer_block": _BLOCK | {
         "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": _BOTH, "mixed": _BOTH, **_ABSENT,

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ... import machine, modes
+from ... import machine
 from ...backends import Record, bound_by
 from .. import weight_cache
 
@@ -36,18 +36,7 @@ def _(
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     image, weight, bias, norm_weight, norm_bias, _, _, _, class_token = call
-    tensors = image, weight, bias, norm_weight, norm_bias, class_token
-    if torch.compiler.is_compiling():
-        return "is not for torch.compile, which cannot trace what keeps packed weights"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors if tensor is not None):
-        return "packs plain tensors only"
-    if image.dtype == torch.float64:
-        return "serves float32, bfloat16 and float16"
-    if modes.autocast_enabled(image):
-        return "is not for autocast: convert the model to bfloat16 instead"
-    if modes.wants_gradient(*tensors):
-        return "has no gradients"
-    return None
+    return weight_cache.why_unpackable(image, weight, bias, norm_weight, norm_bias, class_token)
 
 
 class _Packed(NamedTuple):

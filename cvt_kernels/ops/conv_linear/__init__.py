@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
-from ...declaration import facts_of_tensor, operator, triton_kernels
+from ...declaration import facts_of_pairs, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
     check_arguments,
@@ -57,12 +57,6 @@ def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
     return None if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type) else _compose
 
 
-def _facts_of_linears(linears: Sequence[Linear], grad: bool) -> tuple[Any, ...]:
-    if type(linears) not in (tuple, list):
-        raise TypeError
-    return type(linears), *[(type(each), *[facts_of_tensor(t, grad) for t in each]) for each in linears]
-
-
 def _compose(call: Record) -> tuple[Tensor, ...]:
     x, grid, convs, linears = call
     projected = conv_projection(x, grid, convs, training=False)
@@ -81,7 +75,7 @@ def _kind(call: Record) -> str:
     arguments=_with_tuples,
     check=_check,
     instead=_instead,
-    facts={"convs": (facts_of_convs,), "linears": (_facts_of_linears,)},
+    facts={"convs": (facts_of_convs,), "linears": (facts_of_pairs,)},
 )
 def conv_linear(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]

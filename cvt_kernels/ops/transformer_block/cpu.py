@@ -23,9 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ... import machine, modes
+from ... import machine
 from ...backends import Record, bound_by
 from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
 from .. import weight_cache
@@ -42,17 +42,9 @@ _MAX_INPUTS = 2**16  # kMostInputs in csrc/linear_int8/cpu_loops.h
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     x, block = call.x, call.block
-    if torch.compiler.is_compiling():
-        return "is not for torch.compile, which cannot trace what keeps packed weights"
-    tensors = (x, *block.tensors(), call.rows)
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors if tensor is not None):
-        return "packs plain tensors only"
-    if x.dtype == torch.float64:
-        return "serves float32, bfloat16 and float16"
-    if modes.autocast_enabled(x):
-        return "is not for autocast: convert the model to bfloat16 instead"
-    if modes.wants_gradient(x, *block.tensors()):
-        return "has no gradients"
+    reason = weight_cache.why_unpackable(x, *block.tensors(), call.rows)
+    if reason is not None:
+        return reason
     head_dim = block.linears[0].weight.shape[0] // block.num_heads
     if head_dim > _MAX_HEAD_DIM:
         return f"heads have {head_dim} channels, more than {_MAX_HEAD_DIM}"

@@ -79,20 +79,95 @@ def test_the_head_multiplies_its_weights_where_pixels_are_many(monkeypatch):
         return nn.functional.linear(x, weight, bias)
 
     monkeypatch.setattr(pyramids, "linear", linear)
-    with torch.no_grad():
+    with torch.no_grad(), ck.use_backend("reference"):
         assert relative(fused([each[:1] for each in maps]), own([each[:1] for each in maps])) < 1e-5
     # 5×4 pixels are fewer than 32 channels; the largest map's product is added in place.
     assert shapes == [(20, (24, 32)), (20, (24, 24)), (63, (24, 24)), (221, (5, 24))]
 
 
-def test_the_head_concatenates_nothing():
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_head_concatenates_nothing(backend):
     own, fused, maps = heads()
     ran = []
     for head in (fused, own):
-        with torch.no_grad(), recorded_operators() as operators:
+        with torch.no_grad(), ck.use_backend(backend, "reference"), recorded_operators() as operators:
             head(maps)
         ran.append("aten.cat.default" in operators)
     assert ran == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_operator_serves_the_head(dtype):
+    own, fused, maps = heads()
+    calls = record_calls("segmentation_head")
+    maps = [each.to(dtype) for each in maps]
+    with torch.no_grad():
+        exact = copy.deepcopy(own).double()([each.double() for each in maps])
+        assert_accurate(fused.to(dtype)(maps), own.to(dtype)(maps), exact)
+    assert len(calls) == 1
+
+
+def test_the_operator_reads_what_changes():
+    own, fused, maps = heads()
+    with torch.inference_mode():
+        fused(maps)  # what is kept of it serves outside inference mode too
+    states = own.state_dict(), fused.state_dict()
+    with torch.no_grad():
+        for name, tensor in states[0].items():
+            if not tensor.is_floating_point():
+                continue
+            before = fused(maps)
+            for state in states:
+                state[name].mul_(1.5)
+            assert not torch.equal(fused(maps), before), name
+            assert relative(fused(maps), own(maps)) < 1e-5
+        for head in (own, fused):
+            head.batch_norm.eps = 0.5
+        assert relative(fused(maps), own(maps)) < 1e-5
+
+
+def watch_dropout(head):
+    head.dropout.register_forward_hook(lambda m, args, out: 1.5 * out)
+
+
+OTHER_CALLS = {
+    "training": lambda head: head.train(),
+    "float64": lambda head: head.double(),
+    "another activation": lambda head: setattr(head, "activation", nn.GELU()),
+    "a watched dropout": watch_dropout,
+    "no statistics": lambda head: setattr(head, "batch_norm", nn.BatchNorm2d(24, track_running_stats=False)),
+    "gradients": None,
+    "autocast": None,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls_of_the_head_are_composed(name):
+    own, fused, maps = heads()
+    calls = record_calls("segmentation_head")
+    for head in (own, fused):
+        torch.manual_seed(1)
+        (OTHER_CALLS[name] or (lambda head: None))(head)
+        torch.nn.init.ones_(head.batch_norm.weight)
+    dtype = own.classifier.weight.dtype
+    maps = [each.to(dtype) for each in maps]
+    outs = []
+    for head in (own, fused):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(name == "gradients"), torch.autocast("cpu", enabled=name == "autocast"):
+            outs.append(head(maps))
+    assert relative(outs[1], outs[0]) < (3e-2 if name == "autocast" else 1e-4)
+    assert not calls
+
+
+def test_a_head_with_a_quantized_layer_runs_its_own_forward():
+    own, fused, maps = heads()
+    calls = record_calls("segmentation_head")
+    layers = getattr(fused, "linear_projections", None) or fused.linear_c
+    layers[1].proj = ck.LinearInt8.from_float(layers[1].proj)
+    with torch.no_grad():
+        assert relative(fused(maps), own(maps)) < 0.1
+    assert not calls
 
 
 def hook_projection(head):

@@ -1,0 +1,105 @@
+// The segmentation head on the CPU: tensors, threads and the choice of instruction set around the loops.
+//
+// Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
+
+#include <torch/csrc/stable/library.h>
+
+#include "common/units.h"
+#include "linear/packed.h"
+#include "segmentation_head/cpu_loops.h"
+
+namespace cvt_kernels::segmentation_head {
+namespace {
+
+constexpr int64_t kProductBytes = 16 << 20;  // of the products of some images, if images are small
+
+int64_t tiles_of(int64_t pixels) { return (pixels + kTileRows - 1) / kTileRows; }
+
+// A map (batch, height, width, channels) with its channels adjacent.
+Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
+  expect(map.dim() == 4 && map.size(0) == like.size(0) && map.size(1) > 0 && map.size(2) > 0 && map.size(3) > 0, "maps", map,
+         "(batch, height, width, channels) of ", like.size(0), " images");
+  expect(map.size(1) <= kMostSide && map.size(2) <= kMostSide, "maps", map, "heights and widths of up to ", kMostSide);
+  expect(map.scalar_type() == like.scalar_type(), "maps", map, "all of one dtype, ", shown(like.scalar_type()));
+  numbers_of("maps", map);
+  return map.size(3) == 1 || map.stride(3) == 1 ? map : made_contiguous("maps", map);
+}
+
+// Serves some images.
+void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source>& maps, Head& head) {
+  for (size_t i = 1; i < maps.size(); i++) {
+    Source& map = maps[i];
+    map.tiles = balanced(images, tiles_of(map.height * map.width), map.height * map.width);
+    for_units(images * map.tiles, loops.projection_bytes(dtype, map),
+              [&](int64_t unit, int64_t, void* scratch) { loops.project(dtype, map, unit, scratch); });
+  }
+  for_units(images * maps[0].height * head.segments, loops.scratch_bytes(dtype, head),
+            [&](int64_t unit, int64_t, void* scratch) { loops.classify(dtype, head, unit, scratch); });
+}
+
+Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vector<Tensor>& packed, const Tensor& bias,
+                                const Tensor& classifier, const Tensor& classifier_bias) {
+  static const Kernels& loops = choose(PRODUCT_TABLES);
+  expect(!maps.empty(), "maps", maps, "at least 1");
+  expect_count("packed", packed, maps.size());
+  const DType dtype = linear::served_dtype("maps", maps[0]);
+  expect(maps[0].dim() == 4, "maps", maps[0], "(batch, height, width, channels)");
+  expect(bias.dim() == 1 && bias.size(0) > 0, "bias", bias, "(channels,)");
+  expect(classifier_bias.dim() == 1 && classifier_bias.size(0) > 0, "classifier_bias", classifier_bias, "(classes,)");
+  const int64_t channels = bias.size(0), classes = classifier_bias.size(0), images = maps[0].size(0);
+  const int64_t height = maps[0].size(1), width = maps[0].size(2);
+  const std::vector<float> zeros(channels);
+  std::vector<Tensor> adjacent;
+  std::vector<Source> sources;
+  int64_t bytes = 0;  // of the products of an image
+  for (size_t i = 0; i < maps.size(); i++) {
+    const Tensor& map = adjacent.emplace_back(with_channels_adjacent(maps[i], maps[0]));
+    const int64_t numbers = product("maps", {map.size(1), map.size(2), channels});
+    if (i > 0) bytes += numbers * static_cast<int64_t>(sizeof(float));
+    sources.push_back({
+        .data = nullptr,
+        .image_step = map.stride(0),
+        .row_step = map.stride(1),
+        .column_step = map.stride(2),
+        .height = map.size(1),
+        .width = map.size(2),
+        .linear = linear::layer_of(dtype, packed[i], bias, channels, map.size(3)),
+        .product = nullptr,
+        .tiles = 1,
+    });
+    if (i > 0) sources[i].linear.bias = zeros.data();
+  }
+  product("maps", {images, height, width, std::max(channels, classes)});
+  const Tensor out = empty({images, height * width, classes}, maps[0].scalar_type(), maps[0]);
+  Head head{
+      .maps = sources.data(),
+      .others = static_cast<int64_t>(maps.size()) - 1,
+      .segments = tiles_of(width),
+      .classifier = linear::layer_of(dtype, classifier, classifier_bias, classes, channels),
+      .out = nullptr,
+  };
+  const int64_t most = std::min(images, bytes == 0 ? images : std::max<int64_t>(1, kProductBytes / bytes));
+  const int64_t element = maps[0].element_size();
+  const Workspace products(most * bytes);
+  float* next = reinterpret_cast<float*>(products.data());
+  for (size_t i = 1; i < maps.size(); i++) {
+    sources[i].product = next;
+    next += most * sources[i].height * sources[i].width * channels;
+  }
+  for (int64_t first = 0; first < images; first += most) {
+    for (size_t i = 0; i < maps.size(); i++) {
+      const char* data = static_cast<const char*>(adjacent[i].const_data_ptr());
+      sources[i].data = data + first * sources[i].image_step * element;
+    }
+    head.out = static_cast<char*>(out.mutable_data_ptr()) + first * height * width * classes * element;
+    serve(loops, dtype, std::min(most, images - first), sources, head);
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace cvt_kernels::segmentation_head
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  IMPLEMENT(m, "segmentation_head_packed", &cvt_kernels::segmentation_head::segmentation_head_packed);
+}

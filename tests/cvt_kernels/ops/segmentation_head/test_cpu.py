@@ -1,0 +1,93 @@
+"""segmentation_head by the compiled extension: every instruction set, and its loops under sanitizers."""
+
+import shutil
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import reference
+from tests.checks import assert_accurate, compiler, every_instruction_set, not_built, run_sanitized
+from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees, assert_agrees_on
+
+built = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@built
+@every_instruction_set
+def test_values(name):
+    sizes = {"height": 9, "width": 14, "inputs": 17, "channels": 65, "outputs": 33, "others": 4}
+    assert_agrees_on(name, "segmentation_head", sizes, sizes | {"channels_last": True}, dtypes=DTYPES[:3])
+
+
+@built
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_rows_of_several_segments(dtype):
+    """113 pixels are one more than pass at once."""
+    sizes = {"height": 3, "width": 113, "inputs": 5, "channels": 33, "outputs": 17, "others": 4}
+    assert_agrees("segmentation_head", "cpu", dtype=dtype, **sizes)
+
+
+@pytest.mark.sanitized
+@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
+def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
+    run_sanitized("segmentation_head", tmp_path, "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES")
+
+
+def tensors(dtype=torch.float32, channels=20, classes=7, images=2):
+    """Returns the arguments: maps of 31×45 pixels, an eighth of them, and of 1×1."""
+    x, *maps = (torch.randn(images, *size, dtype=dtype) for size in ((16, 31, 45), (24, 4, 6), (32, 1, 1)))
+    first, *weights = (torch.randn(channels, each.shape[1], dtype=dtype) / 4 for each in (x, *maps))
+    others = tuple(zip(maps, weights, strict=True))
+    classifier = torch.randn(classes, channels, dtype=dtype) / channels**0.5
+    return x, first, torch.randn(channels, dtype=dtype), others, classifier, torch.randn(classes, dtype=dtype)
+
+
+@built
+@torch.no_grad()
+def test_every_changed_parameter_is_packed_anew():
+    arguments = tensors()
+    _, weight, bias, others, *classifier = arguments
+    with ck.use_backend("cpu"):
+        for tensor in (weight, bias, others[0][1], others[1][1], *classifier):
+            before = ck.segmentation_head(*arguments)
+            tensor.mul_(1.5)
+            out = ck.segmentation_head(*arguments)
+            torch.testing.assert_close(out, reference.segmentation_head(*arguments), rtol=1e-4, atol=1e-4)
+            assert not torch.equal(out, before)
+
+
+@built
+@torch.no_grad()
+def test_an_image_has_the_same_bits_alone_and_among_others():
+    """Products of more than 16 MB are made of some images at a time."""
+    x, weight, bias, others, *classifier = tensors(images=5, channels=64)
+    wide = torch.randn(5, 3, 150, 150), torch.randn(64, 3)
+    with ck.use_backend("cpu"):
+        together = ck.segmentation_head(x, weight, bias, (*others, wide), *classifier)
+        for i in range(5):
+            of_image = tuple((image[i : i + 1], other) for image, other in (*others, wide))
+            alone = ck.segmentation_head(x[i : i + 1], weight, bias, of_image, *classifier)
+            assert torch.equal(alone[0], together[i])
+
+
+@built
+@torch.no_grad()
+def test_sums_of_many_channels_are_accurate():
+    """768 channels are those of SegFormer-B2 to B5."""
+    x, weight, bias, others, *classifier = tensors(channels=768, classes=150)
+    arguments = x, weight, bias, others, *classifier
+    exact = reference.segmentation_head(
+        *(t.double() for t in (x, weight, bias)),
+        tuple((image.double(), other.double()) for image, other in others),
+        *(t.double() for t in classifier),
+    )
+    with ck.use_backend("cpu"):
+        assert_accurate(ck.segmentation_head(*arguments), reference.segmentation_head(*arguments), exact)
+
+
+@torch.no_grad()
+def test_under_torch_compile_pytorch_serves():
+    arguments = tensors()
+    compiled = torch.compile(ck.segmentation_head, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*arguments), reference.segmentation_head(*arguments))
