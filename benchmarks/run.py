@@ -121,7 +121,7 @@ def plan(
         *autotuned(device, results, tiny=tiny),
         *kernel_tests(),
         script("ceilings", "ceilings", 15),
-        script("auto", "auto", 80, planned, needs=("pytest",)),
+        script("auto", "auto", 50, planned, needs=("pytest",)),
         suite("conv_projection", 35),
         suite("attention", 35),
         suite("layer_norm_gelu", 25),
@@ -130,7 +130,7 @@ def plan(
         suite("host", 20),
         *cvt_benches,
         script("profile", "profile_model", 40),
-        suite("model", 120),
+        suite("model", 60),
         *pyramid_benches,
         script("quantization", "quantization", 60, needs=("sklearn",)),
         script("variants", "variants", 60, needs=("sklearn",)),
@@ -237,15 +237,17 @@ def benches(
     # Fewer than by default, since steps on a CPU are long.
     rounds = [] if tiny or cuda else ["--rounds", "6"]
 
-    def bench(name: str, *options: str) -> Part:
+    def bench(name: str, *options: str, seconds: float = 40) -> Part:
         output = str(results / f"{name}.json")
         command = [*MODULE, "cvt", "bench", "--device", device, *rounds, "--json", output, *options, *smaller]
-        return Part(name, command, seconds=130, needs=("transformers", "sklearn"))
+        return Part(name, command, seconds=seconds, needs=("transformers", "sklearn"))
 
     of_cvt = [
-        bench("bench", "--batch-size", *batches, "--peers", peers),
-        bench("bench_bfloat16", "--batch-size", *batches, "--peers", peers, "--dtype", "bfloat16"),
-        bench("bench_training", "--batch-size", *trained, "--train"),
+        bench("bench", "--batch-size", *batches, "--peers", peers, seconds=85),
+        bench(
+            "bench_bfloat16", "--batch-size", *batches, "--peers", peers, "--dtype", "bfloat16", seconds=85
+        ),
+        bench("bench_training", "--batch-size", *trained, "--train", seconds=85),
     ]
     pyramid = "--model", "pvt_v2_b2", "--batch-size"
     few = ["2"] if tiny else ["1"] if cuda else ["1", "8"]

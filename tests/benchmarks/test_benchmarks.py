@@ -509,10 +509,11 @@ def test_auto_is_timed_beside_pytorchs_own(tmp_path, monkeypatch, capsys, tuning
 @pytest.mark.usefixtures("_on_cpu")
 def test_all_calls_of_the_model_are_there():
     cases = [(make(auto.settings()[0]).operator, name) for name, make in auto.makers()]
-    assert {operator for operator, _ in cases} == set(backends.operators)
+    operators = set(backends.operators) - {"segmentation_head"}  # SegFormer's
+    assert {operator for operator, _ in cases} == operators
     assert len(cases) == len(set(cases)) == len(suites.stages()) * (2 + 7 + 2 * 3 + 12 + 3)
     with_backward = {case.make(case.setting).operator for case in auto.cases() if case.setting.backward}
-    assert set(backends.operators) - with_backward == {"linear_int8", *auto.OF_8_BITS}
+    assert operators - with_backward == {"linear_int8", *auto.OF_8_BITS}
     kinds = {(s.dtype, s.images, s.backward) for s in auto.settings()}
     assert len(kinds) == 5
     assert {images for _, images, backward in kinds if not backward} == {1, suites.batch()}

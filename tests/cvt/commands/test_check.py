@@ -103,7 +103,10 @@ def test_damaged_weights(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--check", "--data", "digits", "--checkpoint", "digits"], "--check: got --data or --token-keep"),
+        (
+            ["--check", "--data", "digits", "--checkpoint", "digits"],
+            "--check: got --data, --token-keep or --tile",
+        ),
         (
             ["--check", "--checkpoint", "digits"],
             "expected owner/name on the Hub or a directory with config.json",

@@ -253,8 +253,8 @@ def test_compiled_linear_layers_pack_their_weight_once(monkeypatch):
 
 def test_operators_check_what_they_would_read():
     ops = machine.load_extension() and torch.ops.cvt_kernels
-    weight, scales, bias = layer(40, 32)
-    x, residual = torch.randn(4, 32), torch.randn(4, 40)
+    weight, scales, bias = layer(40, 100)  # AMX packs up to 64 inputs alike
+    x, residual = torch.randn(4, 100), torch.randn(4, 40)
     values, x_scales = reference.quantize_rows(x)
     packed = ops.pack_linear_int8(weight)
     good = [x, None, packed, scales, bias, None, residual, "identity", torch.float32]
