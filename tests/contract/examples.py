@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -343,9 +344,9 @@ def same_bits(ours: tuner.Results | list[Tensor], others: tuner.Results | list[T
 def standards(made: Example) -> Iterator[tuple[tuner.Results, tuner.Results]]:
     """Yields what results may be compared with: PyTorch's in the same dtype, and those in float64.
 
-    There are more pairs where some backends need not round between the parts of an operator. The last one has
-    results in float64 for arguments that are perturbed by roundings, as the tuner compares with: the error of
-    PyTorch's may be small by luck, of a sum of few numbers, say.
+    Where backends need not round between the parts of an operator, there is a pair for that too. After a pair
+    with a result of a single number comes one that has it from float64, of arguments that roundings perturb:
+    the tuner does so too, since PyTorch's error in one number may be small by luck.
     """
     described = backends.operators[made.operator]
     functions = [(described.reference, described.exact or described.reference)]
@@ -362,14 +363,17 @@ def standards(made: Example) -> Iterator[tuple[tuner.Results, tuner.Results]]:
             with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
                 same = tuner.run(plain, made.call.map(tuner._copied), douts)
         yield same, right
-    generator = torch.Generator(made.call.device).manual_seed(2)
-    nudged = tuner._run_in_float64(exact, made.call.map(lambda t: tuner._nudged(t, generator)), douts)
-    yield tuner.Results(*map(_cast, nudged, same)), right
+        if any(each.numel() == 1 for kind in same for each in kind):
+            nudge = functools.partial(
+                tuner._nudged, generator=torch.Generator(made.call.device).manual_seed(2)
+            )
+            nudged = tuner._run_in_float64(exact, made.call.map(nudge), douts)
+            yield tuner.Results(*map(_with_single_numbers, same, nudged)), right
 
 
-def _cast(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Returns tensors in the dtypes of others."""
-    return [a.to(b.dtype) for a, b in zip(tensors, others, strict=True)]
+def _with_single_numbers(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Returns tensors, but those of one number from others."""
+    return [b.to(a.dtype) if a.numel() == 1 else a for a, b in zip(tensors, others, strict=True)]
 
 
 def _misses_numbers(same: tuner.Results, right: tuner.Results) -> bool:
