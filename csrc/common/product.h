@@ -104,28 +104,31 @@ Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row
 }
 
 // Adds the products of up to 2 × 2 tiles, whose sums are tiles 0 to 3. The second left one lies `second` pairs behind the
-// first, the second right one beside it. Where one tile serves for two factors, it is loaded anew for each.
-template <int rows, int vectors, int left, int next_left, int right, int next_right, class P>
+// first, the second right one beside it. One tile serves for both left factors, and one for both right ones: a core seems to
+// share its registers for tiles among its hyperthreads, and with eight in use beside a busy one, products took 1.5 times as
+// long as with six (Intel Xeon, 2026-11-26). Alone they take the same time.
+template <int rows, int vectors, int left, int right, class P>
 [[gnu::always_inline]] inline void add_products(const P* a, int64_t a_stride, int64_t second, const P* b) {
   constexpr int64_t bytes = sizeof(P), b_stride = vectors * kTileSide * bytes;
   load_tile<right>(b, b_stride);
   load_tile<left>(a, a_stride * bytes);
   multiply_tile<P, 0, left, right>();
-  if constexpr (vectors == 2) {
-    load_tile<next_right>(b + kTileSide, b_stride);
-    multiply_tile<P, 1, left, next_right>();
-  }
   if constexpr (rows == 2) {
-    load_tile<next_left>(a + second, a_stride * bytes);
-    if constexpr (vectors == 2) multiply_tile<P, 3, next_left, next_right>();
-    if constexpr (vectors == 2 && right == next_right) load_tile<right>(b, b_stride);
-    multiply_tile<P, 2, next_left, right>();
+    load_tile<left>(a + second, a_stride * bytes);
+    multiply_tile<P, 2, left, right>();
+  }
+  if constexpr (vectors == 2) {
+    load_tile<right>(b + kTileSide, b_stride);
+    multiply_tile<P, rows == 2 ? 3 : 1, left, right>();
+  }
+  if constexpr (rows == 2 && vectors == 2) {
+    load_tile<left>(a, a_stride * bytes);
+    multiply_tile<P, 1, left, right>();
   }
 }
 
 // multiply_rows for one or two tiles of rows; the second one begins at the row `second` and may overlap the first.
-// Tiles 5 and 7 are as deep as the others where `alike`, else as deep as what is left after whole tiles.
-template <int rows, int vectors, bool alike, class P, class A>
+template <int rows, int vectors, class P, class A>
 void multiply_tiles(const P* a, int64_t a_stride, int64_t second, const P* b, int64_t depth, A* c, int64_t c_stride,
                     bool adds) {
   const int64_t bytes = c_stride * sizeof(A), a_second = second * a_stride;
@@ -140,24 +143,20 @@ void multiply_tiles(const P* a, int64_t a_stride, int64_t second, const P* b, in
   }
   constexpr int64_t b_step = kTileSide * vectors * kTileSide;
   for (int64_t steps = depth / kTileSide; steps > 0; steps--, a += kTileSide, b += b_step) {
-    add_products<rows, vectors, 4, alike ? 5 : 4, 6, alike ? 7 : 6>(a, a_stride, a_second, b);
+    add_products<rows, vectors, 4, 6>(a, a_stride, a_second, b);
   }
-  if (!alike && depth % kTileSide > 0) add_products<rows, vectors, 5, 5, 7, 7>(a, a_stride, a_second, b);
+  if (depth % kTileSide > 0) add_products<rows, vectors, 5, 7>(a, a_stride, a_second, b);
   store_tile<0>(c, bytes);
   if constexpr (vectors == 2) store_tile<1>(c + kTileSide, bytes);
   if constexpr (rows == 2) store_tile<2>(c_second, bytes);
   if constexpr (rows == 2 && vectors == 2) store_tile<3>(c_second + kTileSide, bytes);
 }
 
-// Configures tiles for a product, if those that are configured do not serve. A product of few steps is done before tiles
-// that would serve it better are configured. Returns whether tiles 5 and 7 are as deep as the others.
-inline bool shape_tiles(int64_t rows, int64_t depth) {
-  constexpr int64_t few = 4 * kTileSide;
+// Configures tiles for a product, if those that are configured do not serve.
+inline void shape_tiles(int64_t rows, int64_t depth) {
   const TileUse::Shape& now = TileUse::current;
   const int height = rows < kTileSide ? static_cast<int>(rows) : kTileSide, rest = static_cast<int>(depth % kTileSide);
-  const bool serves = rest > 0 ? now.rest == rest : now.rest == kTileSide || depth <= few;
-  if (now.rows != height || !serves) TileUse::configure({height, rest > 0 ? rest : kTileSide});
-  return now.rest == kTileSide;
+  if (now.rows != height || (rest > 0 && now.rest != rest)) TileUse::configure({height, rest > 0 ? rest : kTileSide});
 }
 
 // The same for any number of rows, in groups of about the same size. `next` is the panel of the next product, if it is to
@@ -176,11 +175,10 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
   };
   if constexpr (kTiles && (std::is_same_v<P, Pair> || std::is_same_v<P, Integers>)) {
     // Two tiles that overlap serve 16 to 32 rows: every row goes through the same instructions, however many there are.
-    const bool alike = rows > 0 && shape_tiles(rows, depth);
-    const auto two = alike ? multiply_tiles<2, vectors, true, P, A> : multiply_tiles<2, vectors, false, P, A>;
-    const auto one = alike ? multiply_tiles<1, vectors, true, P, A> : multiply_tiles<1, vectors, false, P, A>;
+    if (rows > 0) shape_tiles(rows, depth);
     for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group, Ahead) {
-      (size > kTileSide ? two : one)(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds);
+      const auto run = size > kTileSide ? multiply_tiles<2, vectors, P, A> : multiply_tiles<1, vectors, P, A>;
+      run(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds);
     });
   } else {
     for_groups(kRows, [&](int64_t size, const P* a_group, A* c_group, Ahead ahead) {

@@ -175,8 +175,8 @@ class TileUse {
   TileUse(const TileUse&) = delete;
   TileUse& operator=(const TileUse&) = delete;
 
-  // Tiles 0 to 3 are sums, 4 and 5 are left factors, 6 and 7 right ones. Sums and left factors have `rows` rows; tiles 5
-  // and 7 are `rest` pairs deep, the others 16.
+  // Tiles 0 to 3 are sums, 4 and 5 are left factors, 6 and 7 right ones. Sums and left factors have `rows` rows. Tiles 4 and
+  // 6 are 16 pairs deep; tiles 5 and 7 are `rest` pairs deep, for what is left after these.
   struct Shape {
     int rows, rest;
   };
