@@ -3,21 +3,52 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "common/cpu.h"
+#include "linear/layers.h"
 
 namespace cvt_kernels {
 
 inline int64_t threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
 
-// As many parts of an image as needed, or a few more, so that all threads have the same number of units.
-inline int64_t balanced(int64_t images, int64_t parts, int64_t most) {
-  constexpr int64_t kRounds = 8;  // from so many units per thread on, they need not be shared evenly
-  for (int64_t count = parts; count <= std::min(most, parts + threads()); count++) {
-    if (images * count >= kRounds * threads()) break;
-    if (images * count % threads() == 0) return count;
+// Cuts the rows of images into runs of `fewest` to `most` rows, and of multiples of `whole`, as far as it goes. In each round
+// all threads get one of the same size, together half of what is left, and in the last round all: so they end at about the
+// same time, as fast as each other or not.
+inline std::vector<Run> cut(int64_t images, int64_t rows, int64_t fewest, int64_t most, int64_t whole = 1) {
+  const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  std::vector<Run> runs;
+  int64_t image = 0, row = 0, size = most;
+  while (image < images) {
+    if (threads() > 1 && runs.size() % threads() == 0) {
+      const int64_t left = (images - image) * rows - row, half = divide(left, 2 * threads());
+      size = std::min(half < fewest ? divide(left, threads()) : divide(half, whole) * whole, most);
+    }
+    const int64_t end = std::min(row + size, rows);
+    runs.push_back({image, row, end});
+    row = end;
+    if (row == rows) image++, row = 0;
   }
-  return parts;
+  return runs;
+}
+
+constexpr int64_t kAtOnce = 32;  // tokens, in a product with AMX
+
+// The same for tokens that pass through linear layers.
+inline std::vector<Run> cut_tokens(int64_t images, int64_t tokens) {
+  return cut(images, tokens, kAtOnce, kTileRows / kAtOnce * kAtOnce, kAtOnce);
+}
+
+// The same for rows of `width` tokens.
+inline std::vector<Run> cut_rows(int64_t images, int64_t rows, int64_t width, int64_t most) {
+  return cut(images, rows, (kAtOnce + width - 1) / width, most);
+}
+
+// The rows of the longest run.
+inline int64_t longest(const std::vector<Run>& runs) {
+  int64_t rows = 0;
+  for (const Run& run : runs) rows = std::max(rows, run.end - run.begin);
+  return rows;
 }
 
 // Calls f(unit, previous, scratch) for all units, which threads take as they come.
@@ -35,6 +66,14 @@ void for_units(int64_t units, int64_t bytes, const F& f) {
         f(unit, previous, scratch.data() + thread * bytes);
       }
     }
+  });
+}
+
+// The same for runs: f(run, previous image or -1, scratch).
+template <class F>
+void for_runs(const std::vector<Run>& runs, int64_t bytes, const F& f) {
+  for_units(static_cast<int64_t>(runs.size()), bytes, [&](int64_t unit, int64_t previous, void* scratch) {
+    f(runs[unit], previous < 0 ? -1 : runs[previous].image, scratch);
   });
 }
 

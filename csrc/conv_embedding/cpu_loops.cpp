@@ -22,7 +22,7 @@ struct Scratch {
   float* sums;
 
   Scratch(const Embedding& call, Parts& parts) {
-    const int64_t rows = ceil_div(call.out_height * call.out_width, call.tiles);
+    const int64_t rows = call.tile_rows;
     pixels_stride = stride_of<E>(call.linear.inputs);
     sums_stride = round_up(call.linear.outputs, kColumns) + kLanes;
     pixels = parts.take<E>(rows * pixels_stride);
@@ -87,21 +87,20 @@ void gather(const Embedding& call, const Pixels<E>& pixels, int64_t token, E* to
 }
 
 template <class T, class E = Element<T>>
-void embed_tile(const Embedding& call, int64_t unit, void* memory) {
+void embed_run(const Embedding& call, const Run& run, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   const Scratch<E> scratch(call, parts);
-  const int64_t image = unit / call.tiles, tile = unit % call.tiles, tokens = call.out_height * call.out_width;
-  const int64_t first = tokens * tile / call.tiles, rows = tokens * (tile + 1) / call.tiles - first;
+  const int64_t tokens = call.out_height * call.out_width, first = run.begin, rows = run.end - first;
   const int64_t channels = call.linear.outputs, class_tokens = call.class_token != nullptr;
-  T* out = static_cast<T*>(call.out) + image * (class_tokens + tokens) * channels;
-  if (tile == 0 && class_tokens) {
+  T* out = static_cast<T*>(call.out) + run.image * (class_tokens + tokens) * channels;
+  if (first == 0 && class_tokens) {
     for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
       store(out + c, load(call.class_token + c, lanes), lanes);
     });
   }
   out += (class_tokens + first) * channels;
-  const Pixels<E> pixels = pixels_of<T>(call, image);
+  const Pixels<E> pixels = pixels_of<T>(call, run.image);
   for (int64_t row = 0; row < rows; row++) {
     gather(call, pixels, first + row, scratch.pixels + row * scratch.pixels_stride);
   }
@@ -139,8 +138,8 @@ int64_t scratch_bytes(DType dtype, const Embedding& call) {
   return parts.size();
 }
 
-void embed(DType dtype, const Embedding& call, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { embed_tile<decltype(type)>(call, unit, scratch); });
+void embed(DType dtype, const Embedding& call, const Run& run, void* scratch) {
+  with_element(dtype, [&](auto type) { embed_run<decltype(type)>(call, run, scratch); });
 }
 
 }  // namespace

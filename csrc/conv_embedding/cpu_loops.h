@@ -21,7 +21,7 @@ struct Embedding {
   Linear linear;  // of the inputs (kernel, kernel, in_channels)
   Norm norm;
   const float* class_token;  // or null
-  int64_t tiles;             // of an image's tokens: the units that threads share
+  int64_t tile_rows;         // the most tokens of a run
   void* out;                 // (images, tokens, channels)
 };
 
@@ -32,7 +32,7 @@ struct Kernels {
   // Copies a row of pixels; the rows of all images are counted on.
   void (*arrange)(DType, const Embedding&, int64_t row);
   int64_t (*scratch_bytes)(DType, const Embedding&);
-  void (*embed)(DType, const Embedding&, int64_t unit, void* scratch);
+  void (*embed)(DType, const Embedding&, const Run&, void* scratch);
 };
 
 DECLARE_PRODUCT_TABLES;

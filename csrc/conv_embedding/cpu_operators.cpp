@@ -18,10 +18,10 @@ void serve(const Kernels& loops, DType dtype, Embedding& call) {
   if (call.pixels != nullptr) {
     for_units(call.images * call.height, 0, [&](int64_t row, int64_t, void*) { loops.arrange(dtype, call, row); });
   }
-  const int64_t tokens = call.out_height * call.out_width;
-  call.tiles = balanced(call.images, (tokens + kTileRows - 1) / kTileRows, tokens);
-  for_units(call.images * call.tiles, loops.scratch_bytes(dtype, call),
-            [&](int64_t unit, int64_t, void* scratch) { loops.embed(dtype, call, unit, scratch); });
+  const std::vector<Run> runs = cut_tokens(call.images, call.out_height * call.out_width);
+  call.tile_rows = longest(runs);
+  for_runs(runs, loops.scratch_bytes(dtype, call),
+           [&](const Run& run, int64_t, void* scratch) { loops.embed(dtype, call, run, scratch); });
 }
 
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
@@ -57,7 +57,7 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .norm = {linear::vector_of("norm_weight", norm_weight, channels),
                linear::vector_of("norm_bias", norm_bias, channels), static_cast<float>(eps)},
       .class_token = class_token.has_value() ? linear::vector_of("class_token", *class_token, channels) : nullptr,
-      .tiles = 0,
+      .tile_rows = 0,
       .out = nullptr,
   };
   const int64_t pixels = call.out_height * call.out_width, tokens = class_token.has_value() + pixels;

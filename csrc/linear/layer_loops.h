@@ -86,11 +86,8 @@ VECTOR_INLINE void for_columns(int64_t left, G f) {
 template <class E, class G>
 VECTOR_INLINE void for_rows(int64_t rows, G f) {
   if constexpr (kTiles && kPaired<E>) {
-    const int64_t groups = ceil_div(rows, 2 * kTileSide);
-    for (int64_t group = 0; group < groups; group++) {
-      const int64_t first = group * rows / groups;
-      f(first, (group + 1) * rows / groups - first);
-    }
+    constexpr int64_t most = 2 * kTileSide;
+    for (int64_t first = 0; first < rows; first += most) f(first, first + most < rows ? most : rows - first);
   } else {
     f(0, rows);
   }

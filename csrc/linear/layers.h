@@ -11,6 +11,11 @@ struct Kernels;
 
 constexpr int64_t kTileRows = 112;  // the most rows that pass through a linear layer together
 
+// Adjacent rows of an image, which a thread takes together.
+struct Run {
+  int64_t image, begin, end;
+};
+
 // A LayerNorm over the channels.
 struct Norm {
   const float* weight;

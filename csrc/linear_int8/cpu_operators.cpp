@@ -142,11 +142,21 @@ struct Left {
   }
 };
 
+// As many parts as needed, or a few more, so that all threads have the same number.
+int64_t balanced(int64_t parts, int64_t most) {
+  constexpr int64_t kRounds = 8;  // from so many parts per thread on, they need not be shared evenly
+  for (int64_t count = parts; count <= std::min(most, parts + threads()); count++) {
+    if (count >= kRounds * threads()) break;
+    if (count % threads() == 0) return count;
+  }
+  return parts;
+}
+
 // Computes tiles of rows, each for a group of the panels of outputs: a unit of work.
 void multiply_and_finish(const Left& left, const void* packed, const Finish& finish, DType dtype) {
   const int64_t rows = left.x.rows, inputs = left.x.columns, panels = (finish.outputs + kPanel - 1) / kPanel;
   if (rows == 0) return;
-  const int64_t tiles = balanced(1, (rows + kMostRows - 1) / kMostRows, rows);
+  const int64_t tiles = balanced((rows + kMostRows - 1) / kMostRows, rows);
   const int64_t groups = std::min(panels, (threads() + tiles - 1) / tiles), tile_rows = (rows + tiles - 1) / tiles;
   const int64_t scale_bytes = lines(tile_rows * sizeof(float));
   const int64_t value_bytes = tile_rows * kernels().row_bytes(inputs);

@@ -52,7 +52,7 @@ struct ProjectionScratch {
   float* tile;
 
   ProjectionScratch(const Source& map, Parts& parts) {
-    const int64_t rows = ceil_div(map.height * map.width, map.tiles);
+    const int64_t rows = map.tile_rows;
     stride = stride_of<E>(map.linear.inputs);
     pixels = parts.take<E>(rows * stride);
     tile = parts.take<float>(rows * kColumns);
@@ -60,15 +60,13 @@ struct ProjectionScratch {
 };
 
 template <class T, class E = Element<T>>
-void project_tile(const Source& map, int64_t unit, void* memory) {
+void project_run(const Source& map, const Run& run, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   const ProjectionScratch<E> scratch(map, parts);
-  const int64_t image = unit / map.tiles, tile = unit % map.tiles, pixels = map.height * map.width;
-  const int64_t first = pixels * tile / map.tiles, rows = pixels * (tile + 1) / map.tiles - first;
-  const int64_t channels = map.linear.outputs;
-  float* out = map.product + (image * pixels + first) * channels;
-  copy_pixels<T>(map, image, first, rows, scratch.pixels, scratch.stride);
+  const int64_t rows = run.end - run.begin, channels = map.linear.outputs;
+  float* out = map.product + (run.image * map.height * map.width + run.begin) * channels;
+  copy_pixels<T>(map, run.image, run.begin, rows, scratch.pixels, scratch.stride);
   apply(map.linear, 0, channels, scratch.pixels, scratch.stride, rows, scratch.tile,
         [&](int64_t row, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(out + row * channels + c, sums, lanes); });
 }
@@ -167,8 +165,8 @@ int64_t projection_bytes(DType dtype, const Source& map) {
   return parts.size();
 }
 
-void project(DType dtype, const Source& map, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { project_tile<decltype(type)>(map, unit, scratch); });
+void project(DType dtype, const Source& map, const Run& run, void* scratch) {
+  with_element(dtype, [&](auto type) { project_run<decltype(type)>(map, run, scratch); });
 }
 
 int64_t scratch_bytes(DType dtype, const Head& head) {

@@ -21,7 +21,7 @@ struct Source {
   int64_t height, width;
   Linear linear;   // that of the first map has the bias of the sum, others have zeros
   float* product;  // room for (images, height, width, linear.outputs); not of the first map
-  int64_t tiles;   // of the pixels of an image: the units that threads share
+  int64_t tile_rows;  // the most pixels of a run
 };
 
 struct Head {
@@ -36,8 +36,8 @@ struct Head {
 struct Kernels {
   // For `project` with the map.
   int64_t (*projection_bytes)(DType, const Source&);
-  // Computes the product of a tile of a map that is resized; the tiles of all images are counted on.
-  void (*project)(DType, const Source&, int64_t unit, void* scratch);
+  // Computes the product of some pixels of a map that is resized.
+  void (*project)(DType, const Source&, const Run&, void* scratch);
   int64_t (*scratch_bytes)(DType, const Head&);
   // Computes the logits of a segment; the segments of all rows and images are counted on.
   void (*classify)(DType, const Head&, int64_t unit, void* scratch);

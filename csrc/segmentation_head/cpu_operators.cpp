@@ -13,8 +13,6 @@ namespace {
 
 constexpr int64_t kProductBytes = 16 << 20;  // of the products of some images, if images are small
 
-int64_t tiles_of(int64_t pixels) { return (pixels + kTileRows - 1) / kTileRows; }
-
 // A map (batch, height, width, channels) with its channels adjacent.
 Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
   expect(map.dim() == 4 && map.size(0) == like.size(0) && map.size(1) > 0 && map.size(2) > 0 && map.size(3) > 0, "maps", map,
@@ -29,9 +27,10 @@ Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
 void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source>& maps, Head& head) {
   for (size_t i = 1; i < maps.size(); i++) {
     Source& map = maps[i];
-    map.tiles = balanced(images, tiles_of(map.height * map.width), map.height * map.width);
-    for_units(images * map.tiles, loops.projection_bytes(dtype, map),
-              [&](int64_t unit, int64_t, void* scratch) { loops.project(dtype, map, unit, scratch); });
+    const std::vector<Run> runs = cut_tokens(images, map.height * map.width);
+    map.tile_rows = longest(runs);
+    for_runs(runs, loops.projection_bytes(dtype, map),
+             [&](const Run& run, int64_t, void* scratch) { loops.project(dtype, map, run, scratch); });
   }
   for_units(images * maps[0].height * head.segments, loops.scratch_bytes(dtype, head),
             [&](int64_t unit, int64_t, void* scratch) { loops.classify(dtype, head, unit, scratch); });
@@ -65,7 +64,7 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
         .width = map.size(2),
         .linear = linear::layer_of(dtype, packed[i], bias, channels, map.size(3)),
         .product = nullptr,
-        .tiles = 1,
+        .tile_rows = 0,
     });
     if (i > 0) sources[i].linear.bias = zeros.data();
   }
@@ -74,7 +73,7 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
   Head head{
       .maps = sources.data(),
       .others = static_cast<int64_t>(maps.size()) - 1,
-      .segments = tiles_of(width),
+      .segments = (width + kTileRows - 1) / kTileRows,
       .classifier = linear::layer_of(dtype, classifier, classifier_bias, classes, channels),
       .out = nullptr,
   };

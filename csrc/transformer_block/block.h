@@ -28,7 +28,7 @@ struct AnyBlock {
   int64_t heads;
   double scale;
   Activation activation;
-  int64_t tiles;  // of an image's queries: a unit of the step with attention
+  int64_t tile_rows;  // the most queries of a run, in the step with attention
 };
 
 }  // namespace cvt_kernels::transformer_block

@@ -64,13 +64,8 @@ struct Projecting {
   Rounded rounded;
 
   Projecting(const Block& block, Parts& parts) {
-    int64_t rows = 0;
-    for (int64_t band = 0; band < block.bands; band++) {
-      const Rows of_band = rows_of_band(block, band);
-      rows = at_least(of_band.end - of_band.begin, rows);
-    }
     zeros = parts.take<float>(row_size(block));
-    held = parts.take<float>(rows * row_size(block));
+    held = parts.take<float>(block.band_rows * row_size(block));
     copy = parts.take<float>(padded(block.channels));
     class_token = parts.take<float>(padded(block.channels));
     tile = parts.take<float>(most_tokens(block) * kTileColumns);
@@ -142,16 +137,16 @@ Rounded from_row(const Linear& linear, const Rounded& rounded, int64_t row) {
 }
 
 template <class T, class E = Element<T>>
-void project_band(const Block& block, int64_t unit, void* memory) {
+void project_run(const Block& block, const Run& run, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   const Projecting<E> scratch(block, parts);
-  const int64_t image = unit / block.bands, band = unit % block.bands, stride = stride_of<E>(block.channels);
+  const int64_t image = run.image, stride = stride_of<E>(block.channels);
   const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
-  const Rows held = rows_of_band(block, band);
+  const Rows held = held_rows(block, run);
   std::memset(scratch.zeros, 0, row_size(block) * sizeof(float));
   hold(block, x, held, scratch);
-  const bool with_class_token = band == 0 && block.class_tokens;
+  const bool with_class_token = run.begin == 0 && block.class_tokens;
   if (with_class_token) {
     normalize(block.norm1, x, block.channels, scratch.copy, [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE {
       store(scratch.class_token + c, normal, lanes);
@@ -162,8 +157,9 @@ void project_band(const Block& block, int64_t unit, void* memory) {
     const Linear& linear = block.linears[branch];
     const bool gathers = branch == 0 && block.rows != nullptr;
     const Kept kept(block, image);
-    const int64_t bottom = b.height * (band + 1) / block.bands, most = rows_together(b) * b.width + block.class_tokens;
-    int64_t row = b.height * band / block.bands, token = block.class_tokens + row * b.width, rows = 0;
+    const auto [top, bottom] = rows_of_branch(block, b, run);
+    const int64_t most = rows_together(b) * b.width + block.class_tokens;
+    int64_t row = top, token = block.class_tokens + row * b.width, rows = 0;
     if (gathers) token = kept.before(token);
     if (with_class_token && (!gathers || token > 0)) {
       round_rows(linear, scratch.class_token, 0, 1, scratch.rounded);
@@ -218,7 +214,7 @@ struct Attending {
 
   Attending(const Block& block, Parts& parts)
       : heads(tokens_of(block, 1), block.heads, head_dim_of(block), block.scale, parts) {
-    const int64_t rows = ceil_div(queries_of(block), block.tiles), hidden_channels = block.fc1.outputs;
+    const int64_t rows = block.tile_rows, hidden_channels = block.fc1.outputs;
     a_stride = stride_of<E>(at_least(block.channels, block.proj.inputs));
     const bool whole = block.fc2.integers != nullptr;
     const int64_t count = whole ? 1 : ceil_div(hidden_channels, kHidden);
@@ -313,18 +309,19 @@ void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x
 }
 
 template <class T, class E = Element<T>>
-void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
+void attend_run(const Block& block, const Run& run, int64_t previous, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   Attending<E> scratch(block, parts);
-  const int64_t image = unit / block.tiles, tile = unit % block.tiles;
+  const int64_t image = run.image;
   const Kept kept(block, image);
   if (kept.count == 0) return;
-  if (previous < 0 || previous / block.tiles != image) {
+  if (previous != image) {
     const int64_t before = image * tokens_of(block, 1) * block.linears[1].outputs;
     scratch.heads.pack(static_cast<const E*>(block.projected[1]) + before, static_cast<const E*>(block.projected[2]) + before);
   }
-  const int64_t first = kept.count * tile / block.tiles, rows = kept.count * (tile + 1) / block.tiles - first;
+  const int64_t first = run.begin, rows = at_most(run.end, kept.count) - first;
+  if (rows <= 0) return;
   const E* q = static_cast<const E*>(block.projected[0]) + (image * queries_of(block) + first) * block.linears[0].outputs;
   T* const tokens = static_cast<T*>(block.x) + image * tokens_of(block) * block.channels;
   const int64_t bytes = block.channels * sizeof(T);
@@ -419,12 +416,12 @@ void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float
 
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
-void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { project_band<decltype(type)>(block, unit, scratch); });
+void project(DType dtype, const Block& block, const Run& run, void* scratch) {
+  with_element(dtype, [&](auto type) { project_run<decltype(type)>(block, run, scratch); });
 }
 
-void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
-  with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
+void attend(DType dtype, const Block& block, const Run& run, int64_t previous, void* scratch) {
+  with_element(dtype, [&](auto type) { attend_run<decltype(type)>(block, run, previous, scratch); });
 }
 
 int64_t score_bytes(DType, const Block& block) {

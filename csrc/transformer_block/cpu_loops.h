@@ -30,7 +30,7 @@ struct Block : AnyBlock {
   Scored scored;       // the query whose attention to each key, summed over the heads, goes to scores (images, keys)
   float* scores;
   void* projected[3];  // (images, projected_tokens, channels of the linear layer), of element_bytes each
-  int64_t bands;       // of an image's rows: a unit of the first step
+  int64_t band_rows;   // the most rows that a run of the first step holds
   int64_t margin;      // zeros beside the rows of a band
 };
 
@@ -44,15 +44,20 @@ static inline int64_t projected_tokens(const Block& block, int branch) {
   return branch == 0 ? queries_of(block) : tokens_of(block, branch);
 }
 
-// The rows of x from which a band computes its outputs.
 struct Rows {
   int64_t begin, end;
 };
 
-static inline Rows rows_of_band(const Block& block, int64_t band) {
+// The rows of a branch's output that belong to some rows of x.
+static inline Rows rows_of_branch(const Block& block, const Branch& b, const Run& run) {
+  return {b.height * run.begin / block.height, b.height * run.end / block.height};
+}
+
+// The rows of x from which these are computed.
+static inline Rows held_rows(const Block& block, const Run& run) {
   Rows rows{block.height, 0};
   for (const Branch& b : block.branches) {
-    const int64_t top = b.height * band / block.bands, bottom = b.height * (band + 1) / block.bands;
+    const auto [top, bottom] = rows_of_branch(block, b, run);
     if (top == bottom) continue;
     const int64_t low = top * b.stride - b.padding;
     const int64_t high = (bottom - 1) * b.stride - b.padding + b.dilation * (b.kernel - 1) + 1;
@@ -71,10 +76,10 @@ struct Kernels {
   int64_t (*packed_convolution_size)(int64_t kernel, int64_t channels);
   int64_t (*element_bytes)(DType);  // of queries, keys and values between the steps
   int64_t (*project_bytes)(DType, const Block&);
-  void (*project)(DType, const Block&, int64_t unit, void* scratch);
+  void (*project)(DType, const Block&, const Run&, void* scratch);
   int64_t (*attend_bytes)(DType, const Block&);
-  // `previous` is the unit that the thread served before with the same scratch, or -1.
-  void (*attend)(DType, const Block&, int64_t unit, int64_t previous, void* scratch);
+  // `previous` is the image that the thread served before with the same scratch, or -1.
+  void (*attend)(DType, const Block&, const Run&, int64_t previous, void* scratch);
   // The scores of an image, after the first step.
   int64_t (*score_bytes)(DType, const Block&);
   void (*score)(DType, const Block&, int64_t image, void* scratch);

@@ -90,18 +90,14 @@ void for_images(AnyBlock& block, int64_t batch, int64_t image_bytes, const F& se
   }
 }
 
-// Runs a step on all units of all images.
-template <class Block>
-void run(DType dtype, const Block& block, int64_t parts, int64_t (*bytes)(DType, const Block&),
-         void (*step)(DType, const Block&, int64_t, void*)) {
-  for_units(block.images * parts, bytes(dtype, block),
-            [&](int64_t unit, int64_t, void* scratch) { step(dtype, block, unit, scratch); });
-}
-
+// Runs the step with attention on some queries of each image.
 template <class Kernels, class Block>
-void run_attend(const Kernels& kernels, DType dtype, const Block& block) {
-  for_units(block.images * block.tiles, kernels.attend_bytes(dtype, block),
-            [&](int64_t unit, int64_t previous, void* scratch) { kernels.attend(dtype, block, unit, previous, scratch); });
+void attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) {
+  const std::vector<Run> runs = cut_tokens(block.images, queries);
+  block.tile_rows = longest(runs);
+  for_runs(runs, kernels.attend_bytes(dtype, block), [&](const Run& run, int64_t previous, void* scratch) {
+    kernels.attend(dtype, block, run, previous, scratch);
+  });
 }
 
 // Blocks with three convolutions ------------------------------------------------------------------------------
@@ -238,24 +234,25 @@ void score_by(Block& block, const Tensor& scores, const std::string& query, int6
   }
 }
 
-// The bytes of the rows that the largest band holds.
-int64_t held_bytes(const Block& block) {
-  int64_t rows = 0;
-  for (int64_t band = 0; band < block.bands; band++) {
-    const Rows of_band = rows_of_band(block, band);
-    rows = std::max(rows, of_band.end - of_band.begin);
-  }
-  return rows * (block.width + 2 * block.margin) * block.channels * static_cast<int64_t>(sizeof(float));
+constexpr int64_t kFewestHeld = 4;  // rows of a run, since those beside it are normalized for two
+
+// The rows that a run may have so that it holds kHeldBytes at most, at least one.
+int64_t rows_to_hold(const Block& block) {
+  const int64_t bytes = (block.width + 2 * block.margin) * block.channels * static_cast<int64_t>(sizeof(float));
+  const Rows of_one = held_rows(block, {0, block.height / 2, block.height / 2 + 1});
+  return std::max<int64_t>(kHeldBytes / bytes - (of_one.end - of_one.begin - 1), 1);
 }
 
-// Cuts the work into units.
-void plan(Block& block) {
-  block.bands = block.height;
-  if (held_bytes(block) <= kHeldBytes) block.bands = 1;
-  while (block.bands < block.height && held_bytes(block) > kHeldBytes) block.bands++;
-  block.bands = balanced(block.images, block.bands, block.height);
-  const int64_t queries = queries_of(block);
-  block.tiles = balanced(block.images, (queries + kTileRows - 1) / kTileRows, queries);
+// Computes queries, keys and values of some images.
+void project(DType dtype, Block& block) {
+  const std::vector<Run> runs = cut(block.images, block.height, kFewestHeld, rows_to_hold(block));
+  block.band_rows = 0;
+  for (const Run& run : runs) {
+    const Rows held = held_rows(block, run);
+    block.band_rows = std::max(block.band_rows, held.end - held.begin);
+  }
+  for_runs(runs, kernels().project_bytes(dtype, block),
+           [&](const Run& run, int64_t, void* scratch) { kernels().project(dtype, block, run, scratch); });
 }
 
 // Serves some images, whose queries, keys and values find room in `projected`.
@@ -264,10 +261,12 @@ void serve(DType dtype, Block& block, char* projected) {
     block.projected[i] = projected;
     projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
   }
-  plan(block);
-  run(dtype, block, block.bands, kernels().project_bytes, kernels().project);
-  if (block.scores != nullptr) run(dtype, block, 1, kernels().score_bytes, kernels().score);
-  run_attend(kernels(), dtype, block);
+  project(dtype, block);
+  if (block.scores != nullptr) {
+    for_units(block.images, kernels().score_bytes(dtype, block),
+              [&](int64_t image, int64_t, void* scratch) { kernels().score(dtype, block, image, scratch); });
+  }
+  attend(kernels(), dtype, block, queries_of(block));
 }
 
 // What is overwritten is x, and the scores.
@@ -322,7 +321,6 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const std
 namespace pyramids {
 namespace {
 
-constexpr int64_t kFewImages = 4;  // per thread, from which on images are not cut so that all have as many units
 constexpr int64_t kMostTwice = 8;  // in how many rows one may have its hidden channels made twice
 
 const Kernels& kernels() {
@@ -404,23 +402,12 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   return block;
 }
 
-// Parts of an image whose units are at most as many rows of some tokens as pass through a linear layer together.
-int64_t parts_of(int64_t images, Grid grid) {
-  const int64_t together = rows_together(grid.width);
-  return balanced(images, (grid.height + together - 1) / together, grid.height);
-}
-
-// Parts of an image for the third step, if it makes the hidden channels: those beside a part are made twice. So they are as
-// few as occupy all threads.
-int64_t bands_of(const Block& block) {
-  if (block.images >= kFewImages * threads()) return 1;
-  const int64_t parts = (threads() + block.images - 1) / block.images;
-  return balanced(block.images, std::min(parts, block.height), block.height);
-}
+// Threads for an image in the third step, if it makes the hidden channels: those beside the rows of a thread are made twice.
+int64_t threads_of_image(const Block& block) { return (threads() + block.images - 1) / block.images; }
 
 // Whether so many hidden channels would be made twice that the second step had better make all of them.
 bool holds_hidden(const Block& block) {
-  return block.conv != nullptr && 2 * (bands_of(block) - 1) * kMostTwice > block.height;
+  return block.conv != nullptr && 2 * (threads_of_image(block) - 1) * kMostTwice > block.height;
 }
 
 struct Bytes {
@@ -435,19 +422,51 @@ Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
           tokens_of(block) * block.channels * element};
 }
 
+void project(DType dtype, Block& block) {
+  const std::vector<Run> runs = cut_tokens(block.images, kept_tokens(block));
+  block.group_rows = longest(runs);
+  for_runs(runs, kernels().project_bytes(dtype, block),
+           [&](const Run& run, int64_t, void* scratch) { kernels().project(dtype, block, run, scratch); });
+}
+
+// Runs the third step on runs of rows.
+void mix_runs(DType dtype, Block& block, const std::vector<Run>& runs) {
+  block.band_rows = longest(runs);
+  for_runs(runs, kernels().mix_bytes(dtype, block), [&](const Run& run, int64_t, void* scratch) {
+    kernels().mix(dtype, block, {run, nullptr, false}, scratch);
+  });
+}
+
+// Runs the third step on bands of images, each from its top by one thread, and of the last ones from the bottom by another:
+// where both meet, few rows have their hidden channels made twice.
+void mix_bands(DType dtype, Block& block) {
+  const int64_t parts = std::min((threads_of_image(block) + 1) / 2, block.height), bands = block.images * parts;
+  std::vector<Run> runs;
+  for (int64_t band = 0; band < bands; band++) {
+    const int64_t image = band / parts, part = band % parts;
+    runs.push_back({image, block.height * part / parts, block.height * (part + 1) / parts});
+  }
+  const int64_t shared = threads() == 1 ? 0 : std::min(threads(), bands);
+  block.band_rows = longest(runs);
+  std::vector<int64_t> taken(bands);
+  for_units(bands + shared, kernels().mix_bytes(dtype, block), [&](int64_t unit, int64_t, void* scratch) {
+    const bool upward = unit >= bands;
+    const int64_t band = upward ? unit - shared : unit;
+    kernels().mix(dtype, block, {runs[band], band < bands - shared ? nullptr : &taken[band], upward}, scratch);
+  });
+}
+
 // Serves some images.
 void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
   block.hidden = bytes.hidden == 0 ? nullptr : between;
   block.keys = between += block.images * bytes.hidden;
   block.values = between += block.images * bytes.keys;
   block.stream = between += block.images * bytes.keys;
-  block.groups = parts_of(block.images, {kept_tokens(block), 1});
-  block.tiles = parts_of(block.images, {tokens_of(block), 1});
-  const bool cuts_freely = block.conv == nullptr || block.hidden != nullptr;
-  block.bands = cuts_freely ? parts_of(block.images, mixed_grid(block)) : bands_of(block);
-  run(dtype, block, block.groups, kernels().project_bytes, kernels().project);
-  run_attend(kernels(), dtype, block);
-  run(dtype, block, block.bands, kernels().mix_bytes, kernels().mix);
+  project(dtype, block);
+  attend(kernels(), dtype, block, tokens_of(block));
+  if (block.conv == nullptr) mix_runs(dtype, block, cut_tokens(block.images, tokens_of(block)));
+  else if (block.hidden == nullptr) mix_bands(dtype, block);
+  else mix_runs(dtype, block, cut_rows(block.images, block.height, block.width, rows_together(block.width)));
 }
 
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,

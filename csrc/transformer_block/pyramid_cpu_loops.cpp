@@ -41,7 +41,7 @@ struct Projecting {
   Projecting(const Block& block, Parts& parts)
       : squares_stride(stride_of<E>(block.ratio * block.channels)), a_stride(stride_of<E>(block.channels)),
         sums_stride(sums_stride_of(block)) {
-    const int64_t most = ceil_div(kept_tokens(block), block.groups), reduced = block.ratio == 0 ? 0 : most;
+    const int64_t most = block.group_rows, reduced = block.ratio == 0 ? 0 : most;
     squares = parts.take<E>(reduced * squares_stride);
     sums = parts.take<float>(reduced * sums_stride);
     a = parts.take<E>(most * a_stride);
@@ -81,13 +81,12 @@ void reduce(const Block& block, const T* x, int64_t begin, int64_t end, const Pr
 }
 
 template <class T, class E = Element<T>>
-void project_group(const Block& block, int64_t unit, void* memory) {
+void project_run(const Block& block, const Run& run, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   const Projecting<E> scratch(block, parts);
-  const int64_t image = unit / block.groups, group = unit % block.groups, kept = kept_tokens(block);
-  const int64_t begin = kept * group / block.groups, end = kept * (group + 1) / block.groups;
-  const int64_t rows = end - begin, first = image * kept + begin;
+  const auto [image, begin, end] = run;
+  const int64_t rows = end - begin, first = image * kept_tokens(block) + begin;
   const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
   if (block.ratio > 0) {
     reduce(block, x, begin, end, scratch);
@@ -119,7 +118,7 @@ struct Attending {
   Attending(const Block& block, Parts& parts)
       : heads(kept_tokens(block), block.heads, block.proj.inputs / block.heads, block.scale, parts),
         a_stride(stride_of<E>(at_least(block.channels, block.proj.inputs))) {
-    const int64_t rows = ceil_div(tokens_of(block), block.tiles);
+    const int64_t rows = block.tile_rows;
     a = parts.take<E>(rows * a_stride);
     q = parts.take<E>(rows * block.proj.inputs);
     tile = parts.take<float>(rows * kTileColumns);
@@ -129,18 +128,16 @@ struct Attending {
 };
 
 template <class T, class E = Element<T>>
-void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memory) {
+void attend_run(const Block& block, const Run& run, int64_t previous, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   Attending<E> scratch(block, parts);
-  const int64_t image = unit / block.tiles, tile = unit % block.tiles, tokens = tokens_of(block);
-  const int64_t width = block.proj.inputs;
-  if (previous < 0 || previous / block.tiles != image) {
+  const int64_t image = run.image, begin = run.begin, rows = run.end - begin, width = block.proj.inputs;
+  if (previous != image) {
     const int64_t first = image * kept_tokens(block) * width;
     scratch.heads.pack(static_cast<const E*>(block.keys) + first, static_cast<const E*>(block.values) + first);
   }
-  const int64_t begin = tokens * tile / block.tiles, rows = tokens * (tile + 1) / block.tiles - begin;
-  const int64_t offset = (image * tokens + begin) * block.channels;
+  const int64_t token = image * tokens_of(block) + begin, offset = token * block.channels;
   const T* x = static_cast<const T*>(block.x) + offset;
   T* y = static_cast<T*>(block.stream) + offset;
   normalize_rows(block.norm1, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
@@ -155,25 +152,20 @@ void attend_tile(const Block& block, int64_t unit, int64_t previous, void* memor
           store(y + r * block.channels + c, load(x + r * block.channels + c, lanes) + sums, lanes);
         });
   if (block.hidden != nullptr) {
-    E* hidden = static_cast<E*>(block.hidden) + (image * tokens + begin) * stride_of<E>(block.fc1.outputs);
+    E* hidden = static_cast<E*>(block.hidden) + token * stride_of<E>(block.fc1.outputs);
     hide(block, y, rows, scratch.copy, scratch.tile, scratch.a, scratch.a_stride, scratch.rounded, hidden);
   }
 }
 
 // The third step: the feed-forward layers -----------------------------------------------------------------
 
-// The steps in which some rows of a band are made, each of about as many.
+// The most rows of a band that are made together.
 template <class E>
-int64_t steps_of(const Block& block, int64_t rows) {
+int64_t rows_of_step(const Block& block) {
   const int64_t width = mixed_grid(block).width;
-  if (block.fc2.integers == nullptr) return ceil_div(rows, rows_together(width));
+  if (block.fc2.integers == nullptr) return at_most(rows_together(width), block.band_rows);
   const int64_t most = kHiddenBytes / (stride_of<E>(block.fc1.outputs) * static_cast<int64_t>(sizeof(E)));
-  return ceil_div(rows, at_least<int64_t>(at_most(at_least(most, kFewestRows), kTileRows) / width, 1));
-}
-
-template <class E>
-int64_t rows_of_step(const Block& block, int64_t rows) {
-  return ceil_div(rows, steps_of<E>(block, rows));
+  return at_most(at_least<int64_t>(at_most(at_least(most, kFewestRows), kTileRows) / width, 1), block.band_rows);
 }
 
 template <class E>
@@ -188,8 +180,7 @@ struct Mixing {
       : a_stride(stride_of<E>(block.channels)), hidden_stride(stride_of<E>(block.fc1.outputs)),
         sums_stride(sums_stride_of(block)) {
     const Grid grid = mixed_grid(block);
-    const int64_t rows = at_least(rows_of_step<E>(block, grid.height / block.bands),
-                                  rows_of_step<E>(block, ceil_div(grid.height, block.bands)));
+    const int64_t rows = rows_of_step<E>(block);
     const bool whole = block.fc2.integers != nullptr;
     const int64_t tokens = rows * grid.width, count = whole ? 1 : ceil_div(block.fc1.outputs, kHidden);
     held = rows + 2;  // with those above and below
@@ -208,24 +199,52 @@ struct Mixing {
   E* row(int64_t number, int64_t width) const { return hidden + (number - first) % held * width * hidden_stride; }
 };
 
-// A band of an image.
+// y and the result of an image.
 template <class T>
-struct Band {
-  const T* y;          // of the image
+struct Image {
+  const T* y;
   T* out;
-  int64_t top, bottom;  // of the outputs
+};
+
+// Hands out the rows of a band in steps.
+class Steps {
+ public:
+  Steps(const Band& band, int64_t most) : band_(band), most_(most) {}
+
+  // The next rows; none if all are taken.
+  Run next() {
+    const int64_t rows = band_.end - band_.begin;
+    int64_t size = 0;
+    if (band_.taken == nullptr) {
+      const int64_t left = rows - own_;
+      size = left == 0 ? 0 : left / ceil_div(left, most_);
+    } else {
+      // Both threads take less towards the end, so that they end at about the same time.
+      int64_t taken = __atomic_load_n(band_.taken, __ATOMIC_RELAXED);
+      do size = at_most(at_most(ceil_div(rows - taken, int64_t{4}), most_), rows - taken);
+      while (!__atomic_compare_exchange_n(band_.taken, &taken, taken + size, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    }
+    own_ += size;
+    const int64_t begin = band_.upward ? band_.end - own_ : band_.begin + own_ - size;
+    return {band_.image, begin, begin + size};
+  }
+
+ private:
+  const Band& band_;
+  const int64_t most_;
+  int64_t own_ = 0;
 };
 
 // Computes fc1(norm2(y)) of the rows from `begin` to `end`, each in the place of an earlier one.
 template <class T, class E = Element<T>>
-void hide_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, const Mixing<E>& scratch) {
+void hide_rows(const Block& block, const T* y, int64_t begin, int64_t end, const Mixing<E>& scratch) {
   const int64_t width = block.width;
   for (int64_t row = begin; row < end;) {
     const int64_t place = (row - scratch.first) % scratch.held, adjacent = at_most(end - row, scratch.held - place);
     const int64_t tokens = adjacent * width, chunks = ceil_div(tokens, kTileRows);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
       const int64_t first = tokens * chunk / chunks, count = tokens * (chunk + 1) / chunks - first;
-      hide(block, band.y + (row * width + first) * block.channels, count, scratch.copy, scratch.tile, scratch.a,
+      hide(block, y + (row * width + first) * block.channels, count, scratch.copy, scratch.tile, scratch.a,
            scratch.a_stride, scratch.rounded, scratch.row(row, width) + first * scratch.hidden_stride);
     }
     row += adjacent;
@@ -271,48 +290,52 @@ void add_quantized_fc2(const Block& block, const T* y, int64_t rows, const Mixin
 }
 
 template <Activation activation, class T, class E = Element<T>>
-void mix_rows(const Block& block, const Band<T>& band, int64_t begin, int64_t end, const Mixing<E>& scratch) {
-  const Grid grid = mixed_grid(block);
-  const int64_t rows = (end - begin) * grid.width, offset = begin * grid.width * block.channels;
+void mix_rows(const Block& block, const Image<T>& image, int64_t begin, int64_t end, const Mixing<E>& scratch) {
+  const int64_t width = mixed_grid(block).width, rows = (end - begin) * width, offset = begin * width * block.channels;
   if (block.conv == nullptr) {
-    normalize_rows(block.norm2, band.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
+    normalize_rows(block.norm2, image.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
     round_rows(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
-  } else if (block.hidden == nullptr) {
-    const int64_t known = begin == band.top ? begin - 1 : begin + 1;
-    hide_rows(block, band, at_least<int64_t>(known, 0), at_most(end + 1, grid.height), scratch);
   }
   for (int64_t first = 0; first < block.fc1.outputs; first += scratch.part) {
     const int64_t last = at_most(block.fc1.outputs, first + scratch.part);
     if (block.conv != nullptr) convolve_rows<activation>(block, begin, end, first, last - first, scratch);
     else activate_rows<activation, T>(block, rows, first, last, scratch);
     if (block.fc2.integers != nullptr) {
-      return add_quantized_fc2(block, band.y + offset, rows, scratch, band.out + offset);
+      return add_quantized_fc2(block, image.y + offset, rows, scratch, image.out + offset);
     }
     pad_rows(scratch.activated, rows, scratch.part_stride, last - first);
     add_product(block.fc2, first, last, scratch.activated, scratch.part_stride, rows, scratch.sums, scratch.sums_stride,
                 first > 0);
   }
-  add_fc2(block, band.y + offset, scratch.sums, rows, band.out + offset);
+  add_fc2(block, image.y + offset, scratch.sums, rows, image.out + offset);
 }
 
 template <class T, class E = Element<T>>
-void mix_band(const Block& block, int64_t unit, void* memory) {
+void mix_band(const Block& block, const Band& band, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   Mixing<E> scratch(block, parts);
-  const Grid grid = mixed_grid(block);
-  const int64_t image = unit / block.bands, number = unit % block.bands, offset = image * tokens_of(block) * block.channels;
-  const Band<T> band{static_cast<const T*>(block.stream) + offset, static_cast<T*>(block.out) + offset,
-                     grid.height * number / block.bands, grid.height * (number + 1) / block.bands};
-  scratch.first = band.top - 1;
+  const int64_t offset = band.image * tokens_of(block) * block.channels;
+  const Image<T> image{static_cast<const T*>(block.stream) + offset, static_cast<T*>(block.out) + offset};
+  scratch.first = band.begin - 1;
   if (block.hidden != nullptr) {
-    scratch.hidden = static_cast<E*>(block.hidden) + image * tokens_of(block) * scratch.hidden_stride;
+    scratch.hidden = static_cast<E*>(block.hidden) + band.image * tokens_of(block) * scratch.hidden_stride;
     scratch.first = 0, scratch.held = block.height;
   }
-  const int64_t rows = band.bottom - band.top, steps = steps_of<E>(block, rows);
+  const bool hides = block.conv != nullptr && block.hidden == nullptr;
+  Steps steps(band, rows_of_step<E>(block));
+  Run known{};  // the rows whose hidden channels are held: none at first
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
-    for (int64_t step = 0; step < steps; step++) {
-      mix_rows<activation.value>(block, band, band.top + rows * step / steps, band.top + rows * (step + 1) / steps, scratch);
+    for (Run step = steps.next(); step.begin < step.end; step = steps.next()) {
+      if (hides) {
+        const Run wanted{band.image, at_least<int64_t>(step.begin - 1, 0), at_most(step.end + 1, block.height)};
+        const bool none = known.begin == known.end;
+        const int64_t begin = none || band.upward ? wanted.begin : known.end;
+        const int64_t end = none || !band.upward ? wanted.end : known.begin;
+        hide_rows(block, image.y, begin, end, scratch);
+        known = wanted;
+      }
+      mix_rows<activation.value>(block, image, step.begin, step.end, scratch);
     }
   });
 }
@@ -337,16 +360,16 @@ int64_t hidden_bytes(DType dtype, const Block& block) {
   return bytes;
 }
 
-void project(DType dtype, const Block& block, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { project_group<decltype(type)>(block, unit, scratch); });
+void project(DType dtype, const Block& block, const Run& run, void* scratch) {
+  with_element(dtype, [&](auto type) { project_run<decltype(type)>(block, run, scratch); });
 }
 
-void attend(DType dtype, const Block& block, int64_t unit, int64_t previous, void* scratch) {
-  with_element(dtype, [&](auto type) { attend_tile<decltype(type)>(block, unit, previous, scratch); });
+void attend(DType dtype, const Block& block, const Run& run, int64_t previous, void* scratch) {
+  with_element(dtype, [&](auto type) { attend_run<decltype(type)>(block, run, previous, scratch); });
 }
 
-void mix(DType dtype, const Block& block, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { mix_band<decltype(type)>(block, unit, scratch); });
+void mix(DType dtype, const Block& block, const Band& band, void* scratch) {
+  with_element(dtype, [&](auto type) { mix_band<decltype(type)>(block, band, scratch); });
 }
 
 }  // namespace

@@ -20,8 +20,15 @@ struct Block : AnyBlock {
   void *keys, *values;  // (images, kept_tokens, channels of the linear layer), of element_bytes each
   void* stream;         // y, of the type of x
   void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
-  int64_t groups;       // of an image's keys: a unit of the first step
-  int64_t bands;        // of the rows of mixed_grid: a unit of the third step
+  int64_t group_rows;   // the most keys of a run of the first step
+  int64_t band_rows;    // the most rows of mixed_grid of a run of the third step
+};
+
+// Rows of mixed_grid for the third step. Where two threads share them, `taken` says how many either has taken so far; one
+// begins at the top, the other goes upward from the bottom.
+struct Band : Run {
+  int64_t* taken;  // or none
+  bool upward;
 };
 
 struct Grid {
@@ -54,12 +61,12 @@ struct Kernels {
   int64_t (*element_bytes)(DType);  // of keys and values between the steps
   int64_t (*hidden_bytes)(DType, const Block&);  // of a token between the second step and the third
   int64_t (*project_bytes)(DType, const Block&);
-  void (*project)(DType, const Block&, int64_t unit, void* scratch);
+  void (*project)(DType, const Block&, const Run&, void* scratch);
   int64_t (*attend_bytes)(DType, const Block&);
-  // `previous` is the unit that the thread served before with the same scratch, or -1.
-  void (*attend)(DType, const Block&, int64_t unit, int64_t previous, void* scratch);
+  // `previous` is the image that the thread served before with the same scratch, or -1.
+  void (*attend)(DType, const Block&, const Run&, int64_t previous, void* scratch);
   int64_t (*mix_bytes)(DType, const Block&);
-  void (*mix)(DType, const Block&, int64_t unit, void* scratch);
+  void (*mix)(DType, const Block&, const Band&, void* scratch);
 };
 
 DECLARE_PRODUCT_TABLES;

@@ -73,7 +73,7 @@ void run(DType dtype, double tolerance, const Sizes& sizes) {
   Embedding call{};
   call.images = 2;
   call.in_channels = sizes.in_channels, call.height = sizes.height, call.width = sizes.width;
-  call.kernel = sizes.kernel, call.stride = sizes.stride, call.padding = sizes.padding, call.tiles = sizes.tiles;
+  call.kernel = sizes.kernel, call.stride = sizes.stride, call.padding = sizes.padding;
   call.out_height = (sizes.height + 2 * sizes.padding - sizes.kernel) / sizes.stride + 1;
   call.out_width = (sizes.width + 2 * sizes.padding - sizes.kernel) / sizes.stride + 1;
   const bool channels_last = sizes.layout != Layout::channels_first;
@@ -100,9 +100,11 @@ void run(DType dtype, double tolerance, const Sizes& sizes) {
   for (int64_t row = 0; row < call.images * call.height && conv_embedding::KERNELS.pixel_bytes(dtype, call) > 0; row++) {
     conv_embedding::KERNELS.arrange(dtype, call, row);
   }
-  for (int64_t unit = 0; unit < call.images * call.tiles; unit++) {
+  const std::vector<Run> runs = cut(call.images, call.out_height * call.out_width, sizes.tiles);
+  call.tile_rows = longest(runs);
+  for (const Run& run : runs) {
     const Memory scratch = memory(conv_embedding::KERNELS.scratch_bytes(dtype, call));
-    conv_embedding::KERNELS.embed(dtype, call, unit, scratch.get());
+    conv_embedding::KERNELS.embed(dtype, call, run, scratch.get());
   }
   compare(call, weight, out, tolerance);
 }

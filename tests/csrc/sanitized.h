@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/half.h"
+#include "linear/layers.h"
 
 namespace sanitized {
 
@@ -47,6 +48,21 @@ inline void expect(const char* what, bool condition) {
   if (condition) return;
   std::printf("%s\n", what);
   std::exit(1);
+}
+
+// Cuts the rows of images into runs, so many of each image.
+inline std::vector<Run> cut(int64_t images, int64_t rows, int64_t parts) {
+  std::vector<Run> runs;
+  for (int64_t image = 0; image < images; image++) {
+    for (int64_t part = 0; part < parts; part++) runs.push_back({image, rows * part / parts, rows * (part + 1) / parts});
+  }
+  return runs;
+}
+
+inline int64_t longest(const std::vector<Run>& runs) {
+  int64_t rows = 0;
+  for (const Run& run : runs) rows = rows < run.end - run.begin ? run.end - run.begin : rows;
+  return rows;
 }
 
 }  // namespace sanitized

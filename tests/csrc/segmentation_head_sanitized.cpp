@@ -31,7 +31,7 @@ struct Made {
   Made(DType dtype, const Size& size, int64_t channels, const float* bias) {
     source.column_step = size.inputs + 3, source.row_step = size.width * source.column_step + 1;
     source.image_step = size.height * source.row_step + 5;
-    source.height = size.height, source.width = size.width, source.tiles = size.tiles;
+    source.height = size.height, source.width = size.width;
     const int64_t last = (size.height - 1) * source.row_step + (size.width - 1) * source.column_step + size.inputs;
     pixels = random_buffer<T>((kImages - 1) * source.image_step + last);
     weight = random_buffer<T>(channels * size.inputs, 0.5);
@@ -87,9 +87,11 @@ void run(DType dtype, double tolerance, const Sizes& sizes) {
   const Head head{maps.data(), static_cast<int64_t>(maps.size()) - 1, sizes.segments,
                   {packed.get(), classifier_bias.data(), sizes.channels, sizes.classes}, out.data()};
   for (size_t i = 1; i < maps.size(); i++) {
-    for (int64_t unit = 0; unit < kImages * maps[i].tiles; unit++) {
+    const std::vector<Run> runs = cut(kImages, maps[i].height * maps[i].width, sizes.maps[i].tiles);
+    maps[i].tile_rows = longest(runs);
+    for (const Run& run : runs) {
       const Memory scratch = memory(segmentation_head::KERNELS.projection_bytes(dtype, maps[i]));
-      segmentation_head::KERNELS.project(dtype, maps[i], unit, scratch.get());
+      segmentation_head::KERNELS.project(dtype, maps[i], run, scratch.get());
     }
   }
   for (int64_t unit = 0; unit < kImages * first.height * sizes.segments; unit++) {

@@ -1,6 +1,7 @@
 // Runs the loops of csrc/transformer_block/pyramid_cpu_loops.cpp, without torch, over odd sizes in buffers that end where the
 // data does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
 #include <algorithm>
+#include <thread>
 
 #include "linear/cpu_loops.h"
 #include "sanitized.h"
@@ -13,6 +14,7 @@ using transformer_block::Activation;
 using pyramids::Block;
 using pyramids::kept_grid;
 using pyramids::kept_tokens;
+using pyramids::mixed_grid;
 using pyramids::tokens_of;
 
 struct Sizes {
@@ -145,8 +147,24 @@ void add(Rows& rows, const Rows& others) {
   }
 }
 
+// Who computes the rows of a band: one thread from the top, one from the bottom, or both until they meet.
+enum class Sharing { none, upward, both };
+
+void mix(DType dtype, const Block& block, const Run& run, Sharing sharing) {
+  int64_t taken = 0;
+  const auto serve = [&](bool upward) {
+    const Memory scratch = memory(pyramids::KERNELS.mix_bytes(dtype, block));
+    pyramids::KERNELS.mix(dtype, block, {run, sharing == Sharing::none ? nullptr : &taken, upward}, scratch.get());
+  };
+  if (sharing != Sharing::both) return serve(sharing == Sharing::upward);
+  std::thread other(serve, true);
+  serve(false);
+  other.join();
+  expect("all rows were taken", taken == run.end - run.begin);
+}
+
 template <class T>
-void run(DType dtype, double tolerance, const Sizes& sizes, bool holds_hidden = false) {
+void run(DType dtype, double tolerance, const Sizes& sizes, bool holds_hidden = false, Sharing sharing = Sharing::none) {
   const auto& kernels = pyramids::KERNELS;
   const int64_t width = sizes.heads * sizes.head_dim, images = 2, channels = sizes.channels;
   const RandomNorm norm1(channels), norm2(channels), norm_kept(channels);
@@ -167,22 +185,28 @@ void run(DType dtype, double tolerance, const Sizes& sizes, bool holds_hidden = 
   block.proj = proj.parts[0], block.fc1 = fc1.parts[0], block.fc2 = fc2.parts[0];
   block.heads = sizes.heads, block.scale = 0.7, block.activation = sizes.activation;
   block.conv = sizes.convolves ? packed.data() : nullptr;
-  block.groups = sizes.groups, block.tiles = sizes.tiles, block.bands = sizes.bands;
   const Memory keys = memory(images * kept_tokens(block) * width * kernels.element_bytes(dtype));
   const Memory values = memory(images * kept_tokens(block) * width * kernels.element_bytes(dtype));
   block.keys = keys.get(), block.values = values.get();
   const Memory hidden = memory(images * tokens_of(block) * kernels.hidden_bytes(dtype, block));
   block.hidden = holds_hidden ? hidden.get() : nullptr;
-  for (int64_t unit = images * sizes.groups; unit-- > 0;) {  // in any order
+  std::vector<Run> runs = cut(images, kept_tokens(block), sizes.groups);
+  block.group_rows = longest(runs);
+  for (size_t i = runs.size(); i-- > 0;) {  // in any order
     const Memory scratch = memory(kernels.project_bytes(dtype, block));
-    kernels.project(dtype, block, unit, scratch.get());
+    kernels.project(dtype, block, runs[i], scratch.get());
   }
+  runs = cut(images, tokens_of(block), sizes.tiles);
+  block.tile_rows = longest(runs);
   const Memory scratch = memory(kernels.attend_bytes(dtype, block));
-  for (int64_t unit = 0; unit < images * sizes.tiles; unit++) kernels.attend(dtype, block, unit, unit - 1, scratch.get());
-  for (int64_t unit = images * sizes.bands; unit-- > 0;) {
-    const Memory of_unit = memory(kernels.mix_bytes(dtype, block));
-    kernels.mix(dtype, block, unit, of_unit.get());
+  int64_t previous = -1;
+  for (const Run& run : runs) {
+    kernels.attend(dtype, block, run, previous, scratch.get());
+    previous = run.image;
   }
+  runs = cut(images, mixed_grid(block).height, sizes.bands);
+  block.band_rows = longest(runs);
+  for (size_t i = runs.size(); i-- > 0;) mix(dtype, block, runs[i], sharing);
 
   const int64_t tokens = tokens_of(block);
   for (int64_t image = 0; image < images; image++) {
@@ -219,6 +243,10 @@ int main() {
     run<Half>(DType::float16, 1e-2, sizes);
     if (sizes.convolves) run<float>(DType::float32, 1e-4, sizes, true);
     if (sizes.convolves) run<BFloat16>(DType::bfloat16, 0.15, sizes, true);
+    for (const Sharing sharing : {Sharing::upward, Sharing::both}) {
+      run<float>(DType::float32, 1e-4, sizes, false, sharing);
+      run<BFloat16>(DType::bfloat16, 0.15, sizes, false, sharing);
+    }
   }
   std::printf("done\n");
 }

@@ -260,12 +260,10 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
   block.norm1 = norm1.norm, block.norm2 = norm2.norm;
   block.proj = proj.linear, block.fc1 = fc1.linear, block.fc2 = fc2.linear;
   block.heads = sizes.heads, block.scale = 0.7, block.activation = sizes.activation;
-  block.bands = sizes.bands, block.tiles = sizes.tiles;
   const std::vector<std::vector<int64_t>> rows = rows_of_images(chosen, images, tokens_of(block));
   std::vector<int64_t> all_rows;
   if (chosen == Chosen::some) {
     block.kept = rows[0].size();
-    block.tiles = std::min(block.tiles, block.kept);
     for (int64_t image = 0; image < images; image++) {
       all_rows.insert(all_rows.end(), rows[image].begin(), rows[image].end());
       all_rows.resize((image + 1) * block.kept, -1);
@@ -285,9 +283,14 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
   std::vector<T> x = random_buffer<T>(images * tokens * sizes.channels);
   const std::vector<T> before = x;
   block.x = x.data();
-  for (int64_t unit = images * sizes.bands; unit-- > 0;) {  // in any order
+  std::vector<Run> runs = cut(images, sizes.height, sizes.bands);
+  for (const Run& run : runs) {
+    const transformer_block::Rows held = held_rows(block, run);
+    block.band_rows = std::max(block.band_rows, held.end - held.begin);
+  }
+  for (size_t i = runs.size(); i-- > 0;) {  // in any order
     const Memory scratch = memory(kernels.project_bytes(dtype, block));
-    kernels.project(dtype, block, unit, scratch.get());
+    kernels.project(dtype, block, runs[i], scratch.get());
   }
   const Scored scored[] = {Scored::mean, Scored::class_token};
   const int64_t keys = tokens_of(block, 1), queries_scored = 1 + sizes.class_tokens;
@@ -299,9 +302,13 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
       kernels.score(dtype, block, image, scratch.get());
     }
   }
+  runs = cut(images, queries_of(block), std::min(sizes.tiles, queries_of(block)));
+  block.tile_rows = longest(runs);
   const Memory scratch = memory(kernels.attend_bytes(dtype, block));
-  for (int64_t unit = 0; unit < images * block.tiles; unit++) {
-    kernels.attend(dtype, block, unit, unit - 1, scratch.get());
+  int64_t previous = -1;
+  for (const Run& run : runs) {
+    kernels.attend(dtype, block, run, previous, scratch.get());
+    previous = run.image;
   }
 
   for (int64_t image = 0; image < images; image++) {
