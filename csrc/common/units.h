@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/cpu.h"
@@ -51,29 +54,58 @@ inline int64_t longest(const std::vector<Run>& runs) {
   return rows;
 }
 
-// Calls f(unit, previous, scratch) for all units, which threads take as they come.
+// Units of work that threads take as they come, each with `bytes` of memory for the thread. `previous` is the unit that the
+// thread served before, or -1.
+struct Step {
+  int64_t units, bytes;
+  std::function<void(int64_t unit, int64_t previous, char* scratch)> run;
+};
+
+// A step whose units are runs: f(run, previous image or -1, scratch).
 template <class F>
-void for_units(int64_t units, int64_t bytes, const F& f) {
+Step over_runs(std::vector<Run> runs, int64_t bytes, F f) {
+  const int64_t units = static_cast<int64_t>(runs.size());
+  return {units, bytes, [runs = std::move(runs), f](int64_t unit, int64_t previous, char* scratch) {
+            f(runs[unit], previous < 0 ? -1 : runs[previous].image, scratch);
+          }};
+}
+
+// The units of a step that have been taken, and those that are done.
+struct alignas(64) Progress {
+  std::atomic<int64_t> taken{0}, done{0};
+
+  // Waits for the units that other threads have taken, for a while without giving up the CPU.
+  void wait_for(int64_t units) const {
+    constexpr int kSpins = 2000;  // about 100 µs
+    for (int spin = 0; done.load(std::memory_order_acquire) < units; spin++) {
+      if (spin >= kSpins) std::this_thread::yield();
+#ifdef __x86_64__
+      __builtin_ia32_pause();
+#endif
+    }
+  }
+};
+
+// Runs steps one after the other. No step waits for a thread that has taken no unit: on a busy CPU it may come late.
+inline void for_steps(const std::vector<Step>& steps) {
+  int64_t units = 0, bytes = 0;
+  for (const Step& step : steps) units = std::max(units, step.units), bytes = std::max(bytes, step.bytes);
   const int64_t count = std::min(threads(), units);
   if (count == 0) return;
   bytes = (bytes + 4095) / 4096 * 4096;
   const Workspace scratch(count * bytes);
-  std::atomic<int64_t> next{0};
+  std::vector<Progress> progress(steps.size());
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; thread++) {
-      int64_t previous = -1;
-      for (int64_t unit = next++; unit < units; previous = unit, unit = next++) {
-        f(unit, previous, scratch.data() + thread * bytes);
+      for (size_t i = 0; i < steps.size(); i++) {
+        int64_t previous = -1;
+        for (int64_t unit = progress[i].taken++; unit < steps[i].units; previous = unit, unit = progress[i].taken++) {
+          steps[i].run(unit, previous, scratch.data() + thread * bytes);
+          progress[i].done.fetch_add(1, std::memory_order_release);
+        }
+        if (i + 1 < steps.size()) progress[i].wait_for(steps[i].units);
       }
     }
-  });
-}
-
-// The same for runs: f(run, previous image or -1, scratch).
-template <class F>
-void for_runs(const std::vector<Run>& runs, int64_t bytes, const F& f) {
-  for_units(static_cast<int64_t>(runs.size()), bytes, [&](int64_t unit, int64_t previous, void* scratch) {
-    f(runs[unit], previous < 0 ? -1 : runs[previous].image, scratch);
   });
 }
 

@@ -15,13 +15,12 @@ constexpr int64_t kCopyBytes = 16 << 20;  // of images with adjacent channels, i
 
 // Serves some images.
 void serve(const Kernels& loops, DType dtype, Embedding& call) {
-  if (call.pixels != nullptr) {
-    for_units(call.images * call.height, 0, [&](int64_t row, int64_t, void*) { loops.arrange(dtype, call, row); });
-  }
+  const int64_t arranged = call.pixels == nullptr ? 0 : call.images * call.height;
   const std::vector<Run> runs = cut_tokens(call.images, call.out_height * call.out_width);
   call.tile_rows = longest(runs);
-  for_runs(runs, loops.scratch_bytes(dtype, call),
-           [&](const Run& run, int64_t, void* scratch) { loops.embed(dtype, call, run, scratch); });
+  for_steps({{arranged, 0, [&](int64_t row, int64_t, char*) { loops.arrange(dtype, call, row); }},
+             over_runs(runs, loops.scratch_bytes(dtype, call),
+                       [&](const Run& run, int64_t, char* scratch) { loops.embed(dtype, call, run, scratch); })});
 }
 
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,

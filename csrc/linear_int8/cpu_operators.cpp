@@ -161,7 +161,7 @@ void multiply_and_finish(const Left& left, const void* packed, const Finish& fin
   const int64_t scale_bytes = lines(tile_rows * sizeof(float));
   const int64_t value_bytes = tile_rows * kernels().row_bytes(inputs);
   const int64_t sum_bytes = tile_rows * kPanel * sizeof(int32_t);
-  for_units(tiles * groups, scale_bytes + value_bytes + sum_bytes, [&](int64_t unit, int64_t previous, char* at) {
+  const auto multiply = [&](int64_t unit, int64_t previous, char* at) {
     const int64_t tile = unit / groups, group = unit % groups;
     const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
     float* scales = reinterpret_cast<float*>(at);
@@ -172,7 +172,8 @@ void multiply_and_finish(const Left& left, const void* packed, const Finish& fin
       kernels().multiply(values, count, packed, inputs, panel * kPanel, sums, kPanel);
       kernels().finish(dtype, finish, sums, scales, first, count, panel * kPanel);
     }
-  });
+  };
+  for_steps({{tiles * groups, scale_bytes + value_bytes + sum_bytes, multiply}});
 }
 
 Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const Tensor& packed,

@@ -25,15 +25,17 @@ Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
 
 // Serves some images.
 void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source>& maps, Head& head) {
+  std::vector<Step> steps;
   for (size_t i = 1; i < maps.size(); i++) {
     Source& map = maps[i];
     const std::vector<Run> runs = cut_tokens(images, map.height * map.width);
     map.tile_rows = longest(runs);
-    for_runs(runs, loops.projection_bytes(dtype, map),
-             [&](const Run& run, int64_t, void* scratch) { loops.project(dtype, map, run, scratch); });
+    steps.push_back(over_runs(runs, loops.projection_bytes(dtype, map),
+                              [&](const Run& run, int64_t, char* scratch) { loops.project(dtype, map, run, scratch); }));
   }
-  for_units(images * maps[0].height * head.segments, loops.scratch_bytes(dtype, head),
-            [&](int64_t unit, int64_t, void* scratch) { loops.classify(dtype, head, unit, scratch); });
+  steps.push_back({images * maps[0].height * head.segments, loops.scratch_bytes(dtype, head),
+                   [&](int64_t unit, int64_t, char* scratch) { loops.classify(dtype, head, unit, scratch); }});
+  for_steps(steps);
 }
 
 Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vector<Tensor>& packed, const Tensor& bias,

@@ -3,6 +3,7 @@
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -90,12 +91,12 @@ void for_images(AnyBlock& block, int64_t batch, int64_t image_bytes, const F& se
   }
 }
 
-// Runs the step with attention on some queries of each image.
+// The step with attention, so many queries of each image.
 template <class Kernels, class Block>
-void attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) {
+Step attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) {
   const std::vector<Run> runs = cut_tokens(block.images, queries);
   block.tile_rows = longest(runs);
-  for_runs(runs, kernels.attend_bytes(dtype, block), [&](const Run& run, int64_t previous, void* scratch) {
+  return over_runs(runs, kernels.attend_bytes(dtype, block), [&, dtype](const Run& run, int64_t previous, char* scratch) {
     kernels.attend(dtype, block, run, previous, scratch);
   });
 }
@@ -243,16 +244,17 @@ int64_t rows_to_hold(const Block& block) {
   return std::max<int64_t>(kHeldBytes / bytes - (of_one.end - of_one.begin - 1), 1);
 }
 
-// Computes queries, keys and values of some images.
-void project(DType dtype, Block& block) {
+// The step that computes queries, keys and values.
+Step project(DType dtype, Block& block) {
   const std::vector<Run> runs = cut(block.images, block.height, kFewestHeld, rows_to_hold(block));
   block.band_rows = 0;
   for (const Run& run : runs) {
     const Rows held = held_rows(block, run);
     block.band_rows = std::max(block.band_rows, held.end - held.begin);
   }
-  for_runs(runs, kernels().project_bytes(dtype, block),
-           [&](const Run& run, int64_t, void* scratch) { kernels().project(dtype, block, run, scratch); });
+  return over_runs(runs, kernels().project_bytes(dtype, block), [&block, dtype](const Run& run, int64_t, char* scratch) {
+    kernels().project(dtype, block, run, scratch);
+  });
 }
 
 // Serves some images, whose queries, keys and values find room in `projected`.
@@ -261,12 +263,13 @@ void serve(DType dtype, Block& block, char* projected) {
     block.projected[i] = projected;
     projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
   }
-  project(dtype, block);
+  std::vector<Step> steps{project(dtype, block)};
   if (block.scores != nullptr) {
-    for_units(block.images, kernels().score_bytes(dtype, block),
-              [&](int64_t image, int64_t, void* scratch) { kernels().score(dtype, block, image, scratch); });
+    steps.push_back({block.images, kernels().score_bytes(dtype, block),
+                     [&](int64_t image, int64_t, char* scratch) { kernels().score(dtype, block, image, scratch); }});
   }
-  attend(kernels(), dtype, block, queries_of(block));
+  steps.push_back(attend(kernels(), dtype, block, queries_of(block)));
+  for_steps(steps);
 }
 
 // What is overwritten is x, and the scores.
@@ -422,24 +425,26 @@ Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
           tokens_of(block) * block.channels * element};
 }
 
-void project(DType dtype, Block& block) {
+// The step that computes keys and values.
+Step project(DType dtype, Block& block) {
   const std::vector<Run> runs = cut_tokens(block.images, kept_tokens(block));
   block.group_rows = longest(runs);
-  for_runs(runs, kernels().project_bytes(dtype, block),
-           [&](const Run& run, int64_t, void* scratch) { kernels().project(dtype, block, run, scratch); });
+  return over_runs(runs, kernels().project_bytes(dtype, block), [&block, dtype](const Run& run, int64_t, char* scratch) {
+    kernels().project(dtype, block, run, scratch);
+  });
 }
 
-// Runs the third step on runs of rows.
-void mix_runs(DType dtype, Block& block, const std::vector<Run>& runs) {
+// The third step, on runs of rows.
+Step mix_runs(DType dtype, Block& block, const std::vector<Run>& runs) {
   block.band_rows = longest(runs);
-  for_runs(runs, kernels().mix_bytes(dtype, block), [&](const Run& run, int64_t, void* scratch) {
+  return over_runs(runs, kernels().mix_bytes(dtype, block), [&block, dtype](const Run& run, int64_t, char* scratch) {
     kernels().mix(dtype, block, {run, nullptr, false}, scratch);
   });
 }
 
-// Runs the third step on bands of images, each from its top by one thread, and of the last ones from the bottom by another:
+// The third step, on bands of images, each from its top by one thread, and of the last ones from the bottom by another:
 // where both meet, few rows have their hidden channels made twice.
-void mix_bands(DType dtype, Block& block) {
+Step mix_bands(DType dtype, Block& block) {
   const int64_t parts = std::min((threads_of_image(block) + 1) / 2, block.height), bands = block.images * parts;
   std::vector<Run> runs;
   for (int64_t band = 0; band < bands; band++) {
@@ -448,12 +453,19 @@ void mix_bands(DType dtype, Block& block) {
   }
   const int64_t shared = threads() == 1 ? 0 : std::min(threads(), bands);
   block.band_rows = longest(runs);
-  std::vector<int64_t> taken(bands);
-  for_units(bands + shared, kernels().mix_bytes(dtype, block), [&](int64_t unit, int64_t, void* scratch) {
+  const auto taken = std::make_shared<std::vector<int64_t>>(bands);
+  const auto mix = [=, &block](int64_t unit, int64_t, char* scratch) {
     const bool upward = unit >= bands;
     const int64_t band = upward ? unit - shared : unit;
-    kernels().mix(dtype, block, {runs[band], band < bands - shared ? nullptr : &taken[band], upward}, scratch);
-  });
+    kernels().mix(dtype, block, {runs[band], band < bands - shared ? nullptr : &(*taken)[band], upward}, scratch);
+  };
+  return {bands + shared, kernels().mix_bytes(dtype, block), mix};
+}
+
+Step mix(DType dtype, Block& block) {
+  if (block.conv == nullptr) return mix_runs(dtype, block, cut_tokens(block.images, tokens_of(block)));
+  if (block.hidden == nullptr) return mix_bands(dtype, block);
+  return mix_runs(dtype, block, cut_rows(block.images, block.height, block.width, rows_together(block.width)));
 }
 
 // Serves some images.
@@ -462,11 +474,7 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
   block.keys = between += block.images * bytes.hidden;
   block.values = between += block.images * bytes.keys;
   block.stream = between += block.images * bytes.keys;
-  project(dtype, block);
-  attend(kernels(), dtype, block, tokens_of(block));
-  if (block.conv == nullptr) mix_runs(dtype, block, cut_tokens(block.images, tokens_of(block)));
-  else if (block.hidden == nullptr) mix_bands(dtype, block);
-  else mix_runs(dtype, block, cut_rows(block.images, block.height, block.width, rows_together(block.width)));
+  for_steps({project(dtype, block), attend(kernels(), dtype, block, tokens_of(block)), mix(dtype, block)});
 }
 
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
