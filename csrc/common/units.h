@@ -74,6 +74,12 @@ Step over_runs(std::vector<Run> runs, int64_t bytes, F f) {
 struct alignas(64) Progress {
   std::atomic<int64_t> taken{0}, done{0};
 
+  // A unit that is being computed; it is done at its end, also if it throws.
+  struct Unit {
+    std::atomic<int64_t>& done;
+    ~Unit() { done.fetch_add(1, std::memory_order_release); }
+  };
+
   // Waits for the units that other threads have taken, for a while without giving up the CPU.
   void wait_for(int64_t units) const {
     constexpr int kSpins = 2000;  // about 100 µs
@@ -100,8 +106,8 @@ inline void for_steps(const std::vector<Step>& steps) {
       for (size_t i = 0; i < steps.size(); i++) {
         int64_t previous = -1;
         for (int64_t unit = progress[i].taken++; unit < steps[i].units; previous = unit, unit = progress[i].taken++) {
+          const Progress::Unit is_done{progress[i].done};
           steps[i].run(unit, previous, scratch.data() + thread * bytes);
-          progress[i].done.fetch_add(1, std::memory_order_release);
         }
         if (i + 1 < steps.size()) progress[i].wait_for(steps[i].units);
       }
