@@ -106,7 +106,7 @@ Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row
 // Adds the products of up to 2 × 2 tiles, whose sums are tiles 0 to 3. The second left one lies `second` pairs behind the
 // first, the second right one beside it. One tile serves for both left factors, and one for both right ones: a core seems to
 // share its registers for tiles among its hyperthreads, and with eight in use beside a busy one, products took 1.5 times as
-// long as with six (Intel Xeon, 2026-11-26). Alone they take the same time.
+// long as with six (Intel Xeon, 2026-11-26). Alone they take the same time. Depths that are no multiple of 16 take two more at their end.
 template <int rows, int vectors, int left, int right, class P>
 [[gnu::always_inline]] inline void add_products(const P* a, int64_t a_stride, int64_t second, const P* b) {
   constexpr int64_t bytes = sizeof(P), b_stride = vectors * kTileSide * bytes;
@@ -174,7 +174,7 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
     }
   };
   if constexpr (kTiles && (std::is_same_v<P, Pair> || std::is_same_v<P, Integers>)) {
-    // Two tiles that overlap serve 16 to 32 rows: every row goes through the same instructions, however many there are.
+    // Two tiles, which overlap, serve 17 to 31 rows: every row goes through the same instructions, however many there are.
     if (rows > 0) shape_tiles(rows, depth);
     for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group, Ahead) {
       const auto run = size > kTileSide ? multiply_tiles<2, vectors, P, A> : multiply_tiles<1, vectors, P, A>;

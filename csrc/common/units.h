@@ -15,19 +15,22 @@ namespace cvt_kernels {
 
 inline int64_t threads() { return static_cast<int64_t>(torch::stable::get_num_threads()); }
 
-// Cuts the rows of images into runs of `fewest` to `most` rows, and of multiples of `whole`, as far as it goes. In each round
-// all threads get one of the same size, together half of what is left, and in the last round all: so they end at about the
-// same time, as fast as each other or not.
+// Cuts the rows of images into runs, which get smaller: those of a round, one for each thread, take about half of what is
+// left, in multiples of `whole`; the last round takes all. So threads end at about the same time, even if one is slower. A run
+// has `fewest` to `most` rows, less in the last round and at the end of an image, or up to whole / 2 more at its end.
 inline std::vector<Run> cut(int64_t images, int64_t rows, int64_t fewest, int64_t most, int64_t whole = 1) {
   const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   std::vector<Run> runs;
   int64_t image = 0, row = 0, size = most;
+  bool is_last = threads() == 1;
   while (image < images) {
-    if (threads() > 1 && runs.size() % threads() == 0) {
+    if (!is_last && runs.size() % threads() == 0) {
       const int64_t left = (images - image) * rows - row, half = divide(left, 2 * threads());
-      size = std::min(half < fewest ? divide(left, threads()) : divide(half, whole) * whole, most);
+      is_last = half < fewest;
+      size = std::min(is_last ? divide(left, threads()) : (half + whole / 2) / whole * whole, most);
     }
-    const int64_t end = std::min(row + size, rows);
+    const int64_t rest = rows - row, extra = size < whole ? 0 : whole / 2;
+    const int64_t end = rest < size + extra ? rows : row + size;
     runs.push_back({image, row, end});
     row = end;
     if (row == rows) image++, row = 0;
@@ -35,14 +38,12 @@ inline std::vector<Run> cut(int64_t images, int64_t rows, int64_t fewest, int64_
   return runs;
 }
 
-constexpr int64_t kAtOnce = 32;  // tokens, in a product with AMX
-
-// The same for tokens that pass through linear layers.
+// Cuts tokens that pass through linear layers.
 inline std::vector<Run> cut_tokens(int64_t images, int64_t tokens) {
   return cut(images, tokens, kAtOnce, kTileRows / kAtOnce * kAtOnce, kAtOnce);
 }
 
-// The same for rows of `width` tokens.
+// Cuts rows of `width` tokens.
 inline std::vector<Run> cut_rows(int64_t images, int64_t rows, int64_t width, int64_t most) {
   return cut(images, rows, (kAtOnce + width - 1) / width, most);
 }
@@ -82,7 +83,7 @@ struct alignas(64) Progress {
 
   // Waits for the units that other threads have taken, for a while without giving up the CPU.
   void wait_for(int64_t units) const {
-    constexpr int kSpins = 2000;  // about 100 µs
+    constexpr int kSpins = 2000;  // about 100 µs on x86
     for (int spin = 0; done.load(std::memory_order_acquire) < units; spin++) {
       if (spin >= kSpins) std::this_thread::yield();
 #ifdef __x86_64__

@@ -11,7 +11,9 @@ struct Kernels;
 
 constexpr int64_t kTileRows = 112;  // the most rows that pass through a linear layer together
 
-// Adjacent rows of an image, which a thread takes together.
+constexpr int64_t kAtOnce = 32;  // rows that AMX multiplies together
+
+// Adjacent rows, tokens or pixels of an image, which a thread takes together.
 struct Run {
   int64_t image, begin, end;
 };

@@ -91,7 +91,7 @@ void for_images(AnyBlock& block, int64_t batch, int64_t image_bytes, const F& se
   }
 }
 
-// The step with attention, so many queries of each image.
+// The step with attention, on `queries` queries of each image.
 template <class Kernels, class Block>
 Step attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) {
   const std::vector<Run> runs = cut_tokens(block.images, queries);
@@ -235,9 +235,9 @@ void score_by(Block& block, const Tensor& scores, const std::string& query, int6
   }
 }
 
-constexpr int64_t kFewestHeld = 4;  // rows of a run, since those beside it are normalized for two
+constexpr int64_t kFewestHeld = 4;  // rows of a run, since the rows beside it are normalized again for the next one
 
-// The rows that a run may have so that it holds kHeldBytes at most, at least one.
+// The rows that a run may have so that it holds about kHeldBytes at most, at least one.
 int64_t rows_to_hold(const Block& block) {
   const int64_t bytes = (block.width + 2 * block.margin) * block.channels * static_cast<int64_t>(sizeof(float));
   const Rows of_one = held_rows(block, {0, block.height / 2, block.height / 2 + 1});
@@ -405,7 +405,7 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   return block;
 }
 
-// Threads for an image in the third step, if it makes the hidden channels: those beside the rows of a thread are made twice.
+// Threads for an image in the third step, if it makes the hidden channels: those of the rows beside a thread's are made twice.
 int64_t threads_of_image(const Block& block) { return (threads() + block.images - 1) / block.images; }
 
 // Whether so many hidden channels would be made twice that the second step had better make all of them.
@@ -442,8 +442,8 @@ Step mix_runs(DType dtype, Block& block, const std::vector<Run>& runs) {
   });
 }
 
-// The third step, on bands of images, each from its top by one thread, and of the last ones from the bottom by another:
-// where both meet, few rows have their hidden channels made twice.
+// The third step, on bands of images. Each is computed from its top by one thread, and the last ones, one for each thread, also
+// from the bottom by a second thread, until they meet: there, few rows have their hidden channels made twice.
 Step mix_bands(DType dtype, Block& block) {
   const int64_t parts = std::min((threads_of_image(block) + 1) / 2, block.height), bands = block.images * parts;
   std::vector<Run> runs;

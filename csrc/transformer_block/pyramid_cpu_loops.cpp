@@ -206,10 +206,10 @@ struct Image {
   T* out;
 };
 
-// Hands out the rows of a band in steps.
+// Hands out the rows of a band in steps; those of a shared band have at least `fewest` rows, if so many are left.
 class Steps {
  public:
-  Steps(const Band& band, int64_t most) : band_(band), most_(most) {}
+  Steps(const Band& band, int64_t fewest, int64_t most) : band_(band), fewest_(fewest), most_(most) {}
 
   // The next rows; none if all are taken.
   Run next() {
@@ -221,7 +221,7 @@ class Steps {
     } else {
       // Both threads take less towards the end, so that they end at about the same time.
       int64_t taken = __atomic_load_n(band_.taken, __ATOMIC_RELAXED);
-      do size = at_most(at_most(ceil_div(rows - taken, int64_t{4}), most_), rows - taken);
+      do size = at_most(at_most(at_least(ceil_div(rows - taken, int64_t{4}), fewest_), most_), rows - taken);
       while (!__atomic_compare_exchange_n(band_.taken, &taken, taken + size, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     }
     own_ += size;
@@ -231,7 +231,7 @@ class Steps {
 
  private:
   const Band& band_;
-  const int64_t most_;
+  const int64_t fewest_, most_;
   int64_t own_ = 0;
 };
 
@@ -323,7 +323,7 @@ void mix_band(const Block& block, const Band& band, void* memory) {
     scratch.first = 0, scratch.held = block.height;
   }
   const bool hides = block.conv != nullptr && block.hidden == nullptr;
-  Steps steps(band, rows_of_step<E>(block));
+  Steps steps(band, ceil_div(kAtOnce, mixed_grid(block).width), rows_of_step<E>(block));
   Run known{};  // the rows whose hidden channels are held: none at first
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
     for (Run step = steps.next(); step.begin < step.end; step = steps.next()) {

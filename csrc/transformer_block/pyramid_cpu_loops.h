@@ -24,7 +24,7 @@ struct Block : AnyBlock {
   int64_t band_rows;    // the most rows of mixed_grid of a run of the third step
 };
 
-// Rows of mixed_grid for the third step. Where two threads share them, `taken` says how many either has taken so far; one
+// Rows of mixed_grid for the third step. Where two threads share them, `taken` says how many both together have taken; one
 // begins at the top, the other goes upward from the bottom.
 struct Band : Run {
   int64_t* taken;  // or none
