@@ -106,7 +106,8 @@ Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row
 // Adds the products of up to 2 × 2 tiles, whose sums are tiles 0 to 3. The second left one lies `second` pairs behind the
 // first, the second right one beside it. One tile serves for both left factors, and one for both right ones: a core seems to
 // share its registers for tiles among its hyperthreads, and with eight in use beside a busy one, products took 1.5 times as
-// long as with six (Intel Xeon, 2026-11-26). Alone they take the same time. Depths that are no multiple of 16 take two more at their end.
+// long as with six (Intel Xeon, 2026-11-26). Alone they take the same time. Depths that are no multiple of 16 take two more
+// at their end.
 template <int rows, int vectors, int left, int right, class P>
 [[gnu::always_inline]] inline void add_products(const P* a, int64_t a_stride, int64_t second, const P* b) {
   constexpr int64_t bytes = sizeof(P), b_stride = vectors * kTileSide * bytes;

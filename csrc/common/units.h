@@ -83,7 +83,7 @@ struct alignas(64) Progress {
 
   // Waits for the units that other threads have taken, for a while without giving up the CPU.
   void wait_for(int64_t units) const {
-    constexpr int kSpins = 2000;  // about 100 µs on x86
+    constexpr int kSpins = 2000;
     for (int spin = 0; done.load(std::memory_order_acquire) < units; spin++) {
       if (spin >= kSpins) std::this_thread::yield();
 #ifdef __x86_64__
@@ -93,7 +93,8 @@ struct alignas(64) Progress {
   }
 };
 
-// Runs steps one after the other. No step waits for a thread that has taken no unit: on a busy CPU it may come late.
+// Runs steps one after the other. No step waits for a thread that has taken no unit, which may come late on a busy CPU; only
+// the end of the last one does.
 inline void for_steps(const std::vector<Step>& steps) {
   int64_t units = 0, bytes = 0;
   for (const Step& step : steps) units = std::max(units, step.units), bytes = std::max(bytes, step.bytes);

@@ -85,10 +85,18 @@ def of_some_tokens():
         lambda: (pyramid(1, (14, 14)), {}),
         lambda: (pyramid(1, (3, 64)), {}),
         lambda: (pyramid(1, (1, 1), ratio=1), {}),
+        # Two threads share a band from both ends: of an image, of its parts, of some images.
+        lambda: (pyramid(1, (18, 10)), {}),
+        lambda: (pyramid(1, (70, 3)), {}),
+        lambda: (pyramid(5, (6, 5)), {}),
+        lambda: (with_quantized(pyramid(3, (18, 10))), {}),
         lambda: (with_quantized(make(batch=3, grid=(11, 12), class_tokens=1)), {}),
         of_some_tokens,
     ],
-    ids=["squares", "rows", "one", "quantized", "some tokens"],
+    ids=[
+        *("squares", "rows", "one", "shared image", "shared parts", "shared images", "shared and quantized"),
+        *("quantized", "some tokens"),
+    ],
 )
 def test_threads_change_nothing(made):
     arguments, settings = made()
