@@ -556,9 +556,10 @@ def conv_rows(start, x_ptr, w_ptr, taps, row, col, region, BRANCH: tl.constexpr,
                     acc = accs[r]
                     if j >= r * STRIDE and (j - r * STRIDE) % DIL == 0 and (j - r * STRIDE) // DIL < K:
                         if len(taps) > 0:
-                            acc += x * taps[(j - r * STRIDE) // DIL * K + b]
+                            tap = taps[(j - r * STRIDE) // DIL * K + b]
                         else:
-                            acc += x * load_weight(w_ptr, (j - r * STRIDE) // DIL * K + b, region, TILE)
+                            tap = load_weight(w_ptr, (j - r * STRIDE) // DIL * K + b, region, TILE)
+                        acc = tl.fma(x, tap, acc)  # rounded once, as in the sliding-row kernel
                     updated = updated + (acc,)
                 accs = updated
     return accs
