@@ -44,6 +44,10 @@ class _Shown(reprlib.Repr):
         self.maxstring = self.maxlong = 60
         self.maxlevel = 3
 
+    def repr_int(self, x: int, level: int) -> str:
+        repr(x)  # raises for thousands of digits, of which Python 3.14 would show an address instead
+        return super().repr_int(x, level)
+
     def repr_instance(self, x: Any, level: int) -> str:
         return repr(x) if isinstance(x, _PLAIN) else type(x).__name__
 

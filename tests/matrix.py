@@ -46,7 +46,8 @@ TESTS = (
 # What these tests and the build need besides torch, which says itself which setuptools it can be used with.
 PACKAGES = (
     "faster-coco-eval", "filelock", "hypothesis", "ninja", "numpy", "onnx", "onnxruntime", "onnxscript",
-    "pillow", "pytest", "safetensors", "scikit-learn", "scipy", "setuptools>=77", "tabulate", "torchmetrics", "tqdm",
+    "pillow", "pytest", "safetensors", "scikit-learn", "scipy", "setuptools>=77", "tabulate", "torchmetrics",
+    "tqdm",
 )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_serve_page(tmp_path, monkeypatch):
 
 
 FORKED = """
-import io, os, signal, torch
+import io, os, signal, torch, warnings
 from PIL import Image
 
 torch.set_num_threads(2)
@@ -127,6 +127,7 @@ def compute():
         app.model(torch.ones(64, 3, 32, 32))
 
 compute()
+warnings.filterwarnings("ignore", ".*use of fork")  # of Python 3.12, beside any thread
 worker = os.fork()
 if worker:
     raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))

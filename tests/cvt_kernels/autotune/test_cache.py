@@ -782,10 +782,15 @@ def test_key_of_a_gpu(monkeypatch):
         name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
 
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release\nGCC 12.3.0"
+    read = Path.read_text
+
+    def read_text(path, **options):
+        return version if path == Path("/proc/driver/nvidia/version") else read(path, **options)
+
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(machine, "cuda_driver_version", lambda: 12080)
-    monkeypatch.setattr(Path, "read_text", lambda path, encoding: version)
+    monkeypatch.setattr(Path, "read_text", read_text)
     one, two = torch.device("cuda", 0), torch.device("cuda")
     assert machine_key._device_facts(one) == {
         "device": "cuda",
