@@ -67,7 +67,8 @@ def test_a_plan_binds_once_and_passes_pointers_then(kernel):
     call = make_call()
     out = run(*call)
     assert (out.shape, out.dtype) == (call.x.shape, torch.float16)
-    assert kernel.bound == [((3, 2, 1), (call.x, call.parts, None, out, 7, 16), {"num_warps": 4})]
+    options = {"enable_fp_fusion": True, "num_warps": 4}
+    assert kernel.bound == [((3, 2, 1), (call.x, call.parts, None, out, 7, 16), options)]
     call = make_call()._replace(parts=(call.x, call.x))  # tensors may be one and the same
     out = run(*call)
     pointers = [t.data_ptr() for t in (call.x, *call.parts, out)]

@@ -193,6 +193,7 @@ class PositionSpec(NamedTuple):
         stride: Tokens between two keys.
         class_tokens: Class tokens before the tokens, and keys, of the grid.
         has_rows: Whether the queries are chosen tokens.
+        table_height, table_width: The offsets down and across of a head's table.
     """
 
     height: int
@@ -202,24 +203,21 @@ class PositionSpec(NamedTuple):
     stride: int
     class_tokens: int
     has_rows: bool
+    table_height: int
+    table_width: int
 
     @classmethod
     def of(cls, position: PositionBias, keys: int) -> PositionSpec:
         """Returns the places of a bias for calls of so many keys."""
         (height, width), (key_height, key_width) = position.query_grid, position.key_grid
-        class_tokens = keys - key_height * key_width
-        has_rows = position.rows is not None
-        return cls(height, width, key_height, key_width, position.stride, class_tokens, has_rows)
-
-    @property
-    def table_height(self) -> int:
-        """The offsets down of a head's table."""
-        return self.height + self.stride * (self.key_height - 1)
-
-    @property
-    def table_width(self) -> int:
-        """The offsets across of a head's table."""
-        return self.width + self.stride * (self.key_width - 1)
+        stride = position.stride
+        return cls(
+            height, width, key_height, key_width, stride,
+            class_tokens=keys - key_height * key_width,
+            has_rows=position.rows is not None,
+            table_height=height + stride * (key_height - 1),
+            table_width=width + stride * (key_width - 1),
+        )  # fmt: skip
 
 
 class KernelSpec(NamedTuple):
