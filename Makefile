@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS)
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
 
-# make test, then the rest: the other combinations of parameters, every kernel compiled with both versions of Triton, every call
+# make test, then the rest: the other combinations of parameters, every kernel compiled with three versions of Triton, every call
 # in the emulator of compiled kernels, several processes, ONNX, the pages of the documentation, and the sanitizers.
 test-all: $(INSTALLED)
 	$(MAKE) --no-print-directory test
