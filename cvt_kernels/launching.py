@@ -97,7 +97,7 @@ def _cuda_chip(index: int) -> Chip:
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:
     """Launches a Triton kernel on the current stream of the device of ``on``, with arguments by name."""
-    options = {"enable_fp_fusion": True, **options}  # the default until Triton 3.9
+    options = {"enable_fp_fusion": True, **options}  # Triton's default up to 3.9
     take = _planning.take if interception is None else interception.take
     if take is not None:
         take(Launch(kernel, grid, arguments, options))

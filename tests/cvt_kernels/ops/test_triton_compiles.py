@@ -2,7 +2,8 @@
 
 Triton 3.6, the version of torch 2.11, takes an attribute of a constexpr as an argument of a jit function only
 if it is a number, a bool or a dtype. Every version makes an integer argument of 1 a constant, which has no
-methods. And code after a return is compiled even where a static condition rules it out.
+methods. Triton 3.9 makes a tuple of a record within a record, which has its fields but not its properties.
+And code after a return is compiled even where a static condition rules it out.
 """
 
 import ast
@@ -46,12 +47,21 @@ FIELDS = {
     if isinstance(field, ast.AnnAssign)
     and not {"int", "bool", "float", "Any"} & {ast.unparse(field.annotation)}
 }
+#: The properties of the records that kernels get.
+PROPERTIES = {
+    method.name
+    for path in SOURCES
+    for record in _classes_of(path)
+    for method in record.body
+    if isinstance(method, ast.FunctionDef) and "property" in map(ast.unparse, method.decorator_list)
+}
 JIT = {node.name for path in SOURCES for node, _ in _functions_of(path)}
 
 
 def test_the_sources_are_found():
     assert {"approximate", "parts"} <= FIELDS
     assert {"activate", "load_vector"} <= JIT
+    assert {"options", "chunks"} <= PROPERTIES
 
 
 def printed_by(program):
@@ -112,6 +122,9 @@ def test_sources(path):
                     if isinstance(each, ast.Attribute) and each.attr in FIELDS
                     if ast.unparse(each.value).isupper()  # a constant
                 ]
+            is_nested = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
+            if is_nested and node.attr in PROPERTIES:
+                found.append(f"{where}: {ast.unparse(node)} is a property of a record within a record")
             is_method = isinstance(node, ast.Attribute) and node.attr == "to"
             if is_method and ast.unparse(node.value) in plain and function.name.endswith("_kernel"):
                 found.append(f"{where}: {ast.unparse(node)} of an argument that may be a constant")
