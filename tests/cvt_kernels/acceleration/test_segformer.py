@@ -163,16 +163,20 @@ def test_other_calls_of_the_head_are_composed(name):
 def test_a_head_with_a_quantized_layer_runs_its_own_forward():
     own, fused, maps = heads()
     calls = record_calls("segmentation_head")
-    layers = getattr(fused, "linear_projections", None) or fused.linear_c
+    layers = getattr(fused, projections_of(fused))
     layers[1].proj = ck.LinearInt8.from_float(layers[1].proj)
     with torch.no_grad():
         assert relative(fused(maps), own(maps)) < 0.1
     assert not calls
 
 
+def projections_of(head):
+    """Returns the name of the list of projections, which transformers 5 calls ``linear_projections``."""
+    return "linear_projections" if hasattr(head, "linear_projections") else "linear_c"
+
+
 def hook_projection(head):
-    projections = getattr(head, "linear_projections", None) or head.linear_c
-    projections[1].proj.register_forward_hook(lambda m, args, out: 1.5 * out)
+    getattr(head, projections_of(head))[1].proj.register_forward_hook(lambda m, args, out: 1.5 * out)
 
 
 def replace(head, name, bias, stride=1):
@@ -181,7 +185,7 @@ def replace(head, name, bias, stride=1):
 
 
 HEAD_CHANGES = [
-    (hook_projection, "linear_projections.1.proj has forward hooks"),
+    (hook_projection, "{projections}.1.proj has forward hooks"),
     (lambda head: replace(head, "linear_fuse", True), "linear_fuse has a bias"),
     (lambda head: replace(head, "classifier", True, 2), "classifier is not a 1×1 convolution"),
 ]
@@ -191,7 +195,7 @@ HEAD_CHANGES = [
 def test_a_changed_head_is_left_to_itself(change, reason):
     own, _, maps = heads()
     change(own)
-    fused = copy.deepcopy(own)
+    fused, reason = copy.deepcopy(own), reason.format(projections=projections_of(own))
     if change is hook_projection:
         ck.accelerate(fused, freeze=False)
     else:
@@ -265,7 +269,7 @@ def test_gradient_checkpointing():
 
 def test_a_forward_that_transformers_wraps(monkeypatch):
     """From 5.23 on, transformers wraps the forwards of layers, to checkpoint their gradients."""
-    layer = type(segformer().segformer.stages[0].blocks[0])
+    layer = next(type(module) for module in segformer().modules() if hasattr(module, "drop_path"))
     functions = {"__name__": "transformers.modeling_layers", "functools": functools}
     exec(
         "def wrapped(forward):\n"
