@@ -71,8 +71,8 @@ inline InstructionSet find_instruction_set() {
 
 // The table for this CPU among KERNEL_TABLES and the like: the last one where there is none for its latest set.
 template <class Kernels, int count>
-const Kernels& choose(const Kernels* const (&tables)[count]) {
-  return *tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
+const Kernels* choose(const Kernels* const (&tables)[count]) {
+  return tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
 }
 
 // Calls f(begin, end) for parts of 0 to `size` in several threads, each part of at least `grain`. What f throws is thrown

@@ -23,7 +23,7 @@ constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has 
 constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
 
 const Kernels& loops() {
-  static const Kernels& chosen = choose(KERNEL_TABLES);
+  static const Kernels& chosen = *choose(KERNEL_TABLES);
   return chosen;
 }
 

@@ -26,7 +26,7 @@ constexpr int64_t kBackwardUnits = 16;  // to cut a small batch into
 constexpr int64_t kBandRows = 16;       // the fewest of a band, around which two are computed again
 
 const Kernels& loops() {
-  static const Kernels& chosen = choose(KERNEL_TABLES);
+  static const Kernels& chosen = *choose(KERNEL_TABLES);
   return chosen;
 }
 

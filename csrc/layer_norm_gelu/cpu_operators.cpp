@@ -234,7 +234,7 @@ class Cpu {
   }
 
   static const Kernels& loops() {
-    static const Kernels& chosen = choose(KERNEL_TABLES);
+    static const Kernels& chosen = *choose(KERNEL_TABLES);
     return chosen;
   }
 

@@ -9,7 +9,7 @@
 namespace cvt_kernels::linear {
 
 inline const Kernels& kernels() {
-  static const Kernels& chosen = choose(PRODUCT_TABLES);
+  static const Kernels& chosen = *choose(PRODUCT_TABLES);
   return chosen;
 }
 

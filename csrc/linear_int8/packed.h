@@ -7,7 +7,7 @@
 namespace cvt_kernels::linear_int8 {
 
 inline const Kernels& kernels() {
-  static const Kernels& chosen = choose(INTEGER_TABLES);
+  static const Kernels& chosen = *choose(INTEGER_TABLES);
   return chosen;
 }
 

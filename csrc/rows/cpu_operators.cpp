@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kGrain = 16384;  // elements that are worth a thread
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose(KERNEL_TABLES);
+  static const Kernels& chosen = *choose(KERNEL_TABLES);
   return chosen;
 }
 

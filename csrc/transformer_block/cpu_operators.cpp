@@ -104,7 +104,7 @@ Step attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) 
 // Blocks with three convolutions ------------------------------------------------------------------------------
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose(PRODUCT_TABLES);
+  static const Kernels& chosen = *choose(PRODUCT_TABLES);
   return chosen;
 }
 
@@ -327,7 +327,7 @@ namespace {
 constexpr int64_t kMostTwice = 8;  // in how many rows one may have its hidden channels made twice
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose(PRODUCT_TABLES);
+  static const Kernels& chosen = *choose(PRODUCT_TABLES);
   return chosen;
 }
 

@@ -44,12 +44,13 @@ def test_without_a_compiler_the_python_part_is_installed_alone():
         ({"CVT_KERNELS_CUDA": "yes"}, "got 'yes', expected auto, 0 or 1"),
         ({"CVT_KERNELS_CUDA": "1", **NO_TOOLKIT}, "no nvcc was found"),
         ({"CVT_KERNELS_CUDA": "1", **NO_COMPILER}, "there is no C++ compiler 'no-such-compiler'"),
+        ({"CVT_KERNELS_WERROR": "yes"}, "got 'yes', expected 0 or 1"),
     ],
 )
 def test_a_build_that_is_impossible_fails_with_one_sentence(environment, message):
     result = run_setup(**environment)
     assert result.returncode == 1
-    assert "CVT_KERNELS_CUDA" in result.stderr
+    assert next(iter(environment)) in result.stderr
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
@@ -141,6 +142,17 @@ def test_every_source_of_csrc_is_compiled(tmp_path, setup):
     assert {step.inputs[0] for step in objects} == set(map(str, sources))
     assert len({step.output for step in objects}) == len(objects)
     assert link.inputs == [str(step.output) for step in objects]
+
+
+@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_warning_is_an_error_for_ci_only(tmp_path, monkeypatch, setup, strict):
+    """Later compilers have more warnings, so that a user's build must pass with them."""
+    monkeypatch.setenv("CVT_KERNELS_WERROR", "1" if strict else "")
+    *objects, _ = setup["steps"](tmp_path / "build", tmp_path / "_C.so", ck.__version__)
+    assert any("nvcc" in step.command[0] for step in objects)
+    for step in objects:
+        assert ("-Werror" in " ".join(step.command)) is strict, step.command
 
 
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
