@@ -21,11 +21,12 @@ import torch
 
 from . import machine, modes
 
-#: The name of a backend, or ``"auto"``. ``cuda`` and ``cpu`` are our kernels in csrc; ``composed`` calls
-#: other operators of this package. From ``sdpa`` on, they are PyTorch's own (``onednn`` together with
-#: operators of this package).
+#: The name of a backend, or ``"auto"``. ``gluon`` are our kernels for sm_90 in Gluon, Triton's lower
+#: language, ``cuda`` and ``cpu`` those in csrc; ``composed`` calls other operators of this package. From
+#: ``sdpa`` on, they are PyTorch's own (``onednn`` together with operators of this package).
 Backend = Literal[
     "auto",
+    "gluon",
     "triton",
     "cuda",
     "cpu",
@@ -42,7 +43,7 @@ Backend = Literal[
 #: Every backend, without ``"auto"``.
 BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
-OURS = ("triton", "cuda", "cpu")
+OURS = ("gluon", "triton", "cuda", "cpu")
 #: The backends without support for ``torch.func``: ours, and those that pack weights or write in place.
 _UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
 
@@ -470,7 +471,8 @@ def why_unavailable(operator: str, backend: str, device_type: str) -> str | None
     if reason is not None:
         return reason
     # With TRITON_INTERPRET=1 Triton's kernels run on the CPU, too slowly unless they are requested.
-    interpreted = machine.INTERPRETING and backend == "triton" in names_requested() and device_type == "cpu"
+    requested = backend in ("gluon", "triton") and backend in names_requested()
+    interpreted = machine.INTERPRETING and requested and device_type == "cpu"
     if implementation.devices is not None and device_type not in implementation.devices and not interpreted:
         return f"serves {' and '.join(implementation.devices)} tensors, not {device_type}"
     return None

@@ -268,6 +268,16 @@ def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
     )
 
 
+def gluon_kernels() -> Implementation:
+    """Returns the implementation in Gluon, for sm_90: ``gluon``'s function of the operator's name."""
+    return Implementation(
+        function=".gluon:{name}",
+        devices=("cuda",),
+        why_unavailable=machine.why_gluon_unavailable,
+        why_unsupported=".gluon:why_unsupported",
+    )
+
+
 def extension_kernels(
     device_type: str = "cpu",
     *,

@@ -106,6 +106,11 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
         kernel[grid](**arguments, **options)
 
 
+def is_descriptor(value: object) -> bool:
+    """Returns whether a kernel's argument is a tensor descriptor, of Triton or Gluon."""
+    return hasattr(value, "block_shape")
+
+
 _NOTHING = contextlib.nullcontext()
 
 

@@ -80,6 +80,18 @@ def why_triton_unavailable(device_type: str) -> str | None:
     return None
 
 
+def why_gluon_unavailable(device_type: str) -> str | None:
+    """Returns why this machine cannot run kernels in Gluon, Triton's lower language, or None."""
+    reason = why_triton_unavailable(device_type) or _why_no_gpu_runs("gluon")
+    if reason is not None:
+        return reason
+    if INTERPRETING:
+        return "Triton's interpreter does not run Gluon"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return f"Triton {installed_version('triton')} has no Gluon"
+    return None
+
+
 def why_extension_unavailable(device_type: str) -> str | None:
     """Returns why this machine has no kernels of the extension for a type of device, or None.
 
@@ -102,13 +114,16 @@ def _why_no_gpu_runs(backend: str) -> str | None:
 
 @functools.cache
 def why_gpu_unsupported(backend: str, index: int) -> str | None:
-    """Returns why a GPU cannot run kernels of ``"triton"`` or ``"cuda"``, or None."""
+    """Returns why a GPU cannot run kernels of ``"gluon"``, ``"triton"`` or ``"cuda"``, or None."""
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     if torch.version.hip is not None:
         return f"there are kernels for NVIDIA's GPUs only, not for {name}"
     if capability < OLDEST_GPU:
         needed, has = (".".join(map(str, numbers)) for numbers in (OLDEST_GPU, capability))
         return f"the kernels need a GPU of compute capability {needed} or newer, {name} has {has}"
+    if backend == "gluon" and capability != (9, 0):
+        has = ".".join(map(str, capability))
+        return f"the kernels in Gluon are for GPUs of compute capability 9.0, {name} has {has}"
     if backend != "cuda":
         return None
     architectures = _split(load_extension().architectures)

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton import language
 from triton.runtime import interpreter
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt_kernels import launching
 
@@ -164,7 +163,7 @@ class Traffic(NamedTuple):
 def tensors_of(arguments: Any) -> list[Tensor]:
     """Returns the tensors with elements among a launch's arguments, also those in tuples and descriptors."""
     leaves = pytree.tree_leaves(arguments)
-    tensors = [leaf.base if isinstance(leaf, TensorDescriptor) else leaf for leaf in leaves]
+    tensors = [leaf.base if launching.is_descriptor(leaf) else leaf for leaf in leaves]
     return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel()]
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import launching
 from ..backends import Record, prepared_by
@@ -183,7 +182,7 @@ class _Writer:
             source = self._source(value)
             pointer = self._pointers.setdefault(source, f"p{len(self._pointers)}")
             return source if as_tensor else pointer
-        if isinstance(value, TensorDescriptor):
+        if launching.is_descriptor(value):
             self._scope[name] = _descriptor(value, None)  # plans keep no tensor
             source = self._source(value.base)
             self._pointers.setdefault(source, f"p{len(self._pointers)}")
@@ -232,9 +231,9 @@ class _Writer:
         return [f"if not {source}.is_inference():", f"    _changed({source})"]
 
 
-def _descriptor(like: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
+def _descriptor(like: Any, base: Tensor | None) -> Any:
     """Returns a copy of a checked tensor descriptor on another base, without checking again."""
-    made = TensorDescriptor.__new__(TensorDescriptor)
+    made = object.__new__(type(like))
     made.__dict__.update(like.__dict__)
     made.base = base
     return made

@@ -12,13 +12,13 @@ import triton.language as tl
 _SQRT_2, _SQRT_2_OVER_PI = tl.constexpr(1.4142135623730951), tl.constexpr(0.7978845608028654)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # √(2/π) · (x + 0.044715 · x³) in h
-_TANH_LINEAR, _TANH_CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.285419265090401)
+TANH_LINEAR, TANH_CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.285419265090401)
 
 # erf(√2 · h) as the tanh of a polynomial in h, as far as |h| = 3, beyond which both are −1 or 1: the one of
 # degree 5 for which the largest error of GELU is smallest, 2.6e-5.
-_ERF_LINEAR, _ERF_CUBIC = tl.constexpr(1.59501573), tl.constexpr(0.29604534)
-_ERF_QUINTIC = tl.constexpr(-0.01124869)
-_LARGEST_SQUARE = tl.constexpr(9.0)
+ERF_LINEAR, ERF_CUBIC = tl.constexpr(1.59501573), tl.constexpr(0.29604534)
+ERF_QUINTIC = tl.constexpr(-0.01124869)
+LARGEST_SQUARE = tl.constexpr(9.0)
 
 
 @triton.jit
@@ -41,10 +41,10 @@ def activate_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE_
     if APPROXIMATE == "none" and not IS_HALF:
         return h + h * tl.erf(h * _SQRT_2)
     if APPROXIMATE == "none":
-        square = tl.minimum(h * h, _LARGEST_SQUARE)
-        u = h * (_ERF_LINEAR + square * (_ERF_CUBIC + square * _ERF_QUINTIC))
+        square = tl.minimum(h * h, LARGEST_SQUARE)
+        u = h * (ERF_LINEAR + square * (ERF_CUBIC + square * ERF_QUINTIC))
     elif APPROXIMATE == "tanh":
-        u = h * (_TANH_LINEAR + _TANH_CUBIC * (h * h))
+        u = h * (TANH_LINEAR + TANH_CUBIC * (h * h))
     else:
         u = h * 1.702
     if HARDWARE_TANH:
@@ -74,12 +74,12 @@ def derivative_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWAR
         return 0.5 + 0.5 * tl.erf(h * _SQRT_2) + h * _SQRT_2_OVER_PI * tl.exp(-2.0 * (h * h))
     square = h * h
     if APPROXIMATE == "none":
-        least = tl.minimum(square, _LARGEST_SQUARE)
-        cdf = _sigmoid(h * (_ERF_LINEAR + least * (_ERF_CUBIC + least * _ERF_QUINTIC)), HARDWARE)
+        least = tl.minimum(square, LARGEST_SQUARE)
+        cdf = _sigmoid(h * (ERF_LINEAR + least * (ERF_CUBIC + least * ERF_QUINTIC)), HARDWARE)
         return cdf + h * _SQRT_2_OVER_PI * _power(square * (-2.0 * _LOG2_E), HARDWARE)
     if APPROXIMATE == "tanh":
-        u = h * (_TANH_LINEAR + _TANH_CUBIC * square)
-        slope = h * (2.0 * _TANH_LINEAR + 6.0 * _TANH_CUBIC * square)
+        u = h * (TANH_LINEAR + TANH_CUBIC * square)
+        slope = h * (2.0 * TANH_LINEAR + 6.0 * TANH_CUBIC * square)
     else:
         u = h * 1.702
         slope = h * 3.404

@@ -112,7 +112,7 @@ void product_wait(Warp& w, const Instruction& i, u32 mask) {
         each(m.mask, [&](int l) { put<u32>(w.r + m.to, l, get<u32>(w.r + m.from, l)); });
     w.moves.clear();
 }
-void proxy_fence(Warp& w, const Instruction&, u32) { ++w.fences, w.fence_epoch = w.cta->epoch; }
+void proxy_fence(Warp& w, const Instruction&, u32) { join(w.fenced, w.clock), ++w.clock[w.index]; }
 
 // Copies in the background take place when they are waited for, as late as they may; until then what they
 // write is poison. i.a is their size, i.b the displacement of the destination, o[2] how much is read (−1: all).

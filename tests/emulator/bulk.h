@@ -24,8 +24,7 @@ void mbarrier_init(Warp& w, const Instruction& i, u32 mask) {
         const u32 address = mbarrier_address(w, i, l);
         const u64 value = ++w.cta->mbarrier_count;
         if (char* place = shared_at(w, l, address, 8, reinterpret_cast<const char*>(&value))) std::memcpy(place, &value, 8);
-        w.cta->mbarriers[address] = {w.cta->mbarrier_count, u32(i.a), u32(i.a), 0, 0, {}};
-        for (Warp& other : w.cta->warps) other.seen.resize(w.cta->mbarrier_count + 1);
+        w.cta->mbarriers[address] = {w.cta->mbarrier_count, u32(i.a), u32(i.a), 0, 0, {}, {}, {}, {}, {}};
     });
 }
 void mbarrier_invalidate(Warp& w, const Instruction& i, u32 mask) {
@@ -37,8 +36,26 @@ void mbarrier_invalidate(Warp& w, const Instruction& i, u32 mask) {
         w.cta->mbarriers.erase(address);
     });
 }
-inline void end_phase_if_complete(Mbarrier& m) {
-    if (m.waited_for == 0 && m.bytes == 0) ++m.phase, m.waited_for = m.count;
+inline void end_phase_if_complete(Warp& w, Mbarrier& m) {
+    if (m.waited_for || m.bytes) return;
+    ++m.phase, m.waited_for = m.count;
+    join(m.released, m.gathered), join(m.released_fences, m.gathered_fences);
+    const size_t place = w.cta->warps.size() + m.id;
+    if (m.released.size() <= place) m.released.resize(place + 1);
+    m.released[place] = m.phase;
+}
+inline void release(Warp& w, Mbarrier& m) {
+    join(m.gathered, w.clock), join(m.gathered_fences, w.fenced), ++w.clock[w.index];
+}
+void mbarrier_arrive(Warp& w, const Instruction& i, u32 mask) {
+    each(mask, [&](int l) {
+        Mbarrier* m = mbarrier_at(w, l, mbarrier_address(w, i, l));
+        if (!m) return;
+        if (m->waited_for < u32(i.a)) return fault(w, BARRIER, l, mbarrier_address(w, i, l));  // more arrive than it counts
+        m->waited_for -= i.a;
+        release(w, *m);
+        end_phase_if_complete(w, *m);
+    });
 }
 void mbarrier_expect(Warp& w, const Instruction& i, u32 mask) {
     each(mask, [&](int l) {
@@ -46,7 +63,8 @@ void mbarrier_expect(Warp& w, const Instruction& i, u32 mask) {
         if (!m) return;
         if (m->waited_for == 0) return fault(w, BARRIER, l, mbarrier_address(w, i, l));  // more arrive than it counts
         --m->waited_for, m->bytes += i.a;
-        end_phase_if_complete(*m);
+        release(w, *m);
+        end_phase_if_complete(w, *m);
     });
 }
 
@@ -108,7 +126,7 @@ void finish_load(Warp& w, Mbarrier& m) {  // of the oldest copy
         m.bytes -= bytes;
     });
     w.pc = pc;
-    end_phase_if_complete(m);
+    end_phase_if_complete(w, m);
 }
 void mbarrier_wait(Warp& w, const Instruction& i, u32 mask) {  // the predicate, the address, the parity
     const int first = std::countr_zero(mask);
@@ -118,7 +136,7 @@ void mbarrier_wait(Warp& w, const Instruction& i, u32 mask) {  // the predicate,
     if (!m) return;
     while ((m->phase & 1) == parity && m->waited_for == 0 && !m->copies.empty()) finish_load(w, *m);
     if ((m->phase & 1) == parity) w.state = BLOCKED;
-    else w.seen[m->id] = m->phase;
+    else join(w.clock, m->released), join(w.fenced, m->released_fences);
 }
 
 // A box goes when its thread waits for it, and is checked when it starts, too.

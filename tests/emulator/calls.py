@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cvt_kernels as ck
+from cvt_kernels import launching
 from tests.cvt_kernels.ops import test_accesses as tests
 from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
 
@@ -17,11 +18,13 @@ class Call(NamedTuple):
         case: What is called, and the number of multiprocessors that it is planned for.
         arch: The GPU that the kernels are compiled for, as 80.
         precision: Of products in float32, ``ieee`` or ``tf32``.
+        backend: What serves it: ``triton`` or ``gluon``.
     """
 
     case: tests.Case
     arch: int = 80
     precision: str = "ieee"
+    backend: ck.Backend = "triton"
 
 
 def _call(function: Callable[..., Any], *args: Any, precision: str = "ieee", **kwargs: Any) -> Call:
@@ -122,6 +125,50 @@ _FLOAT8 = {
     ),
 }
 
+
+def _by_gluon(
+    function: Callable[..., Any], *args: Any, programs: int, dtype: Any = BFLOAT16, **kwargs: Any
+) -> Call:
+    case = tests.Case(lambda: function(*args, dtype=dtype, **kwargs), "", launching.Chip(90, programs))
+    return Call(case, 90, backend="gluon")
+
+
+def _gelu_serving(*sizes: int, approximate: Any, dtype: Any) -> Any:
+    x, weight, bias, _ = tests.layer(*sizes, dtype)
+    return ck.linear_gelu(x, weight, bias, approximate=approximate)
+
+
+#: Tails of M, N and K; one and several tiles of a program, odd numbers of them, more programs than tiles;
+#: each tile of ``gluon.TILES``.
+_GLUON = {
+    **{
+        f"gluon: {approximate} GELU, {sizes}, {programs} programs": _by_gluon(
+            _gelu_serving, *sizes, approximate=approximate, programs=programs
+        )
+        for approximate, sizes, programs in (
+            ("none", (197, 384, 384), 1),
+            ("tanh", (197, 200, 136), 3),
+            ("quick", (1, 64, 64), 132),
+            ("none", (785, 192, 768), 7),
+        )
+    },
+    **{
+        f"gluon: sum{' in place' * inplace}, {sizes}, {programs} programs": _by_gluon(
+            tests.linear_add, *sizes, inplace=inplace, programs=programs
+        )
+        for sizes, inplace, programs in (
+            ((197, 768, 384), True, 2),
+            ((300, 384, 384), False, 5),
+            ((65, 264, 136), True, 1),
+            ((785, 64, 64), True, 132),
+        )
+    },
+    "gluon: float16 GELU": _by_gluon(
+        _gelu_serving, 197, 192, 192, approximate="none", dtype=FLOAT16, programs=3
+    ),
+    "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
+}
+
 CALLS: dict[str, Call] = {
     name: Call(case, 89 if name.startswith("float8") else 80)
     for name, case in tests.CASES.items()
@@ -129,7 +176,7 @@ CALLS: dict[str, Call] = {
 }
 #: Calls whose instructions and accesses are counted: see budgets.py.
 COUNTED = _of_cvt_13()
-CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | COUNTED
+CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | COUNTED
 
 #: A part of them, with a kernel of each family; most compile quickly.
 SMOKE = (

@@ -17,11 +17,9 @@ import triton
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import cvt_kernels as ck
-from cvt.commands.compile.triton_kernels import specialize
+from cvt.commands.compile.triton_kernels import source_of, specialize
 from cvt_kernels import backends, launching, machine
 from cvt_kernels.autotune import accuracy
 from tests import accesses
@@ -77,7 +75,7 @@ class Runner:
         """Compiles a launch, and runs it."""
         kernel = specialize(launch, self._arch)
         compiled = triton.compile(
-            ASTSource(
+            source_of(
                 getattr(importlib.import_module(kernel.module), kernel.name),
                 kernel.signature, kernel.constants, kernel.attributes,
             ),
@@ -109,7 +107,7 @@ def _bytes(value: Any, kind: Any, boxes: Iterator[dict[str, Any]]) -> Iterator[b
     if isinstance(kind, tuple):
         for part, part_kind in zip(value, kind, strict=True):
             yield from _bytes(part, part_kind, boxes)
-    elif isinstance(value, TensorDescriptor):
+    elif launching.is_descriptor(value):
         box = next(boxes, None)
         if box is None or len(value.shape) != 2 or box["fp4_padded"]:
             raise UnsupportedError(f"a descriptor as {kind}")
@@ -139,12 +137,12 @@ def _regions(launch: launching.Launch) -> list[Region]:
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[None]:
-    """Lets the operators choose Triton's kernels without a GPU."""
+    """Lets the operators choose the kernels in Triton and Gluon without a GPU."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(backends, "machine", _Interpreting()))
         for by_backend in backends.implementations.values():
-            if "triton" in by_backend:
-                stack.enter_context(mock.patch.object(by_backend["triton"], "why_unavailable", None))
+            for backend in {"gluon", "triton"} & set(by_backend):
+                stack.enter_context(mock.patch.object(by_backend[backend], "why_unavailable", None))
         yield
 
 
@@ -253,7 +251,7 @@ class Check:
         """Runs the call, and compares its results with the reference's."""
         runner = runner or Runner(self._call.arch)
         with (
-            self._precision(), _enabled(), ck.use_backend("triton"),
+            self._precision(), _enabled(), ck.use_backend(self._call.backend),
             launching.intercepted_launches(
                 runner.run, self._call.case.chip._replace(capability=self._call.arch)
             ),

@@ -20,7 +20,7 @@ struct FaultRecord { s32 kind, pc, program, thread, other, count; u64 address; }
 struct Region { u64 begin, end; const u8* allowed; };
 
 struct Shadow {  // who touched a byte, and when: barriers of the program and of the warp before, fences of its warp
-    u32 writer = 0, write_epoch = 0, write_sync = 0, write_fence = 0, reader = 0, read_epoch = 0, read_sync = 0;
+    u32 writer = 0, write_epoch = 0, write_sync = 0, reader = 0, read_epoch = 0, read_sync = 0;
 };
 constexpr u32 ANY_LANE = 1u << 11, ANY_WARP = ~0u >> 1;  // several threads of a warp; of several warps
 constexpr u32 BULK = 1;  // the writer is a bulk copy: write_epoch is its mbarrier, write_sync the phase that it ends
@@ -43,16 +43,24 @@ struct Product {  // a wgmma under way: what it was given, and its sums once it 
 struct Move { s32 to, from; u32 mask; };  // of a register that a product under way will write
 struct TensorMap { u64 address; u32 columns, rows, row_bytes, size, box_columns, box_rows, swizzle; };  // as program.py packs it
 struct Bulk { const TensorMap* map; s32 column, row; u32 shared; int lane, pc; u64 sum; };  // a copy of a box
-struct Mbarrier { u32 id, count, waited_for, phase; s64 bytes; std::deque<Bulk> copies; };
+using Clocks = std::vector<u32>;  // what happened before: of each warp and, behind them, of each mbarrier its phases
+inline void join(Clocks& to, const Clocks& from) {
+    if (to.size() < from.size()) to.resize(from.size());
+    for (size_t k = 0; k < from.size(); ++k) to[k] = std::max(to[k], from[k]);
+}
+inline u32 at(const Clocks& c, size_t k) { return k < c.size() ? c[k] : 0; }
+struct Mbarrier { u32 id, count, waited_for, phase; s64 bytes; std::deque<Bulk> copies; Clocks gathered, gathered_fences, released, released_fences; };
 struct Split { int pc; u32 mask; int join; };  // lanes that are elsewhere, and where they meet the others
 enum State { READY, BLOCKED, ARRIVED };  // able to run, waiting for an mbarrier, at a barrier of the program
 struct Cta;
 struct Warp {
     char* r = nullptr;
     Cta* cta = nullptr;
-    int index = 0, pc = 0, join = -1, barrier = -1;
+    int index = 0, pc = 0, join = -1, barrier = -1;  // barrier: its number
+    u32 expected = 0;  // threads at that barrier, 0 for all
+    Clocks clock, fenced;  // what happened before; and of that, before a proxy fence
     State state = READY;
-    u32 mask = 0, alive = 0, sync = 0, fences = 0, fence_epoch = 0;
+    u32 mask = 0, alive = 0, sync = 0;
     std::vector<Split> others;
     std::vector<Copy> copies;
     std::deque<std::vector<Copy>> groups;
@@ -61,7 +69,6 @@ struct Warp {
     std::vector<Move> moves;
     std::vector<Bulk> stores;
     std::deque<std::vector<Bulk>> store_groups;
-    std::vector<u32> seen;  // of each mbarrier, the phases that this warp knows to be complete
 };
 struct Traffic { u64 requests, units, least; };  // of an instruction: see traffic.h
 struct Launch {
@@ -77,7 +84,8 @@ struct Launch {
 };
 struct Cta {
     Launch* launch = nullptr;
-    u32 id[3], number = 0, epoch = 1, fence_epoch = 0;  // fence_epoch: of the last fence before the last barrier
+    u32 id[3], number = 0, everyone = 1;  // everyone: counts barriers of all warps
+    Clocks reads;  // of each byte of shared memory, the time of each warp's last read
     std::vector<u8> shared, written, pending;
     std::vector<Shadow> shadow;
     std::unordered_map<u32, Mbarrier> mbarriers;  // by address
@@ -120,11 +128,12 @@ template <class F> inline void each(u32 mask, F f) {
 inline int warp_of(u32 who) { return (who & 0xfff) == 0xfff ? -1 : int(who >> 5 & 31); }
 inline bool ordered(u32 who, u32 epoch, u32 sync, const Warp& w, u32 me) {
     if (who == 0 || who == me) return true;
-    if (who == BULK) return epoch < w.seen.size() && w.seen[epoch] >= sync;
+    if (who == BULK) return at(w.clock, w.cta->warps.size() + epoch) >= sync;
     const u32 program = w.cta->number + 1;
     if (who >> 12 != program) return false;  // of another program, whatever the time
-    if (epoch < w.cta->epoch) return true;
-    return warp_of(who) == w.index && sync < w.sync;
+    if (warp_of(who) < 0) return epoch < w.cta->everyone;
+    if (warp_of(who) != w.index) return at(w.clock, warp_of(who)) >= epoch;
+    return sync < w.sync;
 }
 inline u32 number_of(const Warp& w, int lane) {
     const u32 base = (w.cta->number + 1) << 12 | u32(w.index) << 5;
@@ -139,11 +148,13 @@ inline void unordered(Warp& w, int kind, u32 who, int lane, u64 address) {
 void note_read(Warp& w, Shadow& s, int lane, u64 address) {
     const u32 me = number_of(w, lane);
     if (!ordered(s.writer, s.write_epoch, s.write_sync, w, me)) unordered(w, RACE_READ, s.writer, lane, address);
-    const u32 epoch = w.cta->epoch;
-    if (s.reader && s.reader >> 12 == me >> 12 && s.read_epoch == epoch && s.reader != me) {
-        s.reader = warp_of(s.reader) == w.index ? number_of(w, -1) : (me | 0xfff);
-    } else if (s.reader && s.reader >> 12 != me >> 12) s.reader = ANY_WARP;  // several programs
-    else s.reader = me;
+    u32 epoch = at(w.clock, w.index);
+    if (s.reader && s.reader >> 12 != me >> 12) s.reader = ANY_WARP;  // several programs
+    else if (s.reader && s.reader != me && !ordered(s.reader, s.read_epoch, s.read_sync, w, me)) {
+        const bool is_own = warp_of(s.reader) == w.index;
+        s.reader = is_own ? number_of(w, -1) : (me | 0xfff);
+        if (!is_own) epoch = w.cta->everyone;
+    } else s.reader = me;
     s.read_epoch = epoch, s.read_sync = w.sync;
 }
 // Of a warp that loads one number into all lanes and stores another from one, only lanes that part make a race:
@@ -155,14 +166,13 @@ void note_write(Warp& w, Shadow& s, int lane, u64 address, bool changes, bool is
     const bool same_warp = s.reader >> 12 == me >> 12 && warp_of(s.reader) == w.index;
     if (changes && !(is_global && same_warp) && !ordered(s.reader, s.read_epoch, s.read_sync, w, me))
         unordered(w, RACE_OVER_READ, s.reader, lane, address);
-    s.writer = me, s.write_epoch = w.cta->epoch, s.write_sync = w.sync, s.write_fence = w.fences;
+    s.writer = me, s.write_epoch = at(w.clock, w.index), s.write_sync = w.sync;
 }
 // The asynchronous proxy (wgmma, bulk copies) sees what threads wrote after a fence.proxy.async: of the writer's warp
 // after the write, or of any other after a barrier.
 inline bool is_fenced(const Warp& w, const Shadow& s) {
     if (s.writer >> 12 != w.cta->number + 1) return true;  // a bulk copy, or nobody
-    return w.cta->warps[warp_of(s.writer)].fences > s.write_fence || w.cta->fence_epoch > s.write_epoch
-        || w.fence_epoch > s.write_epoch;
+    return at(w.fenced, warp_of(s.writer)) >= s.write_epoch;
 }
 
 // Returns where an access of a lane goes, after all checks; null if it must not take place.
@@ -174,13 +184,24 @@ char* shared_at(Warp& w, int lane, u32 address, u32 size, const char* value, Way
     if (u64(address) + size > cta.shared.size()) return fault(w, OUTSIDE, std::max(lane, 0), address), nullptr;
     for (u32 i = address; i < address + size; ++i) {
         if (cta.pending[i] && way != BY_COPY) fault(w, PENDING, std::max(lane, 0), i);
+        const size_t count = cta.warps.size();
         if (value) {
-            note_write(w, cta.shadow[i], lane, i, cta.shared[i] != u8(value[i - address]) || way != BY_THREAD, false);
+            const bool changes = cta.shared[i] != u8(value[i - address]) || way != BY_THREAD;
+            if (way == BY_PROXY && !is_fenced(w, cta.shadow[i])) fault(w, UNFENCED, std::max(lane, 0), i);
+            for (size_t k = 0; changes && k < count; ++k)  // every other warp's last read
+                if (int(k) != w.index && cta.reads[i * count + k] > at(w.clock, k)) {
+                    fault(w, RACE_OVER_READ, std::max(lane, 0), i, int(k) * 32);
+                    break;
+                }
+            const bool is_own = warp_of(cta.shadow[i].reader) == w.index;  // others are looked at above
+            if (!is_own) cta.shadow[i].reader = 0;
+            note_write(w, cta.shadow[i], lane, i, changes, false);
             cta.written[i] = 1;
         } else {
             if (!cta.written[i]) fault(w, UNINITIALIZED, std::max(lane, 0), i);
             if (way == BY_PROXY && !is_fenced(w, cta.shadow[i])) fault(w, UNFENCED, std::max(lane, 0), i);
             note_read(w, cta.shadow[i], lane, i);
+            cta.reads[i * count + w.index] = at(w.clock, w.index);
         }
     }
     return reinterpret_cast<char*>(cta.shared.data()) + address;

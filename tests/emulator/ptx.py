@@ -17,7 +17,7 @@ INSTRUCTION = np.dtype(
     [(n, "i4") for n in ("op", "guard", "guard_not", "a", "b", "line")] + [("o", "i4", 18)]
 )
 CONSTANT = np.dtype([("offset", "i4"), ("wide", "i4"), ("value", "u8")])
-_BRANCH, _RETURN, _BARRIER = -1, -2, -3  # as ``enum Control`` of run.cpp
+_BRANCH, _RETURN, _BARRIER, _BRANCH_TABLE = -1, -2, -3, -4  # as ``enum Control`` of run.cpp
 
 _UNSIGNED = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 _BITS = {
@@ -101,10 +101,25 @@ class Kernel:
         self._labels: dict[str, int] = {}
         self._code: list[tuple[int, ...]] = []
         self._jumps: list[tuple[int, str]] = []
+        self._tables: dict[str, list[str]] = {}
+        self._table_jumps: list[tuple[int, str]] = []
+        self._paths: list[int] = []  # numbers of the open braces: labels belong to one
+        self._braces = 0
+        self.register_limits: list[tuple[int, str, int]] = []  # of setmaxnreg: where, inc or dec, how many
         self._pool: list[int] = []
         self._decode_body(body, ptx.count("\n", 0, header.end() - 1) + 1)
-        for index, label in self._jumps:
-            self._code[index] = (*self._code[index][:3], self._labels[label], *self._code[index][4:])
+        for index, (label, path) in self._jumps:
+            self._code[index] = (
+                *self._code[index][:3],
+                self._labels[self._found(label, path)],
+                *self._code[index][4:],
+            )
+        self._targets: dict[int, list[int]] = {}
+        for index, label in self._table_jumps:
+            places = [self._labels[self._found(t, (0,))] for t in self._tables[label]]
+            self._targets[index] = places
+            self._code[index] = (*self._code[index][:3], len(self._pool), len(places), *self._code[index][5:])
+            self._pool += places
         for index, join in self._joins().items():
             self._code[index] = (*self._code[index][:4], join, *self._code[index][5:])
         self.code = np.zeros(len(self._code), INSTRUCTION)
@@ -116,6 +131,10 @@ class Kernel:
         self.constants = np.array(
             [(offset, wide, value) for (value, wide), offset in self._constants.items()], CONSTANT
         )
+
+    def _found(self, label: str, path: tuple[int, ...]) -> str:
+        """Returns a label as the innermost of some braces has it."""
+        return next(name for brace in reversed(path) if (name := f"{label}@{brace}") in self._labels)
 
     def _decode_body(self, body: str, line: int) -> None:
         """Goes through the statements; a brace where one could begin is a scope of registers."""
@@ -130,16 +149,20 @@ class Kernel:
                     if char == "{":
                         self._scopes.append({})
                         self._families.append({})
+                        self._paths.append(self._braces)
+                        self._braces += 1
                         continue
                     if char == "}":
                         self._scopes.pop()
                         self._families.pop()
+                        self._paths.pop()
                         if not self._scopes:
                             return
                         continue
                 statement += char
                 if char == ":" and re.fullmatch(r"\s*[\w$%]+:", statement):
-                    self._labels[statement.strip()[:-1]] = len(self._code)
+                    self._label = statement.strip()[:-1]
+                    self._labels[f"{self._label}@{self._paths[-1]}"] = len(self._code)
                     statement = ""
                 elif char == ";":
                     self._decode(statement[:-1].strip(), start, source)
@@ -153,6 +176,8 @@ class Kernel:
                 family = re.fullmatch(r"([\w$%]+)<\d+>", name)
                 self._families[-1][family[1] if family else name] = kind
             return
+        if statement.startswith(".branchtargets"):
+            self._tables[self._label] = [t.strip() for t in statement.split(None, 1)[1].split(",")]
         if statement.startswith("."):
             return
         guard, op, rest = re.fullmatch(
@@ -174,7 +199,9 @@ class Kernel:
         else:
             number = name
             if number == _BRANCH:
-                self._jumps.append((where, operands[-1]))
+                self._jumps.append((where, (operands[-1], tuple(self._paths))))
+            if number == _BRANCH_TABLE:
+                self._table_jumps.append((where, operands[1]))
         predicate = self._register(guard.lstrip("!")) if guard else -1
         self._code.append((number, predicate, int(bool(guard) and guard[0] == "!"), a, b, line, *o))
         self.lines.append((line, " ".join(statement.split()), source))
@@ -218,6 +245,8 @@ class Kernel:
     def _width(self, token: str) -> int:
         """Returns the bits of a register, or of the first of several."""
         name = token.strip("{} ").split(",")[0].strip()
+        if name[0] in "-0123456789":
+            return 32
         kinds = [scope[name][1] for scope in self._scopes if self._register(name) and name in scope]
         return 64 if kinds and kinds[-1].endswith("64") else 32
 
@@ -252,8 +281,16 @@ class Kernel:
                 return _RETURN, [], 0, 0
             case ["bar", "warp", "sync"]:
                 return "bar.warp", [self._value(x[0])], 0, 0
-            case ["bar" | "barrier", *_] if "sync" in op and x in (["0"], ["0", str(self.threads)]):
-                return _BARRIER, [], 0, 0
+            case ["bar" | "barrier", *_] if "sync" in op:
+                return _BARRIER, [], int(x[0]), int(x[1]) if len(x) > 1 else 0
+            case ["brx", "idx", *_]:
+                return _BRANCH_TABLE, [self._value(x[0])], 0, 0
+            case ["setmaxnreg", way, *_]:
+                self.register_limits.append((len(self._code), way, int(x[0])))
+                return None
+            case ["mbarrier", "arrive", "shared::cta", "b64"]:
+                base, displacement = self._address(x[1], "u32")
+                return "mbarrier.arrive", [base], int(x[2], 0) if len(x) > 2 else 1, displacement
             case ["fence", "proxy", "async", *_]:
                 return "fence.proxy", [], 0, 0
             case ["membar" | "fence", *_]:
@@ -406,12 +443,21 @@ class Kernel:
     def _joins(self) -> dict[int, int]:
         """Returns where lanes that part at a branch meet again: its first postdominator; −1 for nowhere."""
         end = len(self._code)
-        ends = [i for i, (op, *_) in enumerate(self._code) if op in (_BRANCH, _RETURN)]
-        starts = sorted({0, end, *(i + 1 for i in ends), *(self._code[i][3] for i, _ in self._jumps)})
+        ends = [i for i, (op, *_) in enumerate(self._code) if op in (_BRANCH, _RETURN, _BRANCH_TABLE)]
+        of_tables = {t for targets in self._targets.values() for t in targets}
+        starts = sorted(
+            {0, end, *(i + 1 for i in ends), *(self._code[i][3] for i, _ in self._jumps), *of_tables}
+        )
         after: dict[int, list[int]] = {end: []}
         for start, following in itertools.pairwise(starts):
             op, guard, _, target, *_ = self._code[following - 1]
-            targets = [target] if op == _BRANCH else [end] if op == _RETURN else []
+            targets = (
+                [target]
+                if op == _BRANCH
+                else [end]
+                if op == _RETURN
+                else self._targets.get(following - 1, [])
+            )
             after[start] = targets if targets and guard < 0 else [*targets, following]
         beyond = {start: set(starts) for start in starts} | {end: {end}}
         changed = True

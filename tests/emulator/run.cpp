@@ -4,7 +4,7 @@
 
 #include "table.h"
 
-enum Control { BRANCH = -1, RETURN = -2, BARRIER_SYNC = -3 };
+enum Control { BRANCH = -1, RETURN = -2, BARRIER_SYNC = -3, BRANCH_TABLE = -4 };
 
 // Where lanes have come to the place where all that went apart meet, or have ended, the others go on.
 void regroup(Warp& w) {
@@ -17,7 +17,7 @@ void regroup(Warp& w) {
 void run_warp(Warp& w, u64* counts, u64 limit, u64 turn) {  // to a barrier, an mbarrier that is not complete or the end
     const Instruction* code = w.cta->launch->code;
     Launch& launch = *w.cta->launch;
-    w.state = READY, w.barrier = -1;
+    w.state = READY;
     while (w.alive) {
         if (turn-- == 0) return;
         const Instruction& i = code[w.pc];
@@ -42,9 +42,14 @@ void run_warp(Warp& w, u64* counts, u64 limit, u64 turn) {  // to a barrier, an 
             }
         } else if (i.op == RETURN) {
             w.alive &= ~mask, w.mask &= ~mask, ++w.pc;
+        } else if (i.op == BRANCH_TABLE) {  // all lanes go the same way
+            const u32 index = get<u32>(w.r + i.o[0], std::countr_zero(mask));
+            each(mask, [&](int l) { if (get<u32>(w.r + i.o[0], l) != index) fault(w, DIVERGENT, l); });
+            if (index >= u32(i.b)) { fault(w, OUTSIDE, 0), w.alive = 0; return; }
+            w.pc = w.cta->launch->pool[i.a + index];
         } else if (mask) {  // a barrier
             if (mask != w.alive || w.alive != ~0u) fault(w, DIVERGENT, std::countr_zero(w.alive & ~mask));
-            w.barrier = w.pc++, w.state = ARRIVED;
+            w.barrier = i.a, w.expected = i.b, ++w.pc, w.state = ARRIVED;
             regroup(w);
             return;
         } else ++w.pc;
@@ -55,9 +60,43 @@ void run_warp(Warp& w, u64* counts, u64 limit, u64 turn) {  // to a barrier, an 
     if (!is_waited_for) --w.pc, fault(w, UNWAITED, 0);
 }
 
-// Runs the warps of a program in turn until each is at a barrier or has ended; a warp that waits for an mbarrier goes on
-// when another has made it complete. Returns false if all have ended.
-bool run_to_barrier(Cta& cta, u64* counts, u64 limit, std::minstd_rand* random) {
+// What all warps at a barrier have behind them once they have met.
+void meet(Cta& cta, int barrier) {
+    Clocks clock, fenced;
+    bool is_everyone = true;
+    for (Warp& w : cta.warps)
+        if (w.state == ARRIVED && w.barrier == barrier) join(clock, w.clock), join(fenced, w.fenced);
+        else is_everyone = false;
+    for (Warp& w : cta.warps)
+        if (w.state == ARRIVED && w.barrier == barrier)
+            w.clock = clock, w.fenced = fenced, ++w.clock[w.index], ++w.sync, w.state = READY, w.barrier = -1;
+    cta.everyone += is_everyone;
+}
+// Lets the warps on that wait at a barrier of which enough have come; returns whether there was one.
+bool meet_where_complete(Cta& cta) {
+    bool met = false;
+    for (int barrier = 0; barrier < 16; ++barrier) {
+        u32 arrived = 0, expected = 0, ended = 0;
+        Warp* first = nullptr;
+        for (Warp& w : cta.warps) {
+            ended += !w.alive;
+            if (!w.alive || w.state != ARRIVED || w.barrier != barrier) continue;
+            const u32 wanted = w.expected ? w.expected : u32(cta.warps.size()) * 32;
+            if (first && wanted != expected) fault(w, BARRIER, 0);
+            if (!first) first = &w, expected = wanted;
+            if (!w.expected) expected = wanted;
+            arrived += 32;
+        }
+        if (!first) continue;
+        if (!first->expected) expected -= 32 * ended;
+        if (arrived > expected) fault(*first, BARRIER, 0);
+        if (arrived >= expected) meet(cta, barrier), met = true;
+    }
+    return met;
+}
+// Runs the warps of a program in turn until all have ended; a warp that waits for an mbarrier or at a barrier goes on when
+// others have made it complete.
+void run_program(Cta& cta, u64* counts, u64 limit, std::minstd_rand* random) {
     for (bool moved = true; moved;) {
         moved = false;
         if (random) std::shuffle(cta.order.begin(), cta.order.end(), *random);
@@ -68,31 +107,13 @@ bool run_to_barrier(Cta& cta, u64* counts, u64 limit, std::minstd_rand* random) 
             run_warp(w, counts, limit, random ? 1 + (*random)() % 99 : ~u64(0));
             moved |= w.state != BLOCKED || w.pc != pc;
         }
+        moved |= meet_where_complete(cta);
     }
-    bool alive = false;
-    for (Warp& w : cta.warps) {
-        if (w.alive && w.state == BLOCKED) fault(w, ENDLESS, 0), w.alive = 0;  // and nobody can make it complete
-        alive |= w.alive != 0;
+    for (Warp& w : cta.warps) {  // and nobody can make it complete
+        if (w.alive && w.state == BLOCKED) fault(w, ENDLESS, 0);
+        if (w.alive && w.state == ARRIVED) --w.pc, fault(w, BARRIER, 0);
+        w.alive = 0;
     }
-    return alive;
-}
-// What all warps have behind them once they have met: places, fences, and the phases that one of them has waited for.
-void meet(Cta& cta) {
-    const int barrier = cta.warps[0].barrier;
-    for (Warp& w : cta.warps) {
-        if (w.barrier != barrier) {
-            const int pc = std::exchange(w.pc, std::max(w.barrier, barrier));
-            fault(w, BARRIER, 0), w.pc = pc;
-        }
-        ++w.sync, w.state = READY;
-        cta.fence_epoch = std::max(cta.fence_epoch, w.fence_epoch);
-    }
-    for (u32 id = 0; id <= cta.mbarrier_count && cta.mbarrier_count; ++id) {
-        u32 phase = 0;
-        for (Warp& w : cta.warps) phase = std::max(phase, w.seen[id]);
-        for (Warp& w : cta.warps) w.seen[id] = phase;
-    }
-    ++cta.epoch;
 }
 
 struct Constant { s32 offset, wide; u64 value; };
@@ -119,18 +140,20 @@ int run(const Instruction* code, const s32* pool, u64* counts, int register_byte
         cta.launch = &launch, cta.id[0] = x, cta.id[1] = y, cta.id[2] = z, cta.number = number++;
         cta.shared.assign(shared_bytes, 0xff), cta.written.assign(shared_bytes, 0);
         cta.pending.assign(shared_bytes, 0), cta.shadow.assign(shared_bytes, Shadow{});
+        cta.reads.assign(size_t(shared_bytes) * warp_count, 0);
         cta.warps.resize(warp_count);
         for (int k = 0; k < warp_count; ++k) {
             Warp& w = cta.warps[k];
             cta.order.push_back(k);
             w.r = registers[k].data(), w.cta = &cta, w.index = k, w.mask = w.alive = ~0u;
+            w.clock.assign(warp_count, 0), w.clock[k] = 1, w.fenced.assign(warp_count, 0);
             std::memset(w.r, 0xcb, register_bytes);
             for (int c = 0; c < constant_count; ++c)
                 for (int l = 0; l < 32; ++l)
                     if (constants[c].wide) put<u64>(w.r + constants[c].offset, l, constants[c].value);
                     else put<u32>(w.r + constants[c].offset, l, u32(constants[c].value));
         }
-        while (run_to_barrier(cta, counts, limit, seed ? &random : nullptr)) meet(cta);
+        run_program(cta, counts, limit, seed ? &random : nullptr);
         for (auto& [address, m] : cta.mbarriers)
             if (!m.copies.empty()) cta.warps[0].pc = m.copies.front().pc, fault(cta.warps[0], UNWAITED, 0, address);
     }

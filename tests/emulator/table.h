@@ -247,7 +247,7 @@ void fill_table() {
     add("mma.e4m3", product<e4m3, double, float>);
     add("mov.word", move_word), add("fence.proxy", proxy_fence), add("elect", elect), add("nothing", [](Warp&, const Instruction&, u32) {});
     add("mbarrier.init", mbarrier_init), add("mbarrier.inval", mbarrier_invalidate);
-    add("mbarrier.expect", mbarrier_expect), add("mbarrier.try_wait", mbarrier_wait);
+    add("mbarrier.arrive", mbarrier_arrive), add("mbarrier.expect", mbarrier_expect), add("mbarrier.try_wait", mbarrier_wait);
     add("bulk.load", bulk_load), add("bulk.store", bulk_store);
     add("bulk.commit", bulk_commit), add("bulk.wait", bulk_wait);
     add("cp.async", copy_start), add("cp.async.commit", copy_commit), add("cp.async.wait", copy_wait);

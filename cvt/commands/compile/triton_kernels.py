@@ -50,7 +50,7 @@ class TritonKernel(NamedTuple):
         """
         kernel = getattr(importlib.import_module(self.module), self.name)
         try:
-            source = ASTSource(kernel, self.signature, self.constants, self.attributes)
+            source = source_of(kernel, self.signature, self.constants, self.attributes)
             return triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=self.options)
         except Exception as error:  # Triton's own do not all survive the way back to the parent
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
@@ -74,6 +74,15 @@ class TritonKernel(NamedTuple):
             dynamic_shared=facts.shared,
             tensor_memory=getattr(facts, "tmem_size", None) or 0,
         )
+
+
+def source_of(kernel: Any, *facts: dict[Any, Any]) -> ASTSource:
+    """Returns the source of a kernel in Triton or Gluon, by its signature, constants and attributes."""
+    if not kernel.is_gluon():
+        return ASTSource(kernel, *facts)
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource(kernel, *facts)
 
 
 def specialize(launch: launching.Launch, arch: int) -> TritonKernel:

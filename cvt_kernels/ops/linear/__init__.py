@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, modes, reference
 from ...backends import Implementation, Record
-from ...declaration import operator, triton_kernels
+from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..autograd import check_inplace
 from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
@@ -214,7 +214,11 @@ def _instead_of_gelu(call: Any) -> Callable[..., Tensor] | None:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "composed": Implementation(_compose_gelu, ("cuda",))},
+    backends={
+        "gluon": gluon_kernels(),
+        "triton": triton_kernels(),
+        "composed": Implementation(_compose_gelu, ("cuda",)),
+    },
     check=_check_linear_gelu,
     instead=_instead_of_gelu,
     **_OF_FUSED,
@@ -252,7 +256,11 @@ def _check_linear_add(call: Any) -> None:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "composed": Implementation(_compose_add, ("cuda",))},
+    backends={
+        "gluon": gluon_kernels(),
+        "triton": triton_kernels(),
+        "composed": Implementation(_compose_add, ("cuda",)),
+    },
     check=_check_linear_add,
     instead=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
     **_OF_FUSED,

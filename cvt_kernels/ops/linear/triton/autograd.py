@@ -188,12 +188,12 @@ def why_unsupported(call: Record) -> str | None:
         return f"rows of {weight.shape[0]} channels, more than {MAX_NORMALIZED}, do not fit on the chip"
     if residual is not None and modes.wants_gradient(*call):
         return "has no gradients"
-    if residual is not None and call.inplace and _sum_dtype(x, residual) != residual.dtype:
+    if residual is not None and call.inplace and sum_dtype(x, residual) != residual.dtype:
         return "autocast would round the sum before it is written in place"
     return None
 
 
-def _matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns x as (M, K), weight and bias, contiguous and in the dtype in which the product is computed."""
     dtype = modes.autocast_dtype(x) or x.dtype
     x = x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
@@ -205,7 +205,7 @@ def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
     shape = (*x.shape[:-1], weight.shape[0])
-    x, weight, bias = _matrices(x, weight, bias)
+    x, weight, bias = matrices(x, weight, bias)
     needs_gradient = modes.wants_gradient(x, weight, bias)
     if torch.compiler.is_compiling():
         out, _ = _linear_gelu_op(x, weight, bias, approximate, needs_gradient)
@@ -216,7 +216,7 @@ def linear_gelu(call: Record) -> Tensor:
     return out.view(shape)
 
 
-def _sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
+def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     """Returns the dtype of residual + linear(x), as PyTorch promotes it."""
     return torch.promote_types(modes.autocast_dtype(x) or x.dtype, residual.dtype)
 
@@ -225,8 +225,8 @@ def _sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
 def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
     x, weight, bias, residual, inplace = call
-    dtype = _sum_dtype(x, residual)
-    x, weight, bias = _matrices(x, weight, bias)
+    dtype = sum_dtype(x, residual)
+    x, weight, bias = matrices(x, weight, bias)
     if not inplace:
         residual = residual.contiguous()
         if torch.compiler.is_compiling():
@@ -249,9 +249,9 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     Under autocast the product is in its dtype, and LayerNorm gives float32 on a GPU, as PyTorch's own does.
     """
     x, weight, bias, residual, norm_weight, norm_bias, eps, shift, inplace = call
-    dtype = _sum_dtype(x, residual)
+    dtype = sum_dtype(x, residual)
     norm_dtype = torch.float32 if x.is_cuda and modes.autocast_dtype(x) is not None else dtype
-    x, weight, bias = _matrices(x, weight, bias)
+    x, weight, bias = matrices(x, weight, bias)
     norm = contiguous(norm_weight), contiguous(norm_bias), contiguous(shift), eps
     if not inplace:
         residual = residual.contiguous()
