@@ -1,12 +1,13 @@
-"""CUDA graphs for inference: :func:`graphed` captures the calls of a model once, and then replays them.
+"""CUDA graphs: :func:`graphed` captures the calls of a model once, and then replays them.
 
-A replay launches all kernels of a forward at once. With few images, the host takes longer to launch them one
-by one than the GPU takes to compute them.
+A replay launches all kernels of a forward, or of a backward, at once. With few images, and in training, the
+host takes longer to launch them one by one than the GPU takes to compute them.
 
 A graph repeats the captured work on the captured memory. So a call is replayed only if the kind of its
 arguments, the settings (``_settings``), and the modules, parameters and buffers with their memory
-(``_Snapshot``) are the same as at the capture. Hundreds of tensors are compared while the GPU computes; an
-outdated replay is thrown away.
+(``_Snapshot``) are the same as at the capture. In inference, hundreds of tensors are compared while the GPU
+computes, and an outdated replay is thrown away. With gradients (``training_graph``) they are compared before,
+since a replay changes BatchNorm's statistics.
 
 A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
 before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins
@@ -38,6 +39,7 @@ from . import backends, caller, checks, machine, modes
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
 from .structure import Structure
+from .training_graph import TrainingGraph, Turn
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -48,7 +50,7 @@ _ATTRIBUTE = "_cvt_kernels_graphs"
 
 
 def graphed(model: _Model, *, most: int = MOST) -> _Model:
-    """Replays a model's calls on an NVIDIA GPU as CUDA graphs, in inference; changes the model in place.
+    """Replays a model's calls on an NVIDIA GPU as CUDA graphs, in inference and in training; works in place.
 
     The first call of each kind (shapes, dtypes and strides of its tensors, its other arguments, autocast and
     so on) runs the model a few times and captures a graph. Later calls copy their tensors into the graph's,
@@ -56,11 +58,16 @@ def graphed(model: _Model, *, most: int = MOST) -> _Model:
     parameters, ``state_dict`` and hooks of the model stay. It works before and after :func:`accelerate`;
     :func:`restore` undoes both.
 
+    With gradients, the second call of a kind is captured, as a graph of the forward and one of the backward.
+    Loss, optimizer and gradient scaler stay outside. Random numbers and BatchNorm's statistics go on as
+    without graphs. The graphs hold the activations of one forward: a second forward before the backward of
+    the first runs without a graph. Wrap the model in ``DistributedDataParallel`` afterwards.
+
     Weights may change. A graph sees changes in place; after a replacement, the model is captured again. Other
     attributes of modules stay as they were at the capture.
 
-    Calls that cannot be graphed run as usual: in training, with gradients, with hooks on inner modules, on a
-    CPU and so on. ``cvt_kernels.graphs.why_not_graphed`` returns why.
+    Calls that cannot be graphed run as usual: with hooks on inner modules, gradient checkpointing, on a CPU
+    and so on. ``cvt_kernels.graphs.why_not_graphed`` returns why.
 
     Args:
         model: A module whose forward launches the same work whatever the values of its arguments.
@@ -183,7 +190,10 @@ class _Graphs:
         self._snapshot: _Snapshot | None = None
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._failures: dict[Any, str] = {}
-        self._cuda: _CudaCapture | None = None
+        # Whether with gradients → what captures such calls. Inference must not overwrite activations.
+        self._captures: dict[bool, _CudaCapture] = {}
+        self._seen: set[Any] = set()  # kinds of calls with gradients that have come once
+        self._turn: Callable[[], Turn | None] = lambda: None  # a weak reference to the last one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Graphs, (self.most,)  # a copy of the model has graphs of its own, once it is called
@@ -194,24 +204,37 @@ class _Graphs:
             while self._graphs:
                 self._drop_oldest()
             self._failures.clear()
+            self._seen.clear()
             self._snapshot = None
 
     def _drop_oldest(self) -> None:
         _, graph = self._graphs.popitem(last=False)
-        graph.cuda.release(graph.recorded)
-        if all(other.cuda is not self._cuda for other in self._graphs.values()):
-            self._cuda = None  # the memory is freed with the last graph
+        graph.cuda.release(*graph.recorded)
+        for with_gradients, cuda in list(self._captures.items()):
+            if all(other.cuda is not cuda for other in self._graphs.values()):
+                del self._captures[with_gradients]  # the memory is freed with the last graph
 
     def why_not(self, model: nn.Module, call: _Call) -> str | None:
         """Returns why a call runs without a graph, or None."""
-        reason = _why_not_of_call(model, call) or _Snapshot(model).why_not(call.device)
+        reason, snapshot = _why_not_of_call(model, call), _Snapshot(model)
+        reason = reason or snapshot.why_not(model, call)
         if reason is not None:
             return reason
         with self._lock:
-            known = self._snapshot
+            known, key = self._snapshot, _key(model, snapshot, call)
             if known is not None and not (known.has_keys_of(model) and known.holds()):
                 return "weights or modules were replaced; the call after this one is captured"
-            return self._failures.get((call.kind(), _settings(model, call.device)))
+            if snapshot.wants_gradient(call):
+                if key not in self._seen:
+                    return "a call with gradients is captured when it comes for the second time"
+                if self._is_waiting():
+                    return "the backward of the forward before has not been computed"
+            return self._failures.get(key)
+
+    def _is_waiting(self) -> bool:
+        """Returns whether the activations of a forward are still needed by its backward."""
+        turn = self._turn()
+        return turn is not None and not turn.is_over
 
     def call(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Computes a call, by a graph unless :meth:`why_not` returns a reason."""
@@ -225,12 +248,15 @@ class _Graphs:
     def _replayed(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Returns the outputs of a replay, after a capture if need be, or ``_NOTHING``."""
         snapshot = self._snapshot = self._snapshot or _Snapshot(model)
-        key = call.kind(), _settings(model, call.device)
+        key = _key(model, snapshot, call)
         graph, outputs = self._graphs.get(key), _NOTHING
         # Before the replay: weights that were folded or packed again may have left the memory of the graph.
         is_same = snapshot.has_keys_of(model) and (graph is None or graph.copies.hold())
-        if is_same and snapshot.why_not(call.device) is None and key not in self._failures:
-            if graph is not None:
+        if is_same and snapshot.why_not(model, call) is None and key not in self._failures:
+            if snapshot.wants_gradient(call):
+                if snapshot.holds():
+                    return self._replayed_with_gradients(key, snapshot, model, forward, call)
+            elif graph is not None:
                 self._graphs.move_to_end(key)
                 outputs = graph.replay(call.tensors)
             elif snapshot.holds():
@@ -243,24 +269,51 @@ class _Graphs:
         self._snapshot = _Snapshot(model)
         return _NOTHING
 
+    def _replayed_with_gradients(
+        self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
+    ) -> Any:
+        """Returns the outputs of a replay, after a capture if the call has come once, or ``_NOTHING``."""
+        if self._is_waiting():
+            return _NOTHING
+        if key not in self._seen:  # it autotunes the kernels; the sizes of a last batch may never come again
+            self._seen.add(key)
+            return _NOTHING
+        if key not in self._graphs:
+            return self._capture(key, snapshot, model, forward, call)
+        self._graphs.move_to_end(key)
+        return self._take_turn(self._graphs[key], call)
+
+    def _take_turn(self, graph: TrainingGraph, call: _Call) -> Any:
+        turn = Turn()
+        self._turn = weakref.ref(turn)
+        return graph.replay(call.tensors, turn)
+
     def _capture(
         self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
     ) -> Any:
         is_refused = False
+        with_gradients = snapshot.wants_gradient(call)
         _thread.is_capturing = True
         try:
-            # As the user called it: this autotunes the kernels, and raises the user's errors.
-            outputs = forward(*call.args, **call.kwargs)
-            # A forward that replaces parameters or buffers would leave uncomputed ones behind in a capture.
-            if not (snapshot.has_keys_of(model) and snapshot.holds()):
-                return outputs
+            outputs = _NOTHING
+            if not with_gradients:
+                # As the user called it: this autotunes the kernels, and raises the user's errors.
+                outputs = forward(*call.args, **call.kwargs)
+                # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
+                if not (snapshot.has_keys_of(model) and snapshot.holds()):
+                    return outputs
             while len(self._graphs) >= self.most:
                 self._drop_oldest()
-            if self._cuda is None or self._cuda.device != call.device:
-                self._cuda = _CudaCapture(call.device)
+            cuda = self._captures.get(with_gradients)
+            if cuda is None or cuda.device != call.device:
+                cuda = self._captures[with_gradients] = _CudaCapture(call.device)
             try:
-                graph = _Graph(self._cuda, forward, call)
-                reason = graph.why_not
+                graph: Any
+                if with_gradients:
+                    graph = TrainingGraph(cuda, model, forward, call.arguments, call.tensors)
+                else:
+                    graph = _Graph(cuda, forward, call)
+                reason = graph.why_not or _why_not_copied(graph.leaves, call.device)
             except Exception as error:
                 is_refused = True
                 first_line = (str(error).splitlines() or ["no reason given"])[0]
@@ -269,8 +322,9 @@ class _Graphs:
             _thread.is_capturing = False
         if reason is None:
             self._graphs[key] = graph
-            return graph.replay(call.tensors)  # so that the first results come from the same kernels
-        self._cuda = None  # its memory may hold allocations of the failed capture
+            # So that the first results come from the same kernels.
+            return self._take_turn(graph, call) if with_gradients else graph.replay(call.tensors)
+        self._captures.pop(with_gradients, None)  # its memory may hold allocations of the failed capture
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
         self._failures[key] = reason
@@ -329,8 +383,6 @@ _SETTINGS += (torch.dtype, torch.device, torch.memory_format, torch.layout)  # t
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
     """Returns why a call's arguments, or the modes around it, rule out a replay, or None."""
-    if model.training:
-        return "the model is in training mode; call its eval() before"
     if not call.tensors:
         return "none of its arguments is a tensor"
     for leaf in call.leaves:
@@ -354,9 +406,13 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
         return "it is within a function transform or forward-mode differentiation"
     if torch._C._len_torch_dispatch_stack():
         return "a torch dispatch mode watches the operators"
-    if modes.wants_gradient(*call.tensors):
-        return "an argument requires a gradient"
     return None
+
+
+def _key(model: nn.Module, snapshot: _Snapshot, call: _Call) -> Any:
+    """Returns the key of the graph that serves a call."""
+    key = call.kind(), _settings(model, call.device)
+    return (*key, snapshot.modes_of(model)) if snapshot.wants_gradient(call) else key
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -413,6 +469,7 @@ class _Snapshot(Structure):
         self._dtypes = [*map(_dtype_of, tensors)]
         self._devices = {tensor.device for tensor in tensors}
         self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
+        self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
         self._keyed = [module for module in inner if hasattr(module, _KEY)]
         self._keys = self._keys_of(model)
 
@@ -432,17 +489,34 @@ class _Snapshot(Structure):
             and [*map(_dtype_of, self._tensors)] == self._dtypes
         )
 
-    def why_not(self, device: torch.device) -> str | None:
-        """Returns why this model cannot be replayed with arguments on a device, or None."""
+    def wants_gradient(self, call: _Call) -> bool:
+        """Returns whether autograd has to record a call."""
+        return modes.wants_gradient(*call.tensors, *self._tensors)
+
+    def modes_of(self, model: nn.Module) -> tuple[Any, ...]:
+        """Returns what decides how the model is differentiated: modules in training mode, and parameters."""
+        return (
+            model.training,
+            *(space["training"] for space in self.spaces),
+            *(tensor.requires_grad for tensor in self._tensors),
+        )
+
+    def why_not(self, model: nn.Module, call: _Call) -> str | None:
+        """Returns why the model cannot be replayed with such arguments, or None."""
+        device = call.device
         if self._why_unknown is not None:
             return self._why_unknown
         if not self._devices <= {device}:
             other = next(each for each in self._devices if each != device)
             return f"a parameter or buffer of the model is on {other}, the arguments are on {device}"
-        if modes.wants_gradient(*self._tensors):
-            return "a gradient is wanted; call the model within torch.inference_mode() or torch.no_grad()"
-        if self.is_training():
-            return "a module of the model is in training mode"
+        if self.wants_gradient(call):
+            reason = self._why_no_gradients(model)
+            if reason is not None:
+                return reason
+        elif model.training:
+            return "the model is in training mode, and no gradient is wanted; call its eval() before"
+        elif self.is_training():
+            return "a module of the model is in training mode, and no gradient is wanted"
         if any(self._hooks) and not all(map(_is_idle, itertools.chain(*map(dict.values, self._hooks)))):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
@@ -451,10 +525,25 @@ class _Snapshot(Structure):
             return "a module of the model has a forward of its own on the object"
         return None
 
+    def _why_no_gradients(self, model: nn.Module) -> str | None:
+        """Returns why calls of the model with gradients cannot be replayed, or None."""
+        if any(self._backward_hooks) or any(tensor._backward_hooks for tensor in self._tensors):
+            return "a module or a parameter of the model has backward hooks"
+        if any(space.get("gradient_checkpointing") for space in (vars(model), *self.spaces)):
+            return "the model computes activations again in the backward (gradient checkpointing)"
+        if any(isinstance(module, nn.SyncBatchNorm) for module in (model, *self.modules)):
+            return "a SyncBatchNorm communicates with other processes"
+        if torch.is_anomaly_enabled():
+            return "autograd's anomaly detection is on"
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return "hooks on saved tensors are active"
+        return None
+
 
 #: The method that returns what else a module computes from; results are compared by ``==``.
 _KEY = "_cvt_kernels_graph_key"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _dtype_of = operator.attrgetter("dtype")
 
 
@@ -477,6 +566,8 @@ class _Graph:
 
     Attributes:
         copies: The packed copies of weights that the captured call has read.
+        recorded: The graph.
+        leaves: The leaves of the results, with the tensors of the graph.
         why_not: Why a replay would not do the same as the call, or None.
     """
 
@@ -487,21 +578,20 @@ class _Graph:
             args, kwargs = call.arguments(self._inputs)
             versions = [tensor._version for tensor in self._inputs]
             with weight_cache.noted_uses() as self.copies:
-                outputs, self.recorded = cuda.record(lambda: forward(*args, **kwargs))
+                ((outputs, recorded),) = cuda.record(lambda: forward(*args, **kwargs))
             is_written = versions != [tensor._version for tensor in self._inputs]
-        self._leaves, self._form = pytree.tree_flatten(outputs)
-        self.why_not = _why_not_copied(self._leaves, call.device)
-        if is_written:
-            self.why_not = "the forward changes its arguments"
+        self.recorded = (recorded,)
+        self.leaves, self._form = pytree.tree_flatten(outputs)
+        self.why_not = "the forward changes its arguments" if is_written else None
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Replays the call with other tensors; returns copies of the results."""
         with torch.no_grad(), self.cuda.turn(self._inputs):
             for ours, theirs in zip(self._inputs, tensors, strict=True):
                 ours.copy_(theirs)
-            self.recorded.replay()
-            copies = {id(leaf): leaf.clone() for leaf in self._leaves if isinstance(leaf, Tensor)}
-        return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in self._leaves], self._form)
+            self.recorded[0].replay()
+            copies = {id(leaf): leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor)}
+        return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in self.leaves], self._form)
 
 
 @contextlib.contextmanager
@@ -549,24 +639,42 @@ class _CudaCapture:
         self._side = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
 
-    def record(self, function: Callable[[], Any]) -> tuple[Any, torch.cuda.CUDAGraph]:
-        """Warms a function up on a side stream and captures it; returns its outputs and the graph."""
-        graph = torch.cuda.CUDAGraph()
+    def record(self, *functions: Callable[..., Any]) -> list[tuple[Any, torch.cuda.CUDAGraph]]:
+        """Warms functions up on a side stream and captures each; returns their outputs and the graphs.
+
+        Each but the first takes the outputs of the one before.
+        """
+        recorded: list[tuple[Any, torch.cuda.CUDAGraph]] = []
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side), machine.rehearsed_capture():
                 for _ in range(2):
-                    function()
+                    outputs: tuple[Any, ...] = ()
+                    for function in functions:
+                        outputs = (function(*outputs),)
+                del outputs
             current.wait_stream(self._side)
             torch.clear_autocast_cache()
             torch._C._cuda_clearCublasWorkspaces()  # or the graph would use a workspace of other work
             try:
-                with machine.captured(graph, self._pool, self._side):
-                    outputs = function()
+                for function in functions:
+                    graph = torch.cuda.CUDAGraph()
+                    before = [outputs for outputs, _ in recorded[-1:]]
+                    with machine.captured(graph, self._pool, self._side):
+                        made = function(*before)
+                    recorded.append((made, graph))
             finally:
                 torch._C._cuda_clearCublasWorkspaces()
-        return outputs, graph
+        return recorded
+
+    def random_state(self) -> Tensor:
+        """Returns the state of the device's generator."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Sets the state of the device's generator."""
+        torch.cuda.set_rng_state(state, self.device)
 
     @contextlib.contextmanager
     def turn(self, memory: Sequence[Tensor]) -> Iterator[None]:
@@ -584,7 +692,8 @@ class _CudaCapture:
             finally:
                 self._done.record(stream)
 
-    def release(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Destroys a graph once the GPU is done with it."""
+    def release(self, *graphs: torch.cuda.CUDAGraph) -> None:
+        """Destroys graphs once the GPU is done with them."""
         self._done.synchronize()
-        graph.reset()
+        for graph in graphs:
+            graph.reset()

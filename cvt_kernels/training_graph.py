@@ -1,0 +1,227 @@
+"""A call of a model with gradients as two CUDA graphs: its forward, and its backward.
+
+Autograd sees one function, whose forward replays the first graph and whose backward the second. The
+activations stay in the memory of the graphs between the two, so the next forward waits for the backward of
+the last one (:class:`Turn`). Results and gradients are copied out. Random numbers continue the generator's
+sequence, and BatchNorm's statistics are updated, as in a call without graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from .ops import weight_cache
+
+
+class Turn:
+    """A forward whose activations the graphs hold until its backward is done or no longer possible."""
+
+    is_over = False
+
+
+class TrainingGraph:
+    """A call with gradients that ``cuda`` has captured, to be replayed with other tensors.
+
+    Attributes:
+        copies: The packed copies of weights that the captured call has read.
+        recorded: The graphs of the forward and the backward.
+        leaves: The leaves of the results, with the tensors of the graph.
+        has_gradient: For each tensor among these, whether it has a gradient.
+        why_not: Why a replay would not do the same as the call, or None.
+    """
+
+    def __init__(
+        self,
+        cuda: Any,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
+        tensors: Sequence[Tensor],
+    ):
+        """Captures a call.
+
+        Args:
+            cuda: Captures and replays; see ``graphs``.
+            model: The model, whose buffers and random numbers stay what they are.
+            forward: Its forward.
+            arguments: Returns the call's arguments with other tensors.
+            tensors: The tensors of the call.
+        """
+        self.cuda = cuda
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        state = _host_random_state(cuda)
+        with _recording(), _restored([*model.buffers()], cuda):
+            self._inputs = [
+                torch.empty_like(each).copy_(each).requires_grad_(each.requires_grad) for each in tensors
+            ]
+            self._wanted = [each for each in (*self._inputs, *self._parameters) if each.requires_grad]
+            self._prepared = False
+            args, kwargs = arguments(self._inputs)
+            versions = [each._version for each in self._inputs]
+            with weight_cache.noted_uses() as self.copies:
+                (outputs, first), (_, second) = cuda.record(
+                    lambda: forward(*args, **kwargs), self._differentiate
+                )
+            is_written = versions != [each._version for each in self._inputs]
+        self.recorded = first, second
+        leaves, self._form = pytree.tree_flatten(outputs)
+        self.has_gradient = [_is_differentiable(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        # Not the autograd graph of the capture, whose nodes belong to the stream of the capture.
+        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.why_not: str | None = None
+        if is_written:
+            self.why_not = "the forward changes its arguments"
+        elif _host_random_state(cuda) != state:
+            self.why_not = "the forward takes random numbers of the host"
+            _set_host_random_state(state)
+
+    def _differentiate(self, outputs: Any) -> None:
+        """Computes the gradients of the outputs with respect to what requires one, into ``_gradients``."""
+        results = [leaf for leaf in pytree.tree_leaves(outputs) if _is_differentiable(leaf)]
+        if not self._prepared:
+            self._douts = [torch.zeros_like(each) for each in results]
+        gradients = torch.autograd.grad(results, self._wanted, self._douts, allow_unused=True)
+        if not self._prepared:
+            self._gradients = _Gradients(gradients)
+            self._prepared = True
+        self._gradients.fill(gradients)
+
+    def replay(self, tensors: Sequence[Tensor], turn: Turn) -> Any:
+        """Replays the forward with other tensors; returns its results, which autograd can differentiate."""
+        copies = iter(_Replay.apply(self, turn, *tensors, *self._parameters))  # type: ignore[no-untyped-call]
+        leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self._form)
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Replays the forward; returns copies of its results."""
+        with torch.no_grad(), self.cuda.turn(self._inputs):
+            for ours, theirs in zip(self._inputs, tensors, strict=False):
+                ours.detach().copy_(theirs)
+            self.recorded[0].replay()
+            return [leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def replay_backward(self, douts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replays the backward; returns copies of the gradients of all inputs and parameters."""
+        with torch.no_grad(), self.cuda.turn(self._douts):
+            given = [dout for dout, has in zip(douts, self.has_gradient, strict=True) if has]
+            for ours, theirs in zip(self._douts, given, strict=True):
+                ours.zero_() if theirs is None else ours.copy_(theirs)
+            self.recorded[1].replay()
+            gradients = iter(self._gradients.copies())
+        every = (*self._inputs, *self._parameters)
+        return [next(gradients) if each.requires_grad else None for each in every]
+
+
+class _Replay(torch.autograd.Function):
+    """Autograd function of a replayed call: (graph, turn, its tensors, the parameters)."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: TrainingGraph, turn: Turn, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Replays the forward; saves nothing, since the graph has the activations."""
+        ctx.graph, ctx.turn = graph, turn
+        ctx.set_materialize_grads(False)
+        copies = graph.replay_forward(tensors)
+        constants = [c for c, has in zip(copies, graph.has_gradient, strict=True) if not has]
+        ctx.mark_non_differentiable(*constants)
+        return tuple(copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
+        """Replays the backward, once."""
+        if ctx.turn.is_over:
+            raise RuntimeError(
+                "backward: a model after cvt_kernels.graphed() has no second backward of one forward, even "
+                "with retain_graph=True, since its first one has overwritten the activations"
+            )
+        ctx.turn.is_over = True
+        return None, None, *ctx.graph.replay_backward(douts)
+
+
+class _Gradients:
+    """The gradients of a captured backward, side by side in one tensor per dtype; ``None`` stays None.
+
+    So one launch per dtype copies them out.
+    """
+
+    def __init__(self, like: Sequence[Tensor | None]):
+        self._shapes = [None if each is None else (each.dtype, each.shape) for each in like]
+        self._flat: dict[torch.dtype, Tensor] = {}
+        for dtype in {each.dtype for each in like if each is not None}:
+            own = [each for each in like if each is not None and each.dtype == dtype]
+            self._flat[dtype] = own[0].new_empty(sum(map(Tensor.numel, own)))
+        self._views = self._split(self._flat)
+
+    def _split(self, flat: dict[torch.dtype, Tensor]) -> list[Tensor | None]:
+        """Returns each gradient as a view of the tensor of its dtype."""
+        places, views = dict.fromkeys(flat, 0), list[Tensor | None]()
+        for each in self._shapes:
+            if each is None:
+                views.append(None)
+                continue
+            dtype, shape = each
+            start, places[dtype] = places[dtype], places[dtype] + shape.numel()
+            views.append(flat[dtype][start : places[dtype]].view(shape))
+        return views
+
+    def fill(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copies gradients here."""
+        ours = [each for each in self._views if each is not None]
+        torch._foreach_copy_(ours, [each for each in gradients if each is not None])
+
+    def copies(self) -> list[Tensor | None]:
+        """Returns copies of the gradients."""
+        return self._split({dtype: each.clone() for dtype, each in self._flat.items()})
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Runs a block with gradients and without autocast's cache, whose casts would not outlive the capture."""
+    is_caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(is_caching)
+
+
+@contextlib.contextmanager
+def _restored(buffers: Sequence[Tensor], cuda: Any) -> Iterator[None]:
+    """Restores buffers and the generator's state after a block that runs the model for practice."""
+    before = [each.detach().clone() for each in buffers]
+    state = cuda.random_state()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        cuda.set_random_state(state)
+
+
+def _host_random_state(cuda: Any) -> tuple[Any, bytes]:
+    """Returns the states of Python's generator and of PyTorch's for the CPU, which no graph uses."""
+    of_cpu = torch.get_rng_state() if cuda.device_type == "cuda" else torch.empty(0)
+    return random.getstate(), of_cpu.numpy().tobytes()
+
+
+def _set_host_random_state(state: tuple[Any, bytes]) -> None:
+    of_python, of_cpu = state
+    random.setstate(of_python)
+    if of_cpu:
+        torch.set_rng_state(torch.frombuffer(bytearray(of_cpu), dtype=torch.uint8))
