@@ -5,6 +5,7 @@ INSTALLED := .venv/.installed
 PHOTOS := .venv/lib/python3*/site-packages/sklearn/datasets/images/*.jpg
 # Real weights, if you have them: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth; with a network CHECKPOINT=microsoft/cvt-13
 CHECKPOINT ?=
+# The loops of the CPU are compiled for the instruction sets of this machine; CVT_KERNELS_CPU_SETS=all compiles all.
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
@@ -28,9 +29,11 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS)
 test: $(INSTALLED)
 	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
 
-# make test, then the rest: the other combinations of parameters, every kernel compiled with three versions of Triton, every call
+# make test with the loops for every instruction set, then the rest: the other combinations of parameters, every kernel compiled with three versions of Triton, every call
 # in the emulator of compiled kernels, several processes, ONNX, the pages of the documentation, and the sanitizers.
+test-all: export CVT_KERNELS_CPU_SETS = all
 test-all: $(INSTALLED)
+	$(BIN)/python setup.py -q build_ext --inplace
 	$(MAKE) --no-print-directory test
 	$(PYTEST) --dist worksteal --tier rest
 
@@ -79,7 +82,7 @@ PACK ?= build/cvt-kernels-gpu.tar.xz
 PACK_PYTHON ?= build/gpu-pack-env/bin/python
 LIMIT ?= 64
 gpu-pack: $(PACK_PYTHON)
-	CVT_KERNELS_CUDA=1 $(PACK_PYTHON) setup.py build_ext --inplace
+	CVT_KERNELS_CUDA=1 CVT_KERNELS_CPU_SETS=all $(PACK_PYTHON) setup.py build_ext --inplace
 	$(PACK_PYTHON) -m benchmarks.gpu_pack '$(PACK)' --limit $(LIMIT)
 
 build/gpu-pack-env/bin/python:
@@ -107,7 +110,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A wheel for this machine in dist/, and a try of it in an environment of its own, which sees nothing of this folder.
+# A wheel in dist/, for this Python and every processor of this kind, and a try of it in an environment of its own, which sees nothing of this folder.
 wheel: $(INSTALLED)
 	rm -rf build/lib* build/bdist* dist
 	$(BIN)/python -m build --no-isolation --wheel

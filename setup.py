@@ -7,6 +7,9 @@ It is built where torch and a C++ compiler are at hand; otherwise the Python par
   CUDA_HOME, on the PATH, or installed from PyPI), with or without a GPU; ``0`` never does, ``1`` insists.
 - ``TORCH_CUDA_ARCH_LIST``: the GPUs to compile for, such as ``8.0;9.0+PTX``.
 - ``CXX``: the C++ compiler.
+- ``CVT_KERNELS_CPU_SETS``: the instruction sets to compile the loops of the CPU for: ``native``, those of
+  this machine, the default of builds in place and of editable installations; ``all``, the default of wheels,
+  which may run elsewhere; or names, such as ``avx2 avx512``. ``plain`` is always among them.
 - ``CVT_KERNELS_WERROR``: ``1`` makes every warning of the compilers an error, for CI.
 """
 
@@ -41,23 +44,29 @@ WERROR, NVCC_WERROR = "-Werror", "-Werror all-warnings -Xcompiler -Werror"
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of torch 2.11
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
-# The loops of the CPU, csrc/*/*cpu_loops.cpp, are compiled for each and chosen when they first run,
-# but for AMX only those with matrix products; int8 loops have instruction sets of their own.
+# The build and the library ask the machine by the same functions.
+MACHINE = runpy.run_path("cvt_kernels/toolkit.py")
+
+# The loops of the CPU, csrc/*/*cpu_loops.cpp, are compiled several times and chosen when they first run.
+# LOOPS has the options of each, the others the loops that serve an instruction set, as has
+# csrc/common/instruction_sets.h: AMX is for products of matrices; 8-bit integers have loops of their own.
 PRODUCTS = CSRC / "common/product.h"
 INTEGERS = CSRC / "linear_int8/cpu_loops.cpp"
-INSTRUCTION_SETS = {"plain": ""}
-INTEGER_SETS = {"plain": ""}
+LOOPS = {"plain": ""}
+SERVED = PRODUCTS_SERVED = INTEGERS_SERVED = {"plain": "plain"}
 if platform.machine() in ("x86_64", "AMD64"):
-    # Few processors without AVX2 are left, and the compiler takes a third less time.
-    INSTRUCTION_SETS["plain"] = INTEGER_SETS["plain"] = "-O1"
-    AVX2 = "-mavx2 -mfma -mf16c"
-    AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
-    AVX512_BF16 = f"{AVX512} -mavx512bf16"
-    INSTRUCTION_SETS |= {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": AVX512_BF16}
-    INSTRUCTION_SETS["amx_bf16"] = f"{AVX512_BF16} -mamx-tile -mamx-bf16"
-    AVX512_VNNI = f"{AVX512} -mavx512vnni"
-    INTEGER_SETS |= {"avx2": AVX2, "avx2_vnni": f"{AVX2} -mavxvnni", "avx512": AVX512}
-    INTEGER_SETS |= {"avx512_vnni": AVX512_VNNI, "amx_int8": f"{AVX512_VNNI} -mamx-tile -mamx-int8"}
+    LOOPS["plain"] = "-O1"  # few processors without AVX2 are left, and the compiler takes a third less time
+    LOOPS["avx2"] = "-mavx2 -mfma -mf16c"
+    LOOPS["avx2_vnni"] = f"{LOOPS['avx2']} -mavxvnni"
+    LOOPS["avx512"] = f"{LOOPS['avx2']} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
+    LOOPS["avx512_vnni"] = f"{LOOPS['avx512']} -mavx512vnni"
+    LOOPS["avx512_bf16"] = f"{LOOPS['avx512']} -mavx512bf16"
+    LOOPS["amx_bf16"] = f"{LOOPS['avx512_bf16']} -mamx-tile -mamx-bf16"
+    LOOPS["amx_int8"] = f"{LOOPS['avx512_vnni']} -mamx-tile -mamx-int8"
+    SERVED = {name: name for name in MACHINE["CPU_SETS"]}
+    INTEGERS_SERVED = SERVED | {"avx512_bf16": "avx512_vnni", "amx_bf16": "amx_int8"}
+    PRODUCTS_SERVED = SERVED | {"avx2_vnni": "avx2", "avx512_vnni": "avx512"}
+    SERVED = PRODUCTS_SERVED | {"amx_bf16": "avx512_bf16"}
 
 # Elements of the CUDA kernels, each compiled by a process of its own.
 CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
@@ -78,22 +87,28 @@ class BuildWithNinja(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Compiles and links the extension."""
         build = Path(self.build_temp)
+        if self.editable_mode:  # setuptools would take a new folder, and all would be compiled again
+            build = Path(f"build/temp.{self.plat_name}-{sys.implementation.cache_tag}")
         build.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        run(steps(build, target, self.distribution.get_version()), build)
+        sets = cpu_sets("native" if self.inplace or self.editable_mode else "all")
+        try_compiler(build, sets)
+        run(steps(build, target, self.distribution.get_version(), sets), build)
 
 
-def steps(build: Path, target: Path, version: str) -> list[Step]:
-    """Returns the commands that make the extension, in an order that works."""
+def steps(build: Path, target: Path, version: str, sets: list[str]) -> list[Step]:
+    """Returns the commands that make the extension for instruction sets, in an order that works."""
     import torch
 
     root = Path(torch.__file__).parent
     # torch's headers bring pybind11 along.
     includes = [str(root / "include"), sysconfig.get_path("include")]
     system = [part for path in includes for part in ("-isystem", path)]
-    werror, nvcc_werror = (WERROR, NVCC_WERROR) if warnings_are_errors() else ("", "")
-    common = [*shlex.split(f"{FLAGS} {werror}"), *DEFINES, *INCLUDE, *system]
+    flags, nvcc_flags = FLAGS, NVCC_FLAGS
+    if warnings_are_errors():
+        flags, nvcc_flags = f"{FLAGS} {WERROR}", f"{NVCC_FLAGS} {NVCC_WERROR}"
+    common = [*shlex.split(flags), *DEFINES, *INCLUDE, *system]
     toolkit = find_toolkit()
     # No path to torch's libraries is kept: they are loaded before the extension is.
     libraries = [f"-L{root / 'lib'}", "-ltorch_cpu"]
@@ -112,17 +127,16 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     def compiled(source: Path, flags: list[str], variant: str = "") -> Step:
         return step(source, [*compiler(), *common, *flags], variant)
 
-    objects = [compiled(CSRC / "module.cpp", definitions(version, toolkit, targets))]
-    objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
+    here = set_options(sets)
+    objects = [compiled(CSRC / "module.cpp", [*definitions(version, toolkit, targets), *here])]
+    objects += [compiled(source, here) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
     for source in sorted(CSRC.glob("*/*cpu_loops.cpp")):
-        for name, flags in (INTEGER_SETS if source == INTEGERS else INSTRUCTION_SETS).items():
-            if name == "amx_bf16" and PRODUCTS not in headers_of(source):
-                continue
-            options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {flags}")]
+        for name in loops_of(source, sets):
+            options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {LOOPS[name]}")]
             objects.append(compiled(source, options, name))
     if toolkit is not None:
         objects += [compiled(source, []) for source in sorted(CSRC.glob("*/cuda_operators.cpp"))]
-        nvcc = [toolkit.nvcc, *shlex.split(f"{NVCC_FLAGS} {nvcc_werror}"), *INCLUDE, "-ccbin", host_compiler()]
+        nvcc = [toolkit.nvcc, *shlex.split(nvcc_flags), *INCLUDE, "-ccbin", host_compiler()]
         nvcc += [f"-gencode=arch={target.virtual},code={target.code}" for target in targets]
         launches = []
         for source in sorted(CSRC.glob("*/cuda_launches.cu")):
@@ -133,6 +147,49 @@ def steps(build: Path, target: Path, version: str) -> list[Step]:
     names = [str(made.output) for made in objects]
     link = [*compiler(), "-shared", *names, *libraries, "-o", str(target)]
     return [*objects, Step(target, names, link)]
+
+
+def cpu_sets(default: str) -> list[str]:
+    """Returns the instruction sets to compile for, as CVT_KERNELS_CPU_SETS asks for them.
+
+    Raises:
+        SystemExit: It names what there is not.
+    """
+    requested = os.environ.get("CVT_KERNELS_CPU_SETS") or default
+    names = re.split(r"[\s,;]+", requested.strip())
+    if names == ["native"]:
+        names = MACHINE["cpu_sets_here"]()
+    elif names == ["all"]:
+        names = list(SERVED)
+    elif unknown := [name for name in names if name not in SERVED]:
+        expected = f"native, all, or some of {', '.join(SERVED)}"
+        raise SystemExit(f"CVT_KERNELS_CPU_SETS: got {unknown[0]!r}, expected {expected}")
+    return [name for name in SERVED if name in ("plain", *names)]
+
+
+def loops_of(source: Path, sets: list[str]) -> list[str]:
+    """Returns the loops of LOOPS to compile a source for, so that they serve some instruction sets."""
+    served = PRODUCTS_SERVED if PRODUCTS in headers_of(source) else SERVED
+    if source == INTEGERS:
+        served = INTEGERS_SERVED
+    return [name for name in LOOPS if name in compiled_loops(sets) and name in served.values()]
+
+
+def compiled_loops(sets: list[str]) -> set[str]:
+    """Returns the loops of LOOPS that serve some instruction sets in any family."""
+    return {served[name] for served in (SERVED, PRODUCTS_SERVED, INTEGERS_SERVED) for name in sets}
+
+
+def set_options(sets: list[str]) -> list[str]:
+    """Returns the options that tell operators the instruction sets of the build.
+
+    In their tables, plain loops stand for those that are left out, which they never choose.
+    """
+    missing = [name for name in LOOPS if name not in compiled_loops(sets)]
+    return [
+        f'-DCVT_KERNELS_CPU_SETS=" {" ".join(sets)} "',
+        *(f"-Dkernels_{name}=kernels_plain" for name in missing),
+    ]
 
 
 def definitions(version: str, toolkit: "Toolkit | None", targets: "list[Target]") -> list[str]:
@@ -190,7 +247,7 @@ def find_toolkit() -> Toolkit | None:
     requested = cuda_request()
     if requested == "0":
         return None
-    nvcc = runpy.run_path("cvt_kernels/toolkit.py")["find_nvcc"]()
+    nvcc = MACHINE["find_nvcc"]()
     reason = "no nvcc was found: neither in CUDA_HOME, nor on the PATH, nor from PyPI's nvidia-cuda-nvcc"
     toolkit = reason if nvcc is None else examine(nvcc)
     if isinstance(toolkit, Toolkit):
@@ -280,8 +337,31 @@ def run(plan: list[Step], build: Path) -> None:
         commands = [step.command for step in plan]
     for command in commands:
         if subprocess.run(command).returncode:
-            hint = "" if find_toolkit() is None else "; CVT_KERNELS_CUDA=0 builds without CUDA"
-            raise SystemExit(f"cvt_kernels._C was not built: {shlex.join(command)} failed{hint}")
+            raise SystemExit(f"cvt_kernels._C was not built: see what failed above; {what_to_do()}")
+
+
+def try_compiler(build: Path, sets: list[str]) -> None:
+    """Compiles an empty file by all options of loops.
+
+    Raises:
+        SystemExit: The compiler does not know one; it has said which.
+    """
+    empty = build / "empty.cpp"
+    empty.touch()
+    options = [option for name in LOOPS if name in compiled_loops(sets) for option in LOOPS[name].split()]
+    command = [*compiler(), *shlex.split(f"{FLAGS} {SIMD_FLAGS}"), *dict.fromkeys(options)]
+    if subprocess.run([*command, "-c", str(empty), "-o", str(empty.with_suffix(".o"))]).returncode:
+        raise SystemExit(f"cvt_kernels._C was not built: {compiler_version()} is too old; {what_to_do()}")
+
+
+def what_to_do() -> str:
+    """Returns what a user can do where the build fails, after what the compiler has said."""
+    advice = "CXX=... names another compiler, such as GCC from 11 or clang from 16"
+    if warnings_are_errors():
+        advice += "; CVT_KERNELS_WERROR=0 lets warnings pass"
+    if find_toolkit() is not None:
+        advice += "; CVT_KERNELS_CUDA=0 builds without CUDA"
+    return advice
 
 
 def ninja_path(path: object) -> str:
@@ -311,6 +391,8 @@ def why_not_buildable() -> str | None:
         return "it is built on Linux only"
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed where it is built; install torch, then use pip's --no-build-isolation"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "the headers of Python are not installed; they come with python3-dev or python3-devel"
     if shutil.which(compiler()[0]) is None:
         return f"there is no C++ compiler {compiler()[0]!r}"
     return None
@@ -321,7 +403,8 @@ def extensions() -> list[Extension]:
     cuda = cuda_request()
     if cuda not in ("auto", "0", "1"):
         raise SystemExit(f"CVT_KERNELS_CUDA: got {cuda!r}, expected auto, 0 or 1")
-    warnings_are_errors()  # complains before anything is built
+    warnings_are_errors()  # these complain before anything is built
+    cpu_sets("all")
     reason = why_not_buildable()
     if reason is not None:
         if cuda == "1":

@@ -153,6 +153,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda") = CVT_KERNELS_CUDA_VERSION;  // of the toolkit; empty without CUDA kernels
   m.attr("architectures") = CVT_KERNELS_ARCHITECTURES;  // as in "sm_80,sm_90,compute_90"
   m.attr("cuda_request") = CVT_KERNELS_CUDA_REQUEST;  // CVT_KERNELS_CUDA of the build: auto, 0 or 1
+  m.attr("cpu_sets") = CVT_KERNELS_CPU_SETS;  // the instruction sets that loops were compiled for, as in " plain avx2 "
   m.attr("compiler") = CVT_KERNELS_COMPILER;
   m.def("dispatch_allocations", [](bool enabled) { cvt_kernels::dispatches_allocations = enabled; },
         "Lets the operators allocate through PyTorch's dispatcher, where Python can watch, instead of directly.");

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .toolkit import find_nvcc
+from .toolkit import cpu_sets_here, find_nvcc
 
 #: Whether Triton's interpreter runs the kernels, on the CPU.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -196,7 +196,7 @@ def load_extension() -> ModuleType:
 
     Raises:
         ExtensionError: It does not load.
-        ValueError: ``CVT_KERNELS_CPU`` is no instruction set of this CPU.
+        ValueError: ``CVT_KERNELS_CPU`` is no instruction set of this CPU and of the extension.
     """
     try:
         extension = importlib.import_module(_EXTENSION)
@@ -234,7 +234,14 @@ def _extension() -> str:
         return "not built"
     facts = load_extension()
     cuda = f"CUDA {facts.cuda} for {', '.join(_split(facts.architectures))}" if facts.cuda else "no CUDA"
-    return f"{facts.version}, {cuda}, {facts.compiler}"
+    return f"{facts.version}, CPU {_cpu_sets(facts.cpu_sets.split())}, {cuda}, {facts.compiler}"
+
+
+def _cpu_sets(compiled: list[str]) -> str:
+    """Returns the instruction sets that the extension was built for, and those of this CPU that it lacks."""
+    missing = [name for name in cpu_sets_here() if name not in compiled]
+    lacking = f" (built here again, {' '.join(missing)} too)" if missing else ""
+    return f"{' '.join(compiled)}{lacking}"
 
 
 def installed_version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Finds the CUDA compiler, for the build of the extension and for the library.
+"""Finds the CUDA compiler and the CPU's instruction sets, for the build of the extension and for the library.
 
 ``setup.py`` loads this file by its path, where neither torch nor the package can be imported. So it uses the
 standard library only.
@@ -9,6 +9,26 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+
+#: The instruction sets that the loops of the CPU are compiled for, from the oldest to the newest, each with
+#: what Linux calls it in the flags of a CPU. csrc/common/instruction_sets.h has them in the same order.
+CPU_SETS = {"plain": "", "avx2": "avx2 fma f16c"}
+CPU_SETS["avx2_vnni"] = f"{CPU_SETS['avx2']} avx_vnni"
+CPU_SETS["avx512"] = f"{CPU_SETS['avx2']} avx512f avx512bw avx512dq avx512vl"
+CPU_SETS["avx512_vnni"] = f"{CPU_SETS['avx512']} avx512_vnni"
+CPU_SETS["avx512_bf16"] = f"{CPU_SETS['avx512_vnni']} avx512_bf16"
+CPU_SETS["amx_bf16"] = f"{CPU_SETS['avx512_bf16']} amx_tile amx_bf16 amx_int8"
+
+
+def cpu_sets_here() -> list[str]:
+    """Returns the instruction sets of CPU_SETS that this CPU has: ``plain`` alone where it is no x86-64."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    has = set(flags.partition(":")[2].split())
+    return [name for name, needed in CPU_SETS.items() if has.issuperset(needed.split())]
 
 
 def find_nvcc() -> str | None:

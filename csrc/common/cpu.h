@@ -45,10 +45,14 @@ inline bool has_avx_vnni() {
 bool tiles_work();
 #endif
 
-// The latest instruction set that this CPU has, or the one that CVT_KERNELS_CPU asks for.
-inline InstructionSet find_instruction_set() {
-  const char* requested = std::getenv("CVT_KERNELS_CPU");
-  const std::string name = requested == nullptr ? "" : requested;
+// Whether the build has the loops for an instruction set, by its name.
+inline bool is_compiled_for(const std::string& set) {
+  return std::string(CVT_KERNELS_CPU_SETS).find(" " + set + " ") != std::string::npos;
+}
+
+// The latest instruction set that this CPU and the build have, or the one of a name, if this CPU has it.
+inline InstructionSet find_instruction_set(const std::string& name) {
+  const auto is_wanted = [&](const char* set) { return name.empty() ? is_compiled_for(set) : name == set; };
 #ifdef __x86_64__
   const bool avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -56,17 +60,28 @@ inline InstructionSet find_instruction_set() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
-  const bool wants_tiles = bf16 && (name.empty() || name == "amx_bf16");
+  const bool wants_tiles = bf16 && is_wanted("amx_bf16");
   if (wants_tiles && has_tiles() && (!name.empty() || tiles_work())) return InstructionSet::amx_bf16;
-  if (bf16 && (name.empty() || name == "avx512_bf16")) return InstructionSet::avx512_bf16;
-  if (vnni && (name.empty() || name == "avx512_vnni")) return InstructionSet::avx512_vnni;
-  if (avx512 && (name.empty() || name == "avx512")) return InstructionSet::avx512;
-  if (avx2 && has_avx_vnni() && (name.empty() || name == "avx2_vnni")) return InstructionSet::avx2_vnni;
-  if (avx2 && (name.empty() || name == "avx2")) return InstructionSet::avx2;
+  if (bf16 && is_wanted("avx512_bf16")) return InstructionSet::avx512_bf16;
+  if (vnni && is_wanted("avx512_vnni")) return InstructionSet::avx512_vnni;
+  if (avx512 && is_wanted("avx512")) return InstructionSet::avx512;
+  if (avx2 && has_avx_vnni() && is_wanted("avx2_vnni")) return InstructionSet::avx2_vnni;
+  if (avx2 && is_wanted("avx2")) return InstructionSet::avx2;
 #endif
   expect(name.empty() || name == "plain", "CVT_KERNELS_CPU", name,
          "plain, or avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx_bf16 on a CPU that has it");
   return InstructionSet::plain;
+}
+
+// The instruction set to use: CVT_KERNELS_CPU may name one.
+inline InstructionSet find_instruction_set() {
+  const char* requested = std::getenv("CVT_KERNELS_CPU");
+  const std::string name = requested == nullptr ? "" : requested;
+  const InstructionSet set = find_instruction_set(name);
+  expect(name.empty() || is_compiled_for(name), "CVT_KERNELS_CPU", name,
+         "an instruction set that the extension was built for, which are", CVT_KERNELS_CPU_SETS,
+         "here; CVT_KERNELS_CPU_SETS=all builds it for all");
+  return set;
 }
 
 // The table for this CPU among KERNEL_TABLES and the like: the last one where there is none for its latest set.

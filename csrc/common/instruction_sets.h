@@ -4,6 +4,8 @@
 
 namespace cvt_kernels {
 
+// A build may leave sets out: then setup.py makes the name of a table that is missing mean kernels_plain.
+//
 // Those with VNNI have products of 8-bit integers, as has amx_bf16: every CPU with its tiles of bfloat16 has those too.
 enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx_bf16 };
 

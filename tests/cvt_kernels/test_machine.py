@@ -28,6 +28,13 @@ def test_the_facts_of_the_build():
     assert facts.compiler
     assert bool(facts.cuda) == bool(facts.architectures)
     assert ("no CUDA" in machine.facts().extension) == (not facts.cuda)
+    assert f", CPU {facts.cpu_sets.strip()}" in machine.facts().extension
+
+
+def test_the_instruction_sets_of_the_build_and_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(machine, "cpu_sets_here", lambda: ["plain", "avx2", "avx512"])
+    assert machine._cpu_sets(["plain", "avx2", "avx512", "amx_bf16"]) == "plain avx2 avx512 amx_bf16"
+    assert machine._cpu_sets(["plain"]) == "plain (built here again, avx2 avx512 too)"
 
 
 @needs_extension

@@ -1,8 +1,11 @@
 """The build of the extension by setup.py, and its messages where it cannot build."""
 
 import os
+import platform
+import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +19,11 @@ from cvt_kernels import machine, toolkit
 from tests.checks import compiler, not_built
 
 ROOT = Path(__file__).parents[2]
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="there are several instruction sets on x86-64 only"
+)
+needs_compiler = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 
 
 def run_setup(**environment):
@@ -45,6 +53,8 @@ def test_without_a_compiler_the_python_part_is_installed_alone():
         ({"CVT_KERNELS_CUDA": "1", **NO_TOOLKIT}, "no nvcc was found"),
         ({"CVT_KERNELS_CUDA": "1", **NO_COMPILER}, "there is no C++ compiler 'no-such-compiler'"),
         ({"CVT_KERNELS_WERROR": "yes"}, "got 'yes', expected 0 or 1"),
+        ({"CVT_KERNELS_CPU_SETS": "avx3"}, "got 'avx3', expected native, all, or some of plain"),
+        ({"CVT_KERNELS_CPU_SETS": "all avx2"}, "got 'all', expected native, all, or some of plain"),
     ],
 )
 def test_a_build_that_is_impossible_fails_with_one_sentence(environment, message):
@@ -135,27 +145,195 @@ def test_architectures_that_are_compiled_for(monkeypatch, setup):
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+def planned(setup, tmp_path, sets):
+    """Returns the commands of a build for some instruction sets."""
+    return setup["steps"](tmp_path / "build", tmp_path / "_C.so", ck.__version__, sets)
+
+
+@needs_compiler
 def test_every_source_of_csrc_is_compiled(tmp_path, setup):
-    *objects, link = setup["steps"](tmp_path / "build", tmp_path / "_C.so", ck.__version__)
+    *objects, link = planned(setup, tmp_path, list(setup["SERVED"]))
     sources = [path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu")]
     assert {step.inputs[0] for step in objects} == set(map(str, sources))
     assert len({step.output for step in objects}) == len(objects)
     assert link.inputs == [str(step.output) for step in objects]
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_warning_is_an_error_for_ci_only(tmp_path, monkeypatch, setup, strict):
     """Later compilers have more warnings, so that a user's build must pass with them."""
     monkeypatch.setenv("CVT_KERNELS_WERROR", "1" if strict else "")
-    *objects, _ = setup["steps"](tmp_path / "build", tmp_path / "_C.so", ck.__version__)
+    *objects, _ = planned(setup, tmp_path, ["plain"])
     assert any("nvcc" in step.command[0] for step in objects)
     for step in objects:
         assert ("-Werror" in " ".join(step.command)) is strict, step.command
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+# Instruction sets ------------------------------------------------------------------------------------------
+
+#: The flags of CPUs, and the instruction sets that they have.
+AVX2 = "fpu avx2 fma f16c"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
+BF16 = f"{AVX512} avx512_vnni avx512_bf16"
+CPUS = [
+    ("fpu sse4_2 avx", "plain"),
+    ("fpu sse4_2 avx2 fma", "plain"),  # lacks f16c
+    (AVX2, "plain avx2"),
+    (f"{AVX2} avx_vnni", "plain avx2 avx2_vnni"),
+    (f"{AVX512} avx512cd", "plain avx2 avx512"),
+    (f"{AVX512} avx512_vnni", "plain avx2 avx512 avx512_vnni"),
+    (BF16, "plain avx2 avx512 avx512_vnni avx512_bf16"),
+    (f"{BF16} amx_tile amx_bf16 amx_int8", "plain avx2 avx512 avx512_vnni avx512_bf16 amx_bf16"),
+]
+
+
+@needs_x86
+@pytest.mark.parametrize(("flags", "sets"), CPUS)
+def test_a_build_in_a_checkout_is_for_what_the_cpu_has(monkeypatch, setup, flags, sets):
+    """Whoever made the CPU: its flags decide, as Linux has them."""
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: f"vendor_id : any\nflags\t\t: {flags}\n")
+    assert setup["cpu_sets"]("native") == sets.split()
+
+
+def test_a_cpu_without_flags_has_plain_loops(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", lambda path, **_: "Features : fp asimd\n")
+        assert toolkit.cpu_sets_here() == ["plain"]
+    monkeypatch.setattr(toolkit, "Path", lambda name: Path("/no/such/folder"))
+    assert toolkit.cpu_sets_here() == ["plain"]
+
+
+@needs_x86
+def test_what_cvt_kernels_cpu_sets_asks_for(monkeypatch, setup):
+    everything = list(toolkit.CPU_SETS)
+    assert setup["cpu_sets"]("all") == everything
+    monkeypatch.setenv("CVT_KERNELS_CPU_SETS", "all")
+    assert setup["cpu_sets"]("native") == everything
+    monkeypatch.setenv("CVT_KERNELS_CPU_SETS", "native")
+    assert setup["cpu_sets"]("all") == toolkit.cpu_sets_here()
+    for names in ("avx512 avx2", "avx2,avx512", " avx512;plain; avx2 "):
+        monkeypatch.setenv("CVT_KERNELS_CPU_SETS", names)
+        assert setup["cpu_sets"]("all") == ["plain", "avx2", "avx512"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "default"),
+    [({"inplace": True}, "native"), ({"editable_mode": True}, "native"), ({}, "all")],
+)
+def test_wheels_have_all_sets_and_checkouts_those_of_this_cpu(
+    tmp_path, monkeypatch, setup, attributes, default
+):
+    """What ``pip install .`` makes is a wheel too, which pip may cache for other machines."""
+    command = setup["BuildWithNinja"](setuptools.Distribution({"name": "x", "ext_modules": []}))
+    command.ensure_finalized()
+    command.build_temp, command.build_lib = str(tmp_path / "temp"), str(tmp_path / "lib")
+    vars(command).update(attributes)
+
+    def cpu_sets(asked):
+        raise SystemExit(asked)
+
+    monkeypatch.setitem(type(command).build_extension.__globals__, "cpu_sets", cpu_sets)
+    with pytest.raises(SystemExit, match=default):
+        command.build_extension(setuptools.Extension("cvt_kernels._C", []))
+
+
+def tables_of_the_header():
+    """Returns the loops of each macro of csrc/common/instruction_sets.h, and the instruction sets there."""
+    header = (ROOT / "csrc/common/instruction_sets.h").read_text(encoding="utf-8").replace("\\\n", "")
+    [sets] = re.findall(r"enum class InstructionSet \{(.*?)\}", header)
+    tables = re.findall(r"#define (\w+_TABLES)\s*\{(&kernels_plain,.*?)\}", header)
+    return {name: re.findall(r"&kernels_(\w+)", names) for name, names in tables}, sets.strip().split(", ")
+
+
+@needs_x86
+def test_the_loops_of_a_set_are_those_of_the_tables_of_the_operators(setup):
+    tables, sets = tables_of_the_header()
+    assert list(toolkit.CPU_SETS) == sets
+    for macro, served in (
+        ("KERNEL_TABLES", "SERVED"),
+        ("PRODUCT_TABLES", "PRODUCTS_SERVED"),
+        ("INTEGER_TABLES", "INTEGERS_SERVED"),
+    ):
+        loops = tables[macro] + tables[macro][-1:] * (len(sets) - len(tables[macro]))  # as choose() does
+        assert [setup[served][name] for name in sets] == loops
+
+
+@needs_x86
+@needs_compiler
+@pytest.mark.parametrize("sets", [["plain"], *(["plain", name] for name in list(toolkit.CPU_SETS)[1:])])
+def test_operators_have_plain_loops_for_those_that_are_not_compiled(tmp_path, monkeypatch, setup, sets):
+    """Every table that an operator names is in an object of the build, under its name or that of plain."""
+    monkeypatch.setenv("CVT_KERNELS_CUDA", "0")
+    setup["find_toolkit"].cache_clear()
+    *objects, _ = planned(setup, tmp_path, sets)
+    by_source = {}
+    for step in objects:
+        by_source.setdefault(step.inputs[0], []).append(step)
+    loops = {
+        source: {option for step in made for option in step.command if option.startswith("-DKERNELS=")}
+        for source, made in by_source.items()
+    }
+    tables, _ = tables_of_the_header()
+    [operators] = {tuple(o for o in step.command if o.startswith("-Dkernels_")) for step in objects
+                   if step.inputs[0].endswith("cpu_operators.cpp")}  # fmt: skip
+    renamed = dict(option[2:].split("=") for option in operators)
+    assert set(renamed.values()) <= {"kernels_plain"}
+    for source, options in loops.items():
+        if not source.endswith("cpu_loops.cpp"):
+            continue
+        header = (ROOT / source).with_suffix(".h").read_text(encoding="utf-8")
+        macro = re.search(r"DECLARE_(\w+_TABLES);", header)[1]
+        for name in set(tables[macro]):
+            assert f"-DKERNELS={renamed.get(f'kernels_{name}', f'kernels_{name}')}" in options
+        for set_, loop in zip(toolkit.CPU_SETS, tables[macro], strict=False):
+            assert set_ not in sets or f"-DKERNELS=kernels_{loop}" in options
+
+
+@needs_compiler
+def test_a_compiler_that_lacks_an_option_is_named_before_the_build(tmp_path, monkeypatch, setup):
+    """As GCC 10 knows no AVX-VNNI: the message says what to do in one line."""
+    monkeypatch.setitem(setup["LOOPS"], "plain", "-mno-such-option")
+    with pytest.raises(SystemExit, match=r"^cvt_kernels._C was not built: .* is too old; CXX=.*$"):
+        setup["try_compiler"](tmp_path, ["plain"])
+    monkeypatch.setitem(setup["LOOPS"], "plain", "")
+    setup["try_compiler"](tmp_path, list(setup["SERVED"]))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("environment", "advice"),
+    [
+        ({"CVT_KERNELS_CUDA": "0"}, ""),
+        ({"CVT_KERNELS_CUDA": "0", "CVT_KERNELS_WERROR": "1"}, "; CVT_KERNELS_WERROR=0 lets warnings pass"),
+        ({}, "; CVT_KERNELS_CUDA=0 builds without CUDA"),
+    ],
+)
+@pytest.mark.parametrize("ninja", [True, False])
+def test_a_build_that_fails_says_what_to_do(tmp_path, monkeypatch, setup, environment, advice, ninja):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    setup["find_toolkit"].cache_clear()  # setup.py has looked for it already
+    if not ninja:
+        which = shutil.which
+        monkeypatch.setattr(
+            shutil, "which", lambda *name, **path: None if name == ("ninja",) else which(*name)
+        )
+    fails = setup["Step"](tmp_path / "x.o", [], [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(SystemExit) as failure:
+        setup["run"]([fails], tmp_path)
+    expected = "cvt_kernels._C was not built: see what failed above; CXX=... names another compiler, such as"
+    assert str(failure.value).startswith(expected)
+    assert str(failure.value).endswith(f"clang from 16{advice}")
+
+
+def test_without_the_headers_of_python_the_python_part_is_installed_alone(monkeypatch, setup):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "no-such-folder")
+    monkeypatch.setitem(setup["why_not_buildable"].__globals__, "compiler", lambda: [sys.executable])
+    assert "the headers of Python are not installed" in setup["why_not_buildable"]()
+
+
+@needs_compiler
 def test_a_source_is_compiled_again_for_the_headers_that_the_compiler_reads(setup):
     loops = sorted(Path("csrc").glob("*/*cpu_loops.cpp"))
     command = [*compiler(), "-std=c++20", "-MM", "-I", "csrc", *map(str, loops)]

@@ -1,0 +1,61 @@
+"""The choice of loops by csrc/common/cpu.h where a build has some instruction sets only."""
+
+import os
+import subprocess
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt_kernels.toolkit import CPU_SETS, cpu_sets_here
+from tests.checks import compiled, compiler, not_built
+
+ROOT = Path(__file__).parents[2]
+INCLUDES = "-I", str(ROOT / "csrc"), "-isystem", str(Path(torch.__file__).parent / "include")
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    """Returns the function that says what a build of some sets takes, for a value of CVT_KERNELS_CPU."""
+    headers = [ROOT / f"csrc/common/{name}.h" for name in ("cpu", "checks", "instruction_sets")]
+    source = Path(__file__).with_name("instruction_sets.cpp")
+    command = [*compiler(), "-std=c++20", "-DTORCH_TARGET_VERSION=0x020b000000000000", *INCLUDES, str(source)]
+    program = compiled(command, [source, *headers])
+
+    def run(sets, requested=""):
+        environment = os.environ | {"SETS": f" {' '.join(sets)} ", "CVT_KERNELS_CPU": requested}
+        answer = subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout
+        return list(CPU_SETS)[int(answer)] if answer.isdigit() else answer
+
+    return run
+
+
+def builds():
+    """Returns every list of sets that a build may have."""
+    others = list(CPU_SETS)[1:]
+    lists = [list(names) for count in range(len(others) + 1) for names in combinations(others, count)]
+    return [["plain", *names] for names in lists]
+
+
+def test_the_newest_set_that_the_cpu_and_the_build_have(chosen):
+    for sets in builds():
+        assert chosen(sets) == [name for name in sets if name in cpu_sets_here()][-1], sets
+
+
+def test_a_set_that_is_asked_for_by_name(chosen):
+    """One that the build or the CPU lacks is refused, and the message says which of them."""
+    for sets in builds():
+        for name in CPU_SETS:
+            answer = chosen(sets, name)
+            if name not in cpu_sets_here():
+                assert answer.startswith(f"CVT_KERNELS_CPU: got '{name}', expected plain, or avx2, ")
+                assert answer.endswith("on a CPU that has it")
+            elif name not in sets:
+                expected = "expected an instruction set that the extension was built for, which are"
+                assert answer.startswith(f"CVT_KERNELS_CPU: got '{name}', {expected} {' '.join(sets)} here; ")
+                assert answer.endswith("CVT_KERNELS_CPU_SETS=all builds it for all")
+            else:
+                assert answer == name
