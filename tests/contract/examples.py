@@ -181,7 +181,12 @@ WITHOUT_GRADIENTS = frozenset({
     ("transformer_block", "onednn"),
 })  # fmt: skip
 #: What a backend needs to serve an example at all.
-_NEEDED = {("linear", "float32"): {"dtype": "bfloat16", "bare": True}}
+_NEEDED = {
+    ("linear", "float32"): {"dtype": "bfloat16", "bare": True},
+    ("linear_int8", "scaled_mm"): {
+        "to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32,
+    },
+}  # fmt: skip
 #: What serves the parts of an operator on backends that compose it of others.
 _PARTS: dict[str, tuple[ck.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("cpu", "reference"))
 #: The operators that round, and have no gradients.
