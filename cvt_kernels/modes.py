@@ -66,8 +66,10 @@ def convolves_in_tf32(x: Tensor) -> bool:
     """Returns whether PyTorch lets cuDNN round ``x`` to TF32 in a convolution, as it does by default.
 
     Whether cuDNN does so depends on layout and sizes: on an H200, of three channels with channels last only.
+    So another layout than the caller's may lose precision that PyTorch's own convolution has.
     """
-    return x.dtype == torch.float32 and not autocast_enabled(x) and convolution_precision() == "tf32"
+    is_float32 = x.is_cuda and x.dtype == torch.float32 and not autocast_enabled(x)
+    return is_float32 and convolution_precision() == "tf32"
 
 
 def convolution_precision() -> str:

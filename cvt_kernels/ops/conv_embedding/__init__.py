@@ -53,19 +53,14 @@ def _instead(call: Any) -> Callable[..., Tensor] | None:
     return None if device == "cuda" or dispatch.may_be_ours("conv_embedding", device) else _compose
 
 
-def _may_round(image: Tensor) -> bool:
-    """Returns whether cuDNN may take TF32 for an image in one layout, and float32 for it in another."""
-    return image.is_cuda and modes.convolves_in_tf32(image)
-
-
 def _compose(call: Record) -> Tensor:
     """Computes the embedding by a convolution and ``layer_norm``.
 
-    The image becomes channels last, and so do the tokens without a copy; where that could cost precision
-    that PyTorch's own embedding has, it stays as it is.
+    The image becomes channels last, and so do the tokens without a copy; it stays as it is where that could
+    cost precision.
     """
     image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
-    if not _may_round(image):
+    if not modes.convolves_in_tf32(image):
         image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
     tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
     norm_weight, norm_bias = (
@@ -83,7 +78,7 @@ def _kind(call: Record) -> str:
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to "
     words += f"{call.weight.shape[0]} channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
     words += "" if call.class_token is None else ", and a class token"
-    words += ", convolved in tf32" if _may_round(call.image) else ""
+    words += ", convolved in tf32" if modes.convolves_in_tf32(call.image) else ""
     # Of channels last, torch.func.vmap knows the stride alone.
     return words + (", channels last" if call.image.stride(1) == 1 else "")
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch
+from cvt_kernels import backends, dispatch, modes
 from cvt_kernels.ops import conv_embedding
 from tests.checks import assert_accurate, precision_of
 
@@ -72,7 +72,7 @@ def test_the_composition_gives_up_no_precision_for_a_layout(monkeypatch, may_rou
         return convolve(image, *others)
 
     monkeypatch.setattr(F, "conv2d", noted)
-    monkeypatch.setattr(conv_embedding, "_may_round", lambda image: may_round)
+    monkeypatch.setattr(modes, "convolves_in_tf32", lambda image: may_round)
     bind = backends.operators["conv_embedding"].bind
     ours = conv_embedding._compose(bind(IMAGE, WEIGHT, BIAS, **SETTINGS))
     last = IMAGE.contiguous(memory_format=torch.channels_last)
