@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, launching, machine, reference
+from . import backends, checks, dispatch, launching, machine, modes, reference
 from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -320,7 +320,7 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
         return None
     precision = None
     if (x.is_cuda or machine.INTERPRETING) and x.dtype is torch.float32:
-        precision = torch.backends.cuda.matmul.fp32_precision
+        precision = torch.backends.cuda.matmul.fp32_precision, modes.convolution_precision()
     if not _is_any_autocast_enabled():
         return backends.names_requested(), grad, _threads(), precision
     autocast = [

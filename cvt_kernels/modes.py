@@ -62,6 +62,22 @@ def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
 
 
+def convolves_in_tf32(x: Tensor) -> bool:
+    """Returns whether PyTorch lets cuDNN round ``x`` to TF32 in a convolution, as it does by default.
+
+    Whether cuDNN does so depends on layout and sizes: on an H200, of three channels with channels last only.
+    So another layout than the caller's may lose precision that PyTorch's own convolution has.
+    """
+    is_float32 = x.is_cuda and x.dtype == torch.float32 and not autocast_enabled(x)
+    return is_float32 and convolution_precision() == "tf32"
+
+
+def convolution_precision() -> str:
+    """Returns what cuDNN may round float32 to in convolutions: ``"tf32"``; else ``"ieee"`` or ``"none"``."""
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return str(convolutions.fp32_precision)
+
+
 def is_exporting() -> bool:
     """Returns whether ``torch.export`` is tracing."""
     return torch.compiler.is_exporting()
@@ -73,6 +89,10 @@ _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# Dynamo does not trace it, and keeps what it was while tracing.
+convolution_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # Dynamo cannot trace this function, but it enters the transforms that it traces and guards those around it.

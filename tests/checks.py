@@ -229,6 +229,17 @@ def recorded_operators() -> Iterator[list[str]]:
         yield dispatches.names
 
 
+@contextlib.contextmanager
+def precision_of(products: Any, precision: str) -> Iterator[None]:
+    """Sets the ``fp32_precision`` of ``torch.backends.cuda.matmul`` or ``cudnn.conv`` within a block."""
+    before = products.fp32_precision
+    products.fp32_precision = precision
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
 def section_of(page: str, heading: str, until: str | None = None) -> str:
     """Returns a section of a page in docs/, up to the next heading of its level or to another heading.
 

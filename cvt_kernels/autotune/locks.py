@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -22,6 +23,10 @@ def _lock(path: Path, process: int) -> BaseFileLock:
     from filelock import FileLock
 
     return FileLock(path)
+
+
+# The destructor of filelock 4.0's locks raises once Python has taken down the modules that it needs.
+atexit.register(_lock.cache_clear)
 
 
 def remove_unless_held(path: Path) -> None:

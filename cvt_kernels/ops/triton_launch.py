@@ -1,4 +1,4 @@
-"""Helpers of all Triton kernels: overrides of launch configurations, budgets, dtypes."""
+"""Helpers of all Triton kernels: overrides of launch configurations, budgets, dtypes, TF32."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -84,12 +85,14 @@ ELEMENTS = {
 }
 
 
-def product_types(dtype: torch.dtype, *, tf32: bool) -> dict[str, Any]:
+def product_types(dtype: torch.dtype, *, tf32: bool = False, exact: bool = False) -> dict[str, Any]:
     """Returns the constants of a matrix product of activations of a dtype.
 
     Args:
         dtype: The dtype.
         tf32: Whether PyTorch allows TF32 for float32.
+        exact: Whether a product in TF32 is the sum of three, of what the factors are in TF32 and of the rest:
+            as exact as float32.
 
     Returns:
         ``element``, Triton's dtype of the activations; ``operand``, of the factors: ``element``, but float32
@@ -102,8 +105,31 @@ def product_types(dtype: torch.dtype, *, tf32: bool) -> dict[str, Any]:
         "element": element,
         "operand": tl.float32 if upcast else element,
         "accumulator": tl.float64 if dtype == torch.float64 else tl.float32,
-        "precision": "tf32" if tf32 else "ieee",
+        "precision": ("tf32x3" if exact else "tf32") if tf32 else "ieee",
     }
+
+
+_HAS_ASSEMBLY = tl.constexpr(not machine.INTERPRETING)
+
+
+@triton.jit
+def rounded(factor, SPEC: tl.constexpr):
+    """Returns a factor of a product, rounded to TF32 if that is the precision of SPEC.
+
+    Tensor cores would cut off what TF32 has no bits for, with errors of two and a half times the size. It is
+    rounded as by cuBLAS: to nearest, halves away from zero.
+    """
+    if SPEC.precision == "tf32":
+        if _HAS_ASSEMBLY:
+            factor = tl.inline_asm_elementwise(
+                "cvt.rna.tf32.f32 $0, $1;", "=r,r", [factor], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            bits = factor.to(tl.uint32, bitcast=True)
+            is_finite = (bits & 0x7F800000) != 0x7F800000
+            bits = tl.where(is_finite, (bits + 0x1000) & 0xFFFFE000, bits)
+            factor = bits.to(tl.float32, bitcast=True)
+    return factor
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -181,7 +181,12 @@ WITHOUT_GRADIENTS = frozenset({
     ("transformer_block", "onednn"),
 })  # fmt: skip
 #: What a backend needs to serve an example at all.
-_NEEDED = {("linear", "float32"): {"dtype": "bfloat16", "bare": True}}
+_NEEDED = {
+    ("linear", "float32"): {"dtype": "bfloat16", "bare": True},
+    ("linear_int8", "scaled_mm"): {
+        "to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32,
+    },
+}  # fmt: skip
 #: What serves the parts of an operator on backends that compose it of others.
 _PARTS: dict[str, tuple[ck.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("cpu", "reference"))
 #: The operators that round, and have no gradients.
@@ -297,8 +302,6 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
     call = call.map(lambda tensor: _laid_out(tensor, layout))
     if device != "cpu":
         call = call.map(lambda tensor: _moved(tensor, device))
-        if operator == "conv_embedding":  # PyTorch lets convolutions of float32 round to TF32
-            call.map(_round_to_tf32)
     return Example(operator, backend, call, chosen.get("upstream", "contiguous"))
 
 
@@ -320,14 +323,6 @@ def _laid_out(tensor: Tensor, layout: str) -> Tensor:
 def _moved(tensor: Tensor, device: str) -> Tensor:
     flat = tensor.detach().as_strided((tuner._extent(tensor),), (1,)).to(device)
     return flat.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
-
-
-def _round_to_tf32(tensor: Tensor) -> Tensor:
-    """Rounds float32 to numbers that TF32 has, in place."""
-    if tensor.dtype == torch.float32:
-        flat = tensor.detach().as_strided((tuner._extent(tensor),), (1,))
-        flat.view(torch.int32).bitwise_and_(-(2**13))
-    return tensor
 
 
 def tensors_of(results: Any) -> list[Tensor]:

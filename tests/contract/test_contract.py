@@ -239,7 +239,8 @@ def test_the_kernels_do_the_work(operator, backend):
             work()
         ours = [name for name in called if name.startswith("cvt_kernels.")]
         found.append(len(ours) + len(started))
-        assert ours if backend == "cpu" else started
+        # The extension's operators are C++, which PyTorch dispatches to its kernels for the tensors' device.
+        assert started if backend == "triton" else ours
     forward, both = found
     assert (both > forward) == made.call.gradient
 

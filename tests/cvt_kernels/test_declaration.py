@@ -13,10 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, declaration
+from cvt_kernels import backends, declaration, machine
 from cvt_kernels.declaration import facts_of
 from cvt_kernels.machine import why_extension_unavailable
 from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
+from tests.checks import precision_of
 from tests.contract.examples import example
 
 
@@ -121,6 +122,16 @@ def test_nothing_is_planned_where_tensors_are_not_what_they_seem(first):
     torch.func.grad(lambda x: ck.gelu(x).sum())(torch.randn(4, 5))
     assert len(first) == 4
     assert len(backends.plans) == kept
+
+
+@pytest.mark.skipif(not machine.INTERPRETING, reason="no kernel on a CPU takes TF32")
+@pytest.mark.parametrize("products", [torch.backends.cuda.matmul, torch.backends.cudnn.conv])
+def test_what_float32_may_be_rounded_to_is_noticed(first, products):
+    for precision in ("tf32", "ieee", "tf32"):
+        with precision_of(products, precision):
+            ck.gelu(torch.randn(4, 5))
+            ck.gelu(torch.randn(4, 5, dtype=torch.float16))
+    assert len(first) == 3
 
 
 def test_plans_keep_no_tensors(first):

@@ -113,9 +113,12 @@ _ONES = {
 }
 _TF32 = {
     "tf32: attention": _call(tests.attend, 65, 197, heads=1, dim=64, precision="tf32"),
+    "tf32: attention, training": _call(tests.attend, 131, 37, heads=3, dim=64, precision="tf32"),
+    "tf32: attention of one query": _call(tests.attend, 1, 50, dim=64, grad=False, precision="tf32"),
     "tf32: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), precision="tf32"),
-    "tf32: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), precision="tf32"),
     "tf32: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, precision="tf32"),
+    "tf32: linear_add": _call(tests.linear_add, 150, 264, 136, precision="tf32"),
+    "tf32: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 150, 264, 192, precision="tf32"),
     "tf32: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, precision="tf32"),
 }
 _FLOAT8 = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, dispatch, reference
+from ... import checks, dispatch, modes, reference
 from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..kinds import first_images, images_within, size_class
@@ -54,8 +54,14 @@ def _instead(call: Any) -> Callable[..., Tensor] | None:
 
 
 def _compose(call: Record) -> Tensor:
+    """Computes the embedding by a convolution and ``layer_norm``.
+
+    The image becomes channels last, and so do the tokens without a copy; it stays as it is where that could
+    cost precision.
+    """
     image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
-    image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
+    if not modes.convolves_in_tf32(image):
+        image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
     tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
     norm_weight, norm_bias = (
         None if vector is None else vector.to(tokens.dtype) for vector in (norm_weight, norm_bias)
@@ -72,6 +78,7 @@ def _kind(call: Record) -> str:
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to "
     words += f"{call.weight.shape[0]} channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
     words += "" if call.class_token is None else ", and a class token"
+    words += ", convolved in tf32" if modes.convolves_in_tf32(call.image) else ""
     # Of channels last, torch.func.vmap knows the stride alone.
     return words + (", channels last" if call.image.stride(1) == 1 else "")
 

@@ -175,6 +175,8 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
     """Computes ``nn.BatchNorm2d.forward`` on the tensors of ``conv``."""
     tracked = conv.running_mean is not None
     momentum = conv.momentum
+    if modes.is_transformed():
+        y = y.contiguous()  # within vmap, cuDNN's BatchNorm cannot ask for channels last
     if training and tracked and conv.num_batches_tracked is not None:
         conv.num_batches_tracked.add_(1)
         if momentum is None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -623,6 +624,19 @@ def test_tuning_may_be_nested_and_is_given_back_after_an_error(start):
         time.sleep(0.3)
         assert child.poll() is None  # the outer block still holds it
     assert child.stdout.read() == "held\n"
+
+
+def test_no_lock_outlives_the_process(tmp_path):
+    """The destructor of filelock 4.0's fails where Python has taken down the modules that it needs."""
+    code = f"""
+import atexit, gc, pathlib, filelock
+atexit.register(lambda: print(sum(isinstance(each, filelock.BaseFileLock) for each in gc.get_objects())))
+from cvt_kernels.autotune.locks import held
+with held(pathlib.Path({str(tmp_path / "lock")!r}), 1):
+    pass
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
 
 
 def test_one_thread_at_a_time_tunes():

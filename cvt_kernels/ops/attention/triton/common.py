@@ -254,7 +254,7 @@ class KernelSpec(NamedTuple):
             has_bias=bias is not None,
             is_negative=scale < 0,
             position=position,
-            **product_types(q.dtype, tf32=tf32),
+            **product_types(q.dtype, tf32=tf32, exact=True),
         )
 
 

@@ -45,8 +45,8 @@ def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -
     if configuration("embed", channels, image) is None:
         return f"there is no configuration for {channels} channels"
     window, parts = Window.of(image, kernel_size, stride, padding, has_bias=False), parts_of(channels, image)
-    if image.dtype == torch.float32 and window.precision == "ieee":
-        return "float32 without TF32 would need more registers than there are"
+    if image.dtype == torch.float32:  # so in TF32 where cuDNN takes it, and only there
+        return "float32 would need more registers than there are"
     padded = window.chunks * _CHUNK * parts.width * parts.count
     if window.chunks > _MAX_CHUNKS or padded * min(image.element_size(), 4) > _MAX_WEIGHT_BYTES:
         return "the convolution's window has many values"
@@ -76,7 +76,7 @@ class Window(NamedTuple):
         chunk: Segments of a factor of a product, a power of two.
         has_one: Whether the first element behind the window is 1 and its weight the bias, which saves
             registers and the addition. It needs a 16-bit bias and room behind the window.
-        element, operand, precision: See :func:`product_types`.
+        element, operand: See :func:`product_types`.
         has_assembly: Whether inline assembly may be used; Triton's interpreter does not take it.
     """
 
@@ -92,21 +92,18 @@ class Window(NamedTuple):
     has_one: bool
     element: Any
     operand: Any
-    precision: str
     has_assembly: bool
 
     @classmethod
     def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int, *, has_bias: bool) -> Window:
-        """Returns the window for an image's strides and PyTorch's TF32 setting."""
+        """Returns the window for an image's strides."""
         channels = image.shape[1]
         inner = channels if image.stride(1) == 1 and image.stride(3) == channels else 1
         segment = min(triton.next_power_of_2(kernel_size * inner), _SEGMENT)
         pieces, chunk = -(-kernel_size * inner // segment), _CHUNK // segment
         has_room = channels // inner * kernel_size * pieces % chunk > 0
         word = 2 if _has_pairs(image, inner, stride, padding) else 1
-        convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-        tf32 = image.dtype == torch.float32 and convolutions.fp32_precision == "tf32"
-        types = product_types(image.dtype, tf32=tf32)
+        types = product_types(image.dtype)
         return cls(
             kernel_size=kernel_size,
             stride=stride,
@@ -120,7 +117,6 @@ class Window(NamedTuple):
             has_one=has_bias and has_room and image.element_size() == 2,
             element=types["element"],
             operand=types["operand"],
-            precision=types["precision"],
             has_assembly=not machine.INTERPRETING,
         )
 
@@ -294,10 +290,7 @@ def _conv_embedding_embed_kernel(
         for i in tl.static_range(CHUNKS):
             updated = ()
             for part in tl.static_range(COUNT):
-                product = tl.dot(
-                    segments[i], weights[i * COUNT + part], accs[part], input_precision=WINDOW.precision,
-                    out_dtype=SUM,
-                )  # fmt: skip
+                product = tl.dot(segments[i], weights[i * COUNT + part], accs[part], out_dtype=SUM)
                 updated = updated + (product,)
             accs = updated
         ys = layer_norm(accs, bias, gamma, beta, eps, PARTS)

@@ -27,7 +27,8 @@ def _embedding(
     ]
     if why_not_embedded(image, weight, stride, padding) is None:
         return embed(image, weight, *vectors, stride=stride, padding=padding, eps=eps, dtype=dtype)
-    image = image.contiguous(memory_format=torch.channels_last)
+    if not modes.convolves_in_tf32(image):
+        image = image.contiguous(memory_format=torch.channels_last)
     x = F.conv2d(image, weight, None, stride, padding)
     x = x.permute(0, 2, 3, 1).contiguous().flatten(1, 2)
     return normalize(x, *vectors, eps=eps, dtype=dtype)

@@ -16,6 +16,7 @@ from ....records import ConvBatchNorm
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...planned_launches import planned
+from ...triton_launch import rounded
 from .common import MAX_CHANNELS, Plan
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
@@ -223,7 +224,7 @@ def _multiply(
                 ptrs, mask=(n < LAYERS[BRANCH].outputs)[:, None] & (c < CHANNELS)[None, :], other=0.0
             )
         product = tl.dot(
-            operand, tl.trans(weight.to(SPEC.operand)), accs[b],
+            rounded(operand, SPEC), tl.trans(rounded(weight.to(SPEC.operand), SPEC)), accs[b],
             input_precision=SPEC.precision, out_dtype=SPEC.accumulator,
         )  # fmt: skip
         added = added + (product,)

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .... import launching, machine
-from ...triton_launch import Budget, Overrides
+from ...triton_launch import Budget, Overrides, rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512
@@ -358,7 +358,7 @@ def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.conste
     BLOCK_K: tl.constexpr = SPEC.block_k
     PARTS: tl.constexpr = SPEC.parts
     for first_k in range(0, SPEC.inputs, BLOCK_K):
-        a = _load_tile(x, first_row, first_k, rows, BLOCK_M, SPEC)
+        a = rounded(_load_tile(x, first_row, first_k, rows, BLOCK_M, SPEC), SPEC)
         new_sums = ()
         for part in tl.static_range(PARTS):
             b = _load_tile(weight, first_column + part * WIDTH, first_k, SPEC.outputs, WIDTH, SPEC)
@@ -367,8 +367,8 @@ def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.conste
                 total = sums[part] + tl.dot(a, b.T, out_dtype=SPEC.sum)
             else:
                 total = tl.dot(
-                    a, b.T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.sum
-                )  # fmt: skip
+                    a, rounded(b, SPEC).T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.sum
+                )
             new_sums = new_sums + (total,)
         sums = new_sums
     return sums

@@ -11,7 +11,7 @@ from .... import launching, modes
 from ....backends import Record
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
-from ...triton_launch import contiguous
+from ...triton_launch import contiguous, rounded
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
 
 # The kernel -----------------------------------------------------------------------------------------------
@@ -81,7 +81,8 @@ def _ones(rows, SPEC: tl.constexpr):
 @triton.jit
 def _dot(a, b, acc, SPEC: tl.constexpr):
     """Returns acc + a · b; both are rounded to the dtype of operands first."""
-    a, b = a.to(SPEC.element).to(SPEC.operand), b.to(SPEC.element).to(SPEC.operand)
+    a = rounded(a.to(SPEC.element).to(SPEC.operand), SPEC)
+    b = rounded(b.to(SPEC.element).to(SPEC.operand), SPEC)
     if acc is None or SPEC.element != SPEC.accumulator:
         total = tl.dot(a, b, acc, input_precision=SPEC.precision, out_dtype=SPEC.accumulator)
     else:  # Products are added up before, for smaller errors; the limit keeps the compiler from undoing that.

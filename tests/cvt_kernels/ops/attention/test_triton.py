@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt_kernels import backends, launching
 from cvt_kernels.ops.attention.triton import backward, common, forward, why_unsupported
-from tests.checks import WIDEST
+from tests.checks import WIDEST, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -208,20 +208,16 @@ def test_tiles_of_keys_waste_less_than_16(keys, widest):
     assert 0 <= sum(widths) - keys < 16
 
 
-def test_float32_follows_pytorch_on_tf32():
+def test_float32_takes_tensor_cores_where_pytorch_allows_tf32():
     def precision(dtype):
         with launching.recorded_launches(H200) as launches, ck.use_backend("triton"):
             ck.attention(*make(5, 4, dtype=dtype))
         return [launch.arguments["SPEC"].precision for launch in launches]
 
     assert precision(torch.float32) == ["ieee"]
-    previous = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        assert precision(torch.float32) == ["tf32"]
+    with precision_of(torch.backends.cuda.matmul, "tf32"):
+        assert precision(torch.float32) == ["tf32x3"]
         assert precision(torch.float16) == ["ieee"]
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = previous
 
 
 def test_a_configuration_is_overridden_for_a_while():

@@ -7,10 +7,11 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_embedding.triton import common, embed, operator
-from tests.checks import needs_float64
+from tests.checks import needs_float64, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
-DTYPES = ["float16", "bfloat16", "float32", pytest.param("float64", marks=needs_float64)]
+FLOAT64 = pytest.param("float64", marks=needs_float64)
+DTYPES = ["float16", "bfloat16", "float32", FLOAT64]
 
 
 def sizes(height, width, **settings):
@@ -52,6 +53,7 @@ def kernels_of(call):
 def test_stages(stage, kernel, layout, dtype):
     how = {"channels_last": True} if layout == "channels last" else {"layout": layout}
     assert_agrees("conv_embedding", "triton", **stage, **how, dtype=dtype)
+    kernel = "normalize" if dtype == "float32" else kernel  # behind PyTorch's convolution
     assert kernels_of(call_of(**stage, **how, dtype=dtype)) == [f"_conv_embedding_{kernel}_kernel"]
 
 
@@ -61,12 +63,12 @@ def test_stages(stage, kernel, layout, dtype):
     "absent", [(), ("bias",), ("norm_weight", "norm_bias"), ("bias", "norm_weight")], ids=str
 )
 def test_what_may_be_left_out(absent, class_token, stage, kernel):
-    call = call_of(**stage, dtype="float32", class_token=class_token)._replace(**dict.fromkeys(absent))
+    call = call_of(**stage, dtype="float16", class_token=class_token)._replace(**dict.fromkeys(absent))
     expected = backends.operators["conv_embedding"].reference(call)
-    torch.testing.assert_close(run(call), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(call), expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", FLOAT64])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -113,7 +115,7 @@ def test_strided_images_need_no_copy():
         assert launched_by(viewed)[0].arguments["image_ptr"] is view
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", FLOAT64])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_pixels_beside_a_window_do_not_matter(channels_last, dtype):
     """Elements that are loaded with a window, but do not belong to it, may be NaN."""
@@ -166,14 +168,12 @@ def test_one_kernel_or_two(settings, reason):
     assert embed.why_not_embedded(call.image, call.weight, call.stride, call.padding) == reason
 
 
-def test_float32_without_tf32_is_left_to_pytorch():
-    before = torch.backends.cudnn.conv.fp32_precision
-    try:
-        torch.backends.cudnn.conv.fp32_precision = "ieee"
-        assert kernels_of(call_of(**FIRST)) == ["_conv_embedding_normalize_kernel"]
-        assert_agrees("conv_embedding", "triton", **FIRST)
-    finally:
-        torch.backends.cudnn.conv.fp32_precision = before
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_float32_is_left_to_pytorch(precision):
+    """cuDNN knows better than a flag says whether it rounds to TF32."""
+    with precision_of(torch.backends.cudnn.conv, precision):
+        assert kernels_of(call_of(**FIRST, dtype="float32")) == ["_conv_embedding_normalize_kernel"]
+        assert_agrees("conv_embedding", "triton", **FIRST, dtype="float32")
 
 
 def test_what_is_refused():
