@@ -13,10 +13,11 @@ from torch import Tensor
 
 
 class Chip(NamedTuple):
-    """The compute capability of a GPU, 90 for sm_90, and its number of streaming multiprocessors."""
+    """The compute capability of a GPU, 90 for sm_90, its streaming multiprocessors, and its name."""
 
     capability: int
     multiprocessors: int
+    name: str = ""
 
 
 class Launch(NamedTuple):
@@ -92,7 +93,8 @@ def chip(device: torch.device) -> Chip:
 @functools.cache
 def _cuda_chip(index: int) -> Chip:
     properties = torch.cuda.get_device_properties(index)
-    return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)
+    capability = 10 * properties.major + properties.minor
+    return Chip(capability, properties.multi_processor_count, properties.name)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:

@@ -1,8 +1,9 @@
 """Timing, memory and ceilings of a machine: all measurements of this project.
 
 Functions are timed in turns: whole steps by the wall clock, single operators with caches flushed before each
-run and, on a GPU, by CUDA events, so that neither the host nor a warm cache counts. Memory is what PyTorch's
-allocator held. The ceilings are the rates of a large copy and a large matrix product.
+run. On a GPU these are captured in CUDA graphs, many calls in each, and their replays are timed by events, so
+that neither the host nor a warm cache counts. Memory is what PyTorch's allocator held. The ceilings are the
+rates of a large copy and a large matrix product.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class ColdTimes(NamedTuple):
 
     Attributes:
         device: Device time of each run.
-        host: Time that the host took to start each run; empty on a CPU, where the two are the same.
+        host: Time that the host took to start each run; empty on a CPU, where the two are the same, and for
+            replays of a CUDA graph.
         is_disturbed: Whether other work on the machine disturbed them: half of the runs took twice as long as
             the fastest one, or threads waited for a CPU for a tenth of the fastest one (on Linux).
     """
@@ -120,7 +122,7 @@ class ColdTimes(NamedTuple):
 
 
 def cold_seconds_in_turns(
-    functions: Sequence[Callable[[], Any]],
+    functions: Sequence[Callable[[], Any] | Replay],
     device: torch.device,
     seconds: float,
     *,
@@ -132,6 +134,7 @@ def cold_seconds_in_turns(
 
     Args:
         functions: Called without arguments. Run them once before, or the first run's preparations are timed.
+            Of a :class:`Replay`, the device time of one of its calls is taken.
         device: The device on which they compute; a GPU must be the current one.
         seconds: The time limit for all rounds together, after ``fewest``; five times as long where other work
             on the machine disturbs them.
@@ -181,8 +184,11 @@ def waited_seconds() -> float:
     return nanoseconds / 1e9
 
 
-def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTimes) -> float:
+def _run_cold(function: Callable[[], Any] | Replay, device: torch.device, taken: ColdTimes) -> float:
     """Times a run; returns the seconds that threads waited for a CPU meanwhile."""
+    if isinstance(function, Replay):
+        taken.device.append(function.seconds())
+        return 0.0
     if device.type == "cuda":
         # A flush keeps the GPU busy for some 60 µs; the host must have started the function by then.
         for _ in range(int(min(taken.host, default=0.0) / 5e-5)):
@@ -206,6 +212,53 @@ def _run_cold(function: Callable[[], Any], device: torch.device, taken: ColdTime
 #: Yields the CPU now, so that the scheduler interrupts fewer timed runs: on a busy machine 3 of 100 short
 #: runs instead of 13.
 _let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
+
+
+class Replay:
+    """A CUDA graph of calls of one function, whose replays are timed.
+
+    Attributes:
+        calls: Number of calls.
+    """
+
+    def __init__(self, replay: Callable[[], None], calls: int) -> None:
+        self._replay, self.calls = replay, calls
+        self._host_seconds = 0.0
+        replay()  # the first one also loads the graph onto the GPU
+
+    def seconds(self) -> float:
+        """Returns the device seconds of a call; the first calls find a cold L2."""
+        clock = DeviceClock()
+        for _ in range(int(self._host_seconds / 5e-5)):  # as for single runs
+            _flush_cache()
+        clock.arm()
+        clock.read()
+        start = time.perf_counter()
+        self._replay()
+        self._host_seconds = time.perf_counter() - start
+        return clock.read() / self.calls
+
+
+def replays(functions: Sequence[Sequence[Callable[[], Any]]]) -> list[Replay] | None:
+    """Captures the calls of each function in a CUDA graph; None if one of them cannot be captured.
+
+    Args:
+        functions: Of each function, its calls on inputs that differ, or are large, so that they leave L2
+            before they are read again. One call of each has run before.
+    """
+    captured = []
+    for calls in functions:
+        replay = graph_replay(*calls)
+        if replay is None:
+            return None
+        captured.append(Replay(replay, len(calls)))
+    return captured
+
+
+def copies_that_fill_cache(size: int, most: int) -> int:
+    """Returns how many copies of ``size`` bytes leave the current GPU's L2 in turns; at most ``most``."""
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return max(1, min(most, -(-2 * cache // max(size, 1))))
 
 
 def _flush_cache() -> None:
@@ -250,18 +303,19 @@ def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> fl
     return min(times)
 
 
-def graph_replay(function: Callable[[], Any]) -> Callable[[], None] | None:
-    """Captures a function in a CUDA graph and returns the graph's replay, or None if capturing fails."""
+def graph_replay(*functions: Callable[[], Any]) -> Callable[[], None] | None:
+    """Captures functions in a CUDA graph, in order; returns the graph's replay, or None if that fails."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            function()
+            functions[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
         with machine.captured(graph, torch.cuda.graph_pool_handle(), stream):
-            function()
+            for function in functions:
+                function()
     except RuntimeError:  # the function synchronizes with the host
         torch.cuda.synchronize()
         return None

@@ -51,6 +51,7 @@ _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a ca
 #: (rounds, seconds, factor): after these rounds, a candidate has lost if it took at least these seconds and
 #: this many times as long as another one. An interruption can multiply the time of short runs only.
 _CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
+_REPLAYED, _CALLS = 0.01, 200  # seconds that the calls of a CUDA graph take without it, and their number
 _ENOUGH = 5  # rounds after which a candidate has lost unless it wins against the default by MARGIN
 
 Function = Callable[..., Any]
@@ -761,6 +762,9 @@ def time_in_turns(
 ) -> dict[str, Measurement]:
     """Times candidates that passed, in turns with a cold L2, each until it has clearly lost.
 
+    On a GPU all of them are timed in CUDA graphs, or if one cannot be captured, none: the host's time of a
+    call says nothing about the device's.
+
     Returns:
         The given measurements with the seconds of the fastest run, or with a flaw if a candidate fails on
         this larger call. Nothing for a single candidate, which is not timed.
@@ -781,8 +785,9 @@ def time_in_turns(
             runners.pop(name, None)
             results[name] = measurements[name]._replace(flaw=_flaw_of(error))
     names = list(runners)
+    graphs = _replays(list(runners.values()), call)
     measured = clock.cold_seconds_in_turns(
-        list(runners.values()),
+        graphs or list(runners.values()),
         call.device,
         _SECONDS,
         fewest=_FEWEST,
@@ -795,6 +800,23 @@ def time_in_turns(
             seconds=seconds, host_seconds=host_seconds, is_disturbed=times.is_disturbed
         )
     return results
+
+
+def _replays(runners: list[Callable[..., Any]], call: Call) -> list[clock.Replay] | None:
+    """Returns CUDA graphs of calls by each runner, on the same inputs; None for no GPU, or no graph."""
+    if call.device.type != "cuda" or len(runners) < 2:
+        return None
+    seconds = []
+    for run in runners:
+        start = clock.now(call.device)
+        run()
+        seconds.append(clock.now(call.device) - start)
+    calls = max(2, min(_CALLS, int(_REPLAYED / min(seconds))))
+    size = sum(tensor.nbytes for tensor in call.tensors())
+    copies = [call.map(_copied) for _ in range(clock.copies_that_fill_cache(size, calls))]
+    return clock.replays(
+        [[functools.partial(run, copies[i % len(copies)]) for i in range(calls)] for run in runners]
+    )
 
 
 def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[int]:
@@ -818,10 +840,13 @@ def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[i
     return [i for i in timed if any(has_lost_to(i, other) for other in timed if other != i)]
 
 
-def runner_of(function: Function, call: Call) -> Callable[[], Any]:
-    """Returns the function to time for a candidate, with the backward if the call includes it."""
+def runner_of(function: Function, call: Call) -> Callable[..., Any]:
+    """Returns the function to time for a candidate, with the backward if the call includes it.
 
-    def run_forward() -> Any:
+    It may be given other calls, which differ in the numbers only.
+    """
+
+    def run_forward(call: Call = call) -> Any:
         with torch.no_grad():
             return function(call.record)
 
@@ -829,13 +854,13 @@ def runner_of(function: Function, call: Call) -> Callable[[], Any]:
         return _prepared(function, call) or run_forward
     douts = [torch.ones_like(out) for out in _flat(run_forward())]
 
-    def run_both() -> Any:
+    def run_both(call: Call = call) -> Any:
         _gradients(call, _flat(function(call.record)), douts)
 
     return run_both
 
 
-def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
+def _prepared(function: Function, call: Call) -> Callable[..., Any] | None:
     """Returns the candidate's prepared function for later calls (``backends.prepared_by``), or None.
 
     A planned launch takes the host a third of the time of one by name.
@@ -848,7 +873,7 @@ def _prepared(function: Function, call: Call) -> Callable[[], Any] | None:
     if serve is None:
         return None
 
-    def run() -> Any:
+    def run(call: Call = call) -> Any:
         with torch.no_grad():
             return serve(*call.record)
 

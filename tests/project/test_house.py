@@ -28,6 +28,7 @@ FLOORS = (
     {"cvt_kernels.launching", "cvt_kernels.missing"},
     {"cvt_kernels.autotune"},
     {"cvt_kernels.backends"},
+    {"cvt_kernels.launch"},
     {"cvt_kernels.dispatch"},
     {"cvt_kernels.declaration"},
     {"cvt_kernels.ops"},

@@ -1,4 +1,4 @@
-"""The launch configurations and plans of ``conv_linear``."""
+"""The launch plans of ``conv_linear``."""
 
 from __future__ import annotations
 
@@ -11,97 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
-from .... import launching
+from .... import launch, launching
+from ....launch.records import ConvLinear
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import Lanes
-from ...triton_launch import Budget, Overrides, product_types
+from ...triton_launch import product_types
 
 #: The most channels of a token, before and after the linear layers.
 MAX_CHANNELS = 512
-
-# Launch configurations ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """The launch configuration of the kernel: its tiles, warps and registers.
-
-    Attributes:
-        tokens: Rows of the products of a program, all branches of its group together.
-        branches: The most branches that a program computes together: 1 or 2.
-        outputs: The most channels of one product.
-        chunk: The most channels that a product sums over at once.
-        num_warps: Warps of a program; a lane has one strip of outputs at a time.
-        registers: The limit of registers per thread.
-    """
-
-    tokens: int
-    branches: int
-    outputs: int
-    chunk: int
-    num_warps: int
-    registers: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "maxnreg": self.registers}
-
-
-# By generation, bytes per element and the most channels of a token that a configuration serves. "80" is every
-# chip whose tensor cores take their operands from registers, which needs smaller tiles (sm_80, sm_86, sm_89,
-# sm_120). sm_90's want 64 rows per 4 warps and branch.
-#
-# A lane has as many tokens as registers allow: they share its taps. With 192 channels the accumulators leave
-# room for one program on a multiprocessor; smaller tiles would read the linear weights more often from L2.
-# float32 without TF32 runs without tensor cores: tiles that fit, no more.
-#
-# Chosen by what the compiler makes of them; none has been timed on a GPU yet.
-_SMALL = LaunchConfig(tokens=64, branches=1, outputs=64, chunk=64, num_warps=4, registers=168)
-_HALF = {
-    64: LaunchConfig(tokens=128, branches=2, outputs=64, chunk=64, num_warps=8, registers=128),
-    256: LaunchConfig(tokens=128, branches=2, outputs=128, chunk=64, num_warps=8, registers=255),
-    512: LaunchConfig(tokens=64, branches=1, outputs=128, chunk=64, num_warps=8, registers=255),
-}
-_HALF_80 = {
-    64: _SMALL,
-    256: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=64, num_warps=8, registers=255),
-    512: LaunchConfig(tokens=32, branches=1, outputs=64, chunk=32, num_warps=8, registers=255),
-}
-_SINGLE = {
-    512: LaunchConfig(tokens=16, branches=1, outputs=32, chunk=16, num_warps=8, registers=255),
-}
-CONFIGS = {
-    (80, 2): _HALF_80,
-    (90, 2): _HALF,
-    (100, 2): _HALF | {64: _SMALL},
-    (80, 4): _SINGLE,
-    (100, 4): {256: _SINGLE[512], 512: replace(_SINGLE[512], outputs=64)},
-}
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {"fwd": Budget(instructions_per_output=43, registers=255)},
-}
-_overrides: Overrides[LaunchConfig] = Overrides({"fwd": _HALF})
-
-
-def configuration(channels: int, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of the kernel for tokens of some channels, the wider of x and the outputs."""
-    return _overrides.get("fwd") or shipped(channels, element_size, capability)
-
-
-def shipped(channels: int, element_size: int, capability: int) -> LaunchConfig:
-    """Returns the configuration of ``CONFIGS`` that is for tokens of some channels."""
-    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    size = min(element_size, 4)
-    by_width = CONFIGS.get((generation, size), CONFIGS[80, size])
-    return by_width[min(width for width in by_width if channels <= width)]
-
-
-#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
-#: :meth:`Overrides.replaced`.
-overridden = _overrides.replaced
-
 
 # Plans ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +100,8 @@ class Plan(NamedTuple):
     def of(cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...]) -> Plan:
         """Returns the plan for tokens ``x`` (B, T, C) and the ``outputs`` channels of each branch."""
         chip = launching.chip(x.device)
-        config = configuration(max(x.shape[2], *outputs), x.element_size(), chip.capability)
+        sizes = (max(x.shape[2], *outputs),)
+        config = launch.configuration("conv_linear", x.dtype, sizes, x.shape[0] * x.shape[1], chip)
         is_packed = (
             x.element_size() == 2
             and not (x.shape[2] | x.stride(0) | x.stride(1)) % 2
@@ -195,7 +113,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    config: LaunchConfig, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
+    config: ConvLinear, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
     geometry: Geometry, outputs: tuple[int, ...], chip: launching.Chip,
 ) -> Plan:  # fmt: skip
     batch, tokens, channels = shape
@@ -240,7 +158,7 @@ def _widths(outputs: int, most: int) -> tuple[int, ...]:
     return (most,) * whole + ((max(16, triton.next_power_of_2(rest)),) if rest else ())
 
 
-def _groups(config: LaunchConfig, geometry: Geometry, strips: int) -> tuple[Group, ...]:
+def _groups(config: ConvLinear, geometry: Geometry, strips: int) -> tuple[Group, ...]:
     """Returns the groups of branches: a branch of stride 1 alone, branches of stride 2 two by two."""
     ones = [(i,) for i, stride in enumerate(geometry.strides) if stride == 1]
     twos = [i for i, stride in enumerate(geometry.strides) if stride == 2]

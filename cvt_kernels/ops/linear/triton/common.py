@@ -1,9 +1,8 @@
-"""The parts that the Triton kernels of linear layers share: configurations, plans, device functions."""
+"""The parts that the Triton kernels of linear layers share: plans, device functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,115 +11,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .... import launching, machine
-from ...triton_launch import Budget, Overrides, rounded
+from .... import launch, launching, machine
+from ....launch.records import Product
+from ...triton_launch import rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512
-_NARROW, _WIDE = 192, 384
 #: Triton 3.6 fails to compile warps of their own for sm_100 (its pass NVWSInsertAref).
 _CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
-# Launch configurations ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """The launch configuration of a kernel: its tile, warps and pipeline stages.
-
-    Attributes:
-        block_m: Rows of a tile.
-        width: Columns of a part of a tile.
-        parts: Parts of a tile, side by side, each with its own sums.
-        block_k: Inputs per step of the loop.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads.
-        programs: Persistent programs per multiprocessor; 0 for one program per tile.
-        specialized: Whether dedicated warps load the tiles (warp specialization), with descriptors.
-    """
-
-    block_m: int
-    width: int
-    parts: int = 1
-    block_k: int
-    num_warps: int = 8
-    num_stages: int
-    programs: int = 0
-    specialized: bool = False
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
-# By generation, as for attention, and bytes per element. In names, ``narrow`` means results of up to 192
-# columns, ``wide`` normalized rows of more than 384.
-#
-# Chosen by what the compiler makes of them; none has been timed on a GPU yet. A tile of 128 rows by 256 or
-# 384 columns reads so little from L2 that sm_90's tensor cores may be busy, but is alone on its
-# multiprocessor. Hence ``gelu`` is persistent there: a tile is loaded while another is activated and stored.
-# In such a loop, sums of several parts would make the compiler wait for each product (C7515). Narrow tiles
-# are two or more on a multiprocessor.
-CONFIGS: dict[tuple[int, int], dict[str, LaunchConfig]] = {
-    (80, 2): {
-        "gelu": LaunchConfig(block_m=128, width=128, block_k=32, num_stages=4),
-        "add": LaunchConfig(block_m=128, width=128, block_k=32, num_stages=4),
-        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=32, num_stages=4),
-        "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=32, num_stages=3),
-        "add_layer_norm_narrow": LaunchConfig(block_m=64, width=64, parts=3, block_k=32, num_stages=3),
-        "add_layer_norm_wide": LaunchConfig(block_m=32, width=128, parts=4, block_k=32, num_stages=3),
-    },
-    (90, 2): {
-        "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_stages=4, programs=1),
-        "add": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_stages=3),
-        "add_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=2),
-        "add_layer_norm": LaunchConfig(block_m=128, width=128, parts=3, block_k=64, num_stages=3),
-        "add_layer_norm_narrow": LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=2),
-        "add_layer_norm_wide": LaunchConfig(block_m=64, width=128, parts=4, block_k=64, num_stages=2),
-    },
-    (80, 4): {
-        "gelu": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
-        "add": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
-        "add_narrow": LaunchConfig(block_m=128, width=64, block_k=16, num_stages=3),
-        "add_layer_norm": LaunchConfig(block_m=32, width=128, parts=3, block_k=16, num_stages=2),
-        "add_layer_norm_narrow": LaunchConfig(block_m=32, width=64, parts=3, block_k=16, num_stages=2),
-        "add_layer_norm_wide": LaunchConfig(block_m=16, width=128, parts=4, block_k=16, num_stages=2),
-    },
-}
-CONFIGS[90, 4] = CONFIGS[80, 4]
-CONFIGS |= {(100, size): kernels for (generation, size), kernels in list(CONFIGS.items()) if generation == 90}
-CONFIGS[100, 2] = CONFIGS[90, 2] | {
-    "gelu": LaunchConfig(block_m=128, width=256, block_k=64, num_stages=4, programs=1, specialized=True),
-    "add_layer_norm": LaunchConfig(block_m=64, width=128, parts=3, block_k=64, num_stages=2),
-}
-
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "linear_gelu": Budget(instructions_per_output=17, registers=176),
-        "linear_add": Budget(instructions_per_output=33, registers=240),
-        "linear_add_layer_norm": Budget(instructions_per_output=43, registers=255),
-    },
-}
-_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2])
-overridden = _overrides.replaced
-
-
-def configuration_for(operator: str, x: Tensor, outputs: int) -> LaunchConfig:
-    """Returns the configuration of an operator such as ``add_layer_norm``, for x (M, K) on its device."""
-    kernel = operator
-    if operator != "gelu" and outputs <= _NARROW:
-        kernel = f"{operator}_narrow"
-    elif operator == "add_layer_norm" and outputs > _WIDE:
-        kernel = f"{operator}_wide"
-    generation = generation_of(launching.chip(x.device).capability)
-    return _overrides.get(kernel) or CONFIGS[generation, min(x.element_size(), 4)][kernel]
-
-
-def generation_of(capability: int) -> int:
-    """Returns the generation of a compute capability for configurations: 80, 90 or 100."""
-    return 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
+# Tiles --------------------------------------------------------------------------------------------------
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -148,14 +48,14 @@ class KernelSpec(NamedTuple):
 
     Attributes:
         inputs, outputs: K and N.
-        block_m, width, parts, block_k: See ``LaunchConfig``.
+        block_m, width, parts, block_k: See ``Product``.
         columns: Tiles side by side.
         store_width: Columns that are stored at once.
         has_descriptors: Whether x and weight are tensor descriptors rather than pointers.
         writes_descriptors: Whether the results are.
         is_persistent: Whether a program computes several tiles, one after the other.
         residual_first: Whether the products are added to the residual, not the residual to the products.
-        specialized: See ``LaunchConfig``.
+        specialized: See ``Product``.
         operand: Triton's dtype of the factors of a product: the dtype of x, but float32 for bfloat16 in
             Triton's interpreter, whose product of bfloat16 is wrong, and float16 for float8 with results in
             float32, since sm_90 adds products of float8 in 14 bits.
@@ -217,12 +117,15 @@ class Plan(NamedTuple):
     programs: int
 
     @classmethod
-    def of(cls, operator: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
-        """Returns the plan for contiguous x (M, K), weight (N, K) and results (M, N)."""
-        return cls.by(configuration_for(operator, x, weight.shape[0]), x, weight, results)
+    def of(cls, kernel: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
+        """Returns the plan of a kernel such as ``linear_add`` for x (M, K), weight (N, K), results (M, N)."""
+        rows, outputs = x.shape[0], weight.shape[0]
+        chip = launching.chip(x.device)
+        config = launch.configuration(kernel, x.dtype, (x.shape[1], outputs), rows, chip)
+        return cls.by(config, x, weight, results)
 
     @classmethod
-    def by(cls, config: LaunchConfig, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
+    def by(cls, config: Product, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
         """Returns the plan of a configuration; x and weight may have 8 bits."""
         chip = launching.chip(x.device)
         (rows, inputs), outputs = x.shape, weight.shape[0]
@@ -230,7 +133,8 @@ class Plan(NamedTuple):
         columns = -(-outputs // (width * config.parts))
         parts = -(-outputs // (width * columns))
         tiles = -(-rows // config.block_m) * columns
-        has_descriptors = generation_of(chip.capability) >= 90 and all(map(_may_be_described, (x, weight)))
+        generation = launch.generation_of(chip.capability)
+        has_descriptors = generation >= 90 and all(map(_may_be_described, (x, weight)))
         writes_descriptors = has_descriptors and all(map(_may_be_described, results))
         is_persistent = has_descriptors and config.programs > 0
         upcast = machine.INTERPRETING and x.dtype == torch.bfloat16

@@ -75,7 +75,7 @@ def linear_gelu_forward(
     """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and GELU's input if needed."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     pre = torch.empty_like(out) if need_pre else None
-    plan = Plan.of("gelu", x, weight, (out,) if pre is None else (out, pre))
+    plan = Plan.of("linear_gelu", x, weight, (out,) if pre is None else (out, pre))
     launching.launch(
         _linear_gelu_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias,
@@ -115,7 +115,7 @@ def _linear_add_kernel(
 def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor) -> None:
     """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
     out = out.view(x.shape[0], -1)
-    plan = Plan.of("add", x, weight, (out,))
+    plan = Plan.of("linear_add", x, weight, (out,))
     launching.launch(
         _linear_add_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual,
@@ -201,7 +201,7 @@ def linear_add_layer_norm_forward(
 ) -> None:
     """Writes h = residual + x · weightᵀ + bias, perhaps over the residual, and its LayerNorm y."""
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
-    plan = Plan.of("add_layer_norm", x, weight, (h, y))
+    plan = Plan.of("linear_add_layer_norm", x, weight, (h, y))
     launching.launch(
         _linear_add_layer_norm_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,

@@ -10,9 +10,10 @@ import triton
 from torch import Tensor
 
 from .... import launching, machine
+from ....launch import generation_of
+from ....launch.records import Product as LaunchConfig
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
-from ...linear.triton.common import LaunchConfig, generation_of
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a row that is rounded: it is held in the registers of a program.

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching, machine
-from ...linear.triton.common import ELEMENTS, generation_of, padded
+from ....launch import generation_of
+from ...linear.triton.common import ELEMENTS, padded
 from ...triton_launch import Budget, Overrides
 
 #: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.

@@ -5,13 +5,22 @@ import torch
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import backends, launching
+from cvt_kernels import backends, launch, launching
+from cvt_kernels.launch import formulas, tables
+from cvt_kernels.launch.records import ConvLinear
 from cvt_kernels.ops.conv_linear.triton import common, forward, why_unsupported
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
-SMALL = common.LaunchConfig(tokens=16, branches=1, outputs=16, chunk=16, num_warps=1, registers=255)
-WIDE = common.LaunchConfig(tokens=256, branches=2, outputs=256, chunk=64, num_warps=32, registers=64)
+SMALL = ConvLinear(tokens=16, branches=1, outputs=16, chunk=16, num_warps=1, registers=255)
+WIDE = ConvLinear(tokens=256, branches=2, outputs=256, chunk=64, num_warps=32, registers=64)
+H200 = launching.Chip(90, 132)
+
+
+def shipped(channels, dtype, rows=50000):
+    """Returns the configuration that ships for sm_90."""
+    need = formulas.Need("conv_linear", tables.numbers_of(dtype), (channels,), rows, H200)
+    return launch.shipped(need) or formulas.KERNELS["conv_linear"].ranked(need)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +29,7 @@ def _wide_tiles():
     if torch.cuda.is_available():
         yield
     else:
-        with common.overridden("fwd", WIDE):
+        with launch.overridden("conv_linear", WIDE):
             yield
 
 
@@ -66,7 +75,7 @@ def test_strides(strides):
     ids=str,
 )
 def test_configurations_that_ship(dtype, channels):
-    with common.overridden("fwd", common.shipped(channels, getattr(torch, dtype).itemsize, 90)):
+    with launch.overridden("conv_linear", shipped(channels, getattr(torch, dtype))):
         assert_agrees("conv_linear", "triton", **sizes(1, (2, 2), channels, dtype=dtype, outputs=channels))
 
 
@@ -77,7 +86,7 @@ def test_configurations_that_ship(dtype, channels):
 )
 def test_tiles_of_other_sizes(dtype, changes):
     """Several tiles, chunks of channels and blocks of outputs, none of them full."""
-    with common.overridden("fwd", common.LaunchConfig(**{**vars(SMALL), **changes})):
+    with launch.overridden("conv_linear", ConvLinear(**{**vars(SMALL), **changes})):
         assert_agrees("conv_linear", "triton", **sizes(2, (3, 4), 34, dtype=dtype, outputs=18))
 
 
@@ -111,8 +120,8 @@ def plan_of(stage, batch, dtype=torch.bfloat16):
     (height, width), channels, class_tokens, _ = stage
     geometry = Geometry((height, width), (3,) * 3, (1, 2, 2), (1,) * 3, (1,) * 3, (1e-5,) * 3)
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
-    config = common.shipped(channels, dtype.itemsize, 90)
-    with launching.recorded_launches(launching.Chip(90, 132)), common.overridden("fwd", config):
+    config = shipped(channels, dtype, x.shape[0] * x.shape[1])
+    with launching.recorded_launches(H200), launch.overridden("conv_linear", config):
         return common.Plan.of(x, geometry, [], (channels,) * 3)
 
 

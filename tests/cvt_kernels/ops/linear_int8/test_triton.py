@@ -8,7 +8,7 @@ from triton import language as tl
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine, reference
-from cvt_kernels.ops.linear.triton.common import LaunchConfig
+from cvt_kernels.launch.records import Product as LaunchConfig
 from cvt_kernels.ops.linear_int8 import triton as kernels
 from cvt_kernels.ops.linear_int8.triton import common, forward
 from cvt_kernels.ops.linear_int8.triton import rows as rounding
