@@ -11,6 +11,7 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     decibels,
     every_backend,
+    far_from_ties,
     in_float64,
     make,
     needs_extension,
@@ -111,8 +112,11 @@ def test_other_rows_of_the_same_shape_are_other_tokens(backend):
 @pytest.mark.parametrize("backend", ["composed", *(() if not_built() else ("cpu",))])
 @pytest.mark.parametrize(("which", "scale"), [(range(6), None), ((0, 3, 5), 0.05), ((1, 4), None)], ids=str)
 def test_quantized_layers(backend, which, scale):
-    x, grid, _ = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
-    rows = some_rows(x, grid, 12)
+    def made():
+        return with_quantized(make(batch=3, class_tokens=1, channels=48), which, scale)
+
+    rows = some_rows(*made()[:2], 12)
+    x, *_ = arguments = far_from_ties(made, rows=rows)
     out, received = call(backend, arguments, rows=rows, scores="cls")
     expected, same_received = reference.transformer_block(*arguments, rows=rows, scores="cls")
     assert torch.equal(torch.where(is_computed(x, rows), x, out), x)
