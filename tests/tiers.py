@@ -1,9 +1,9 @@
 """The two tiers of the tests: ``make test`` runs a part of the cases, ``make test-all`` the rest too.
 
 Of a parametrized test the part has every value of every parameter at least once, but not every combination
-of them: three dtypes at five shapes are five cases, not fifteen. Of a test marked ``spread`` it has every part
-of a name once: of ``gelu-cpu``, ``gelu-triton`` and ``linear-cpu`` the last two. Cases that need a GPU stand
-for no others. Tests marked ``slow`` or ``sanitized`` are not in it.
+of them: three dtypes at five shapes are five cases, not fifteen. Of a test marked ``spread`` it has every
+part of a name once: of ``gelu-cpu``, ``gelu-triton`` and ``linear-cpu`` the last two. Cases that need a GPU
+stand for no others. Tests marked ``slow`` or ``sanitized`` are not in it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _LEAST_ROWS = 17  # of torch._int_mm on a GPU
 _MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs on a GPU
 _LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
 _SUMS = "without VNNI oneDNN sums pairs of products in 16 bits"
-#: What oneDNN may be held to, in capitals or not; to AVX2_VNNI means to AVX2 on CPUs of which only AVX-512 has VNNI.
+#: What oneDNN may be held to, in capitals or not. AVX2_VNNI is AVX2 on CPUs that have VNNI in AVX-512 only.
 _WITHOUT_VNNI = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE")
 
 

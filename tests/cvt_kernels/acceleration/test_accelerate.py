@@ -461,7 +461,7 @@ def test_copies_and_pickles_are_accelerated(make):
 
 @every_upstream
 def test_states_go_to_and_from_the_upstream_model(make):
-    """In float64, since larger weights make float32's rounding large, upstream's too."""
+    """Compares in float64, since larger weights make float32's rounding large, upstream's too."""
     own, other = (in_float64(make()).eval() for _ in range(2))
     fused, x = ck.accelerate(copy.deepcopy(own), freeze=False), images(dtype=torch.float64)
     assert all(row.fused for row in ck.coverage(fused))

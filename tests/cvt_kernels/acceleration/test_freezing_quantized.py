@@ -26,9 +26,10 @@ from tests.upstream import huggingface, images, in_float64, logits, ours, pvt_v2
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 KERNELS = ("reference",) if not_built() else ("cpu", "reference")
-#: The least ratio of the logits to what may differ. In float32 a number that is another in its last bit may be
-#: rounded to another integer, then others are too, and in the end the logits differ by as much as rounding has
-#: changed them (33 dB of a CvT-13); which numbers are such depends on the CPU. In float64 none is rounded.
+#: The least ratio of the logits to what may differ. A number of float32 that is another in its last bit may
+#: be rounded to another integer, then others are too, and in the end the logits differ by as much as
+#: rounding has changed them (33 dB of a CvT-13); which numbers are such depends on the CPU. In float64 none
+#: is rounded.
 LEAST_DECIBELS, LEAST_IN_FLOAT64 = 25.0, 80.0
 SCALE = 0.05
 
@@ -64,14 +65,14 @@ def small(channels=(16, 32, 48), heads=(1, 2, 3), **settings):
 def assert_served_alike(fused, own, x, served, count=None, least_in_float64=LEAST_IN_FLOAT64):
     count = len(outermost_of(own)) if count is None else count
     wide = (in_float64(copy.deepcopy(model)) for model in (fused, own))
-    for (ours, theirs), given, backends, least in (
+    for (actual, wanted), given, backends, least in (
         (wide, x.double(), ["reference"], least_in_float64),
         ((fused, own), x, ["reference"], LEAST_DECIBELS),
         ((fused, own), x, KERNELS, LEAST_DECIBELS),
     ):
         before = len(served)
         with ck.use_backend(*backends):
-            out, expected = logits(ours(given)), logits(theirs(given))
+            out, expected = logits(actual(given)), logits(wanted(given))
         assert len(served) - before == count
         assert decibels(expected, out) >= least
 
