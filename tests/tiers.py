@@ -31,16 +31,16 @@ def split(items: list[pytest.Item], tier: str) -> tuple[list[pytest.Item], list[
 
 def _with_every_value(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Returns few cases of one test which have every value of every parameter."""
-    if not any(map(_values_of, cases)):
+    values = {case: _values_of(case) for case in cases}
+    if not any(values.values()):
         return cases
     chosen: list[pytest.Item] = []
     for needs_gpu in (False, True):
         found = [case for case in cases if bool(case.get_closest_marker("gpu")) == needs_gpu]
-        missing = {value for case in found for value in _values_of(case)}
-        missing -= {value for case in chosen for value in _values_of(case)}
+        missing = set().union(*map(values.get, found)) - set().union(*map(values.get, chosen))
         while missing:
-            best = max(found, key=lambda case: len(missing & _values_of(case)))
-            missing -= _values_of(best)
+            best = max(found, key=lambda case: len(missing & values[case]))
+            missing -= values[best]
             chosen.append(best)
     return chosen
 
