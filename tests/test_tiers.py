@@ -21,12 +21,20 @@ def test_plain():
 @pytest.mark.slow
 def test_slow():
     pass
+
+@pytest.mark.spread
+@pytest.mark.parametrize("pair", [
+    pytest.param(0, id="a-gpu", marks=pytest.mark.gpu), pytest.param(1, id="a-x"), pytest.param(2, id="a-y"),
+    pytest.param(3, id="b-x"), pytest.param(4, id="b-y"), pytest.param(5, id="c-y"),
+])
+def test_pairs(pair):
+    pass
 """
 
 
 @pytest.fixture
 def items(pytester):
-    pytester.makeini("[pytest]\nmarkers =\n    slow\n    sanitized\n")
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    sanitized\n    gpu\n    spread\n")
     return pytester.getitems(CASES)
 
 
@@ -50,3 +58,10 @@ def test_the_part_has_every_value_in_few_cases(items):
     assert len(of_three) == 3
     assert "test_plain" in names(part)
     assert "test_slow" not in names(part)
+
+
+def test_names_are_spread(items):
+    part, _ = tiers.split(items, "test")
+    assert [name for name in names(part) if "pairs" in name] == [
+        f"test_pairs[{name}]" for name in ("a-gpu", "a-x", "b-y", "c-y")
+    ]

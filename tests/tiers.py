@@ -1,8 +1,9 @@
 """The two tiers of the tests: ``make test`` runs a part of the cases, ``make test-all`` the rest too.
 
 Of a parametrized test the part has every value of every parameter at least once, but not every combination
-of them: three dtypes at five shapes are five cases, not fifteen. Tests marked ``slow`` or ``sanitized`` are
-not in it.
+of them: three dtypes at five shapes are five cases, not fifteen. Of a test marked ``spread`` it has every
+part of a name once: of ``gelu-cpu``, ``gelu-triton`` and ``linear-cpu`` the last two. Cases that need a GPU
+stand for no others. Tests marked ``slow`` or ``sanitized`` are not in it.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ def split(items: list[pytest.Item], tier: str) -> tuple[list[pytest.Item], list[
 
 def _with_every_value(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Returns few cases of one test which have every value of every parameter."""
-    missing = {value for case in cases for value in _values_of(case)}
-    if not missing:
+    values = {case: _values_of(case) for case in cases}
+    if not any(values.values()):
         return cases
     chosen: list[pytest.Item] = []
-    while missing:
-        best = max(cases, key=lambda case: len(missing & _values_of(case)))
-        missing -= _values_of(best)
-        chosen.append(best)
+    for needs_gpu in (False, True):
+        found = [case for case in cases if bool(case.get_closest_marker("gpu")) == needs_gpu]
+        missing = set().union(*map(values.get, found)) - set().union(*map(values.get, chosen))
+        while missing:
+            best = max(found, key=lambda case: len(missing & values[case]))
+            missing -= values[best]
+            chosen.append(best)
     return chosen
 
 
 def _values_of(case: pytest.Item) -> set[tuple[int, str]]:
     """Returns the parameters of a case, numbered, each with the name of its value."""
     callspec = getattr(case, "callspec", None)
-    return set() if callspec is None else set(enumerate(callspec._idlist))
+    names = [] if callspec is None else list(callspec._idlist)
+    return set(enumerate("-".join(names).split("-") if case.get_closest_marker("spread") else names))

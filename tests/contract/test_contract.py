@@ -344,6 +344,7 @@ def traced(made, monkeypatch):
         yield
 
 
+@pytest.mark.spread  # the next test asks every kernel what compiling needs
 @pairs()
 def test_compiled(operator, backend, monkeypatch):
     torch.compiler.reset()

@@ -181,12 +181,11 @@ CALLS: dict[str, Call] = {
 COUNTED = _of_cvt_13()
 CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | COUNTED
 
-#: A part of them, with a kernel of each family; most compile quickly.
+#: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (
-    "one token", "no gradient", "keys on the chip", "a bias", "by position", "sliding at one pixel",
-    "embedding", "embedding of many channels", "with linear layers", "convolution and GELU", "GELU",
-    "sum of 16 bits", "LayerNorm", "MLP", "int8 rows", "LayerNorm to int8", "GELU to int8", "int8",
-    "gather and normalize", "scatter in place",
+    "no gradient", "keys on the chip", "float32: projection", "embedding", "embedding of many channels",
+    "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits", "LayerNorm", "MLP", "int8 rows",
+    "LayerNorm to int8", "GELU to int8", "int8", "gather and normalize", "scatter in place",
 )  # fmt: skip
 
 #: Likewise for sm_90, of kernels with bulk copies (TMA) and products of four warps.

@@ -1,11 +1,7 @@
 """The kernels as compiled for a GPU, in the emulator: their results and every access."""
 
-import os
 import re
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +11,8 @@ from tests.emulator import budgets
 from tests.emulator.calls import CALLS, COUNTED, SMOKE, SMOKE_90
 from tests.emulator.program import Program, Region, tensor_map
 from tests.emulator.ptx import UnsupportedError
+from tests.processes import run_python
 
-ROOT = Path(__file__).parents[2]
 #: Reverses 64 numbers through shared memory, and stores the first 60.
 COPY = """
 .visible .entry copy(.param .u64 x, .param .u64 y)
@@ -187,9 +183,8 @@ def test_unknown_ptx_raises_with_its_line():
 
 def _emulate(*options):
     """Returns the process of ``python -m tests.emulator``."""
-    command = [sys.executable, "-m", "tests.emulator", *options]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    code = f"from tests.emulator import __main__ as it; it.sys.argv[1:] = {options!r}; it.sys.exit(it.main())"
+    return run_python(code, TRITON_INTERPRET="0")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ All but the last take rows quantized by ``quantize_rows``, or quantize them with
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from ..weight_cache import packed
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
 _MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs on a GPU
 _LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
+_SUMS = "without VNNI oneDNN sums pairs of products in 16 bits"
+#: What oneDNN may be held to, in capitals or not. AVX2_VNNI is AVX2 on CPUs that have VNNI in AVX-512 only.
+_WITHOUT_VNNI = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE")
 
 
 # int_mm ---------------------------------------------------------------------------------------------------
@@ -39,7 +43,10 @@ def _why_no_exact_products() -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
     if not torch.cpu._is_vnni_supported():
-        return "this CPU has no VNNI, without which oneDNN sums pairs of products in 16 bits"
+        return f"this CPU has no VNNI, and {_SUMS}"
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second without the first
+        if held_to := os.environ.get(variable):
+            return f"{variable} is {held_to}, and {_SUMS}" if held_to.upper() in _WITHOUT_VNNI else None
     return None
 
 

@@ -461,15 +461,17 @@ def test_copies_and_pickles_are_accelerated(make):
 
 @every_upstream
 def test_states_go_to_and_from_the_upstream_model(make):
-    own, fused = pair(make)
-    other = make().eval()
+    """Compares in float64, since larger weights make float32's rounding large, upstream's too."""
+    own, other = (in_float64(make()).eval() for _ in range(2))
+    fused, x = ck.accelerate(copy.deepcopy(own), freeze=False), images(dtype=torch.float64)
+    assert all(row.fused for row in ck.coverage(fused))
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
         fused.load_state_dict(other.state_dict())
         own.load_state_dict(fused.state_dict())
         for model in (own, fused):
-            assert relative(logits(model(images())), logits(other(images()))) < 1e-4
+            assert relative(logits(model(x)), logits(other(x))) < 1e-11
 
 
 def test_save_pretrained(tmp_path):

@@ -7,6 +7,7 @@ import time
 import torch
 
 from cvt_kernels import backends, reference
+from cvt_kernels.autotune import tuner
 from tests.checks import implementation
 
 
@@ -27,8 +28,7 @@ def raising(x):
 
 
 def hanging(x):
-    while True:
-        pass
+    time.sleep(1000)
 
 
 def killed(x):
@@ -88,7 +88,8 @@ def gelu(x, *, approximate):
 
 
 def register():
-    """Registers the kernels, and a form of PyTorch's that kills the process."""
+    """Registers the kernels, timed in the fewest rounds, and a form of PyTorch's that kills the process."""
+    tuner._SECONDS = 0.0
     backends.register("gelu", "triton", implementation("gelu", gelu))
     backends.register("attention", "sdpa", implementation("attention", lambda *args, **kwargs: os._exit(4)))
 

@@ -6,6 +6,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
 from cvt_kernels.ops.linear_int8 import primitives
+from tests.processes import run_python
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 exact = pytest.mark.skipif(
@@ -147,7 +148,40 @@ def test_int_mm_on_a_gpu_wants_rows_and_multiples_of_eight():
         assert reason is None if expected is None else expected in reason
 
 
+#: Multiplies the largest numbers, or prints why a backend does not.
+LARGEST = """
+import torch, cvt_kernels as ck
+
+x, weight, scale = torch.full((16, 64), 127.0), torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16)
+for backend in ("int_mm", "onednn"):
+    try:
+        with ck.use_backend(backend, "reference"):
+            out = ck.linear_int8(x, weight, scale, input_scale=torch.tensor(1.0))
+        assert (out == 64 * 127 * 127).all(), f"{backend}: {out}"
+        with ck.use_backend(backend):
+            ck.linear_int8(x, weight, scale, input_scale=torch.tensor(1.0))
+        print(backend, "serves")
+    except ck.BackendUnavailable as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("ONEDNN_MAX_CPU_ISA", "AVX2"), ("DNNL_MAX_CPU_ISA", "avx512_core"), ("ONEDNN_MAX_CPU_ISA", "ALL")],
+)
+def test_products_are_exact_whatever_onednn_is_held_to(variable, value):
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    child = run_python(LARGEST, **dict.fromkeys(names, "") | {variable: value})
+    assert child.returncode == 0, child.stderr
+    if torch.cpu._is_vnni_supported():
+        told = "serves" if value == "ALL" else f"{variable} is {value}, and without VNNI"
+        assert child.stdout.count(told) == 2, child.stdout
+
+
 def test_reasons_of_machines(monkeypatch):
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     assert "no VNNI" in primitives.why_int_mm_unavailable("cpu")
     assert "no VNNI" in primitives.why_onednn_unavailable("cpu")
