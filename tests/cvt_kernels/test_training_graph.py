@@ -12,7 +12,7 @@ from torch.utils import checkpoint
 import cvt_kernels as ck
 from cvt_kernels import graphs
 from tests.cvt_kernels.test_graphs import FakeCapture, Toy, plain
-from tests.upstream import huggingface, logits, microsoft, ours
+from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
 
 @pytest.fixture
@@ -312,3 +312,54 @@ def test_a_model_that_computes_again_inside_is_not_captured(cuda):
             return checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
     Steps(ck.graphed(Again().train())).step(times=3)
+
+
+# On a GPU -------------------------------------------------------------------------------------------------
+
+
+def gpu_steps(model, *, autocast, count=6):
+    """Trains a model on the GPU; returns the losses and the final state."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    torch.cuda.manual_seed(0)
+    losses = []
+    for i in range(count):
+        x = torch.randn(4, 3, 64, 64, generator=generator, device="cuda")
+        optimizer.zero_grad()
+        for part in x.split(4 if i % 3 else 2):  # gradients accumulate
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                out = logits(model(part))
+            out.float().square().mean().backward()
+            losses.append(out.float().square().mean().item())
+        optimizer.step()
+    return losses, state_of(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", [huggingface, microsoft, ours])
+def test_gpu_steps_are_those_without_graphs(_without_tf32, make, autocast):
+    with ck.use_backend("triton", *KERNELS_FIRST):
+        model = ck.accelerate(make().cuda().train())
+        graphed = ck.graphed(copy.deepcopy(model))
+        expected_losses, expected = gpu_steps(model, autocast=autocast)
+        losses, state = gpu_steps(graphed, autocast=autocast)
+        assert len(graphs._graphs_of(graphed)._graphs) == 2
+    assert losses == expected_losses
+    assert_equal(state, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_given_back(_without_tf32):
+    model, x = ck.graphed(ours().cuda().train()), torch.randn(8, 3, 64, 64, device="cuda")
+    for _ in range(3):
+        model.zero_grad()
+        logits(model(x)).sum().backward()
+    model.zero_grad()
+    ck.restore(model)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    weights = sum(each.nbytes for each in (*model.parameters(), *model.buffers(), x))
+    assert before <= weights + 2**21

@@ -172,9 +172,7 @@ CONVOLUTIONS = {
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
     ),
-    "embedding": Case(
-        lambda: embed((3, 5), 7, 4, (9, 13), gap=1, dtype=BFLOAT16), "conv_embedding_embed"
-    ),
+    "embedding": Case(lambda: embed((3, 5), 7, 4, (9, 13), gap=1, dtype=BFLOAT16), "conv_embedding_embed"),
     "embedding of pairs": Case(
         lambda: embed((3, 20), 7, 4, (11, 16), dtype=FLOAT16, token=False), "conv_embedding_embed"
     ),

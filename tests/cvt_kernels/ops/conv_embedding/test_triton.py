@@ -170,7 +170,7 @@ def test_one_kernel_or_two(settings, reason):
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 def test_float32_is_left_to_pytorch(precision):
-    """cuDNN knows better than a flag says whether it rounds to TF32."""
+    """Only cuDNN knows, not a flag, whether it rounds to TF32."""
     with precision_of(torch.backends.cudnn.conv, precision):
         assert kernels_of(call_of(**FIRST, dtype="float32")) == ["_conv_embedding_normalize_kernel"]
         assert_agrees("conv_embedding", "triton", **FIRST, dtype="float32")
