@@ -336,9 +336,10 @@ def gpu_steps(model, *, autocast, count=6):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_without_tf32")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [huggingface, microsoft, ours])
-def test_gpu_steps_are_those_without_graphs(_without_tf32, make, autocast):
+def test_gpu_steps_are_those_without_graphs(make, autocast):
     with ck.use_backend("triton", *KERNELS_FIRST):
         model = ck.accelerate(make().cuda().train())
         graphed = ck.graphed(copy.deepcopy(model))
@@ -350,7 +351,7 @@ def test_gpu_steps_are_those_without_graphs(_without_tf32, make, autocast):
 
 
 @pytest.mark.gpu
-def test_gpu_memory_is_given_back(_without_tf32):
+def test_gpu_memory_is_given_back():
     model, x = ck.graphed(ours().cuda().train()), torch.randn(8, 3, 64, 64, device="cuda")
     for _ in range(3):
         model.zero_grad()
