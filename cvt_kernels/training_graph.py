@@ -62,13 +62,13 @@ class TrainingGraph:
             self._inputs = [
                 torch.empty_like(each).copy_(each).requires_grad_(each.requires_grad) for each in tensors
             ]
-            self._wanted = [each for each in (*self._inputs, *self._parameters) if each.requires_grad]
-            self._prepared = False
             args, kwargs = arguments(self._inputs)
             versions = [each._version for each in self._inputs]
-            with weight_cache.noted_uses() as self.copies:
+            self._prepare(forward(*args, **kwargs))
+            with _aliases(model) as aliases, weight_cache.noted_uses() as self.copies:
+                wanted = self._wanted([aliases[each] for each in self._parameters])
                 (outputs, first), (_, second) = cuda.record(
-                    lambda: forward(*args, **kwargs), self._differentiate
+                    lambda: forward(*args, **kwargs), lambda outputs: self._differentiate(outputs, wanted)
                 )
             is_written = versions != [each._version for each in self._inputs]
         self.recorded = first, second
@@ -83,16 +83,22 @@ class TrainingGraph:
             self.why_not = "the forward takes random numbers of the host"
             _set_host_random_state(state)
 
-    def _differentiate(self, outputs: Any) -> None:
-        """Computes the gradients of the outputs with respect to what requires one, into ``_gradients``."""
-        results = [leaf for leaf in pytree.tree_leaves(outputs) if _is_differentiable(leaf)]
-        if not self._prepared:
-            self._douts = [torch.zeros_like(each) for each in results]
-        gradients = torch.autograd.grad(results, self._wanted, self._douts, allow_unused=True)
-        if not self._prepared:
-            self._gradients = _Gradients(gradients)
-            self._prepared = True
-        self._gradients.fill(gradients)
+    def _wanted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the inputs that require a gradient, and the parameters."""
+        return [each for each in (*self._inputs, *parameters) if each.requires_grad]
+
+    def _prepare(self, outputs: Any) -> None:
+        """Makes the tensors that hold the gradients of results and of what requires one."""
+        results = _results_of(outputs)
+        self._douts = [torch.zeros_like(each) for each in results]
+        wanted = self._wanted(self._parameters)
+        self._gradients = _Gradients(torch.autograd.grad(results, wanted, self._douts, allow_unused=True))
+
+    def _differentiate(self, outputs: Any, wanted: Sequence[Tensor]) -> None:
+        """Computes the gradients of the outputs with respect to ``wanted``."""
+        self._gradients.fill(
+            torch.autograd.grad(_results_of(outputs), wanted, self._douts, allow_unused=True)
+        )
 
     def replay(self, tensors: Sequence[Tensor], turn: Turn) -> Any:
         """Replays the forward with other tensors; returns its results, which autograd can differentiate."""
@@ -173,13 +179,45 @@ class _Gradients:
         return views
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copies gradients here."""
+        """Copies gradients here.
+
+        Raises:
+            RuntimeError: There are other ones than before.
+        """
+        if [each is None for each in gradients] != [each is None for each in self._views]:
+            raise RuntimeError("the model computes with a parameter that it does not take from its module")
         ours = [each for each in self._views if each is not None]
         torch._foreach_copy_(ours, [each for each in gradients if each is not None])
 
     def copies(self) -> list[Tensor | None]:
         """Returns copies of the gradients."""
         return self._split({dtype: each.clone() for dtype, each in self._flat.items()})
+
+
+@contextlib.contextmanager
+def _aliases(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+    """Replaces the parameters of a model by others in the same memory within a block.
+
+    Autograd's nodes that accumulate a parameter's gradient live as long as a graph of an earlier call, or
+    DistributedDataParallel, and belong to the stream of that call. A capture must not wait for that stream.
+    """
+    spaces = [module._parameters for module in model.modules() if module._parameters]
+    before = [dict(space) for space in spaces]
+    aliases: dict[Tensor, Tensor] = {}
+    for each in model.parameters():
+        aliases[each] = nn.Parameter(each.detach(), requires_grad=each.requires_grad)
+    try:
+        for space in spaces:
+            space.update((name, aliases[each]) for name, each in space.items() if each is not None)
+        yield aliases
+    finally:
+        for space, parameters in zip(spaces, before, strict=True):
+            space.update(parameters)
+
+
+def _results_of(outputs: Any) -> list[Tensor]:
+    """Returns the results that have a gradient."""
+    return [leaf for leaf in pytree.tree_leaves(outputs) if _is_differentiable(leaf)]
 
 
 def _is_differentiable(leaf: Any) -> bool:

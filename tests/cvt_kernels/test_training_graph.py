@@ -285,6 +285,42 @@ class Lucky(Toy):
         return super().forward(x) * (2 if random.random() < 0.5 else 1)
 
 
+class Remembers(Toy):
+    """A model that computes with a parameter that it has put aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.aside = [self.second.weight]
+
+    def forward(self, x):
+        return nn.functional.linear(self.norm(self.first(x)), self.aside[0])
+
+
+def test_a_parameter_that_is_not_taken_from_its_module_is_refused(cuda):
+    model, x = ck.graphed(Remembers().train()), torch.randn(2, 4)
+    model(x).sum().backward()
+    with pytest.warns(RuntimeWarning, match="a parameter that it does not take from its module"):
+        model(x).sum().backward()
+    assert model.second.weight.grad is not None
+    assert dict(model.named_parameters())["second.weight"] is model.aside[0]
+
+
+def test_tied_parameters(cuda):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+        def forward(self, x):
+            return self.second(self.first(x).relu())
+
+    model = ck.graphed(Tied().train())
+    Steps(model).step(times=4)
+    assert model.first.weight is model.second.weight
+    assert replays(cuda) == [3, 3]
+
+
 def test_random_numbers_of_the_host_are_refused(cuda):
     model, x = ck.graphed(Lucky().train()), torch.randn(2, 4)
     model(x).sum().backward()

@@ -120,7 +120,7 @@ def test_cache_keys_match_the_model_on_a_gpu():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     collected = collect(Workload("cvt_13", 64, [2], ["bfloat16"], train=True), images.device)
-    assert torch.cuda.max_memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() <= before + 2**12  # scalars, but nothing of the images' size
     cache_keys = {cache_key.text for cache_key in collected}
     with torch.autocast("cuda", torch.bfloat16):
         assert asked_by(model.train(), images) <= cache_keys
