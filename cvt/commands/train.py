@@ -100,6 +100,12 @@ def add_parser(commands: Any) -> None:
         help="stop at an unreadable image, or skip it (default: error)",
     )
     add_device_argument(parser)
+    parser.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a GPU, replay forwards and backwards as CUDA graphs, which hold their memory",
+    )
     for field in dataclasses.fields(TrainConfig):
         option = f"--{field.name.replace('_', '-')}"
         text = f"{field.metadata['help']} (default: {field.default})"
@@ -168,6 +174,7 @@ def _train(arguments: argparse.Namespace) -> None:
             resume=arguments.resume,
             workers=arguments.workers,
             corrupt=arguments.corrupt,
+            graph=arguments.graph,
         )
         with reporting(arguments.json if trainer.rank == 0 else None) as report_json:
             history = trainer.fit(

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
+from cvt_kernels import graphed
 from cvt_kernels.checks import shown
 
 from ..card import ModelCard
@@ -84,6 +85,7 @@ class Trainer:
         resume: Resume from ``output/last.pth``, which must exist; without ``resume`` it must not.
         workers: Processes that decode images, for each process.
         corrupt: As in :class:`cvt.datasets.Batches`.
+        graph: On a GPU, replay forwards and backwards as CUDA graphs (:func:`cvt_kernels.graphed`).
 
     Attributes:
         epoch: Number of completed epochs.
@@ -109,6 +111,7 @@ class Trainer:
         resume: bool = False,
         workers: int = 0,
         corrupt: Literal["error", "skip"] = "error",
+        graph: bool = True,
     ):
         self.config, self.device, self.output = config, torch.device(device), Path(output)
         self.rank, self.world_size = rank_and_world_size()
@@ -137,6 +140,8 @@ class Trainer:
         if config.ema_decay:
             average = get_ema_multi_avg_fn(config.ema_decay)
             self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
+        if graph and not config.shard:
+            graphed(self.model)  # before DDP
         self.wrapped = self._wrap()
         groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr)

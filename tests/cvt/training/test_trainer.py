@@ -30,7 +30,9 @@ from cvt.training.trainer import (
     epoch_line,
     freeze_batch_norm,
 )
+from cvt_kernels import graphs
 from tests.checks import Terminal
+from tests.cvt_kernels.test_graphs import FakeCapture
 from tests.processes import run_ranks
 
 CLASSES = ["a", "b", "c"]
@@ -48,12 +50,23 @@ def noise(count=24, classes=CLASSES, **options):
     return ImageDataset(images, [i % 3 for i in range(count)], classes, 16, **options)
 
 
-def trainer(output, config=TINY, teacher=None, resume=False, count=24, classes=CLASSES, val=None, **options):
+def trainer(
+    output,
+    config=TINY,
+    teacher=None,
+    resume=False,
+    count=24,
+    classes=CLASSES,
+    val=None,
+    graph=True,
+    **options,
+):
     torch.manual_seed(0)
     recipe = TrainConfig(**{**PLAIN, **options})
     train = noise(count, classes, random_crop=RandomCrop(recipe.min_scale, flip=recipe.flip))
     sets = train, val or noise(9, classes)
-    return Trainer(create_model(config), *sets, recipe, output=output, teacher=teacher, resume=resume)
+    settings = {"output": output, "teacher": teacher, "resume": resume, "graph": graph}
+    return Trainer(create_model(config), *sets, recipe, **settings)
 
 
 def rows(path):
@@ -122,6 +135,21 @@ def test_steps_are_those_of_a_loop_by_hand(tmp_path):
     torch.testing.assert_close(parameters(ours.model), parameters(model), rtol=1e-4, atol=2e-5)
     averaged = ours.ema.module.state_dict()
     torch.testing.assert_close({k: averaged[k] for k in average}, average, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "precision": "bf16", "ema_decay": 0.9}])
+def test_graphs_change_nothing(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(graphs, "_CudaCapture", FakeCapture)
+    monkeypatch.setattr(FakeCapture, "tapes", [])
+    without = trainer(tmp_path / "without", graph=False, **options)
+    without.fit()
+    assert not FakeCapture.tapes
+    graphed = trainer(tmp_path / "graphed", **options)
+    graphed.fit()
+    forward, backward, *_ = FakeCapture.tapes
+    assert forward.replays == backward.replays > 2
+    assert_same_bits(graphed.history, without.history)
+    assert_same_bits(graphed.model.state_dict(), without.model.state_dict())
 
 
 def test_accumulated_micro_batches_are_one_batch(tmp_path):
