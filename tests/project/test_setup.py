@@ -292,7 +292,7 @@ def test_operators_have_plain_loops_for_those_that_are_not_compiled(tmp_path, mo
 
 @needs_compiler
 def test_a_compiler_that_lacks_an_option_is_named_before_the_build(tmp_path, monkeypatch, setup):
-    """As GCC 10 knows no AVX-VNNI: the message says what to do in one line."""
+    """GCC 10 knows no AVX-VNNI, for example: the message says what to do in one line."""
     monkeypatch.setitem(setup["LOOPS"], "plain", "-mno-such-option")
     with pytest.raises(SystemExit, match=r"^cvt_kernels._C was not built: .* is too old; CXX=.*$"):
         setup["try_compiler"](tmp_path, ["plain"])

@@ -64,7 +64,7 @@ def test_kinds_of_calls_by_precision(dtype, precision, expected):
 
 @pytest.mark.parametrize("may_round", [False, True])
 def test_the_composition_gives_up_no_precision_for_a_layout(monkeypatch, may_round):
-    """Of few channels, cuDNN takes TF32 with channels last only."""
+    """CuDNN takes TF32 for few channels with channels last only."""
     convolve, layouts = F.conv2d, []
 
     def noted(image, *others):
