@@ -63,11 +63,12 @@ matrix:
 	$(PYTHON) tests/matrix.py $(ONLY)
 
 # On a machine with an NVIDIA GPU: commands of at most 570 seconds each; STAGE chooses some. 1 measures CvT-13 beside PyTorch
-# eager and torch.compile, 2 every kernel beside its floor. Each leaves build/gpu/stageN.tar.gz however it ends. It takes
-# $(PYTHON) as it is, with torch, triton and transformers, and no network; RESULTS=DIR puts the JSON elsewhere. Without make:
+# eager and torch.compile, 2 every kernel beside its floor, 3 launch configurations, 4 other models and dtypes; 5 runs the tests
+# that need a GPU and checks memory. Each leaves build/gpu/stageN.tar.gz however it ends. It takes $(PYTHON) as it is, with
+# torch, triton and transformers, and no network; RESULTS=DIR puts the JSON elsewhere. Without make:
 # python3 benchmarks/run.py --stage 1
 RESULTS ?= benchmarks/results
-STAGE ?= 1 2
+STAGE ?= 1 2 3 4 5
 gpu:
 	status=0; for stage in $(STAGE); do \
 		$(PYTHON) benchmarks/run.py --stage $$stage --results '$(RESULTS)' || status=1; \

@@ -302,15 +302,16 @@ def _layer_norm_mlp(arguments: dict[str, Any]) -> Work:
 def _linear(arguments: dict[str, Any], results: str) -> Work:
     """Returns the work of a linear layer that writes ``results``."""
     spec = arguments["SPEC"]
-    written = [_matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
-    read = [_matrix(arguments[name]) for name in ("x", "weight")]
+    written = [matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
+    read = [matrix(arguments[name]) for name in ("x", "weight")]
     read += [value for name, value in arguments.items() if name.endswith("_ptr")]
     size = read[0].element_size()
     flops = 2 * written[0].numel() * spec.inputs if size <= 2 or spec.precision == "tf32" else 0
     return Work(_bytes(read, written), flops // (2 if size == 1 else 1))
 
 
-def _matrix(argument: Tensor | TensorDescriptor) -> Tensor:
+def matrix(argument: Any) -> Any:
+    """Returns the tensor of a descriptor; any other argument as it is."""
     return argument.base if isinstance(argument, TensorDescriptor) else argument
 
 

@@ -76,11 +76,15 @@ def stages(device: str, results: Path, *, tiny: bool = False) -> dict[str, list[
         return {"cpu": [build(device), *on_cpu(results, tiny=tiny)]}
     large, few = ("2", ["1"]) if tiny else ("256", ["1", "8", "32"])
 
-    def part(name: str, module: str, way: str, seconds: float, *options: str, fresh: bool = False) -> Part:
+    def script(name: str, module: str, seconds: float, *options: str, **settings: Any) -> Part:
         """Returns the part that runs a module of this folder, which writes the file of this name."""
-        command = [sys.executable, "-m", f"benchmarks.{module}", str(results / f"{name}.json")]
-        command += ["--way", way, *options, *(["--image-size", "64"] if tiny else [])]
-        return Part(name, command, seconds, needs=("transformers",), fresh=fresh)
+        file = str(results / f"{name}.json")
+        return Part(name, [sys.executable, "-m", f"benchmarks.{module}", file, *options], seconds, **settings)
+
+    def part(name: str, module: str, way: str, seconds: float, *options: str, fresh: bool = False) -> Part:
+        """Returns the part that runs a model in a way."""
+        options = "--way", way, *options, *(["--image-size", "64"] if tiny else [])
+        return script(name, module, seconds, *options, needs=("transformers",), fresh=fresh)
 
     def counters(name: str, *rest: Any) -> Part:
         """Returns the part that reads the counters of what a part has measured."""
@@ -112,7 +116,84 @@ def stages(device: str, results: Path, *, tiny: bool = False) -> dict[str, list[
             part("kernels_1_compile", "kernels", "compile", 70, *single),
             counters("1", "frozen", 60, *single),
         ],
+        "3": [
+            build(device),
+            *(
+                script(f"sweep_{name}", "sweep", 140, "--seconds={seconds}", *jobs.split(","))
+                for name, jobs in SWEEPS.items()
+            ),
+        ],
+        "4": [build(device), *(part(name, "models", way, 70, *words.split()) for name, way, words in OTHERS)],
+        "5": [
+            build(device),
+            gpu_tests(),
+            *(
+                script(tool, "calls", 200, needs=("pytest",), environment=ALONE)._replace(
+                    command=[
+                        sanitizer(),
+                        "--tool",
+                        tool,
+                        "--error-exitcode",
+                        "9",
+                        "--print-limit",
+                        "20",
+                        sys.executable,
+                        "-m",
+                        "benchmarks.calls",
+                        str(results / f"{tool}.json"),
+                    ]
+                )
+                for tool in ("memcheck", "racecheck")
+            ),
+        ],
     }
+
+
+#: The jobs of each sweep, as ``benchmarks.sweep`` takes them.
+SWEEPS = {
+    "gelu": "linear_gelu:3,linear_gelu:2",
+    "add": "linear_add:3,linear_add:2,linear_add:1",
+    "add_layer_norm": "linear_add_layer_norm:3,linear_add_layer_norm:2",
+    "conv_linear": "conv_linear:3,conv_linear:2,conv_linear:1",
+    "attention": "attention fwd_loop:1,attention fwd:2,attention fwd:3,attention bwd:3,attention bwd_dq:1",
+    "projection": "conv_projection fwd:1,conv_projection bwd_conv:1,conv_projection bwd_conv:2",
+    "mlp": "layer_norm_mlp:1",
+}
+#: What else is measured of models: the name of the part, the way, and other options.
+OTHERS = [
+    (f"{name}_{way.replace('-', '_')}", way, words)
+    for name, ways, words in (
+        ("segformer_b0", "graphed compile live eager", "--model segformer_b0 --batch-size 16 1"),
+        ("pvt_v2_b2", "graphed compile live eager", "--model pvt_v2_b2 --batch-size 64"),
+        ("cvt_w24", "graphed compile eager", "--model cvt_w24 --image-size 384 --batch-size 32"),
+        ("float16", "graphed", "--dtype float16 --batch-size 256"),
+        ("tf32", "graphed eager compile", "--dtype float32 --tf32 --batch-size 256"),
+        ("cvt_13", "int8 float8", "--batch-size 256 1"),
+        ("wide", "int8 float8", "--model cvt_w24 --image-size 384 --batch-size 32"),
+    )
+    for way in ways.split()
+]
+#: Each tensor gets memory of its own, so that what is written beside it is found.
+ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CVT_KERNELS_AUTOTUNE": "0"}
+
+
+def sanitizer() -> str:
+    """Returns the path of NVIDIA's compute-sanitizer, or its name if it is nowhere."""
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
+    return shutil.which("compute-sanitizer", path=places) or "compute-sanitizer"
+
+
+def gpu_tests() -> Part:
+    """Returns the part that runs the tests that need a GPU."""
+    workers = [] if importlib.util.find_spec("xdist") is None else ["-n", "8"]
+    marked = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "@pytest.mark.gpu" in path.read_text("utf-8") or path.parent.name == "contract"
+    ]
+    # Warnings are errors elsewhere; here they would cost results, as would a file that cannot be imported.
+    options = ["-W", "default", "--tb=short", "-q", "--continue-on-collection-errors", "-m", "gpu", *workers]
+    return Part("gpu_tests", [sys.executable, "-m", "pytest", *options, *marked], 160, ("pytest",))
 
 
 def on_cpu(results: Path, *, tiny: bool) -> list[Part]:
