@@ -9,7 +9,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test test-all combinations suite smoke sanitize fuzz matrix docs bench gpu gpu-pack results lint wheel clean
+.PHONY: demo test test-all combinations suite smoke sanitize fuzz matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which autotunes the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -65,37 +65,21 @@ ONLY ?=
 matrix:
 	$(PYTHON) tests/matrix.py $(ONLY)
 
-# On a machine with an NVIDIA GPU: four commands of at most 570 seconds each; STAGE chooses some. 1 checks memory and
-# autotunes inference in bfloat16, 2 the rest and tests, 3 measures, 4 profiles and tries launch configurations. Each
-# leaves build/gpu/stageN.tar.gz however it ends. It takes $(PYTHON) as it is, with torch and triton, and no network;
-# RESULTS=DIR puts the JSON elsewhere. Without make: python3 benchmarks/run.py --stage 1
+# On a machine with an NVIDIA GPU: commands of at most 570 seconds each; STAGE chooses some. 1 measures CvT-13 beside PyTorch
+# eager and torch.compile, 2 every kernel beside its floor, 3 launch configurations, 4 other models and dtypes; 5 runs the tests
+# that need a GPU and checks memory. Each leaves build/gpu/stageN.tar.gz however it ends. It takes $(PYTHON) as it is, with
+# torch, triton and transformers, and no network; RESULTS=DIR puts the JSON elsewhere. Without make:
+# python3 benchmarks/run.py --stage 1
 RESULTS ?= benchmarks/results
-STAGE ?= 1 2 3 4
+STAGE ?= 1 2 3 4 5
 gpu:
 	status=0; for stage in $(STAGE); do \
 		$(PYTHON) benchmarks/run.py --stage $$stage --results '$(RESULTS)' || status=1; \
 	done; exit $$status
 
-# One file of at most LIMIT MiB for a GPU machine without a network: sources, extension, Triton, kernels compiled ahead.
-# PACK_PYTHON has the Python and torch of that machine; by default it is set up in build/gpu-pack-env. See CONTRIBUTING.md.
-PACK ?= build/cvt-kernels-gpu.tar.xz
-PACK_PYTHON ?= build/gpu-pack-env/bin/python
-LIMIT ?= 64
-gpu-pack: $(PACK_PYTHON)
-	CVT_KERNELS_CUDA=1 CVT_KERNELS_CPU_SETS=all $(PACK_PYTHON) setup.py build_ext --inplace
-	$(PACK_PYTHON) -m benchmarks.gpu_pack '$(PACK)' --limit $(LIMIT)
-
-build/gpu-pack-env/bin/python:
-	python3.12 -m venv build/gpu-pack-env
-	$@ -m pip install --quiet torch==2.11.0
-	$@ -m pip install --quiet triton==3.7.1 numpy pillow safetensors tabulate tqdm setuptools ninja
-
-# The same autotuning, suites and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
+# Autotuning and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/run.py --device cpu --results '$(RESULTS)' --minutes 60 --parts autotune \
-		ceilings auto bench bench_bfloat16 bench_training conv_projection attention layer_norm_gelu linear fused host \
-		profile model bench_segformer_b0 bench_segformer_b0_bfloat16 bench_pvt_v2_b2 bench_pvt_v2_b2_bfloat16 \
-		bench_pvt_v2_b2_training quantization variants
+	$(BIN)/python benchmarks/run.py --stage cpu --results '$(RESULTS)'
 
 # docs/results.md from benchmarks/results/.
 results: $(INSTALLED)

@@ -1,11 +1,14 @@
-"""The archive of a run: its results, the autotuning cache and the compiled Triton kernels.
+"""The archive of a stage: its results, and what it built and tuned, for a later stage on another machine.
 
-It also carries cache entries and compiled kernels over to a run on another machine.
+These are the extension with a digest of its sources, the entries of autotuning and the kernels that Triton
+compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import shutil
 import tarfile
@@ -16,13 +19,16 @@ from pathlib import Path
 from cvt.files import replacing
 from cvt_kernels import autotune
 
+ROOT = Path(__file__).resolve().parent.parent
 #: Bytes of an archive, from which on kernels are left out: they can be compiled again.
 LIMIT = 15 * 2**20
-RESULTS, ENTRIES, KERNELS = "results", "entries", "triton"
+RESULTS, ENTRIES, KERNELS, EXTENSION = "results", "entries", "triton", "extension"
+#: The file beside the extension with the digest of the sources that it was built of.
+SOURCES = "sources.txt"
 
 
 def entries_directory() -> Path:
-    """Returns the folder of the autotuning cache."""
+    """Returns the folder of the entries of autotuning."""
     return autotune.cache_directory() / "entries"
 
 
@@ -38,12 +44,38 @@ def kernels() -> set[str]:
     return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
 
 
+def digest_of_sources() -> str:
+    """Returns a digest of what the extension is built of."""
+    digest = hashlib.sha256()
+    for path in sorted([ROOT / "setup.py", *(p for p in (ROOT / "csrc").rglob("*") if p.is_file())]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def built() -> list[Path]:
+    """Returns the extensions that are built in this checkout."""
+    return sorted((ROOT / "cvt_kernels").glob("_C*.so"))
+
+
+def note_sources() -> None:
+    """Notes that the extension has just been built of the sources as they are."""
+    path = ROOT / "build" / "gpu" / SOURCES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(digest_of_sources(), encoding="utf-8")
+
+
+def is_built() -> bool:
+    """Returns whether an extension is here that was built of the sources as they are."""
+    path = ROOT / "build" / "gpu" / SOURCES
+    return bool(built()) and path.is_file() and path.read_text(encoding="utf-8") == digest_of_sources()
+
+
 def write(path: Path, results: Path, known: Collection[str] = (), limit: int = LIMIT) -> int:
     """Writes the archive.
 
     Args:
         path: The file, a ``.tar.gz``.
-        results: The folder of the run's results.
+        results: The folder of the stage's results.
         known: Folders of kernels that need not come along.
         limit: Bytes of the file, from which on no kernel is added.
 
@@ -62,6 +94,9 @@ def write(path: Path, results: Path, known: Collection[str] = (), limit: int = L
         archive.add(results, f"{RESULTS}/{results.parent.name}/{results.name}")
         if entries_directory().is_dir():
             archive.add(entries_directory(), ENTRIES)
+        if is_built():
+            for part in (*built(), ROOT / "build" / "gpu" / SOURCES):
+                archive.add(part, f"{EXTENSION}/{part.name}")
         for name in made:
             if file.tell() > limit:
                 left_out += 1
@@ -79,9 +114,10 @@ def _changed(path: Path) -> float:
 
 
 def restore(path: Path) -> None:
-    """Puts the entries and kernels of an archive, or of a folder like one, into the caches.
+    """Puts to use what an archive holds, or a folder that has been made of one.
 
-    Existing files stay. Entries apply to machines with the same machine key as the one they come from.
+    Existing files stay, but entries are added to those of the same machine, and an extension that was built
+    of other sources is not taken.
 
     Raises:
         OSError, ValueError: It cannot be read.
@@ -94,16 +130,41 @@ def restore(path: Path) -> None:
                 with tarfile.open(path) as archive:
                     archive.extractall(source, members=_to_restore(archive), filter="data")
             except (tarfile.TarError, EOFError) as error:
-                raise ValueError(f"{path}: is no archive of a stage: {error}") from error
-        for name, target in ((ENTRIES, entries_directory()), (KERNELS, kernels_directory())):
-            for file in (source / name).rglob("*"):
-                copy = target / file.relative_to(source / name)
-                if file.is_file() and not copy.exists():
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(file, copy)
+                raise ValueError(f"{path}: is no archive of a stage") from error
+        elif not path.is_dir():
+            raise FileNotFoundError(f"{path}: is no archive of a stage, and no folder")
+        adopt(source / ENTRIES, source / KERNELS)
+        sources = source / EXTENSION / SOURCES
+        if not is_built() and sources.is_file() and sources.read_text("utf-8") == digest_of_sources():
+            for file in sources.parent.glob("_C*.so"):
+                shutil.copy2(file, ROOT / "cvt_kernels" / file.name)
+            note_sources()
+
+
+def adopt(entries: Path, compiled: Path) -> None:
+    """Adds entries and compiled kernels to the caches."""
+    for file in entries.glob("*.json"):
+        known = entries_directory() / file.name
+        known.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if known.exists():
+            content["entries"] |= json.loads(known.read_text(encoding="utf-8"))["entries"]
+        with replacing(known) as scratch:
+            scratch.write_text(json.dumps(content), encoding="utf-8")
+    for file in compiled.rglob("*"):
+        copy = kernels_directory() / file.relative_to(compiled)
+        if not file.is_file() or copy.exists():
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if not file.name.startswith("__grp__"):
+            shutil.copy2(file, copy)
+            continue
+        group = json.loads(file.read_text(encoding="utf-8"))  # the paths of the files of a kernel
+        paths = {name: str(copy.with_name(Path(path).name)) for name, path in group["child_paths"].items()}
+        copy.write_text(json.dumps({"child_paths": paths}), encoding="utf-8")
 
 
 def _to_restore(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
-        if member.isreg() and member.name.startswith((f"{ENTRIES}/", f"{KERNELS}/")):
+        if member.isreg() and member.name.partition("/")[0] in (ENTRIES, KERNELS, EXTENSION):
             yield member

@@ -1,54 +1,61 @@
-"""Calls every operator by each backend of this project that serves it, forward and backward, at small shapes.
+"""Runs the contract's example calls of every operator by this project's kernels, forward and backward.
 
-``python -m benchmarks.calls FILE`` is for a memory checker, and lists in FILE what ran and what raised. The
-exit status is 1 if a call raises.
+``python -m benchmarks.calls FILE`` is for compute-sanitizer: FILE says how each call went, and the exit
+status is 1 if one raises. Without a GPU it runs the CPU's kernels.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import sys
-from typing import Any
+from pathlib import Path
 
-import torch
+import pytest
 
-import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.autotune import clock
+from cvt_kernels.autotune import clock, tuner
+from tests.contract.examples import served
 
-from . import auto, suites
+from . import lab
 
-SCHEMA, VERSION = "benchmarks calls", 1
-#: What a backend may take for the parts of a call that it does not compute itself.
-PARTS = ("reference",)
+#: Names of examples; each operator has these.
+NAMES = ("usual", "odd", "many")
+DTYPES = ("float32", "bfloat16")
 
 
-def main() -> int:
-    """Makes the calls, and writes the file; prints what raises."""
-    options = suites.script_parser("calls", __doc__).parse_args()
-    suites.TINY = True
-    calls: list[dict[str, Any]] = []
-    try:
-        calls.extend(called(case, backend) for case in auto.cases() for backend in backends.OURS)
-    finally:  # what ran before an interrupt is worth knowing
-        report = {"schema": SCHEMA, "version": VERSION, "device": suites.device_name(), "calls": calls}
-        suites.write_report(options.path, report)
-    raised = [call for call in calls if call["status"] not in ("ran", "not served")]
-    print("\n".join(f"{call['case']}, {call['backend']}: {call['status']}" for call in raised))
-    print(f"{sum(call['status'] == 'ran' for call in calls)} calls ran, {len(raised)} raised")
+def main(argv: list[str] | None = None) -> int:
+    """Makes the calls, and prints those that raise."""
+    parser = argparse.ArgumentParser(prog="benchmarks.calls", description=__doc__)
+    parser.add_argument("path", type=Path, help="the JSON file")
+    report, raised = lab.Report(parser.parse_args(argv).path, {}), 0
+    chosen = ("triton", "cuda") if lab.DEVICE == "cuda" else ("cpu",)
+    for operator, known in backends.implementations.items():
+        for backend, name, dtype in itertools.product(chosen, NAMES, DTYPES):
+            if backend not in known:
+                continue
+            status = called(operator, backend, name, dtype)
+            report.add({"call": f"{operator} {backend} {name} {dtype}", "status": status})
+            if not status.startswith(("ran", "not served")):
+                print(f"{operator} {backend} {name} {dtype}: {status}", flush=True)
+                raised += 1
+    print(f"{len(report.content['rows'])} calls, {raised} raised")
     return int(bool(raised))
 
 
-def called(case: auto.Case, backend: str) -> dict[str, Any]:
-    """Makes a call, and returns how it went: ``ran``, ``not served``, or the error."""
+def called(operator: str, backend: str, name: str, dtype: str) -> str:
+    """Makes a call; returns ``ran``, ``not served: `` with the reason, or the error."""
     try:
-        call = case.make(case.setting)
-        with ck.use_backend(backend, *PARTS), torch.inference_mode(call.douts is None):
-            served = suites.backends_serving(call.runner(getattr(ck, call.operator)))
-            clock.synchronize(suites.DEVICE)
-        status = "ran" if any(backend in names for names in served.values()) else "not served"
+        made = served(operator, backend, name, dtype=dtype)
+        call = made.call.map(tuner._copied)
+        outputs = tuner._forward(made.public, call)
+        tuner._results(call, outputs, made.douts(outputs))
+        clock.synchronize(lab.DEVICE)
+    except pytest.skip.Exception as skipped:
+        return f"not served: {skipped}"
     except Exception as error:  # which must not cost the others their call
-        status = f"{type(error).__name__}: {error}"
-    return auto.named(case) | {"backend": backend, "status": status}
+        return f"{type(error).__name__}: {error}"
+    return "ran"
 
 
 if __name__ == "__main__":

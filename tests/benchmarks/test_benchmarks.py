@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from benchmarks import archive, auto, run, suites, tune, variants
+from benchmarks import archive, auto, calls, run, suites, sweep, tune, variants
 from benchmarks import tabulate_results as tabulate
-from cvt.commands.bench import models
 from cvt_kernels import backends, launching
 
 ROOT = Path(__file__).parents[2]
@@ -148,106 +147,108 @@ def test_no_part_costs_another_its_results(tmp_path, capsys):
 
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch):
-    """Returns a function that plans the parts for a device."""
+def known(tmp_path, monkeypatch):
+    """The parts of each stage."""
     monkeypatch.setattr(run, "capability", lambda: "9.0")
-    return functools.partial(run.plan, results=tmp_path, tiny=False, minutes=9.0)
+    return run.stages("cuda", tmp_path) | run.stages("cpu", tmp_path)
 
 
-def parts_of_make_bench():
-    (parts,) = re.findall(r"--parts (.*)", (ROOT / "Makefile").read_text().replace("\\\n", " "))
-    return set(parts.split())
+def test_every_part_has_its_script_and_a_name_of_its_own(known):
+    for stage, parts in known.items():
+        names = [part.name for part in parts]
+        assert len(names) == len(set(names))
+        assert names[0] == "build"  # a stage may run on a machine of its own
+        for part in parts:
+            for word in part.command:
+                if word.startswith("benchmarks."):
+                    assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
+            if stage != "cpu":  # what comes later gets what is left
+                assert part.seconds <= 240
+        assert stage == "cpu" or sum(part.seconds for part in parts[:3]) <= run.LIMIT - run.RESERVE
 
 
-def test_every_part_has_its_script_and_few_files_come_out(plan):
-    parts = plan("cuda")
-    assert tuple(parts) == run.NAMES
-    assert parts["build"].environment == {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    words = [word for part in parts.values() for word in part.command]
-    for word in words:
-        if word.endswith(".py"):
-            assert (ROOT / word).is_file()
-        if word.startswith("benchmarks."):
-            assert (ROOT / f"{word.replace('.', '/')}.py").is_file()
-    files = [word for word in words if word.endswith(".json")]
-    assert len(files) == len(set(files)) == 24
-    assert all(part.seconds <= 540 for part in parts.values())
+def test_stage_1_measures_first_what_users_compare_with(known):
+    words = {part.name: " ".join(part.command) for part in known["1"]}
+    assert list(words)[1:6] == ["graphed", "compile", "eager", "train_live", "train_compile"]
+    assert words["compile"].endswith("--way compile --batch-size 256 1 8 32")
+    assert words["train_live"].endswith("--way live --train --batch-size 256")
+    fresh = [part.name for part in known["1"] if part.fresh]
+    assert fresh == ["graphed", "compile", "train_live", "train_compile"]
 
 
-def test_stages_keep_to_their_time_and_tune_before_anything_else_runs(plan):
-    parts = plan("cuda")
-    assert list(run.STAGES) == [1, 2, 3, 4]
-    chosen = [name for names in run.STAGES.values() for name in names if name != "build"]
-    assert sorted(["build", *chosen, *run.ON_CPU]) == sorted(run.NAMES)  # each part in one stage
-    assert all(names[0] == "build" for names in run.STAGES.values())
-    assert run.STAGES[1][1:] == ("memcheck", "autotune_bfloat16")
-    assert run.STAGES[2][1] == "autotune"
-    assert run.LIMIT <= 570
-    for names in run.STAGES.values():
-        assert sum(parts[name].seconds for name in names if name != "build") <= run.LIMIT - run.RESERVE
-    # What serves all of CvT is measured before what other models take, and before the longest suite.
-    assert run.STAGES[3][-1] == "model"
+def test_counters_are_read_after_the_profile_that_says_which(known):
+    names = [part.name for part in known["2"]]
+    files = {part.name: part.command[3] for part in known["2"] if part.name != "build"}
+    for name in names:
+        if name.startswith("counters_"):
+            profile = name.replace("counters", "kernels")
+            assert names.index(profile) < names.index(name)
+            assert files[profile] == files[name]
 
 
-@pytest.mark.parametrize(
-    ("device", "dtypes", "batches"),
-    [("cuda", "bfloat16 float32", "1 256"), ("cpu", "float32 bfloat16", "1 8")],
-)
-def test_what_is_tuned_and_benched(device, dtypes, batches, tmp_path, plan):
-    words = {name: " ".join(part.command) for name, part in plan(device).items()}
-    for name, tuned in (("autotune_bfloat16", "bfloat16"), ("autotune", dtypes)):
-        assert f"-m cvt tune --device {device} --json {tmp_path}/{name}.json" in words[name]
-        assert f"--model cvt_13 --dtype {tuned} --batch-size {batches}" in words[name]
-        assert (" --train " in words[name]) == (name == "autotune")
-        assert words[name].endswith(" --time-limit={seconds}")
-    for name in tabulate.PYRAMID_BENCHES:
-        assert f" --json {tmp_path}/{name}.json " in words[name]
-        assert re.search(r"--model (\w+)", words[name])[1] in models.PYRAMIDS
-        assert words[name].endswith("--train") == name.endswith("training")
-    assert {"autotune", "auto", *tabulate.PYRAMID_BENCHES} < parts_of_make_bench() < set(run.NAMES)
-    for name in run.ON_CPU:
-        assert words[name].endswith("--dtype bfloat16")
-    asked = " ".join(plan(device, peers="openvino")["bench"].command)
-    assert ("--peers openvino" in asked) == (device == "cpu")
-    tiny = plan(device, tiny=True)["bench_pvt_v2_b2"].command
-    assert " ".join(tiny).endswith("--batch-size 2 --peers hf --image-size 64 --rounds 4")
+def test_every_sweep_is_of_known_kernels():
+    for jobs in run.SWEEPS.values():
+        for job in jobs.split(","):
+            name, _, stage = job.rpartition(":")
+            assert sweep.launched(name, int(stage), 1, None), job
+
+
+def test_a_configuration_takes_the_place_of_the_shipped_one():
+    space = sweep.SPACES["linear_gelu"]
+    config = space.configurations()[0]
+    (shipped,), (other,) = (sweep.launched("linear_gelu", 3, 1, each) for each in (None, config))
+    assert other.options["num_stages"] == config.num_stages
+    assert other.arguments["SPEC"] != shipped.arguments["SPEC"]
+
+
+def test_calls_are_made_by_the_kernels_of_this_project(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls.lab, "DEVICE", "cpu")
+    assert calls.called("linear_add", "cpu", "usual", "no dtype").startswith("KeyError")
+    assert calls.called("layer_norm", "cpu", "usual", "float32") in ("ran", "not served: not built")
+
+
+def test_gpu_tests_are_found_by_their_marks():
+    named = {word for word in run.gpu_tests().command if word.startswith("tests/")}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        marked = re.search("^@pytest.mark.gpu$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert marked is None or str(path.relative_to(ROOT)) in named
+    assert "tests/contract/test_contract.py" in named
+
+
+def test_the_cpu_is_measured_by_cvt_bench(known):
+    words = {part.name: " ".join(part.command) for part in known["cpu"]}
+    for name in (*tabulate.BENCHES, *tabulate.PYRAMID_BENCHES):
+        assert " -m cvt bench --model " in words[name]
+        assert words[name].endswith(f"/{name}.json")
+        assert ("--dtype bfloat16" in words[name]) == name.endswith("bfloat16")
+        assert ("--train" in words[name]) == name.endswith("training")
+    assert "--model cvt_13 --dtype float32 bfloat16 --batch-size 1 8 --train" in words["autotune"]
 
 
 def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "capability", lambda: "9.0")
     assert run.build("cpu").otherwise is None
     built = run.build("cuda")
-    assert built.environment["CVT_KERNELS_CUDA"] == "1"
+    assert built.environment == {"CVT_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
     assert built.otherwise.environment == {"CVT_KERNELS_CUDA": "0"}
-    plain = python("print('plain')", "build_without_cuda")
+    plain = python("print('plain')", "without_cuda")
     parts = [
-        python("raise SystemExit('nvcc: no')", "build", otherwise=plain),
+        python("raise SystemExit('nvcc: no')", "built", otherwise=plain),
         python("print('tested')", "tests", otherwise=python("", "never")),
     ]
     summary = {"parts": {}}
     assert not run.run(parts, summary, tmp_path / "summary.json", seconds=60.0, device="cpu")
     statuses = {name: part["status"] for name, part in summary["parts"].items()}
-    assert statuses == {"build": "failed", "build_without_cuda": "passed", "tests": "passed"}
-
-
-def test_tests_for_a_gpu_are_found_by_their_marks():
-    gpu, kernels = run.kernel_tests()
-    named = {word for word in gpu.command if word.startswith("tests/")}
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        marked = re.search("^@pytest.mark.gpu$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        assert (str(path.relative_to(ROOT)) in named) == (marked is not None)
-    assert 8 <= len(named) <= 30
-    assert "tests/cvt_kernels/ops/linear/test_triton.py" in kernels.command
+    assert statuses == {"built": "failed", "without_cuda": "passed", "tests": "passed"}
 
 
 def test_the_commit_is_known_without_git(monkeypatch, tmp_path):
     monkeypatch.delenv("CVT_KERNELS_COMMIT", raising=False)
-    assert re.fullmatch("[0-9a-f]{40}|", run.commit({}))
+    assert re.fullmatch("[0-9a-f]{40}|", run.commit())
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run.commit({}) == ""
-    assert run.commit({"commit": "of the pack"}) == "of the pack"
+    assert run.commit() == ""
     monkeypatch.setenv("CVT_KERNELS_COMMIT", "of the environment")
-    assert run.commit({"commit": "of the pack"}) == "of the environment"
+    assert run.commit() == "of the environment"
     assert run.driver() is None  # nor nvidia-smi
 
 
@@ -259,11 +260,12 @@ def stage(tmp_path, monkeypatch):
     """Returns a function that runs parts as a stage, and returns whether they passed and the archive."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(archive, "ROOT", tmp_path)  # with no extension
     results = tmp_path / "a-gpu" / "2026-01-01-0000"
     results.mkdir(parents=True)
     for folder in ("cache/cvt_kernels/entries", "triton/known"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "cache/cvt_kernels/entries/key.json").write_text("{}")
+    (tmp_path / "cache/cvt_kernels/entries/key.json").write_text('{"entries": {"a": 2, "c": 2}}')
     (tmp_path / "triton/known/kernel.cubin").write_text("carried")
 
     def run_stage(*parts, limit=run.LIMIT):
@@ -283,9 +285,18 @@ def stage(tmp_path, monkeypatch):
 COMPILES = """
 import os, pathlib
 folder = pathlib.Path(os.environ["TRITON_CACHE_DIR"], "new")
-folder.mkdir()
+folder.mkdir(parents=True)
 (folder / "kernel.cubin").write_text("compiled")
+(folder / "__grp__kernel.json").write_text('{"child_paths": {"kernel.cubin": "/gone/kernel.cubin"}}')
 """
+TUNES = (
+    COMPILES
+    + """
+folder = pathlib.Path(os.environ["XDG_CACHE_HOME"], "cvt_kernels", "entries")
+folder.mkdir(parents=True)
+(folder / "key.json").write_text('{"entries": {"a": 1}}')
+"""
+)
 
 
 def test_an_archive_has_results_entries_and_new_kernels(stage, tmp_path, monkeypatch):
@@ -294,16 +305,46 @@ def test_an_archive_has_results_entries_and_new_kernels(stage, tmp_path, monkeyp
     assert sorted(files) == [
         "entries/key.json",
         "results/a-gpu/2026-01-01-0000/summary.json",
+        "triton/new/__grp__kernel.json",
         "triton/new/kernel.cubin",
     ]
-    # Another machine takes over what it lacks.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    # Another machine takes over what it lacks, and Triton finds the files of a kernel where they are now.
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(elsewhere))
+    known = elsewhere / "cvt_kernels" / "entries" / "key.json"
+    known.parent.mkdir(parents=True)
+    known.write_text('{"entries": {"a": 1, "b": 1}}')
     archive.restore(tmp_path / "stage1.tar.gz")
-    assert (tmp_path / "elsewhere/new/kernel.cubin").read_text() == "compiled"
-    assert (tmp_path / "elsewhere/cvt_kernels/entries/key.json").read_text() == "{}"
+    assert (elsewhere / "new/kernel.cubin").read_text() == "compiled"
+    assert json.loads(known.read_text()) == {"entries": {"a": 1, "b": 1, "c": 2}}
+    group = json.loads((elsewhere / "new/__grp__kernel.json").read_text())
+    assert group == {"child_paths": {"kernel.cubin": str(elsewhere / "new/kernel.cubin")}}
     with pytest.raises(ValueError, match=r"key.json: is no archive of a stage"):
         archive.restore(tmp_path / "cache/cvt_kernels/entries/key.json")
+
+
+def test_an_archive_brings_the_extension_for_the_same_sources(stage, tmp_path):
+    package, sources = tmp_path / "cvt_kernels", tmp_path / "csrc" / "loops.cpp"
+    for path in (package / "_C.so", sources, tmp_path / "setup.py"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("first")
+    assert not archive.is_built()  # of who knows what
+    _, files = stage(python("", "build"))
+    assert archive.is_built()
+    assert {"extension/_C.so", f"extension/{archive.SOURCES}"} < set(files)
+    for text, taken in (("second", False), ("first", True)):
+        (package / "_C.so").unlink(missing_ok=True)
+        sources.write_text(text)
+        archive.restore(tmp_path / "stage1.tar.gz")
+        assert archive.is_built() == (package / "_C.so").exists() == taken
+
+
+def test_what_a_part_with_empty_caches_has_tuned_serves_later_ones(stage, tmp_path):
+    passed, files = stage(python(TUNES, "first", fresh=True), python(TUNES, "again", fresh=True))
+    assert passed
+    assert json.loads(files["entries/key.json"]) == {"entries": {"a": 2, "c": 2}}
+    assert "triton/new/kernel.cubin" in files
 
 
 @pytest.mark.usefixtures("_short_grace")
@@ -353,19 +394,6 @@ def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
     assert summary["parts"]["part"]["lines"] == ["[]"]
 
 
-def test_cpu_rehearsal_of_the_ceilings(tmp_path, capsys):
-    arguments = ["--device", "cpu", "--tiny", "--parts", "ceilings", "--results", str(tmp_path)]
-    assert run.main(arguments) == 0, capsys.readouterr().out
-    (path,) = tmp_path.glob("*/*/summary.json")
-    summary = json.loads(path.read_text())
-    assert (summary["schema"], summary["version"]) == (tabulate.SCHEMA, tabulate.VERSION)
-    assert (summary["device_type"], summary["tiny"]) == ("cpu", True)
-    assert summary["parts"]["ceilings"]["status"] == "passed"
-    ceilings = json.loads((path.parent / "ceilings.json").read_text())
-    assert set(ceilings) == {"copy", "matmul_float32", "matmul_bfloat16"}
-    assert min(ceilings.values()) > 0
-
-
 def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
     def complaint(*arguments):
         assert run.main([*arguments]) == 2
@@ -375,8 +403,9 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
 
     blocked = tmp_path / "file"
     blocked.touch()
-    assert "'nonsense'" not in complaint("--parts", "build", "nonsense")
-    assert str(blocked) in complaint("--device", "cpu", "--parts", "ceilings", "--results", str(blocked))
+    assert "expected some of build, autotune" in complaint("--stage", "cpu", "--parts", "build", "nonsense")
+    assert str(blocked) in complaint("--stage", "cpu", "--parts", "bench", "--results", str(blocked))
+    assert "is no archive of a stage" in complaint("--stage", "cpu", "--from", str(blocked))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "there is no NVIDIA GPU" in complaint("--stage", "1")
     monkeypatch.setattr(run, "REQUIRED", ("torch", "no_such_module"))

@@ -102,16 +102,19 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
 
 
 class _Step:
-    """A step of a stage: makes meta tensors, and calls Triton's operators on them."""
+    """A step of a stage: makes tensors, by default without memory, and calls Triton's operators on them."""
 
-    def __init__(self, stage: Stage, dtype: torch.dtype, batch: int, training: bool):
+    def __init__(self, stage: Stage, dtype: torch.dtype, batch: int, training: bool, device: str = "meta"):
         self.stage, self.dtype, self.batch, self.training = stage, dtype, batch, training
+        self.device = device
         self.channels = stage.channels
         self.tokens = math.prod(stage.grid) + stage.class_tokens
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Returns a tensor, by default of the dtype of the step; in training it requires a gradient."""
-        tensor = torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        if self.device != "meta":  # numbers that every operator takes
+            tensor = tensor.uniform_(0.1, 1) if tensor.is_floating_point() else tensor.zero_()
         return tensor.requires_grad_(self.training and tensor.is_floating_point())
 
     def x(self) -> Tensor:
@@ -143,7 +146,8 @@ TRITON_OPERATORS: dict[str, Callable[..., list[launching.Launch]]] = {}
 def _operator(run: Callable[..., None]) -> Callable[..., list[launching.Launch]]:
     """Turns a function that runs a :class:`_Step` into one that returns its launches, and lists it.
 
-    That takes the stage, the dtype and the GPU, and by keyword ``batch``, ``training`` and the settings.
+    That takes the stage, the dtype and the GPU, and by keyword ``batch``, ``training``, the settings, and the
+    ``device`` of the tensors, on which the launches can be started.
     """
 
     @functools.wraps(run)
@@ -154,10 +158,11 @@ def _operator(run: Callable[..., None]) -> Callable[..., list[launching.Launch]]
         *,
         batch: int = 256,
         training: bool = True,
+        device: str = "meta",
         **settings: Any,
     ) -> list[launching.Launch]:
         with launching.recorded_launches(chip) as launches, torch.set_grad_enabled(training):
-            run(_Step(stage, dtype, batch, training), **settings)
+            run(_Step(stage, dtype, batch, training, device), **settings)
         return launches
 
     TRITON_OPERATORS[run.__name__.removesuffix("_launches")] = launches_of

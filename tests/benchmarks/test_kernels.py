@@ -1,0 +1,58 @@
+"""Kernels of a profile beside the launches that were noted, and their floors."""
+
+import pytest
+
+from benchmarks import kernels
+from benchmarks.floors import Ceilings, ForwardLaunch
+from benchmarks.kernels import Kernel
+
+
+def launch(kernel, operator="PyTorch"):
+    return ForwardLaunch("", operator, kernel, 10**6, 10**9)
+
+
+def test_kernels_are_set_beside_their_launches():
+    profile = [
+        Kernel("_linear_gelu_kernel", 5.0),
+        Kernel("Memset (Device)", 1.0),
+        Kernel("sm90_xmma_fprop_implicit_gemm", 2.0),
+        Kernel("void cvt_kernels::layer_norm_gelu::cuda::layer_norm_kernel<float>(int)", 3.0),
+        Kernel("_linear_add_kernel", 4.0),
+        Kernel("nvjet_hsh_128x128", 6.0),
+    ]
+    noted = [
+        launch("linear_gelu", "linear_gelu"),
+        launch("convolution"),
+        launch("linear_add", "linear_add"),
+        launch("addmm"),
+    ]
+    groups = kernels.grouped(profile, noted)
+    assert [len(group.kernels) for group in groups] == [1, 3, 1, 1]
+    assert [[each.kernel for each in group.launches] for group in groups] == [
+        ["linear_gelu"],
+        ["convolution"],
+        ["linear_add"],
+        ["addmm"],
+    ]
+    row = groups[1].row(Ceilings(copy=1e12, product=1e15))
+    assert row["us"] == pytest.approx(6.0)
+    assert row["floor_us"] == pytest.approx(1.0)  # memory and products take as long
+    assert row["operators"] == ["PyTorch: convolution"]
+
+
+def test_kernels_of_torch_compile_have_no_floors():
+    (group,) = kernels.grouped([Kernel("triton_poi_fused_0", 1.0)], [])
+    assert group.row(Ceilings(1, 1)) == {"kernels": ["triton_poi_fused_0"], "us": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "plain"),
+    [
+        ("_linear_add_kernel", "_linear_add_kernel"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)",
+         "vectorized_layer_norm_kernel"),
+        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop>(Params)", "Kernel"),
+    ],
+)  # fmt: skip
+def test_the_plain_name_of_a_kernel(kernel, plain):
+    assert kernels.plain_name(kernel) == plain
