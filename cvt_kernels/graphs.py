@@ -5,8 +5,9 @@ host takes longer to launch them one by one than the GPU takes to compute them.
 
 A graph repeats the captured work on the captured memory. So a call is replayed only if the kind of its
 arguments, the settings (``_settings``), and the modules, parameters and buffers with their memory
-(``_Snapshot``) are the same as at the capture. In inference, hundreds of tensors are compared while the GPU
-computes, and an outdated replay is thrown away. With gradients (``training_graph``) they are compared before,
+(``_Snapshot``) are the same as at the capture. In inference a call is replayed at once: modules
+and hundreds of tensors are compared while the GPU computes, and the result of an outdated replay is dropped. A
+replay writes nothing but the graph's own memory, and all memory that it reads is kept. With gradients (``training_graph``) they are compared before,
 since a replay changes BatchNorm's statistics.
 
 A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
@@ -250,20 +251,17 @@ class _Graphs:
         snapshot = self._snapshot = self._snapshot or _Snapshot(model)
         key = _key(model, snapshot, call)
         graph, outputs = self._graphs.get(key), _NOTHING
-        # Before the replay: weights that were folded or packed again may have left the memory of the graph.
-        is_same = snapshot.has_keys_of(model) and (graph is None or graph.copies.hold())
-        if is_same and snapshot.why_not(model, call) is None and key not in self._failures:
-            if snapshot.wants_gradient(call):
-                if snapshot.holds():
-                    return self._replayed_with_gradients(key, snapshot, model, forward, call)
-            elif graph is not None:
-                self._graphs.move_to_end(key)
-                outputs = graph.replay(call.tensors)
-            elif snapshot.holds():
-                return self._capture(key, snapshot, model, forward, call)
-        # The GPU replays meanwhile.
-        if is_same and snapshot.holds():
-            return outputs
+        with_gradients = snapshot.wants_gradient(call)
+        if graph is not None and not with_gradients:
+            self._graphs.move_to_end(key)
+            outputs = graph.replay(call.tensors)  # the GPU computes while the host asks
+        is_same = snapshot.has_keys_of(model) and snapshot.holds() and (graph is None or graph.copies.hold())
+        if is_same:
+            if key in self._failures or snapshot.why_not(model, call) is not None:
+                return _NOTHING
+            if with_gradients:
+                return self._replayed_with_gradients(key, snapshot, model, forward, call)
+            return self._capture(key, snapshot, model, forward, call) if graph is None else outputs
         # This call runs without a graph, so that a model with other weights in every call is never captured.
         self.forget()
         self._snapshot = _Snapshot(model)

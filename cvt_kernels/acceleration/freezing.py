@@ -196,7 +196,6 @@ class _Frozen(Examined):
 
     Attributes:
         folded: The stage, or the layer.
-        number: A number that no other folding has.
         programs: Its operators as they serve calls like earlier ones.
     """
 
@@ -204,10 +203,7 @@ class _Frozen(Examined):
 
     def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock):
         super().__init__(stage, watch)
-        self.folded, self.number, self.programs = folded, next(_numbers), Programs()
-
-
-_numbers = itertools.count()
+        self.folded, self.programs = folded, Programs()
 
 
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
@@ -321,9 +317,11 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
 
 
 def graph_key(stage: nn.Module, entry: ServedEntry) -> Any:
-    """Returns a key that changes when a captured graph of a frozen module becomes outdated."""
-    found = _frozen_or_why_not(stage, entry)
-    return found if isinstance(found, str) else found.number
+    """Returns a key that changes when a captured graph of a frozen module becomes outdated.
+
+    It keeps the folded weights, which the graph reads.
+    """
+    return _frozen_or_why_not(stage, entry)
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------

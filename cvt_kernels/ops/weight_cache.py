@@ -187,6 +187,7 @@ class Uses:
 
     def __init__(self) -> None:
         self._uses: list[tuple[_Copy, Any, list[Tensor | None]]] = []
+        self._all: tuple[list[Tensor | None], Any] | None = None  # their tensors and the facts of these
 
     def note(self, copy: _Copy, tensors: Sequence[Tensor | None]) -> None:
         """Notes that a copy of some tensors was read."""
@@ -194,8 +195,14 @@ class Uses:
         self._uses.append((copy, copy.made, aliases))
 
     def hold(self) -> bool:
-        """Returns whether all copies are still up to date."""
-        return all(copy.holds(tensors) for copy, _, tensors in self._uses)
+        """Returns whether all copies are still up to date, once all have been noted."""
+        if self._all is None:
+            if not all(copy.holds(tensors) for copy, _, tensors in self._uses):
+                return False
+            together = [tensor for _, _, tensors in self._uses for tensor in tensors]
+            self._all = together, _facts_of(together)
+        together, facts = self._all
+        return not any(copy.is_outdated for copy, _, _ in self._uses) and facts == _facts_of(together)
 
 
 _noted = threading.local()
