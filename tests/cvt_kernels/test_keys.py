@@ -502,7 +502,7 @@ def settings_of_graphs():
         "cuDNN's choice": lambda: attribute(cudnn, "benchmark", True),
         "cuDNN's order": lambda: attribute(cudnn, "deterministic", True),
         "dtype": lambda: switched(use_float64, True),
-        "deterministic": lambda: switched(torch.use_deterministic_algorithms, True),
+        "deterministic": lambda: switched(torch._C._set_deterministic_algorithms, True),
     }
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         enable = getattr(cuda, f"enable_{name}_sdp")
