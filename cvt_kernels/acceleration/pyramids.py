@@ -85,6 +85,7 @@ def _serve(head: Any, linears: list[Any], states: Sequence[Tensor]) -> Tensor:
     fusion, *others = _tensors_of(head, linears)
     fold, layer = functools.partial(_fold, head, linears), head.classifier
     key = "decode head", head.batch_norm.eps
+    others += written_of(head.batch_norm)
     (weight, *weights), bias = weight_cache.packed(fusion, key, fold, others)
     pairs = tuple(zip(states[1:], weights, strict=True))
     logits = segmentation_head(states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias)
@@ -104,7 +105,7 @@ def _fold(head: Any, linears: list[Any]) -> tuple[list[Tensor], Tensor | None]:
 def _tensors_of(head: Any, linears: list[Any]) -> list[Any]:
     """Returns the parameters that are multiplied, the fusion's first."""
     norm = head.batch_norm
-    own = head.linear_fuse.weight, *written_of(norm), norm.weight, norm.bias
+    own = head.linear_fuse.weight, norm.running_mean, norm.running_var, norm.weight, norm.bias
     return [*own, *(tensor for layer in linears for tensor in (layer.weight, layer.bias))]
 
 
