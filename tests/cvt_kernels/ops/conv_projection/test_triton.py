@@ -13,7 +13,7 @@ import cvt_kernels as ck
 from cvt.commands.compile import launches
 from cvt_kernels import launching
 from cvt_kernels.autotune import tuner
-from cvt_kernels.ops.conv_projection.triton import common, forward, sliding, why_unsupported
+from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding, why_unsupported
 from tests.checks import needs_float64
 from tests.contract.examples import assert_right, same_bits
 from tests.contract.test_contract import run, run_guarded
@@ -139,6 +139,16 @@ def test_statistics_of_many_regions_are_merged(regions):
         without = forward._merged(partial[:, :, :-1].contiguous(), counts[:, :-1].contiguous())
         for with_empty, expected in zip(forward._merged(partial, counts), without, strict=True):
             torch.testing.assert_close(with_empty, expected, rtol=1e-9, atol=1e-9)
+
+
+@needs_float64
+@pytest.mark.parametrize("regions", [1, 64, 65, 200])
+def test_sums_of_many_regions(regions):
+    """Rows of a group become columns: (C, n) of the first, then of the second."""
+    partial = torch.randn(5, regions, 20, dtype=torch.float64)
+    first, second = partial.sum(1).split([3, 2])
+    ours = backward.sum_regions(partial, (3, 2), torch.float64)
+    torch.testing.assert_close(ours, torch.cat([first.t().flatten(), second.t().flatten()]))
 
 
 @needs_float64
