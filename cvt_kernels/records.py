@@ -271,6 +271,13 @@ class TransformerBlock(NamedTuple):
         """Returns the linear layers: of Q, K and V, after attention, and the two of the MLP."""
         return (*self.linears, self.proj, self.fc1, self.fc2)
 
+    def packed_tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns the tensors by which copies of the parameters are outdated.
+
+        They include the numbers of batches, since PyTorch counts no other write of running statistics.
+        """
+        return (*self.tensors(), *(conv.num_batches_tracked for conv in self.convs))
+
     def quantized_layers(self) -> list[QuantizedLinear]:
         """Returns the quantized layers among :meth:`layers`."""
         return [layer for layer in self.layers() if isinstance(layer, QuantizedLinear)]
@@ -301,6 +308,16 @@ def trains(bn: nn.Module) -> bool:
     return bn.training and not is_frozen(bn)
 
 
+def written_of(bn: Any) -> tuple[Tensor | None, ...]:
+    """Returns the buffers that training writes: PyTorch counts this in the number of batches only."""
+    return bn.running_mean, bn.running_var, getattr(bn, "num_batches_tracked", None)
+
+
+def is_shadowed(module: nn.Module) -> bool:
+    """Returns whether attributes shadow parameters or buffers; their values may differ in every call."""
+    return not vars(module).keys().isdisjoint(("weight", "bias", "running_mean", "running_var"))
+
+
 def _settings_of(bn: Any) -> tuple[float | None, float]:
     """Returns the momentum and eps of a BatchNorm.
 
@@ -315,7 +332,7 @@ def _settings_of(bn: Any) -> tuple[float | None, float]:
 
 def _tensors_of(conv: nn.Conv2d, bn: Any) -> tuple[Any, ...]:
     """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in order."""
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or is_shadowed(conv) or is_shadowed(bn)):
         of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
         try:  # ten times as fast as attributes of the modules
             return (

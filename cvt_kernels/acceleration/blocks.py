@@ -32,6 +32,8 @@ from ..records import (
     Reduction,
     TransformerBlock,
     is_frozen,
+    is_shadowed,
+    written_of,
 )
 from .watching import is_plain_linear, is_watched
 
@@ -154,7 +156,7 @@ class BlockParts(NamedTuple):
         """
         q, k, v, proj, fc1, fc2 = map(_prepared_linear, self.layers())
         pairs = self.pairs()
-        shadowed = any(_is_shadowed(module) for pair in pairs for module in pair)
+        shadowed = any(is_shadowed(module) for pair in pairs for module in pair)
         return self._replace(
             linears=(q, k, v),
             proj=proj,
@@ -303,20 +305,15 @@ class StageParts(NamedTuple):
         sources = [self.norm.bias, self.class_token, self.conv.weight, self.conv.bias]
         if self.batch_norm is not None:
             norm = self.batch_norm
-            sources += [norm.weight, norm.bias, norm.running_mean, norm.running_var]
+            sources += [norm.weight, norm.bias, *written_of(norm)]
         sources += [tensor for block in self.blocks for tensor in block.folded()]
         return [tensor for tensor in sources if tensor is not None]
 
 
 def _prepared_linear(module: Any) -> Any:
     """Returns the tensors of a linear layer, or the layer itself if it is watched."""
-    is_plain = is_plain_linear(module) and not _is_shadowed(module)
+    is_plain = is_plain_linear(module) and not is_shadowed(module)
     return Linear(module.weight, module.bias) if is_plain else module
-
-
-def _is_shadowed(module: nn.Module) -> bool:
-    """Returns whether attributes shadow parameters; their values may differ in every call."""
-    return not vars(module).keys().isdisjoint(("weight", "bias", "running_mean", "running_var"))
 
 
 def _unless_identity(module: Any) -> Any:

@@ -155,7 +155,8 @@ def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
 def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int, int]:
     """Computes an embedding: images or maps (B, C, H, W) to normalized tokens (B, H'·W', C'), H' and W'."""
     check_images("pixel_values", image, projection)
-    if _is_plain_embedding(projection) and image.dtype == norm.weight.dtype == projection.weight.dtype:
+    is_plain = _is_plain_embedding(projection) and image.dtype == projection.weight.dtype
+    if is_plain and (norm.weight is None or norm.weight.dtype == image.dtype):
         grid = output_grid(image, projection)
         tokens = conv_embedding(
             image,

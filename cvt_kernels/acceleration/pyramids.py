@@ -17,6 +17,7 @@ from .. import dispatch, modes
 from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
+from ..records import written_of
 from .blocks import (
     GELU_VARIANTS,
     HUGGING_FACE,
@@ -84,6 +85,7 @@ def _serve(head: Any, linears: list[Any], states: Sequence[Tensor]) -> Tensor:
     fusion, *others = _tensors_of(head, linears)
     fold, layer = functools.partial(_fold, head, linears), head.classifier
     key = "decode head", head.batch_norm.eps
+    others += written_of(head.batch_norm)
     (weight, *weights), bias = weight_cache.packed(fusion, key, fold, others)
     pairs = tuple(zip(states[1:], weights, strict=True))
     logits = segmentation_head(states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias)
@@ -124,8 +126,9 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
 
 def _can_fold(norm: Any) -> bool:
     """Returns whether a BatchNorm is only a factor and a summand of every channel now."""
-    has_statistics = norm.running_mean is not None and norm.running_var is not None
-    return type(norm) is nn.BatchNorm2d and not norm.training and has_statistics and not is_watched(norm)
+    if type(norm) is not nn.BatchNorm2d or norm.training or is_watched(norm):
+        return False
+    return norm.running_mean is not None and norm.running_var is not None
 
 
 def _parts_of_fusion(head: Any, linears: list[Any], folds: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -212,6 +215,8 @@ def _segformer_block(self: Any) -> BlockParts:
     kind = attention.config._attn_implementation
     if kind not in ("sdpa", "cvt_kernels"):
         raise Unsupported(f"attention is that of transformers' {kind!r}, expected 'sdpa'")
+    if attention.is_causal:
+        raise Unsupported("attention is causal")
     reduction = attention.sequence_reduction if attention.sequence_reduction_ratio > 1 else None
     return BlockParts(
         norm1=self.layernorm_before,

@@ -79,7 +79,7 @@ class FoldedStage(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         """Returns the tensors that are packed where each block is one operator."""
         own = [self.conv_weight, self.conv_bias, self.parts.norm.weight, self.norm_bias, self.class_token]
-        return own + [t for block in self.operators() for t in block.tensors()]
+        return own + [t for block in self.operators() for t in block.packed_tensors()]
 
     def operators(self) -> list[TransformerBlock]:
         """Returns the blocks that are one operator."""

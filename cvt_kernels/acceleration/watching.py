@@ -124,6 +124,7 @@ def _is_patched(cls: Any) -> bool:
 #: The settings that the results of a block depend on; for convolutions see below.
 _SETTINGS = (
     *("eps", "num_heads", "num_attention_heads", "attention_head_size", "head_dim", "scale", "scaling"),
+    *("is_causal",),
     *("approximate", "act", "momentum", "process_group", "track_running_stats"),
     *("token_keep", "token_keep_bounds", "pool", "stride_kv", "linear_attention"),
     *("sequence_reduction_ratio", "sequences_reduction_ratio", "spatial_reduction_ratio", "sr_ratio"),

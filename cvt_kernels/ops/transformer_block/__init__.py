@@ -108,7 +108,7 @@ def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
         numbers.append(block.reduce.norm.eps)
     for conv in block.convs:
         numbers += conv[6:11]
-    kinds = map(type, (*numbers, block.reduce, block.mix, *block.layers()))
+    kinds = map(type, (*numbers, block.reduce, block.mix, block.linears, block.approximate, *block.layers()))
     # Inference tensors are not packed, since they have no version counter.
     numbers += [layer.weight.is_inference() for layer in block.layers()]
     return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]

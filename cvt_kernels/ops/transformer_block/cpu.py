@@ -181,7 +181,7 @@ def _arguments_of_convolutional(call: Record) -> tuple[Any, ...]:
     block = call.block
     settings = "cpu", block.num_heads, tuple((*conv[6:9], conv.eps) for conv in block.convs)
     packed = weight_cache.packed(
-        block.fc1.weight, settings, lambda: _pack_convolutional(block), block.tensors()
+        block.fc1.weight, settings, lambda: _pack_convolutional(block), block.packed_tensors()
     )
     return *call.grid, *packed, block.norm1.eps, block.norm2.eps, _scale_of(block), block.approximate
 

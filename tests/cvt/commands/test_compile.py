@@ -78,6 +78,25 @@ def test_a_spill_fails_the_command(tmp_path):
     assert f"sm_90 {kernel}, float32 cvt_13 224²×256 3: {flaw}" in lines
 
 
+@pytest.mark.parametrize("flawed", [(), (0,), (1,), (0, 1)])
+def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
+    case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, 256, 3, "inference")
+    resources = Resources.of(Usage(32, 0, 1024, 0), 90, 128)
+    rows = [
+        jobs.Row(
+            "sm_90", "attention", name, ["bfloat16"], [case], resources, ["spills"] if i in flawed else []
+        )
+        for i, name in enumerate(("attention_fwd", "attention_bwd"))
+    ]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(jobs, "triton_jobs", lambda selection: rows)
+    monkeypatch.setattr(jobs, "compile_all", lambda plan, count: plan)
+    assert cli.main(["compile"]) == bool(flawed)
+    out = capsys.readouterr().out
+    assert out.count(": spills\n") == len(flawed)
+    assert ("nothing spills" in out) == (not flawed)
+
+
 def test_flaws():
     """On sm_90 a block may have 227 KiB of shared memory, and a multiprocessor has 65536 registers."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
+from cvt import CvTConfig, create_model
 from cvt_kernels.acceleration import freezing
 from cvt_kernels.ops import weight_cache
 from tests.upstream import (
@@ -199,6 +200,25 @@ def test_refresh_after_writes_that_are_not_counted(make, write):
         if parameter.ndim > 1:
             write(parameter, parameter.detach() * 1.1)
     ck.refresh(models.own)  # whose memory the others share
+    models.assert_followed()
+
+
+def ours_with_batch_norm():
+    config = CvTConfig(embed_dims=(16, 32, 48), depths=1, num_heads=1, embed_norm="batch_layer_norm")
+    return create_model(config, num_classes=10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "make", [huggingface, microsoft, ours_with_batch_norm, segformer], ids=lambda make: make.__name__
+)
+def test_running_statistics_that_pytorch_has_updated(make):
+    """In which it counts no write, as where BatchNorms are calibrated without a step of an optimizer."""
+    models = Sharing(make)
+    norms = [module for module in models.own.modules() if type(module) is nn.BatchNorm2d]
+    for norm in norms:
+        norm.train()(torch.randn(4, norm.num_features, 3, 3))
+        norm.eval()
     models.assert_followed()
 
 

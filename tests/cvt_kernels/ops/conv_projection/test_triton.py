@@ -13,7 +13,8 @@ import cvt_kernels as ck
 from cvt.commands.compile import launches
 from cvt_kernels import launching
 from cvt_kernels.autotune import tuner
-from cvt_kernels.ops.conv_projection.triton import common, sliding, why_unsupported
+from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding, why_unsupported
+from tests.checks import needs_float64
 from tests.contract.examples import assert_right, same_bits
 from tests.contract.test_contract import run, run_guarded
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
@@ -113,6 +114,62 @@ def test_training(strides, settings):
     assert_right(made, run_guarded(made))
 
 
+def moments(size, *shape):
+    """Returns partial statistics, the counts, and all that is merged: mean and biased variance in float64."""
+    samples = torch.randn(*shape, size, 3, dtype=torch.float64) * 2 + torch.arange(3.0)
+    means, variances = samples.mean(-2), samples.var(-2, correction=0)
+    partial = torch.stack([means, size * variances], dim=1)
+    counts = torch.full(shape, size, dtype=torch.float64)
+    merged = samples.flatten(1, 2)
+    return partial, counts, merged.mean(1), merged.var(1, correction=0)
+
+
+@needs_float64
+@pytest.mark.parametrize("regions", [1, 2, 63, 64, 65, 129, 200])
+def test_statistics_of_many_regions_are_merged(regions):
+    """A lane has every 64th, and merges them one after the other."""
+    partial, counts, mean, variance = moments(5, 2, regions)
+    ours = forward._merged(partial, counts)
+    torch.testing.assert_close(ours[0], mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours[1], variance, rtol=1e-9, atol=1e-9)
+    # What is not there counts for nothing.
+    partial[:, :, -1], counts[:, -1] = 7.0, 0.0
+    if regions > 1:
+        partial[:, 1, -1] = 0.0
+        without = forward._merged(partial[:, :, :-1].contiguous(), counts[:, :-1].contiguous())
+        for with_empty, expected in zip(forward._merged(partial, counts), without, strict=True):
+            torch.testing.assert_close(with_empty, expected, rtol=1e-9, atol=1e-9)
+
+
+@needs_float64
+@pytest.mark.parametrize("regions", [1, 64, 65, 200])
+def test_sums_of_many_regions(regions):
+    """Rows of a group become columns: (C, n) of the first, then of the second."""
+    partial = torch.randn(5, regions, 20, dtype=torch.float64)
+    first, second = partial.sum(1).split([3, 2])
+    ours = backward.sum_regions(partial, (3, 2), torch.float64)
+    torch.testing.assert_close(ours, torch.cat([first.t().flatten(), second.t().flatten()]))
+
+
+@needs_float64
+@pytest.mark.parametrize("channels", [3, 300])
+def test_running_statistics_are_those_of_their_branch(channels):
+    """Branches without running statistics of their own are passed over; more channels than a tile has."""
+    rows = (0, 2)
+    mean, variance = (torch.rand(3, channels, dtype=torch.float64) for _ in range(2))
+    old = [torch.rand(channels, dtype=torch.float64) for _ in range(4)]
+    given = [tensor.clone() for tensor in old]
+    tracked = [torch.tensor(0), torch.tensor(3)]
+    corrections, momenta = (1.25, 1.5), (0.2, -1.0)  # negative: the average over all batches
+    forward.update_running_statistics(
+        mean, variance, rows, given[:2], given[2:], tracked, momenta, corrections
+    )
+    assert [int(count) for count in tracked] == [1, 4]
+    for i, (row, momentum) in enumerate(zip(rows, (0.2, 1 / 4), strict=True)):
+        torch.testing.assert_close(given[i], old[i].lerp(mean[row], momentum))
+        torch.testing.assert_close(given[2 + i], old[2 + i].lerp(variance[row] * corrections[i], momentum))
+
+
 def test_training_under_autocast():
     with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
         made = made_with((1, 2, 2), **sizes((6, 6), 8), training=True)
@@ -190,9 +247,9 @@ def test_small_batches_get_smaller_regions():
     x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), launching.Chip(90, 132)
     geometry = common.Geometry((56, 56), (3,), (1,), (1,), (1,), (1e-5,))
     with launching.recorded_launches(chip):
-        plans = [common.LaunchPlan.of("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 256)]
+        plans = [common.LaunchPlan.of("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 20, 48, 256)]
     assert [plan.programs for plan in plans[:2]] == [28 // 2 * 2, 8 * 14 * 2]
-    assert plans[2].arguments["strips"] == 4
+    assert [plan.arguments["strips"] for plan in plans] == [14, 14, 7, 4, 4]
 
 
 def test_launch_configurations_of_other_gpus():

@@ -177,6 +177,32 @@ def test_sums_are_exact(inputs):
     )
 
 
+#: Inputs, outputs and dtype of a product, whether it has a residual → the name of its configuration.
+NAMES = {
+    (64, 384, torch.bfloat16, False): "linear",
+    (64, 512, torch.bfloat16, False): "linear_wide",
+    (64, 512, torch.bfloat16, True): "linear",  # a residual has no room beside a wide tile
+    (64, 512, torch.float32, False): "linear_float32",
+    (64, 192, torch.float32, True): "linear_narrow",
+    (64, 200, torch.bfloat16, False): "linear",
+    (72, 512, torch.bfloat16, False): "linear_odd",
+    (64, 508, torch.bfloat16, False): "linear_odd",
+}
+
+
+@every_number
+@pytest.mark.parametrize("generation", [80, 90, 100])
+def test_the_configuration_of_a_product(generation, number):
+    configs = common.CONFIGS[generation, number]
+    assert {*NAMES.values()} == {*configs}
+    for (inputs, outputs, dtype, added), name in NAMES.items():
+        x = torch.empty(16, inputs, dtype=number, device="meta")
+        out = torch.empty(16, outputs, dtype=dtype, device="meta")
+        with launching.recorded_launches(launching.Chip(generation, 132)):
+            config = common.configuration_for(x, out, out if added else None)
+        assert config is configs[name], (inputs, outputs, dtype, added)
+
+
 @every_number
 @pytest.mark.parametrize(
     ("inputs", "outputs", "dtype"),
