@@ -95,7 +95,7 @@ def stages(device: str, results: Path, *, tiny: bool = False) -> dict[str, list[
     return {
         "1": [
             build(device),
-            part("graphed", "models", "graphed", 130, *batches, fresh=True),
+            part("graphed", "models", "graphed", 170, *batches, fresh=True),
             part("compile", "models", "compile", 170, *batches, fresh=True),
             part("train_graphed", "models", "live-graphed", 130, *train, fresh=True),
             part("train_compile", "models", "compile", 140, *train, fresh=True),

@@ -5,10 +5,10 @@ host takes longer to launch them one by one than the GPU takes to compute them.
 
 A graph repeats the captured work on the captured memory. So a call is replayed only if the kind of its
 arguments, the settings (``_settings``), and the modules, parameters and buffers with their memory
-(``_Snapshot``) are the same as at the capture. In inference a call is replayed at once: modules
-and hundreds of tensors are compared while the GPU computes, and the result of an outdated replay is dropped. A
-replay writes nothing but the graph's own memory, and all memory that it reads is kept. With gradients (``training_graph``) they are compared before,
-since a replay changes BatchNorm's statistics.
+(``_Snapshot``) are the same as at the capture. In inference a call is replayed at once: hundreds of tensors
+are compared while the GPU computes, and the result of an outdated replay is dropped. Such a replay writes
+nothing but the graph's own memory, and the memory that it reads is kept. With gradients (``training_graph``)
+the tensors are compared before, since a replay changes BatchNorm's statistics.
 
 A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
 before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins
