@@ -186,10 +186,14 @@ SMOKE = (
     "no gradient", "keys on the chip", "float32: projection", "embedding", "embedding of many channels",
     "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits", "LayerNorm", "MLP", "int8 rows",
     "LayerNorm to int8", "GELU to int8", "int8", "gather and normalize", "scatter in place",
+    "tf32: linear_add",
 )  # fmt: skip
 
 #: Likewise for sm_90, of kernels with bulk copies (TMA) and products of four warps.
-SMOKE_90 = ("bfloat16: attention", "bfloat16: linear_add", "bfloat16: linear_gelu", "float8 layer")
+SMOKE_90 = (
+    "bfloat16: attention", "bfloat16: linear_add", "bfloat16: linear_gelu", "float8 layer",
+    "tf32: linear_gelu",
+)  # fmt: skip
 
 #: Calls in which faults are planted, of kernels with all that can be left out.
 PLANTED = (

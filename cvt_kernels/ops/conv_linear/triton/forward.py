@@ -16,7 +16,7 @@ from ....records import ConvBatchNorm
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...planned_launches import planned
-from ...triton_launch import rounded
+from ...triton_tf32 import rounded
 from .common import MAX_CHANNELS, Plan
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .... import launch, launching, machine
 from ....launch.records import Product
-from ...triton_launch import rounded
+from ...triton_tf32 import rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512

@@ -11,7 +11,8 @@ from .... import launching, modes
 from ....backends import Record
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
-from ...triton_launch import contiguous, rounded
+from ...triton_launch import contiguous
+from ...triton_tf32 import rounded
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
 
 # The kernel -----------------------------------------------------------------------------------------------
