@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import machine
+from cvt_kernels import dispatch, machine
 from tests.checks import precision_of
 from tests.contract.examples import same_bits, served, tensors_of
 
@@ -42,6 +43,17 @@ def test_linear_layers_round_their_factors_to_nearest(operator):
     for precision, is_rounded in (("tf32", True), ("ieee", False)):
         with precision_of(MATMUL, precision):
             assert same_bits(results(made, record), results(made, rounded)) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [(torch.float32, "tf32", True), (torch.float32, "ieee", False), (torch.bfloat16, "tf32", False)],
+)
+def test_cache_keys_name_the_precision(dtype, precision, expected):
+    with FakeTensorMode(), precision_of(MATMUL, precision):
+        x, weight = (torch.empty(8, 8, dtype=dtype, device="cuda") for _ in range(2))
+        key = dispatch.cache_key("linear_gelu", x, weight, None)
+    assert ("multiplied in tf32" in key) == expected
 
 
 @pytest.mark.parametrize("value", [1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 2**-11, torch.nan, 0.0])
