@@ -28,7 +28,7 @@ from ..files import replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result, untuned
 from .onnx_nodes import with_nodes
 from .paths import add_json_argument, output_path, reporting
 
@@ -53,11 +53,8 @@ class Parity(NamedTuple):
     rounding: float | None = None
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "export", help="export a model by torch.export or to ONNX, and check the file's outputs"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_model_arguments(parser)
     add_token_keep_argument(parser)
     parser.add_argument(
@@ -133,7 +130,8 @@ def export(
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
     with torch.no_grad(), replacing(path) as scratch, bar:
-        expected = model(images)
+        with untuned("reference"):
+            expected = model(images)
         bar.update()
         try:
             with requesting("auto"), _quiet():  # requested kernels would become part of the file
@@ -161,7 +159,8 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
                 f"expected at most {TOLERANCE:.0e}"
             )
         return Parity(difference)
-    exact = copy.deepcopy(model).double()(images.double())
+    with untuned("reference"):
+        exact = copy.deepcopy(model).double()(images.double())
     size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
     of_logits, of_error = QUANTIZED_TOLERANCE
     most = of_logits * size + of_error * error
