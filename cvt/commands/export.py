@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels.backends import requesting
+from cvt_kernels.backends import Backend, requesting
 
 from ..extras import require
 from ..files import replacing, writing
@@ -38,6 +38,8 @@ TOLERANCE = 1e-4
 #: The same for a quantized model, by root mean squares: relative to the logits, and to the model's own error.
 QUANTIZED_TOLERANCE = 1e-2, 3.0
 _IMAGES = 5  # that are compared
+#: What computes the model's logits where the user requests nothing: what becomes a part of the file.
+_BACKENDS: tuple[Backend, ...] = ("composed", "sdpa", "reference")
 
 
 class Parity(NamedTuple):
@@ -130,7 +132,7 @@ def export(
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
     with torch.no_grad(), replacing(path) as scratch, bar:
-        with untuned("reference"):
+        with untuned(*_BACKENDS):
             expected = model(images)
         bar.update()
         try:
@@ -159,7 +161,7 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
                 f"expected at most {TOLERANCE:.0e}"
             )
         return Parity(difference)
-    with untuned("reference"):
+    with untuned(*_BACKENDS):
         exact = copy.deepcopy(model).double()(images.double())
     size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
     of_logits, of_error = QUANTIZED_TOLERANCE
