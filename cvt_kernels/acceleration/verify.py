@@ -497,8 +497,8 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
 def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: Any) -> Speed:
     """Returns the median seconds of two functions, run in turns where the model is."""
     device = next(model.parameters()).device
-    times = clock.times_in_turns(functions, rounds, device, before_run=lambda i: bar.update())
-    return Speed(*(each.median for each in times), any(each.is_disturbed for each in times))
+    ours, theirs = clock.times_in_turns(functions, rounds, device, before_run=lambda i: bar.update())
+    return Speed(ours.median, theirs.median, ours.is_disturbed or theirs.is_disturbed)
 
 
 def _heading(model: nn.Module, inputs: Any) -> str:
