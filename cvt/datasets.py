@@ -22,7 +22,7 @@ from cvt_kernels import checks
 
 from .card import check_names
 from .config import MOST_IMAGES, MOST_SEED
-from .extras import require
+from .extras import folder_of
 from .images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
 
 SPLITS = ("train", "val")
@@ -251,11 +251,13 @@ def open_parts(
 
 
 def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:
-    digits = require("sklearn.datasets", "train").load_digits()
-    chosen = (np.arange(len(digits.target)) % _HELD_OUT == 0) == (split == "val")
-    pixels = (digits.images[chosen] * (255 / 16)).round().astype(np.uint8)  # 0 to 16, white on black
+    # As load_digits() of sklearn.datasets reads them, whose import takes as long as many a command.
+    file = folder_of("sklearn", "train") / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",", dtype=np.int64)  # 64 pixels, 0 to 16, white on black; the digit
+    chosen = rows[(np.arange(len(rows)) % _HELD_OUT == 0) == (split == "val")]
+    pixels = (chosen[:, :-1].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     images = [Image.fromarray(image).convert("RGB") for image in pixels]
-    return images, digits.target[chosen].tolist(), [str(name) for name in digits.target_names]
+    return images, chosen[:, -1].tolist(), [str(digit) for digit in range(10)]
 
 
 def save_digits(folder: str | os.PathLike[str]) -> list[Path]:

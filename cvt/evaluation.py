@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -47,18 +48,21 @@ class Evaluation(NamedTuple):
         top5: Fraction of the images whose class is among the five most probable ones.
         loss: Cross-entropy, mean over the images.
         confusion: (K, K) int64 on the CPU: images of class i that were classified as j.
-        images_per_second: The speed of forward passes, without the first batch of each size, in which kernels
-            may be tuned, unless there are no others.
+        images_per_second: The median speed of forward passes, of the most frequent size of batches. The first
+            of them, in which kernels may be tuned, does not count; None with fewer than four others.
         peak_memory: Bytes. On CUDA, PyTorch's peak during the evaluation; elsewhere the largest resident size
             that the process ever had, or None where the system does not tell.
+        is_disturbed: Whether other work on the machine disturbed the forward passes, so that their speed is
+            rough.
     """
 
     top1: float
     top5: float
     loss: float
     confusion: Tensor
-    images_per_second: float
+    images_per_second: float | None
     peak_memory: int | None
+    is_disturbed: bool = False
 
     @property
     def images(self) -> int:
@@ -102,12 +106,14 @@ class PixelEvaluation(NamedTuple):
         images: Number of images.
         images_per_second: As in :class:`Evaluation`.
         peak_memory: Likewise.
+        is_disturbed: Likewise.
     """
 
     sums: PixelSums
     images: int
-    images_per_second: float
+    images_per_second: float | None
     peak_memory: int | None
+    is_disturbed: bool = False
 
     @property
     def miou(self) -> float:
@@ -214,6 +220,7 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
         confusion=confusion,
         images_per_second=observer.images_per_second,
         peak_memory=observer.peak_memory,
+        is_disturbed=observer.is_disturbed,
     )
 
 
@@ -234,16 +241,15 @@ class _Observer:
             raise ValueError("model: has no parameters, expected a model with weights")
         self.device = next(model.parameters()).device
         self._model, self._autocast, self._of_pixels = model, autocast, of_pixels
-        self._seconds: list[float] = []
+        self._times: dict[int, clock.Times] = defaultdict(clock.Times)  # by the size of batches
         self._sizes: list[int] = []
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Runs the model."""
-        start = clock.now(self.device)
-        logits = self._model(images)
-        self._seconds.append(clock.now(self.device) - start)
+        with self._times[len(images)].run(self.device):
+            logits = self._model(images)
         self._sizes.append(len(images))
         sizes = images.shape[2:] if self._of_pixels else ()
         if logits.ndim != 2 + len(sizes) or (len(logits), *logits.shape[2:]) != (len(images), *sizes):
@@ -255,18 +261,18 @@ class _Observer:
 
     def strips(self, images: Tensor, labels: Tensor, tiles: Tiles) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs a model of pixels in tiles; yields the logits of rows of the images, with their labels."""
-        self._seconds.append(0.0)
         self._sizes.append(len(images))
+        times = clock.Times()
         checks.check_rank(self._batch, images, 4, "(B, C, H, W)")
         self._check_shape(labels, (len(images), *images.shape[2:]))
         strips, top = tiles.strips(self._model, images), 0
         while top < images.shape[2]:
-            start = clock.now(self.device)
-            with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+            autocast = torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
+            with times.run(self.device), autocast:
                 logits = next(strips)
-            self._seconds[-1] += clock.now(self.device) - start
             yield logits, labels[:, top : top + logits.shape[2]]
             top += logits.shape[2]
+        self._times[len(images)].add(sum(times.seconds), sum(times.waited))
 
     def check(self, labels: Tensor, logits: Tensor, shape: Sequence[int]) -> None:
         """Raises unless labels are classes of that shape, and logits finite."""
@@ -299,16 +305,22 @@ class _Observer:
         return f"batches[{len(self._sizes) - 1}]"
 
     @property
-    def images_per_second(self) -> float:
-        """The speed without the first batch of each size if there are others, or else without the first."""
-        known: set[int] = set()
-        repeated: list[tuple[int, float]] = []
-        others: list[tuple[int, float]] = []
-        for size, seconds in zip(self._sizes, self._seconds, strict=True):
-            (repeated if size in known else others).append((size, seconds))
-            known.add(size)
-        timed = repeated or others[1:] or others
-        return sum(size for size, _ in timed) / sum(seconds for _, seconds in timed)
+    def images_per_second(self) -> float | None:
+        """See :class:`Evaluation`."""
+        size, times = self._repeated
+        return size / times.median if len(times.seconds) >= clock.LEAST_RUNS else None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """See :class:`Evaluation`."""
+        _, times = self._repeated
+        return len(times.seconds) >= clock.LEAST_RUNS and times.is_disturbed
+
+    @property
+    def _repeated(self) -> tuple[int, clock.Times]:
+        """The most frequent size of batches, and the times of all of them but the first."""
+        size = max(self._times, key=lambda size: len(self._times[size].seconds))
+        return size, self._times[size].without_first()
 
     @property
     def peak_memory(self) -> int | None:
@@ -417,7 +429,8 @@ def evaluate_pixels(
         sums = add_up_pixels(forward, batches, observer.device, config.num_classes, **settings)
     if not sums.confusion.sum():
         raise ValueError("batches: got no labeled pixels, expected at least one")
-    return PixelEvaluation(sums, observer.images, observer.images_per_second, observer.peak_memory)
+    speed = observer.images_per_second
+    return PixelEvaluation(sums, observer.images, speed, observer.peak_memory, observer.is_disturbed)
 
 
 def cost(

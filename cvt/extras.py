@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 #: The names of packages on PyPI, where they differ from the names of their modules.
@@ -32,3 +33,16 @@ def require(module: str, extra: str) -> Any:
             f"pip install --no-build-isolation '.[{extra}]'"
         )
         raise ModuleNotFoundError(message, name=error.name) from error
+
+
+def folder_of(module: str, extra: str) -> Path:
+    """Returns the folder of an optional package, for the files in it; the package is not imported.
+
+    Args:
+        module: The name of the package, such as ``"sklearn"``.
+        extra: As of :func:`require`, whose error it raises.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return Path(require(module, extra).__file__).parent
+    return Path(spec.origin).parent

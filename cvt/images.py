@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .card import check_texts
 from .config import check_images
-from .extras import require
+from .extras import folder_of
 from .huggingface import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_SIZE
 
 #: The formats that are read, by Pillow's names. Pillow goes by the content of a file, not by its name, and
@@ -288,5 +288,5 @@ def sample_photos() -> list[Path]:
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
     """
-    folder = Path(require("sklearn.datasets", "bench").__file__).parent / "images"
+    folder = folder_of("sklearn", "bench") / "datasets" / "images"
     return [folder / "china.jpg", folder / "flower.jpg"]

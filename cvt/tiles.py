@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cvt_kernels import checks
 
@@ -18,8 +19,12 @@ GRID = 32
 _MOST_OF_BYTES = 256  # classes whose labels are bytes
 
 
+#: Turns images (B, C, h, w) into logits, as :func:`segment_in_tiles` describes.
+Model = Callable[[Tensor], Any]
+
+
 def segment_in_tiles(
-    model: nn.Module,
+    model: Model,
     images: Tensor,
     *,
     tile: int = 512,
@@ -38,8 +43,10 @@ def segment_in_tiles(
     differs from the whole image's whatever the context is.
 
     Args:
-        model: Turns images (B, C, h, w) into logits (B, K, h, w); in evaluation mode.
-        images: (B, C, H, W), on any device; each tile is moved to the model's.
+        model: A module in evaluation mode, or a function. It turns images (B, C, h, w) into logits
+            (B, K, h, w), or into what segmenters of transformers return: an output whose ``logits`` may be
+            smaller, as SegFormer's are by 4, and are interpolated bilinearly to (B, K, h, w).
+        images: (B, C, H, W), on any device; each tile is moved to the module's, if it is one.
         tile: Height and width of the tiles, a multiple of 32. Tiles at the right and at the bottom may be up
             to 31 pixels smaller.
         overlap: What neighbors share, a multiple of 32 and less than ``tile``.
@@ -51,7 +58,7 @@ def segment_in_tiles(
         the images.
 
     Raises:
-        TypeError: An argument is of another type, or the model returns no tensor.
+        TypeError: An argument is of another type, or the model returns no logits.
         ValueError: A size does not fit, the model is in training mode, or returns another shape.
     """
     tiles = Tiles(tile, overlap, context)
@@ -84,7 +91,7 @@ class Tiles(NamedTuple):
         rows, columns = (_spans(size, self.tile, self.overlap) for size in (height, width))
         return Counter((bottom - top, right - left) for top, bottom in rows for left, right in columns)
 
-    def strips(self, model: nn.Module, images: Tensor) -> Iterator[Tensor]:
+    def strips(self, model: Model, images: Tensor) -> Iterator[Tensor]:
         """Yields the logits of images from top to bottom, a row of tiles at a time, on their device.
 
         Args:
@@ -95,7 +102,7 @@ class Tiles(NamedTuple):
             (B, K, h, W) float32; all h together are H.
 
         Raises:
-            TypeError: The model returns no tensor.
+            TypeError: The model returns no logits.
             ValueError: It returns another shape.
         """
         height, width = images.shape[2:]
@@ -113,7 +120,7 @@ class Tiles(NamedTuple):
             yield strip[:, :, : end - top]
 
 
-def _strip(model: nn.Module, images: Tensor, columns: list[tuple[int, int]], weights: list[Tensor]) -> Tensor:
+def _strip(model: Model, images: Tensor, columns: list[tuple[int, int]], weights: list[Tensor]) -> Tensor:
     """Returns the logits of a row of tiles, blended from left to right."""
     strip: Tensor | None = None
     for (left, right), weight in zip(columns, weights, strict=True):
@@ -126,14 +133,23 @@ def _strip(model: nn.Module, images: Tensor, columns: list[tuple[int, int]], wei
 
 
 @torch.no_grad()
-def _logits_of(model: nn.Module, tile: Tensor) -> Tensor:
-    device = next((p.device for p in itertools.chain(model.parameters(), model.buffers())), tile.device)
-    out = model(tile.to(device))
+def _logits_of(model: Model, tile: Tensor) -> Tensor:
+    tensors = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
+    answer = model(tile.to(next((tensor.device for tensor in tensors), tile.device)))
+    out = getattr(answer, "logits", answer)
+    size, expected = tile.shape[2:], f"({tile.shape[0]}, classes, {tile.shape[2]}, {tile.shape[3]})"
     if not isinstance(out, Tensor):
-        raise TypeError(f"model: returned {type(out).__name__}, expected a tensor of logits")
-    if out.ndim != 4 or (out.shape[0], *out.shape[2:]) != (tile.shape[0], *tile.shape[2:]):
-        expected = f"({tile.shape[0]}, classes, {tile.shape[2]}, {tile.shape[3]})"
-        raise ValueError(f"model: returned shape {tuple(out.shape)}, expected {expected}")
+        raise TypeError(
+            f"model: returned {type(answer).__name__}, expected logits {expected}, or an output of "
+            'transformers with logits; of others give a function, such as lambda images: model(images)["out"]'
+        )
+    if out is not answer and out.ndim == 4 and min(out.shape) > 0:
+        out = F.interpolate(out.float(), size, mode="bilinear", align_corners=False)
+    if out.ndim != 4 or (out.shape[0], *out.shape[2:]) != (tile.shape[0], *size):
+        raise ValueError(
+            f"model: returned shape {tuple(out.shape)}, expected {expected}; for smaller logits give a "
+            "function, such as lambda images: F.interpolate(model(images), images.shape[2:])"
+        )
     return out.to(tile.device, torch.float32)
 
 
@@ -165,9 +181,10 @@ def _weights(spans: list[tuple[int, int]], size: int, overlap: int, context: int
     return [weight / total[start:end] for weight, (start, end) in zip(weights, spans, strict=True)]
 
 
-def _check(model: nn.Module, images: Tensor, tiles: Tiles, logits: bool) -> None:
-    checks.check_kind("model", model, nn.Module)
-    if model.training:
+def _check(model: Model, images: Tensor, tiles: Tiles, logits: bool) -> None:
+    if not callable(model):
+        raise TypeError(f"model: got {checks.shown(model)}, expected a module or a function")
+    if isinstance(model, nn.Module) and model.training:
         raise ValueError("model: is in training mode, expected model.eval()")
     checks.check_float_tensor("images", images, "(B, C, H, W)")
     checks.check_rank("images", images, 4, "(B, C, H, W)")

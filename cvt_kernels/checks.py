@@ -157,8 +157,17 @@ def check_tensor_like(
 def check_kind(name: str, part: object, *kinds: type) -> None:
     """Raises TypeError unless ``part`` is an instance of one of ``kinds``."""
     if not isinstance(part, kinds):
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{name}: got {type(part).__name__}, expected {expected}")
+        got, *expected = _class_names(type(part), *kinds)
+        raise TypeError(f"{name}: got {got}, expected {' or '.join(expected)}")
+
+
+def _class_names(*kinds: type) -> list[str]:
+    """Returns the names of classes, with their modules where two have the same name."""
+    names = [kind.__name__ for kind in kinds]
+    return [
+        f"{kind.__module__}.{name}" if names.count(name) > 1 else name
+        for kind, name in zip(kinds, names, strict=True)
+    ]
 
 
 def check_flag(name: str, value: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +26,8 @@ from .common import (
 )
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser("classify", help="print the most probable classes of photographs")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_photos_argument(parser)
     add_model_arguments(parser, pretrained=True)
     add_token_keep_argument(parser)

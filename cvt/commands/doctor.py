@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import cvt_kernels as ck
 from cvt_kernels import diagnosis
@@ -12,11 +11,8 @@ from .common import print_lines
 from .paths import add_json_argument, reporting
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "doctor", help="show what is installed, and which backend each operator uses on this machine and why"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_json_argument(parser, "the same report as JSON")
     parser.set_defaults(run=_doctor)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from cvt_kernels.autotune import clock
 from cvt_kernels.tables import aligned
 
 from ..config import LARGEST_IMAGE
@@ -44,12 +45,8 @@ _Row = tuple[str, str, str, str]
 _WORST = 10  # classes of a report
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="measure accuracy, loss and speed on a data set; count parameters and multiply-adds",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     parser.add_argument(
         "--data",
         type=input_path,
@@ -160,6 +157,8 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
     result = [heading, "", report(evaluation, costs, labels)]
     if arguments.token_keeps:
         result += ["", *token_table(runs)]
+    if any(run.evaluation.is_disturbed for run in runs):
+        remarks.append(clock.DISTURBED)
     print_result(arguments, result, [*loaded.remarks, *unread, *remarks])
     return None
 
@@ -240,7 +239,7 @@ def token_table(runs: Sequence[Measured]) -> list[str]:
                 f"{getattr(run.evaluation, score):.2%}",
                 _scaled(run.cost.multiply_adds),
                 f"{run.cost.multiply_adds / first.cost.multiply_adds:.1%}",
-                f"{run.evaluation.images_per_second:.1f}",
+                _speed(run.evaluation),
             )
         )
     lines = aligned(rows, right=[1, 2, 3, 4, 5])
@@ -257,7 +256,7 @@ def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequen
         ("loss", f"{evaluation.loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
-        ("images/s", f"{evaluation.images_per_second:.1f}"),
+        ("images/s", _speed(evaluation)),
         ("peak memory", "unknown" if memory is None else f"{memory / 2**20:.0f} MiB"),
     ]
     return "\n".join([*aligned(figures, right=[1]), "", *aligned(_worst(evaluation, labels), right=[1, 2])])
@@ -298,6 +297,11 @@ def as_json(
     per_class = [None if accuracy != accuracy else accuracy for accuracy in evaluation.per_class.tolist()]
     confusion = evaluation.confusion.tolist()
     return figures | {"images": evaluation.images, "per_class": per_class, "confusion": confusion}
+
+
+def _speed(evaluation: Evaluation | PixelEvaluation) -> str:
+    speed = evaluation.images_per_second
+    return "too few batches" if speed is None else f"{speed:.1f}"
 
 
 def _scaled(count: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -21,12 +20,8 @@ from .common import (
 from .paths import output_path
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "explain",
-        help="draw attention maps over photos; measure the entropy and attention distance of each head",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_photos_argument(parser)
     add_model_arguments(parser)
     add_token_keep_argument(parser)

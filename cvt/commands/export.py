@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from cvt_kernels.backends import requesting
+from cvt_kernels.backends import Backend, requesting
 
 from ..extras import require
 from ..files import replacing, writing
 from ..model import CvT
 from ..quantized import quantized_layers
 from ..segmentation import CvTSegmenter
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result, untuned
 from .onnx_nodes import with_nodes
 from .paths import add_json_argument, output_path, reporting
 
@@ -38,6 +38,8 @@ TOLERANCE = 1e-4
 #: The same for a quantized model, by root mean squares: relative to the logits, and to the model's own error.
 QUANTIZED_TOLERANCE = 1e-2, 3.0
 _IMAGES = 5  # that are compared
+#: What computes the model's logits where the user requests nothing: what becomes a part of the file.
+_BACKENDS: tuple[Backend, ...] = ("composed", "sdpa", "reference")
 
 
 class Parity(NamedTuple):
@@ -53,11 +55,8 @@ class Parity(NamedTuple):
     rounding: float | None = None
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "export", help="export a model by torch.export or to ONNX, and check the file's outputs"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_model_arguments(parser)
     add_token_keep_argument(parser)
     parser.add_argument(
@@ -133,7 +132,8 @@ def export(
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
     with torch.no_grad(), replacing(path) as scratch, bar:
-        expected = model(images)
+        with untuned(*_BACKENDS):
+            expected = model(images)
         bar.update()
         try:
             with requesting("auto"), _quiet():  # requested kernels would become part of the file
@@ -161,7 +161,8 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
                 f"expected at most {TOLERANCE:.0e}"
             )
         return Parity(difference)
-    exact = copy.deepcopy(model).double()(images.double())
+    with untuned(*_BACKENDS):
+        exact = copy.deepcopy(model).double()(images.double())
     size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
     of_logits, of_error = QUANTIZED_TOLERANCE
     most = of_logits * size + of_error * error

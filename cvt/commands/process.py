@@ -15,10 +15,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from cvt_kernels import BackendUnavailable
-from cvt_kernels.autotune.tuner import is_out_of_memory
-from cvt_kernels.tables import printable, printable_word
-
 # What torch says of sizes that no memory has, besides that it cannot be had.
 _TOO_LARGE = (
     "Cannot allocate memory",
@@ -37,6 +33,8 @@ def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], 
 
     Errors that a user can fix become one line on stderr and exit code 2.
     """
+    from cvt_kernels import BackendUnavailable  # lazy, as below: PyTorch would slow down --help
+
     if sys.stdout is None:
         return _fail(name, "standard output is closed, expected it open")
     code = None
@@ -58,6 +56,8 @@ def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], 
 
 
 def _fail(name: str, reason: str) -> int:
+    from cvt_kernels.tables import printable
+
     with contextlib.suppress(OSError):  # where stderr takes nothing, the exit code says it
         print(f"{name}: error: {printable(' '.join(reason.split()))}", file=sys.stderr)
     return 2
@@ -81,6 +81,8 @@ def why_not_written(error: OSError) -> str:
 
 def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None:
     """Returns a message about the sizes for which memory does not suffice; None for other errors."""
+    from cvt_kernels.autotune.tuner import is_out_of_memory
+
     if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
         return None
     sizes = []
@@ -100,7 +102,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Prints the usage and the error, and exits with 2."""
-        super().error(printable_word(message))
+        if not message.isprintable():
+            from cvt_kernels.tables import printable_word
+
+            message = printable_word(message)
+        super().error(message)
 
     def error_with_help(self, message: str) -> Any:
         """Prints the help, with a line per command, and the error, and exits with 2."""

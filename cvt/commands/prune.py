@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -47,15 +46,11 @@ if TYPE_CHECKING:
 
 # Of files, which nobody wants a directory to be called.
 _OTHER_SUFFIXES = (".pth", ".pt", ".pt2", ".bin", ".ckpt", ".onnx", ".json", ".pkl", ".npz", ".h5", ".zip")
-_ROUNDS = 5  # of the measurement of speed
+_ROUNDS = 10  # of the measurement of speed
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "prune",
-        help="remove a model's least important hidden units and heads, and report the loss of accuracy",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_model_arguments(parser)
     for option, what in (
         ("--mlp", "hidden units of every MLP"),
@@ -130,6 +125,8 @@ def _prune(arguments: argparse.Namespace) -> None:
         report_json(given | _as_json(loaded.model.config, smaller.config, *figures))
     stages = _stages(loaded.model.config, smaller.config)
     lines = [_heading(arguments, data), "", *stages, "", *table(*map(_column, figures))]
+    if any(each.is_disturbed for each in figures):
+        remarks.append(clock.DISTURBED)
     print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
 
 
@@ -173,12 +170,16 @@ def _write(path: Path, model: Any, card: ModelCard) -> int:
 
 
 class _Figures(NamedTuple):
-    """The figures of a model; the evaluation is None without images, the size is in bytes."""
+    """The figures of a model; the evaluation is None without images, the size is in bytes.
+
+    Where other work on the machine disturbed the measurement of its speed, this is rough.
+    """
 
     evaluation: Evaluation | None
     cost: Cost
     size: int
     images_per_second: float
+    is_disturbed: bool
 
 
 def _measure(
@@ -189,17 +190,16 @@ def _measure(
     device = next(smaller.parameters()).device
     images = torch.randn(batch_size, smaller.config.in_chans, size, size, device=device)
     with torch.inference_mode():
-        seconds = clock.seconds_in_turns(
-            [partial(model, images) for model in models.values()], _ROUNDS, device
-        )
+        timed = clock.times_in_turns([partial(model, images) for model in models.values()], _ROUNDS, device)
     before, after = (
         _Figures(
             None if data is None else evaluated(model, data[1], title),
             cost(model.config, size),
             size_of(model),
-            batch_size / statistics.median(times),
+            batch_size / times.median,
+            times.is_disturbed,
         )
-        for (title, model), times in zip(models.items(), seconds, strict=True)
+        for (title, model), times in zip(models.items(), timed, strict=True)
     )
     return before, after
 
@@ -243,8 +243,8 @@ def _as_json(before: CvTConfig, after: CvTConfig, *figures: _Figures) -> dict[st
     told = []
     for config, each in zip((before, after), figures, strict=True):
         accuracy = {name: getattr(each.evaluation, name, None) for name in ("top1", "top5", "loss")}
-        speed = {"bytes": each.size, "images_per_second": each.images_per_second}
+        speed = {"images_per_second": each.images_per_second, "is_disturbed": each.is_disturbed}
         sizes = {"hidden_units": hidden_units(config), "heads": config.num_heads}
-        told.append(accuracy | each.cost._asdict() | speed | sizes)
+        told.append(accuracy | each.cost._asdict() | {"bytes": each.size} | speed | sizes)
     images = None if figures[0].evaluation is None else figures[0].evaluation.images
     return {"held_out_images": images, "before": told[0], "after": told[1]}

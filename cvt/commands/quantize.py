@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cvt_kernels as ck
+from cvt_kernels.backends import Backend
 from cvt_kernels.quantization import QuantizationReport
 
 from ..card import ModelCard
@@ -34,6 +35,7 @@ from .common import (
     recorded_warnings,
     resolve_device,
     seed,
+    untuned,
 )
 from .paths import add_json_argument, output_path, reporting
 from .smaller import SUFFIX, accuracy, card_of, evaluated, settings, size_of, table
@@ -43,13 +45,15 @@ if TYPE_CHECKING:
 
 _SCHEMES = ("dynamic", "static")
 _ROUNDING = 1e-9  # of differences of fractions
+#: What serves on each type of device where the user requests nothing, in this order.
+_BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "cpu": ("cpu", "onednn", "sdpa", "reference"),
+    "cuda": ("triton", "cuda", "sdpa", "reference"),
+}
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "quantize", help="quantize a model's linear layers to 8 bits, and report the loss of accuracy"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_model_arguments(parser)
     add_calibrate_argument(parser, required=True)
     parser.add_argument(
@@ -123,6 +127,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         file = stack.enter_context(replacing(output))
         report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
         remarks = stack.enter_context(recorded_warnings())
+        stack.enter_context(untuned(*_BACKENDS.get(device.type, ("reference",))))
         model = copy.deepcopy(classifier)
         report = ck.quantize(
             model,

@@ -36,14 +36,10 @@ from .paths import STDOUT, add_json_argument, input_path, output_path, reporting
 _MODEL_OPTIONS = ("drop_path_rate", "layer_scale", "token_keep")  # fields of CvTConfig
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``, with an option for every field of :class:`TrainConfig`."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command, with an option for every field of :class:`TrainConfig`."""
     own = _differing("--task segment", SEGMENT_OPTIONS), _differing("--data digits", DIGITS_OPTIONS)
-    parser = commands.add_parser(
-        "train",
-        help="train or fine-tune a CvT; on several devices under torchrun",
-        epilog=" ".join(own),
-    )
+    parser.epilog = " ".join(own)
     parser.add_argument(
         "--data",
         type=input_path,

@@ -361,9 +361,24 @@ def _pvt_embeddings(self: Any, pixel_values: Tensor) -> Any:
     if self.cls_token is not None:
         tokens = torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
         first, positions = positions[:, :1], positions[:, 1:]
+    if positions.shape[1] != height * width:
+        raise _no_positions(self, pixel_values, (height, width))
     positions = self.interpolate_pos_encoding(positions, height, width)
     positions = positions if first is None else torch.cat((first, positions), dim=1)
     return self.dropout(tokens + positions), height, width
+
+
+def _no_positions(embeddings: Any, pixel_values: Tensor, grid: tuple[int, int]) -> ValueError:
+    """Returns the error for images of another size than a PVT has positions for."""
+    size = embeddings.image_size
+    of_model = tuple(pixels // patch for pixels, patch in zip(size, embeddings.patch_size, strict=True))
+    got, patches, expected, positions = (
+        "×".join(map(str, pair)) for pair in (pixel_values.shape[2:], grid, size, of_model)
+    )
+    return ValueError(
+        f"pixel_values: got {got} pixels, a grid of {patches} patches, expected {expected} pixels, a grid of "
+        f"{positions}: this PVT has position embeddings for images of its config's image_size alone"
+    )
 
 
 # Stages of SegFormer and PVT v2, and SegFormer's head -----------------------------------------------------

@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,58 @@ def now(device: Device) -> float:
     return time.perf_counter()
 
 
+#: With fewer runs nothing is said about noise.
+LEAST_RUNS = 4
+#: What is said of speeds that other work on the machine disturbed.
+DISTURBED = "other programs kept this machine busy: the speeds are rough, measure again when it is idle"
+
+
+class Times:
+    """The seconds of runs by the wall clock, after those that warm up.
+
+    Attributes:
+        seconds: Of each run.
+        waited: The seconds that threads waited for a CPU during each run, as of :func:`waited_seconds`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.waited: list[float] = []
+
+    @contextlib.contextmanager
+    def run(self, device: Device) -> Iterator[None]:
+        """Adds the time of the block; a GPU is synchronized before and after it."""
+        waited, start = waited_seconds(), now(device)
+        yield
+        self.add(now(device) - start, waited_seconds() - waited)
+
+    def add(self, seconds: float, waited: float) -> None:
+        """Adds a run."""
+        self.seconds.append(seconds)
+        self.waited.append(waited)
+
+    def without_first(self) -> Times:
+        """Returns the times of all runs but the first, which warms up."""
+        others = Times()
+        others.seconds, others.waited = self.seconds[1:], self.waited[1:]
+        return others
+
+    @property
+    def median(self) -> float:
+        """The median of the seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """True if other work on the machine disturbed the runs.
+
+        Then half of them took twice as long as the fastest one, or threads waited for a CPU for a tenth of
+        the median (on Linux).
+        """
+        waited = statistics.median(self.waited)
+        return self.median > 2 * min(self.seconds) or waited > _MOST_WAITING * self.median
+
+
 def seconds_in_turns(
     functions: Sequence[Callable[[], Any]],
     rounds: int,
@@ -49,6 +101,17 @@ def seconds_in_turns(
     *,
     before_run: Callable[[int], Any] | None = None,
 ) -> list[list[float]]:
+    """Returns the seconds alone of :func:`times_in_turns`."""
+    return [times.seconds for times in times_in_turns(functions, rounds, device, before_run=before_run)]
+
+
+def times_in_turns(
+    functions: Sequence[Callable[[], Any]],
+    rounds: int,
+    device: Device,
+    *,
+    before_run: Callable[[int], Any] | None = None,
+) -> list[Times]:
     """Times functions by the wall clock, one run of each per round, so that load hits all of them alike.
 
     Every other round goes backwards, because the caches that a function leaves behind are worth a tenth of a
@@ -61,20 +124,17 @@ def seconds_in_turns(
         before_run: Called before each run with the number of the round, 0 for the warm-up.
 
     Returns:
-        The seconds of the runs of each function.
+        The times of each function.
     """
-    seconds: list[list[float]] = [[] for _ in functions]
+    timed, warm_up = [Times() for _ in functions], Times()
     for i in range(rounds + 1):
-        turns = list(zip(functions, seconds, strict=True))
+        turns = list(zip(functions, timed, strict=True))
         for function, times in turns if i % 2 == 0 else reversed(turns):
             if before_run is not None:
                 before_run(i)
-            start = now(device)
-            function()
-            elapsed = now(device) - start
-            if i > 0:
-                times.append(elapsed)
-    return seconds
+            with (times if i > 0 else warm_up).run(device):
+                function()
+    return timed
 
 
 class DeviceClock:

@@ -327,7 +327,7 @@ def test_bad_data_sets(tmp_path, monkeypatch):
     fails(r"data: .*train/cat has no images", tmp_path)
     ONE.save(tmp_path / "train" / "cat" / "0.png")
     fails(r"data: .*train has 1 class folders, expected at least two", tmp_path)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     fails(r"scikit-learn is not installed; .*'\.\[train\]'", "digits", ModuleNotFoundError)
     with pytest.raises(ValueError, match="corrupt: got 'ignore'"):
         open_parts(tmp_path / "train", 16, corrupt="ignore")

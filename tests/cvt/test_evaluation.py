@@ -1,5 +1,6 @@
 """Figures of an evaluation, against scikit-learn's; costs, against the paper's."""
 
+import itertools
 import math
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_model_is_left_in_its_modes():
     assert figures[0].loss == figures[1].loss  # no stochastic depth
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
-    assert figures[0].images_per_second > 0
+    assert figures[0].images_per_second is None  # of one batch
     assert figures[0].peak_memory > 10 * 2**20
     with pytest.raises(ValueError, match="label 10"):
         evaluate(model, [(torch.randn(1, 3, 32, 32), torch.tensor([10]))])
@@ -86,16 +87,31 @@ def test_the_model_is_left_in_its_modes():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [((4, 4, 4, 2), (4 + 4) / (2 + 3)), ((4, 2, 1), (2 + 1) / (2 + 3)), ((4,), 4 / 1)],
+    ("sizes", "costs", "expected", "disturbed"),
+    [
+        ((4, 4, 4, 4, 4, 4, 2), (90, 2, 2, 3, 9, 2, 1), 4 / 2, False),  # the first tunes, one is disturbed
+        ((2, 4, 4, 4, 4, 4), (1, 9, 1, 2, 3, 4), 4 / 2.5, True),
+        ((4, 4, 4, 4, 2, 2), (9, 1, 3, 3, 1, 1), None, False),  # too few for a median
+        ((4,), (1,), None, False),
+    ],
 )
-def test_speed_leaves_out_the_first_batch_of_each_size(sizes, expected, monkeypatch):
-    """The i-th forward takes i seconds; in the first of a size kernels may be tuned."""
-    moments = (moment for i in range(1, 9) for moment in (0.0, float(i)))
+def test_speed_is_a_median_after_a_batch_that_warms_up(sizes, costs, expected, disturbed, monkeypatch):
+    moments = (moment for seconds in costs for moment in (0.0, float(seconds)))
     monkeypatch.setattr(clock, "now", lambda device: next(moments))
+    monkeypatch.setattr(clock, "waited_seconds", lambda: 0.0)
     labels = torch.zeros(sum(sizes), dtype=torch.int64)
     figures = evaluate(Table(torch.zeros(sum(sizes), 2)), batches(labels, *sizes))
-    assert figures.images_per_second == pytest.approx(expected)
+    assert figures.images_per_second == (None if expected is None else pytest.approx(expected))
+    assert figures.is_disturbed == disturbed
+
+
+def test_speed_beside_other_programs_is_said_to_be_rough(monkeypatch):
+    """Threads wait for a CPU for a second in each forward."""
+    waited = itertools.count()
+    monkeypatch.setattr(clock, "waited_seconds", lambda: float(next(waited)))
+    labels = torch.zeros(10, dtype=torch.int64)
+    assert evaluate(Table(torch.zeros(10, 2)), batches(labels, *[2] * 5)).is_disturbed
+    assert not evaluate(Table(torch.zeros(10, 2)), batches(labels, *[5] * 2)).is_disturbed  # no speed at all
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -366,7 +366,8 @@ def test_evaluation_of_pixels():
     model, x = _Fixed(logits), torch.zeros(3, 3, 8, 10)
     evaluation = evaluate_pixels(model, [(x, labels)])
     assert evaluation.images == 3
-    assert evaluation.images_per_second > 0
+    assert evaluation.images_per_second is None  # of one batch
+    assert evaluate_pixels(model, [(x, labels)] * 5).images_per_second > 0
     assert evaluation.sums.confusion.sum() == (labels != 255).sum()
     assert model.training
     for wrong, message in (
@@ -399,7 +400,8 @@ def test_evaluation_in_tiles_is_that_of_the_logits_of_segment_in_tiles(autocast)
     assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert evaluation.miou == expected.miou
     assert evaluation.images == 3
-    assert evaluation.images_per_second > 0
+    assert evaluation.images_per_second is None
+    assert evaluate_pixels(model, [batches[1]] * 5, tiles=Tiles(**sizes)).images_per_second > 0
 
 
 def test_wrong_batches_and_tiles():

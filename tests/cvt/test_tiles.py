@@ -1,11 +1,14 @@
 """Segmentation in tiles: what equals the whole image's, and what does not."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+import cvt_kernels as ck
 from cvt import create_model, segment_in_tiles
 from cvt.factory import randomize
 from tests.checks import python_blocks, run_blocks, section_of
@@ -98,11 +101,30 @@ def test_many_classes_are_int64():
     assert segment_in_tiles(local(300), images(32, 32)).dtype == torch.int64
 
 
+class Output(NamedTuple):
+    """An output as of transformers' segmenters, with logits that are smaller than the images."""
+
+    logits: Any
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda out: [out], TypeError, "model: returned list, expected a tensor of logits"),
-        (lambda out: out[..., ::4], ValueError, r"model: returned shape .*, expected \(2, classes, 32, 32\)"),
+        (
+            lambda out: [out],
+            TypeError,
+            r"model: returned list, expected logits \(2, classes, 32, 32\), or an output of transformers "
+            r'with logits; of others give a function, such as lambda images: model\(images\)\["out"\]',
+        ),
+        (lambda out: Output([out]), TypeError, "model: returned Output, expected logits"),
+        (
+            lambda out: out[..., ::4],
+            ValueError,
+            r"model: returned shape .*, expected \(2, classes, 32, 32\); for smaller logits give a "
+            r"function, such as lambda images: F.interpolate",
+        ),
+        (lambda out: Output(out[0]), ValueError, r"returned shape \(5, 32, 32\), expected \(2, classes, 32"),
+        (lambda out: Output(out[:1]), ValueError, r"returned shape \(1, 5, 32, 32\), expected \(2, classes"),
     ],
 )
 def test_other_outputs_are_refused(change, error, message):
@@ -112,6 +134,42 @@ def test_other_outputs_are_refused(change, error, message):
         segment_in_tiles(model, images(32, 32))
 
 
+def test_a_function_and_smaller_logits_of_an_output():
+    model, x = local(), images(128, 224)
+    model.up = nn.Sequential(nn.Conv2d(8, 5, 3, padding=1))  # four times as small as the images
+    randomize(model, 1)
+    with torch.no_grad():
+        expected = F.interpolate(model(x), x.shape[2:], mode="bilinear")
+    sizes = {"tile": 128, "overlap": 64, "context": 32, "logits": True}
+    for each in (
+        lambda images: Output(model(images)),
+        lambda images: F.interpolate(model(images), images.shape[2:], mode="bilinear"),
+    ):
+        torch.testing.assert_close(segment_in_tiles(each, x, **sizes), expected, rtol=1e-5, atol=1e-5)
+    model.register_forward_hook(lambda module, args, out: Output(out.bfloat16()))  # its labels are float32's
+    out = segment_in_tiles(model, x, **sizes)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+
+
+def test_a_segformer_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16}
+    config = transformers.SegformerConfig(**sizes, num_labels=7)
+    model = transformers.SegformerForSemanticSegmentation(config).eval()
+    randomize(model, 1)
+    x = images(96, 128)
+    with torch.no_grad():
+        logits = model(x).logits
+    assert logits.shape == (2, 7, 24, 32)
+    whole, sizes = F.interpolate(logits, (96, 128), mode="bilinear"), {"overlap": 32, "context": 16}
+    out = segment_in_tiles(model, x, tile=128, **sizes, logits=True)
+    torch.testing.assert_close(out, whole)
+    assert torch.equal(segment_in_tiles(model, x, tile=128, **sizes).long(), whole.argmax(1))
+    assert segment_in_tiles(ck.accelerate(model, freeze=True), x, tile=64, **sizes).shape == (2, 96, 128)
+
+
 def test_the_page_runs_as_it_stands():
     names = run_blocks(python_blocks(section_of("segmentation.md", "## Large images")))
     assert names["labels"].shape == (1, 800, 1200)
+    assert names["segformer"].config.num_labels == 21

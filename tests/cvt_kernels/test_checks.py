@@ -11,6 +11,7 @@ import cvt_kernels as ck
 from cvt_kernels import checks, modes
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 from cvt_kernels.records import PositionBias
+from tests.cvt_kernels.ops.transformer_block.calls import make
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint64, lambda n: torch.tensor(n).char()])
@@ -27,6 +28,23 @@ def test_grids_of_integers_that_may_overflow_are_refused(kind):
         call((np.int32(12), torch.tensor(12)))
         with pytest.raises(TypeError, match=rf"^{name}: got .*, expected a tuple \(H, W\) of integers"):
             call(grid)
+
+
+def test_classes_of_the_same_name_are_told_apart_by_their_modules():
+    x, grid, block = make()
+    linears = (nn.Linear(24, 24), *block.linears[1:])
+    with pytest.raises(
+        TypeError,
+        match=r"^block.linears\[0\]: got torch.nn.modules.linear.Linear, expected cvt_kernels.records.Linear "
+        "or QuantizedLinear$",
+    ):
+        ck.transformer_block(x, grid, block._replace(linears=linears))
+    with pytest.raises(
+        TypeError, match=r"^linear: got cvt_kernels.records.Linear, expected torch.nn.modules."
+    ):
+        LinearInt8.from_float(block.linears[0])
+    with pytest.raises(TypeError, match=r"^linear: got Conv2d, expected Linear$"):
+        LinearInt8.from_float(nn.Conv2d(1, 1, 1))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])

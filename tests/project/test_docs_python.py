@@ -117,9 +117,13 @@ def test_serve_page(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     result = run_python(FORKED)
     assert (result.returncode, result.stderr) == (0, "")
-    status, *answer = result.stdout.splitlines()
+    (status, answer), *others = [line.split(" | ") for line in result.stdout.splitlines()]
     assert status == "200 OK"
-    assert sum(json.loads("".join(answer))) == pytest.approx(1)
+    assert sum(json.loads(answer)) == pytest.approx(1)
+    assert len(others) == 7
+    for status, answer in others:
+        assert status == "400 Bad Request"
+        assert json.loads(answer) == {"error": "expected a JPEG or PNG image of at most 16777216 bytes"}
 
 
 FORKED = """
@@ -142,9 +146,24 @@ signal.alarm(60)
 settings.post_fork(None, None)
 torch.set_num_threads(2)
 compute()
-Image.new("RGB", (20, 24)).save(body := io.BytesIO(), "PNG")
-environ = {"wsgi.input": io.BytesIO(body.getvalue()), "CONTENT_LENGTH": str(len(body.getvalue()))}
-print(*(part.decode() for part in app.app(environ, lambda status, headers: print(status))), flush=True)
+
+def ask(body, length=None):
+    environ = {"wsgi.input": io.BytesIO(body)}
+    environ |= {} if length == "" else {"CONTENT_LENGTH": str(len(body) if length is None else length)}
+    parts = app.app(environ, lambda status, headers: print(status, end=" | "))
+    print(*(part.decode() for part in parts), flush=True)
+
+Image.effect_noise((20, 24), 50).save(file := io.BytesIO(), "PNG")
+Image.new("1", (1, 200000)).save(long := io.BytesIO(), "PNG")
+image = file.getvalue()
+ask(image)
+ask(b"")
+ask(b"no image")
+ask(image[: len(image) // 2])
+ask(image, "many")
+ask(image, "")
+ask(image, 2**30)
+ask(b"GIF89a" + image)
 os._exit(0)
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from ...config import DTYPES
 from ...files import check_writable
@@ -19,11 +18,8 @@ from ..common import (
 from ..paths import STDOUT, add_json_argument, input_path, output_path
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    bench = commands.add_parser(
-        "bench", help="compare accuracy, speed and memory with Hugging Face's model on real photos"
-    )
+def add_arguments(bench: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     bench.add_argument(
         "--checkpoint",
         type=input_path,

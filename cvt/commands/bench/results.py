@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cvt_kernels.autotune import clock
 from cvt_kernels.checks import shown
 from cvt_kernels.tables import aligned
 
@@ -31,7 +32,7 @@ MEMORY = (
 )
 
 #: With fewer rounds nothing is said about noise.
-LEAST_ROUNDS = 4
+LEAST_ROUNDS = clock.LEAST_RUNS
 
 # Bounds of what a file may say, within which ratios are numbers.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9

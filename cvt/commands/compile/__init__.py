@@ -25,13 +25,8 @@ OPERATORS = tuple(name for name in TRITON_OPERATORS if name not in _NOT_BY_DEFAU
 NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "compile",
-        help="compile every Triton kernel for given GPUs, even on a machine without one; report registers, "
-        "spills and shared memory",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
     add_selection_arguments(parser, OPERATORS)
     add_json_argument(parser, "the report")
     parser.set_defaults(run=_compile)

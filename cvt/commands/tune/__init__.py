@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from typing import Any
 
 from ...config import DTYPES, PRESETS, default_image_size
 from ...files import check_writable
@@ -25,18 +24,15 @@ from ..process import temporary_files_together
 _DAY = 24 * 60 * 60
 
 
-def add_parser(commands: Any) -> None:
-    """Adds this command to ``cvt``."""
-    parser = commands.add_parser(
-        "tune",
-        help="autotune ahead of time: check every kernel of a model against float64, time it, and cache the "
-        "fastest backend",
-        description="Autotunes a model's kernels ahead of time. Every kernel is checked against float64 and "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.description = (
+        "Autotunes a model's kernels ahead of time. Every kernel is checked against float64 and "
         "timed against PyTorch's own operators, in a separate process, so that a kernel that hangs or "
         "crashes does no harm. The fastest correct backend of each call is saved in the cache, "
         "~/.cache/cvt_kernels/entries/ (or below XDG_CACHE_HOME), where the backend auto finds it. Triton "
         "kernels are compiled into Triton's cache on the way. Exit codes: 0: everything is tuned; 1: a "
-        "kernel of this project failed its check, or a call could not be tuned; 2: tuning could not start.",
+        "kernel of this project failed its check, or a call could not be tuned; 2: tuning could not start."
     )
     parser.add_argument(
         "--model", choices=tuple(PRESETS), default="cvt_13", help="architecture (default: cvt_13)"

@@ -1,12 +1,12 @@
 """Every option of every command with values that make no sense: one line, exit code 2, nothing made."""
 
 import argparse
+import importlib
 import os
 
 import pytest
 
-from cvt import commands
-from cvt.commands import main
+from cvt.commands import COMMANDS, main
 from tests.checks import bad
 
 _NUMBERS = ("0", "-1", "99999999999999999999", "1e3", "x")
@@ -103,13 +103,11 @@ _GOOD = {
 }
 
 
-def _parsers():
-    """Returns the parser of each command by its name."""
+def _actions(command):
+    """Returns the arguments of a command."""
     parser = argparse.ArgumentParser()
-    choices = parser.add_subparsers()
-    for command in commands._COMMANDS:
-        command.add_parser(choices)
-    return choices.choices
+    importlib.import_module(f"cvt.commands.{command}").add_arguments(parser)
+    return parser._actions
 
 
 def _values(command, action):
@@ -125,7 +123,7 @@ def test_no_value_of_any_option_is_too_absurd(command, capsys, tmp_path, monkeyp
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "file").write_text("{")
-    for action in _parsers()[command]._actions:
+    for action in _actions(command):
         if action.nargs == 0:  # a flag, which takes no value
             continue
         option = next(iter(action.option_strings), None)
@@ -140,4 +138,4 @@ def test_no_value_of_any_option_is_too_absurd(command, capsys, tmp_path, monkeyp
 
 
 def test_every_command_is_tried():
-    assert list(_GOOD) == list(_parsers())
+    assert list(_GOOD) == list(COMMANDS)

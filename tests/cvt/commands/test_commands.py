@@ -1,11 +1,16 @@
 """The installed command ``cvt``."""
 
+import argparse
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from cvt.commands import main
+import pytest
+
+from cvt import commands
+from cvt.commands import COMMANDS, main
 from cvt_kernels import backends
 from tests.processes import run_python
 
@@ -19,16 +24,64 @@ def test_installed_command_and_module():
     assert "usage: cvt" in result.stderr
 
 
-def test_help_waits_for_no_package_that_only_some_commands_need():
-    code = "import sys; from cvt.commands import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
-    result = run_python(code)
+ASKED = """
+import sys, time
+from cvt.commands import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(time.process_time(), *sys.modules)
+"""
+
+
+def _asked(*words):
+    """Returns what a new process of ``cvt`` prints, its exit code, its processor time and its modules."""
+    command = [sys.executable, "-c", ASKED, *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    *printed, last = result.stdout.splitlines()
+    seconds, *modules = last.split()
+    return [*printed, *result.stderr.splitlines()], result.returncode, float(seconds), set(modules)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "last"),
+    [
+        (["--help"], 0, "  --version   show program's version number and exit"),
+        ([], 2, "cvt: error: a command is missing"),
+        (["clasify"], 2, "cvt: error: argument COMMAND: invalid choice: 'clasify'"),
+        (["--nonsense"], 2, "cvt: error: unrecognized arguments: --nonsense"),
+    ],
+)
+def test_help_and_errors_of_the_shell_wait_for_no_package(words, code, last):
+    printed, returned, seconds, modules = _asked(*words)
+    assert returned == code
+    assert any(line.startswith(last) for line in printed), printed
+    if words == ["--help"]:
+        for command in COMMANDS:
+            assert any(line.startswith(f"    {command} ") for line in printed)
+    assert not {"torch", "numpy", "transformers", "cvt_kernels", "cvt.config"} & modules
+    assert seconds < 0.5
+
+
+def test_a_command_waits_for_no_package_that_only_others_need():
+    result = run_python(f"import sys; sys.argv[1:] = ['train', '--help']\n{ASKED}")
     result.check_returncode()
     *usage, modules = result.stdout.splitlines()
-    commands = "classify evaluate explain quantize export train doctor bench compile"
-    for command in commands.split():
-        assert any(line.startswith(f"    {command} ") for line in usage)
+    assert "usage: cvt train [-h] --data DATA" in usage[0]
     heavy = {"PIL", "kornia", "matplotlib", "sklearn", "transformers", "triton", "torch.utils.flop_counter"}
     assert not heavy & set(modules.split())
+    assert "cvt.commands.classify" not in modules.split()
+
+
+def test_every_command_has_a_module():
+    folder = Path(commands.__file__).parent
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"cvt.commands.{command}").add_arguments(parser)
+        assert parser.get_default("run") is not None
+    known = {path.stem for path in folder.glob("*.py") if "def add_arguments(" in path.read_text()}
+    known |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert known == set(COMMANDS)
 
 
 def test_doctor_command_and_a_reader_that_leaves_early(capsys):

@@ -19,6 +19,7 @@ from cvt.datasets import open_dataset
 from cvt.evaluation import Cost, Evaluation
 from cvt.factory import randomize
 from cvt.training.recipe import MODELS
+from cvt_kernels.autotune import clock
 from tests.checks import Terminal, bad, section_of
 
 ROOT = Path(__file__).parents[3]
@@ -46,9 +47,10 @@ def test_report_and_json():
     assert content["per_class"] == [0.75, None, 1.0]
     assert content["confusion"] == confusion.tolist()
     assert (content["images"], content["multiply_adds"], content["labels"]) == (8, 2340000000, None)
-    many = Evaluation(1.0, 1.0, 0.0, torch.eye(30, dtype=torch.int64), 1.0, None)
+    many = Evaluation(1.0, 1.0, 0.0, torch.eye(30, dtype=torch.int64), None, None)
     assert len(report(many, figures[1]).splitlines()) == 20
-    assert "unknown" in report(many, figures[1])
+    assert "images/s       too few batches" in report(many, figures[1])
+    assert "peak memory            unknown" in report(many, figures[1])
 
 
 def save_digits_model(path, labels=tuple("0123456789"), scale=1.0, **settings):
@@ -90,6 +92,14 @@ def test_command_on_digits(capsys, trained, tmp_path):
         assert f"{content['top1']:.2%}" in out
         assert "digits.pth on digits, 16×16 pixels, fp32 on c" in out
     assert outputs[0][1]["top5"] == outputs[1][1]["top5"]
+
+
+def test_a_speed_beside_other_programs_is_said_to_be_rough(capsys, trained, monkeypatch, tmp_path):
+    monkeypatch.setattr(clock.Times, "is_disturbed", True)
+    options = ["--data", "digits", "--checkpoint", str(trained[0]), "--json", str(tmp_path / "figures.json")]
+    assert main(["evaluate", *options]) == 0
+    assert capsys.readouterr().err == f"cvt evaluate: {clock.DISTURBED}\n"
+    assert json.loads((tmp_path / "figures.json").read_text())["is_disturbed"] is True
 
 
 def test_a_bar_is_drawn_on_a_terminal(capsys, trained, monkeypatch):

@@ -19,6 +19,7 @@ from cvt.commands import main
 from cvt.commands.export import export
 from cvt.commands.onnx_nodes import with_nodes
 from cvt.factory import randomize
+from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.linear_int8.modules import ConvInt8
 from tests.checks import Terminal, record_all_calls
 from tests.upstream import ONE_STAGE
@@ -94,6 +95,15 @@ def pretended(monkeypatch):
         monkeypatch.setattr(export_module, "_run", lambda path, parts, _: change(model(torch.cat(parts))))
 
     return pretend
+
+
+@pytest.mark.usefixtures("tuning")
+def test_nothing_is_tuned(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuner, "tune", lambda task: pytest.fail(f"tunes {task.cache_key}"))
+    ck.use_backend("auto")
+    options = ["--checkpoint", "digits", "--format", "pt2", "--output", str(tmp_path / "digits.pt2")]
+    assert main(["export", *options]) == 0
+    assert "of the largest logit on 5 random images" in capsys.readouterr().out
 
 
 def test_a_bar_is_drawn_for_those_who_ask(model, tmp_path, monkeypatch, pretended):

@@ -15,6 +15,7 @@ from cvt.checkpoints import PACKAGED
 from cvt.commands import main
 from cvt.commands import prune as command
 from cvt.evaluation import cost
+from cvt_kernels.autotune import clock
 from tests.checks import Terminal, bad, python_blocks, run_blocks, section_of
 from tests.cvt.models import equal, quantized, small
 
@@ -53,6 +54,15 @@ def test_files_and_figures(digits):
     assert lines[0] == f"{folder}/{transcript[0]}"
     assert lines[1:-1] == transcript[1:-1]
     assert [lines[-1].split()[0], transcript[-1].split()[0]] == ["images/s"] * 2
+
+
+def test_a_speed_beside_other_programs_is_said_to_be_rough(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(clock.Times, "is_disturbed", True)
+    files = ["--output", str(tmp_path / "p.safetensors"), "--json", str(tmp_path / "p.json")]
+    assert main(["prune", "--checkpoint", "digits", "--mlp", "0.25", *files]) == 0
+    assert capsys.readouterr().err == f"cvt prune: {clock.DISTURBED}\n"
+    content = json.loads((tmp_path / "p.json").read_text())
+    assert (content["before"]["is_disturbed"], content["after"]["is_disturbed"]) == (True, True)
 
 
 def test_the_file_says_all(digits):

@@ -122,6 +122,16 @@ def test_an_image_that_upstream_refuses_is_refused(make):
             model(images(1, 3, 3))
 
 
+def test_a_pvt_says_which_image_size_it_takes():
+    expected = (
+        "pixel_values: got 64×96 pixels, a grid of 16×24 patches, expected 70×70 pixels, a grid of 17×17: "
+        "this PVT has position embeddings for images of its config's image_size alone"
+    )
+    for model in (ck.accelerate(pvt().eval()), ck.accelerate(pvt().eval(), freeze=True)):
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            model(images(1, 64, 96))
+
+
 LAYERS = ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer")
 
 

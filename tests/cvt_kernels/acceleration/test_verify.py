@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import itertools
+import re
 import sys
 
 import pytest
@@ -76,14 +77,14 @@ def test_half_precision():
 @pytest.mark.usefixtures("tuning")
 def test_kernels_are_tuned_before_models_are_timed(monkeypatch):
     events = []
-    tune, time = tuner.tune, clock.seconds_in_turns
+    tune, time = tuner.tune, clock.times_in_turns
 
     def timed(*args, **options):
         events.append("timing")
         return time(*args, **options)
 
     monkeypatch.setattr(tuner, "tune", lambda task: events.append("tuning") or tune(task))
-    monkeypatch.setattr(clock, "seconds_in_turns", timed)
+    monkeypatch.setattr(clock, "times_in_turns", timed)
     with ck.use_backend("auto"):
         report = ck.verify(microsoft(**RANDOM), images(), rounds=1)
     assert report.passed, str(report)
@@ -131,6 +132,43 @@ def test_an_error_that_is_too_large_by_chance_is_told_from_a_fault(runs):
     assert "mean of 9 runs" in str(report)
     # Each run begins with the statistics that the model has.
     assert all(layer.statistics is None or layer.statistics.eager < 1e-5 for layer in report.layers)
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "training"])
+def test_only_what_had_a_large_error_runs_again(mode, monkeypatch):
+    """A single value of each attention is off by 10 units in the last place, in one run of one mode."""
+    model, calls, ran = microsoft(**RANDOM), itertools.count(), []
+    blocks = sum(row.class_name == "Block" for row in ck.coverage(model))
+    ours = range(blocks) if mode == "evaluation" else range(blocks, 2 * blocks)
+    run = verify_module._Run._forward
+    monkeypatch.setattr(
+        verify_module._Run,
+        "_forward",
+        lambda self, model: ran.append(model.training) or run(self, model),
+    )
+
+    def add_units(out):
+        off = torch.zeros_like(out)
+        off[0, 0, 0] = 10 * torch.finfo(out.dtype).eps * out.detach().abs().max()
+        return out + off if next(calls) in ours else out
+
+    spoil("attention", add_units)
+    report = ck.verify(model, images(), rounds=1)
+    assert report.passed, str(report)
+    assert report.runs == 9
+    # Three models for their errors, two with random numbers, two for their speed; then two eight times more.
+    # The accelerated one computes the forward in evaluation by its blocks and by its stages.
+    assert ran.count(True) == 3 + 2 + 2 * 2 + (2 * 8 if mode == "training" else 0)
+    assert ran.count(False) == 4 + 1 + 2 * 2 + (3 * 8 if mode == "evaluation" else 0)
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_speeds_beside_other_programs_are_said_to_be_rough(disturbed, monkeypatch):
+    waited = itertools.count()
+    monkeypatch.setattr(clock, "waited_seconds", lambda: float(next(waited)) if disturbed else 0.0)
+    report = ck.verify(ours(), images(1), rounds=1)
+    assert (report.evaluation.is_disturbed, report.training.is_disturbed) == (disturbed, disturbed)
+    assert (clock.DISTURBED in str(report).splitlines()) == disturbed
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -213,7 +251,8 @@ def test_checkpointing_asks_for_the_same_backends_again():
     assert backends.requested_backends() == KERNELS_FIRST
 
 
-def test_the_report_is_a_table():
+def test_the_report_is_a_table(monkeypatch):
+    monkeypatch.setattr(clock.Times, "is_disturbed", False)
     remember_entry("reference", "gelu", torch.ones(2), approximate="none", is_disturbed=True)
     report = ck.verify(ck.accelerate(microsoft()), images(), rounds=1)
     *lines, advice = str(report).splitlines()
@@ -231,14 +270,15 @@ def test_the_report_is_a_table():
     assert str(report._replace(advice=None)).splitlines() == lines
 
 
-def test_a_bar_is_drawn_for_those_who_ask(monkeypatch):
+def test_a_bar_is_drawn_on_a_terminal(monkeypatch):
     drawn = []
-    for progress in (False, True):
+    for options in ({"progress": False}, {}):
         monkeypatch.setattr(sys, "stderr", Terminal())
-        ck.verify(ours(), images(1), rounds=1, progress=progress)
+        ck.verify(ours(), images(1), rounds=1, **options)
         drawn.append(sys.stderr.getvalue())
     assert drawn[0] == ""
     assert "verify:   0%|" in drawn[1]
+    assert re.search(r"/11 \[\d\d:\d\d<\d\d:\d\d", drawn[1])  # the time left
     assert "0/11 [" in drawn[1]  # three recorded runs; two models timed twice, with a run that warms up
     assert not drawn[1].split("\r")[-1].strip()
 

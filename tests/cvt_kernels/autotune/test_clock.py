@@ -52,6 +52,24 @@ def test_functions_take_turns_and_the_first_round_warms_up(timer):
 
 
 @pytest.mark.parametrize(
+    ("costs", "waits", "disturbed"),
+    [
+        ([1.0, 1.1, 1.2, 5.0], 0.0, False),  # once
+        ([1.0, 2.1, 2.2, 2.3], 0.0, True),  # half of the runs took twice as long as the fastest
+        ([1.0, 1.1, 1.2, 1.3], 0.1, False),
+        ([1.0, 1.1, 1.2, 1.3], 0.2, True),  # threads waited for a CPU
+    ],
+)
+def test_turns_that_other_work_disturbs(timer, monkeypatch, costs, waits, disturbed):
+    calls = []
+    monkeypatch.setattr(clock, "waited_seconds", lambda: waits * len(calls))
+    function = costing(timer, calls, "a", [9.0, *costs])
+    (times,) = clock.times_in_turns([function], 4, "cpu")
+    assert times.seconds == pytest.approx(costs)
+    assert times.is_disturbed == disturbed
+
+
+@pytest.mark.parametrize(
     ("costs", "rounds", "fastest"),
     [([0.01, 0.3, 0.2, 0.4], 3, 0.2), ([9.0, 1.5, 1.0], 20, 1.0)],  # the second ends after two seconds
 )

@@ -80,6 +80,6 @@ def test_bench_bad_input(capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "kept").exists()
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "transformers is not installed; pip install transformers, or in a checkout" in fails()
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ModuleNotFoundError, match=r"scikit-learn is not installed; .*'\.\[bench\]'"):
         sample_photos()
