@@ -36,6 +36,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
+from .autotune import unlimited
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
 from .structure import Structure
@@ -260,7 +261,8 @@ class _Graphs:
                 self._graphs.move_to_end(key)
                 outputs = graph.replay(call.tensors)
             elif snapshot.holds():
-                return self._capture(key, snapshot, model, forward, call)
+                with unlimited():  # a graph keeps the backends of its capture
+                    return self._capture(key, snapshot, model, forward, call)
         # The GPU replays meanwhile.
         if is_same and snapshot.holds():
             return outputs
@@ -279,7 +281,8 @@ class _Graphs:
             self._seen.add(key)
             return _NOTHING
         if key not in self._graphs:
-            return self._capture(key, snapshot, model, forward, call)
+            with unlimited():  # a graph keeps the backends of its capture
+                return self._capture(key, snapshot, model, forward, call)
         self._graphs.move_to_end(key)
         return self._take_turn(self._graphs[key], call)
 

@@ -17,6 +17,7 @@ from ..common import (
     resolve_device,
 )
 from ..paths import STDOUT, add_json_argument, input_path, output_path
+from ..pyramids import NAMES
 
 
 def add_parser(commands: Any) -> None:
@@ -33,8 +34,7 @@ def add_parser(commands: Any) -> None:
     bench.add_argument(
         "--model",
         metavar="NAME",
-        help="cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 "
-        "to _b5, pvt_v2_b2_linear, or glpn (default: detected from the checkpoint, or cvt_13)",
+        help=f"{NAMES} (default: detected from the checkpoint, or cvt_13)",
     )
     bench.add_argument(
         "--images",
