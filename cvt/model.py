@@ -24,7 +24,7 @@ from cvt_kernels.acceleration.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
 from cvt_kernels.acceleration.matching import parts_if_fused
 from cvt_kernels.checks import check_kind, check_tensor
-from cvt_kernels.modes import autocast_enabled, is_transformed
+from cvt_kernels.modes import autocast_enabled, is_known, is_transformed
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.layer_norm_gelu import gelu
 from cvt_kernels.ops.rows import gather_rows, scatter_rows
@@ -348,13 +348,13 @@ class Stages(nn.Module):
         height, width = images.shape[2:]
         for stage, built in zip(self.config.stages, self._built_stages(), strict=False):
             height, width = stage.grid(height, width)
-            if height < 1 or width < 1:
+            if is_known(height < 1) or is_known(width < 1):
                 raise ValueError(
                     f"images: {images.shape[2]}×{images.shape[3]} pixels are too few, "
                     f"the embedding with patch size {stage.patch_size} gets an empty grid"
                 )
             keys = [(n - 1) // stage.stride_kv + 1 for n in (height, width)]
-            if _normalizes_by_batch(built) and images.shape[0] * keys[0] * keys[1] == 1:
+            if _normalizes_by_batch(built) and is_known(images.shape[0] * keys[0] * keys[1] == 1):
                 raise ValueError(
                     f"images: one of {images.shape[2]}×{images.shape[3]} leaves BatchNorm a single value per "
                     "channel, expected a larger batch or larger images in training"

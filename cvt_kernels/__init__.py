@@ -42,6 +42,7 @@ from .records import (
 if TYPE_CHECKING:
     from .acceleration.verify import verify
     from .diagnosis import doctor
+    from .tuning import tune
 
 __version__ = "0.1.0"
 
@@ -97,18 +98,19 @@ __all__ = [
     "scatter_rows",
     "segmentation_head",
     "transformer_block",
+    "tune",
     "use_backend",
     "verify",
 ]
 
-# The reports are imported at first use: the import of the package would take a fifth longer with them.
-_REPORTS = {"doctor": ".diagnosis", "verify": ".acceleration.verify"}
+# These are imported at first use: the import of the package would take a fifth longer with them.
+_AT_FIRST_USE = {"doctor": ".diagnosis", "tune": ".tuning", "verify": ".acceleration.verify"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _REPORTS:
+    if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_REPORTS[name], __name__), name)
+    value = getattr(importlib.import_module(_AT_FIRST_USE[name], __name__), name)
     globals()[name] = value
     return value
 

@@ -47,6 +47,9 @@ OURS = ("gluon", "triton", "cuda", "cpu")
 #: The backends without support for ``torch.func``: ours, and those that pack weights or write in place.
 _UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
 
+#: Stands for the class of a size that is symbolic where ``torch.compile`` traces.
+ANY_SIZE = "SIZE"
+
 #: The record of a call: a NamedTuple of the arguments, with the names of the operator's parameters.
 Record = Any
 
@@ -174,6 +177,7 @@ plans: dict[Any, Callable[..., Any]] = {}
 #: The choices that process groups have agreed on; groups are weak keys.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _fallbacks: dict[tuple[str, str], str] = {}
+_untuned: dict[str, str] = {}
 
 
 def declare(operator: Operator) -> None:
@@ -437,6 +441,18 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
     _fallbacks[operator, backend] = reason
 
 
+def untuned() -> dict[str, str]:
+    """Returns cache key → why the calls of this process have not tuned it yet."""
+    return dict(_untuned)
+
+
+def note_untuned(cache_key: str, reason: str | None) -> None:
+    """Notes why a cache key is not tuned, or with None that it is."""
+    _untuned.pop(cache_key, None)
+    if reason is not None:
+        _untuned[cache_key] = reason
+
+
 # Availability ---------------------------------------------------------------------------------------------
 
 
@@ -512,6 +528,7 @@ def reset() -> None:
     _open_blocks(_OUTSIDE)
     _requested, _requested_by, _requested_in_graph = _AUTO, None, None
     _fallbacks.clear()
+    _untuned.clear()
     agreements.clear()
     forget()
 

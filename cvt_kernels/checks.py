@@ -304,7 +304,7 @@ def check_geometry(
 
     A height or width below 1 means that the output is empty. A padding far beyond the map and the kernel is
     refused, since it would only add zeros. ``prefix`` comes before names in messages; ``sizes`` are the
-    height and width of the map.
+    height and width of the map. Where they are symbolic, only what is wrong for all of them raises.
 
     Raises:
         TypeError: A setting is not an integer.
@@ -324,7 +324,7 @@ def check_geometry(
         )
     more = 2 * padding - reach - 1
     height, width = (rows + more) // stride + 1, (columns + more) // stride + 1
-    if height > 0 and width > 0 and height * width > _MOST_PIXELS:
+    if modes.is_known(height * width > _MOST_PIXELS) and height > 0 and width > 0:
         raise ValueError(
             f"{prefix}padding: got {padding}, which makes {height}×{width} pixels, expected fewer than 2**31"
         )

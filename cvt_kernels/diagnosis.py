@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -19,8 +20,8 @@ def doctor() -> str:
         The text that ``cvt doctor`` and ``python -m cvt_kernels`` print.
 
     Raises:
-        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU`` or ``CVT_KERNELS_AUTOTUNE`` has an
-            unknown value.
+        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU``, ``CVT_KERNELS_AUTOTUNE`` or
+            ``CVT_KERNELS_AUTOTUNE_SECONDS`` has an unknown value.
     """
     facts = machine.facts()
     device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
@@ -49,6 +50,9 @@ def doctor() -> str:
         (line for name, cache in caches.items() for line in _faults(name, cache)),
     )
     lines += _section(
+        "not tuned in this process:", (f"{key}: {reason}" for key, reason in backends.untuned().items())
+    )
+    lines += _section(
         "passed over in this process:",
         (f"{operator}, {backend}: {reason}" for (operator, backend), reason in backends.fallbacks().items()),
     )
@@ -75,8 +79,10 @@ def as_json() -> dict[str, object]:
         **facts._asdict(),
         "requested": backends.requested_backends(),
         "autotune": autotune.tuning_enabled(),
+        "seconds_per_call": _seconds_as_json(),
         "devices": devices,
         "not_available": list(_unavailable(device_types)),
+        "not_tuned": backends.untuned(),
         "passed_over": {f"{op}, {name}": reason for (op, name), reason in backends.fallbacks().items()},
     }
 
@@ -98,8 +104,16 @@ def _section(heading: str, lines: Iterator[str]) -> list[str]:
 
 def _tuning() -> str:
     if autotune.tuning_enabled():
-        return "on: auto checks and times the backends at the first call of each kind"
+        seconds = autotune.tuning_seconds()
+        limit = "without a limit" if seconds == math.inf else f"for {seconds:g} s per call"
+        return f"on: auto checks and times the backends at the first calls of each kind, {limit}"
     return "off (CVT_KERNELS_AUTOTUNE=0): without an entry, auto takes PyTorch's own operator"
+
+
+def _seconds_as_json() -> float | None:
+    """Returns the limit of a call; None for no limit, since JSON has no infinity."""
+    seconds = autotune.tuning_seconds()
+    return None if seconds == math.inf else seconds
 
 
 def _entries_line(device_type: str, cache: autotune.Cache) -> str:

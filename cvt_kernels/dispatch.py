@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
+import re
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import autotune, backends, caller, checks, machine, modes
+from .autotune import limit
 from .backends import (
+    ANY_SIZE,
     BACKENDS,
     OURS,
     BackendUnavailable,
@@ -101,7 +105,8 @@ def choose_in_group(group: Any, shared: Any, operator: str, call: Record) -> Cho
     if key not in agreed:
         if machine.is_capturing(x):
             return _choice(operator, _first_able(operator, defaults, call), lasts=False)
-        proposed = _choose(operator, call).eager
+        with limit.unlimited():  # the processes agree once
+            proposed = _choose(operator, call).eager
         known = backends.implementations[operator]
         proposal = BACKENDS.index(next(name for name in known if known[name] is proposed))
         extremes = torch.tensor([proposal, -proposal], device=x.device)
@@ -184,9 +189,9 @@ def _choose(operator: str, call: Record) -> Choice:
     cache = autotune.cache_for(x.device)
     asked = _cache_key_of(operator, call)
     entry = cache.get(asked)
-    if entry is None and is_tuning():
+    if is_tuning() and (entry is None or not entry.timings):
         return _choice(operator, able[0], lasts=False)
-    if entry is None or not _knows(entry, able):
+    if not _knows(entry, able):
         lasting, passing = _why_not_tunable(cache), _why_not_tunable_now(x)
         if lasting is None and passing is None:
             try:
@@ -197,8 +202,12 @@ def _choose(operator: str, call: Record) -> Choice:
                 from .autotune import tuner
 
                 reason = f"could not be tuned: {tuner.describe_error(error)}"
+                backends.note_untuned(asked, reason)
                 _note_passed_over(operator, able, default, reason)
                 return _choice(operator, default)
+            if entry is None:
+                _note_passed_over(operator, able, default, _TIME_IS_UP)
+                return _choice(operator, default, lasts=False)
         elif entry is None:
             _note_passed_over(operator, able, default, f"has no entry, and {lasting or passing}")
             return _choice(operator, default, lasts=passing is None)
@@ -209,9 +218,8 @@ def _choose(operator: str, call: Record) -> Choice:
         _note_passed_over(operator, able, default, reason)
         return _choice(operator, default)
     _note(operator, entry)
-    return _choice(
-        operator, *(name if name in able else default for name in (entry.chosen, entry.chosen_in_graphs))
-    )
+    chosen = (name if name in able else default for name in (entry.chosen, entry.chosen_in_graphs))
+    return _choice(operator, *chosen, lasts=entry.timings > 0)
 
 
 def is_tuning() -> bool:
@@ -221,9 +229,15 @@ def is_tuning() -> bool:
     return tuner.is_tuning()
 
 
-def _knows(entry: autotune.Entry | None, able: list[str]) -> bool:
-    """Returns whether an entry covers all able backends; the call that made it may have excluded one."""
-    return entry is not None and all(name in entry.measurements for name in able)
+_TIME_IS_UP = "not tuned yet: the call had no time left (CVT_KERNELS_AUTOTUNE_SECONDS), a later one goes on"
+
+
+def _knows(entry: autotune.Entry | None, able: list[str]) -> TypeGuard[autotune.Entry]:
+    """Returns whether an entry was timed and covers all able backends.
+
+    The call that made it may have had no time left, or have excluded a backend.
+    """
+    return entry is not None and entry.timings > 0 and all(name in entry.measurements for name in able)
 
 
 def _note_passed_over(operator: str, able: list[str], default: str, reason: str) -> None:
@@ -269,11 +283,16 @@ def _cache_key(operator: str, dtype: torch.dtype, device: torch.device, gradient
 def _remembered_backend(
     operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str
 ) -> str | None:
-    """Returns the entry's backend for graphs, or None without an entry."""
+    """Returns the backend for graphs, or None without an entry.
+
+    Where a size is symbolic, the graph is for all sizes, and so are the entries.
+    """
     asked = _cache_key(operator, dtype, device, gradient, kind)
-    entry = autotune.cache_for(device).get(asked)
-    if entry is not None:
-        return entry.chosen_in_graphs
+    entries = autotune.cache_for(device).entries()
+    pattern = re.compile(re.escape(asked).replace(ANY_SIZE, "[0-9]+[+]"))
+    known = [entry for cache_key, entry in entries.items() if pattern.fullmatch(cache_key)]
+    if known:
+        return _chosen_in_all(known)
     reason = "has no entry, and nothing is tuned while torch.compile traces"
     for backend in OURS:
         if why_unavailable(operator, backend, device.type) is None:
@@ -281,9 +300,16 @@ def _remembered_backend(
     return None
 
 
+def _chosen_in_all(entries: Sequence[autotune.Entry]) -> str:
+    """Returns the backend that most of the entries choose for graphs, and that has no flaw in any of them."""
+    counts = collections.Counter(entry.chosen_in_graphs for entry in entries)
+    flawed = {name for entry in entries for name, each in entry.measurements.items() if each.flaw is not None}
+    return next((name for name, _ in counts.most_common() if name not in flawed), "reference")
+
+
 def _why_not_tunable(cache: autotune.Cache) -> str | None:
     """Returns why this process does not autotune at first use, or None."""
-    if not autotune.tuning_enabled():
+    if not (autotune.tuning_enabled() or limit.is_requested()):
         return "CVT_KERNELS_AUTOTUNE=0 forbids tuning it at first use"
     # An entry that cannot be cached could differ in the next run.
     if torch.are_deterministic_algorithms_enabled() and (reason := cache.why_not_remembered()) is not None:
@@ -356,18 +382,54 @@ def _task_of(operator: str, call: Record) -> tuner.Task:
 _ALL = 2**40  # more than any call has
 
 
-def _tune(cache: autotune.Cache, asked: str, able: list[str], operator: str, call: Record) -> autotune.Entry:
-    """Autotunes a call, unless another process has done so meanwhile, and caches the entry."""
+def _tune(
+    cache: autotune.Cache, asked: str, able: list[str], operator: str, call: Record
+) -> autotune.Entry | None:
+    """Autotunes a call as far as there is time, unless another process has done so meanwhile.
+
+    Without time, a default that is ours is checked all the same. PyTorch's own needs no check: without an
+    entry, it serves.
+    """
     from .autotune import tuner
 
-    with tuner.noticed(), cache.tuning(lambda: _knows(cache.get(asked), able)):
-        known = cache.get(asked)
-        if known is not None and _knows(known, able):
+    now = _call_to_tune_for()
+    known = cache.get(asked)
+    if not now.has_time():
+        default = _favored(backends.operators[operator].defaults, able)
+        if default not in OURS or (known is not None and default in known.measurements):
+            backends.note_untuned(asked, _TIME_IS_UP)
             return known
-        entry = tuner.tune(_task_of(operator, call))
+        entry = tuner.tune(_task_of(operator, call), known, now.has_time)
         cache.remember({asked: entry}, replace=known is not None)
-    _warn_of_wrong_kernels(asked, entry)
+    else:
+        with (
+            limit.noticed(),
+            now.spending(),
+            cache.tuning(lambda: _knows(cache.get(asked), able), seconds=now.seconds) as has_turn,
+        ):
+            known = cache.get(asked)
+            if _knows(known, able):
+                return known
+            if now.is_limited and not has_turn:  # another process tunes
+                backends.note_untuned(asked, _TIME_IS_UP)
+                return known
+            entry = tuner.tune(_task_of(operator, call), known, now.has_time)
+            cache.remember({asked: entry}, replace=known is not None)
+    if entry.timings:
+        now.tuned[asked] = entry
+    backends.note_untuned(asked, None if entry.timings else _TIME_IS_UP)
+    _warn_of_wrong_kernels(asked, entry, known)
     return entry
+
+
+def _call_to_tune_for() -> limit.Call:
+    """Returns the call that an operator is part of, which has a limit unless later calls must agree with it.
+
+    They must with deterministic algorithms, and where activation checkpointing will compute it again.
+    """
+    if torch.are_deterministic_algorithms_enabled() or modes.saved_tensors_hooked():
+        return limit.Call(math.inf)
+    return limit.current_call()
 
 
 def _may_time_again(cache: autotune.Cache, x: Tensor) -> bool:
@@ -383,7 +445,7 @@ def _time_again(
     """Times a call again and caches the entry, unless another process tunes; returns the valid entry."""
     from .autotune import tuner
 
-    with cache.tuning(waits=False) as has_turn:
+    with cache.tuning(seconds=0) as has_turn:
         known = cache.get(asked)
         if not has_turn or known != entry:
             return known or entry
@@ -397,9 +459,11 @@ def _time_again(
     return again
 
 
-def _warn_of_wrong_kernels(asked: str, entry: autotune.Entry) -> None:
+def _warn_of_wrong_kernels(asked: str, entry: autotune.Entry, before: autotune.Entry | None) -> None:
+    """Warns of kernels with a flaw, unless an entry that goes on after its check had it already."""
+    known = {} if before is None or before.timings else before.measurements
     for backend in OURS:
-        measurement = entry.measurements.get(backend)
+        measurement = None if backend in known else entry.measurements.get(backend)
         if measurement is None or measurement.flaw is None or "OutOfResources" in measurement.flaw:
             continue  # a GPU with less shared memory is no reason to worry
         if measurement.is_lasting:

@@ -37,6 +37,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
+from .autotune import unlimited
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
 from .structure import Structure
@@ -261,7 +262,10 @@ class _Graphs:
                 return _NOTHING
             if with_gradients:
                 return self._replayed_with_gradients(key, snapshot, model, forward, call)
-            return self._capture(key, snapshot, model, forward, call) if graph is None else outputs
+            if graph is not None:
+                return outputs
+            with unlimited():  # a graph keeps the backends of its capture
+                return self._capture(key, snapshot, model, forward, call)
         # This call runs without a graph, so that a model with other weights in every call is never captured.
         self.forget()
         self._snapshot = _Snapshot(model)
@@ -277,7 +281,8 @@ class _Graphs:
             self._seen.add(key)
             return _NOTHING
         if key not in self._graphs:
-            return self._capture(key, snapshot, model, forward, call)
+            with unlimited():  # a graph keeps the backends of its capture
+                return self._capture(key, snapshot, model, forward, call)
         self._graphs.move_to_end(key)
         return self._take_turn(self._graphs[key], call)
 

@@ -27,6 +27,18 @@ def plain_size(size: int) -> int:
     return int(size) if torch.jit.is_tracing() else size
 
 
+def is_known(condition: Any) -> bool:
+    """Returns whether a condition on sizes is true; where sizes are symbolic, whether it is for all of them.
+
+    A plain ``if`` would make the sizes that are traced a condition of the graph.
+    """
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def forward_mode_enabled() -> bool:
     """Returns whether forward-mode differentiation is on."""
     # There is no public API; if this attribute is missing, the result is True, the safe side.
@@ -40,6 +52,11 @@ def may_change(value: Tensor, *others: Tensor | None) -> bool:
     caller must know that nobody else reads the first again.
     """
     return not (wants_gradient(value, *others) or is_transformed())
+
+
+def saved_tensors_hooked() -> bool:
+    """Returns whether hooks see the tensors that autograd saves, as activation checkpointing's do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def is_transformed() -> bool:

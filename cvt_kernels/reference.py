@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .modes import is_known
 from .records import Pool, PositionBias
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ def position_bias(position: PositionBias, queries: int, keys: int) -> Tensor:
 
 def resize_table(table: Tensor, sizes: tuple[int, int]) -> Tensor:
     """Resizes the table (heads, …) of a position bias for other grids: bilinear, with aligned corners."""
-    if not torch.jit.is_tracing() and table.shape[1:] == sizes:  # traced sizes are not compared
-        return table
+    if not torch.jit.is_tracing():  # traced sizes are not compared
+        _, height, width = table.shape
+        if is_known(height == sizes[0]) and is_known(width == sizes[1]):
+            return table
     return F.interpolate(table[None], sizes, mode="bilinear", align_corners=True)[0]
 
 

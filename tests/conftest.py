@@ -111,11 +111,12 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Lets ``auto`` tune kernels at first use; returns the cache directory of the test."""
+    """Lets ``auto`` tune kernels at first use, without a limit; returns the cache directory of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", "inf")  # however busy the machine of the tests is
     autotune.forget()
-    monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 1)  # however busy the machine of the tests is
+    monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 1)
     monkeypatch.setattr("cvt_kernels.autotune.tuner._SECONDS", 0.0)  # for timing, beyond the fewest rounds
     return tmp_path / "cache"
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .. import checks
+from .. import checks, modes
 from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
@@ -228,8 +228,10 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
     if call is None:
         return NotImplemented
     x, grid = call
-    if parts.reduction is not None and min(grid) < parts.reduction[0].kernel_size[0]:
-        return NotImplemented  # upstream has an error for it
+    if parts.reduction is not None:
+        least = parts.reduction[0].kernel_size[0]
+        if modes.is_known(grid[0] < least) or modes.is_known(grid[1] < least):
+            return NotImplemented  # upstream has an error for it
     rows = class_token_of(x) if is_block_wanted(block) else None
     return entry.result(block, forward_block(parts, x, grid, rows)[0], grid)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import backends, dispatch
+from ..autotune import unlimited
 from ..backends import Implementation
 from ..classes import is_fused
 from ..graphs import ungraphed
@@ -195,6 +196,7 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
         torch.random.fork_rng(devices=cuda),
         torch.set_grad_enabled(any(block.training for block in rows)),
         torch.compiler.set_stance("force_eager"),
+        unlimited(),
         _entered(rows, within),
     ):
         call_model(model, inputs)

@@ -443,7 +443,7 @@ def _trace_stage(stage: nn.Module, entry: StageEntry, number: int, image: Tensor
     if image.ndim != 4 or image.shape[1] != conv.in_channels or image.dtype != conv.weight.dtype:
         return None  # its own forward says what is wrong
     grid = output_grid(image, conv)
-    if min(grid) < 1:
+    if modes.is_known(grid[0] < 1) or modes.is_known(grid[1] < 1):
         return None
     count = grid[0] * grid[1] + (0 if class_token is None else class_token.shape[1])
     tokens = torch.ops.cvt_kernels.frozen_stage.default(image, number, count, conv.out_channels)

@@ -134,7 +134,7 @@ def drop(dropout: Any, x: Tensor) -> Tensor:
     Random numbers follow the order in memory; upstream's views of a batch of one have their channels first.
     """
     is_active = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
-    if is_active and x.shape[0] == 1:
+    if is_active and modes.is_known(x.shape[0] == 1):
         x = x.contiguous() if x.ndim == 4 else x.transpose(1, 2).contiguous().transpose(1, 2)
     return call(dropout, x)
 

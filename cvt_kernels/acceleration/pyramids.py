@@ -37,6 +37,8 @@ from .blocks import (
 from .fused import as_map, drop, embed_tokens, normalize
 from .watching import is_watched
 
+#: The class of decode heads.
+HEAD = "SegformerDecodeHead"
 #: The 1×1 convolutions whose work is done without calling them.
 POINTWISE_LAYERS = "linear_fuse", "classifier"
 
@@ -55,7 +57,7 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
     # The largest is last, since its product can be added to the others in place.
     for state, layer, part in reversed(list(zip(states, linears, parts, strict=True))):
         tokens = _tokens_of(state)
-        if state.shape[2:] == size:
+        if modes.is_known(state.shape[2] == size[0]) and modes.is_known(state.shape[3] == size[1]):
             total = _through_both(tokens, layer.weight, part, bias, total)
         else:
             image = as_map(_through_both(tokens, layer.weight, part, bias), state.shape[2:])
@@ -83,13 +85,26 @@ def _is_served(head: Any, linears: list[Any], states: Sequence[Tensor]) -> bool:
 def _serve(head: Any, linears: list[Any], states: Sequence[Tensor]) -> Tensor:
     """Computes the logits by one operator, with layers that are multiplied once and kept."""
     fusion, *others = _tensors_of(head, linears)
-    fold, layer = functools.partial(_fold, head, linears), head.classifier
+    fold = functools.partial(_fold, head, linears)
     key = "decode head", head.batch_norm.eps
     others += written_of(head.batch_norm)
-    (weight, *weights), bias = weight_cache.packed(fusion, key, fold, others)
-    pairs = tuple(zip(states[1:], weights, strict=True))
-    logits = segmentation_head(states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias)
+    logits = segmentation_head(*_head_call(head, weight_cache.packed(fusion, key, fold, others), states))
     return as_map(logits, states[0].shape[2:])
+
+
+def _head_call(head: Any, folded: tuple[list[Tensor], Tensor | None], states: Sequence[Tensor]) -> Any:
+    (weight, *weights), bias = folded
+    layer = head.classifier
+    pairs = tuple(zip(states[1:], weights, strict=True))
+    return states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias
+
+
+def call_of_head(head: nn.Module, states: Sequence[Tensor]) -> Any:
+    """Returns the arguments of ``segmentation_head`` for the call of a module of class ``HEAD``."""
+    entry = recognize(head)
+    assert entry is not None
+    linears = [projection.proj for projection in getattr(head, entry.variant)]
+    return _head_call(head, _fold(head, linears), states)
 
 
 @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
@@ -114,7 +129,7 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
     if not folds:
         # For a batch of one upstream's map has its channels first, in which order PyTorch's sums over pixels
         # have smaller errors.
-        image = head.batch_norm(image.contiguous() if image.shape[0] == 1 else image)
+        image = head.batch_norm(image.contiguous() if modes.is_known(image.shape[0] == 1) else image)
     activation = head.activation
     # A map that BatchNorm has returned may be kept by its hooks.
     in_place = folds and type(activation) is nn.ReLU and not is_watched(activation)
@@ -157,9 +172,12 @@ def _parts_of_fusion(head: Any, linears: list[Any], folds: bool) -> tuple[list[T
 def _through_both(
     tokens: Tensor, weight: Tensor, part: Tensor, bias: Tensor | None = None, total: Tensor | None = None
 ) -> Tensor:
-    """Adds a projection and a part of the fusion to ``total``: as one layer, or as two if that is less."""
+    """Adds a projection and a part of the fusion to ``total``: as one layer, or as two if that is less.
+
+    One layer is right for sizes that are symbolic.
+    """
     dtype = weight.dtype
-    if tokens.shape[0] * tokens.shape[1] > weight.shape[1]:
+    if not modes.is_known(tokens.shape[0] * tokens.shape[1] <= weight.shape[1]):
         with modes.without_autocast(tokens):
             part = part @ weight.to(part.dtype)
     else:
@@ -407,7 +425,7 @@ def _head_entry(projections: str, *arguments: str) -> BlockEntry:
 
     return BlockEntry(
         upstream=HUGGING_FACE,
-        name="SegformerDecodeHead",
+        name=HEAD,
         arguments=("encoder_hidden_states", *arguments),
         children=frozenset((projections, *others)),
         forward=lambda self, states, **_: decode(self, self._modules[projections], states),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..autotune import accuracy, cache_for, clock
+from ..autotune import accuracy, cache_for, clock, unlimited
 from ..autotune.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
 from ..checks import check_flag, check_int, dtype_name
@@ -223,7 +223,7 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = T
     bar = tqdm(
         total=3 + 4 * (rounds + 1), desc="verify", unit="run", leave=False, disable=None if progress else True
     )
-    with torch.random.fork_rng(devices=cuda), bar:
+    with torch.random.fork_rng(devices=cuda), unlimited(), bar:
         samples = _samples(runs, oracle, bar)
         random = _random_difference(*runs) if _random_modules(model) else None
         runs[0].evaluate()  # tunes the calls of a model without hooks

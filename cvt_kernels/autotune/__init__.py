@@ -4,8 +4,8 @@ Autotuning checks and times the candidates for a call on your machine, and cache
 kernel serves before it has matched float64 there.
 
 ``tuner`` checks and times candidates; ``accuracy`` is the accuracy rule, ``clock`` measures the time.
-``cache`` keeps the results: an entry (``entries``) for each cache key, in one file for each machine
-(``key``, ``files``, ``locks``).
+``limit`` is how long a call may do so. ``cache`` keeps the results: an entry (``entries``) for each cache
+key, in one file for each machine (``key``, ``files``, ``locks``).
 """
 
 from .cache import (
@@ -14,9 +14,11 @@ from .cache import (
     cache_for,
     forget,
     tuning_enabled,
+    tuning_seconds,
 )
 from .entries import FAILS_HERE, Entry, Measurement
 from .key import machine_key
+from .limit import unlimited
 
 __all__ = (
     "FAILS_HERE",
@@ -28,4 +30,6 @@ __all__ = (
     "forget",
     "machine_key",
     "tuning_enabled",
+    "tuning_seconds",
+    "unlimited",
 )

@@ -47,6 +47,24 @@ def tuning_enabled() -> bool:
     return requested == "1"
 
 
+def tuning_seconds() -> float:
+    """Returns how long a call may tune: ``CVT_KERNELS_AUTOTUNE_SECONDS``, by default 2; inf is no limit.
+
+    Raises:
+        ValueError: The variable is not a number of seconds.
+    """
+    requested = os.environ.get("CVT_KERNELS_AUTOTUNE_SECONDS") or "2"
+    try:
+        seconds = float(requested)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(
+            f"CVT_KERNELS_AUTOTUNE_SECONDS: got {requested!r}, expected a number of at least 0, or inf"
+        )
+    return seconds
+
+
 def cache_directory() -> Path:
     """Returns this package's folder in ``XDG_CACHE_HOME`` or ``~/.cache``; it need not exist.
 
@@ -249,25 +267,27 @@ class Cache:
             return self._why_not_written
 
     @contextlib.contextmanager
-    def tuning(self, is_known: Callable[[], bool] = lambda: False, *, waits: bool = True) -> Iterator[bool]:
+    def tuning(
+        self, is_known: Callable[[], bool] = lambda: False, *, seconds: float = _TUNING_SECONDS
+    ) -> Iterator[bool]:
         """Holds the lock of this machine key: one thread of one process tunes at a time.
 
         The context manager is reentrant, and reads the cache's file again before its block begins. It goes on
-        without the lock after 300 s, where nothing can be written, and once ``is_known``: the process that
-        tunes may itself be waiting for this one, in a collective operation.
+        without the lock after some seconds, where nothing can be written, and once ``is_known``: the process
+        that tunes may itself be waiting for this one, in a collective operation.
 
         The value of the block is False where another thread or process has the lock.
 
         Args:
             is_known: Returns whether the needed entries are there; called after each reading of the file.
-            waits: Whether to wait for the lock.
+            seconds: How long to wait for the lock; at most 300.
         """
         with contextlib.ExitStack() as stack:
             has_turn = True
             if self.why_not_remembered() is None:
                 path = self.path.with_suffix(".tuning")
-                until = time.monotonic() + _TUNING_SECONDS * waits
-                has_turn = stack.enter_context(held(path, _TURN_SECONDS * waits))
+                until = time.monotonic() + min(seconds, _TUNING_SECONDS)
+                has_turn = stack.enter_context(held(path, min(seconds, _TURN_SECONDS)))
                 while not has_turn and time.monotonic() < until:
                     self._read()
                     if is_known():
@@ -294,7 +314,9 @@ class Cache:
             for path in reversed(self._shipped_paths):
                 self._shipped |= _read_or_warn(path, self.key, is_shipped=True)
         self._cached = cached
-        self._known = {**cached, **self._unwritten, **self._passing, **self._shipped}
+        # Others may have timed what this process has only checked.
+        passing = {q: each for q, each in self._passing.items() if each.timings or q not in cached}
+        self._known = {**cached, **self._unwritten, **passing, **self._shipped}
         return self._known
 
     def _merge(self, new: dict[str, Entry], replace: bool) -> None:

@@ -47,7 +47,8 @@ class Entry(NamedTuple):
         chosen_in_graphs: The backend in CUDA graphs and under ``torch.compile``, where the host costs
             nothing.
         measurements: Backend → its measurement.
-        timings: How often they were timed; later processes repeat an unsure timing.
+        timings: How often they were timed; later processes repeat an unsure timing. 0 where time was up
+            after the check of some: a later call goes on.
     """
 
     chosen: str
@@ -57,8 +58,8 @@ class Entry(NamedTuple):
 
     @property
     def is_lasting(self) -> bool:
-        """True if all its measurements are lasting; otherwise it holds for this process only."""
-        return all(measurement.is_lasting for measurement in self.measurements.values())
+        """True if it was timed and all measurements are lasting; otherwise it holds for this process only."""
+        return self.timings > 0 and all(measurement.is_lasting for measurement in self.measurements.values())
 
     @property
     def is_unsure(self) -> bool:

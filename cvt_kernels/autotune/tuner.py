@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,20 +114,38 @@ class Task(NamedTuple):
         return Expected.of(self.reference, self.sample, self.exact, self.unrounded)
 
 
-def tune(task: Task) -> Entry:
+def tune(task: Task, known: Entry | None = None, has_time: Callable[[], bool] = lambda: True) -> Entry:
     """Checks and times the candidates of a task, and chooses the one that serves.
 
     The caller's arguments, random numbers and gradients stay as they are. Its modes and its hooks on saved
     tensors are off meanwhile.
+
+    Args:
+        task: The task.
+        known: An entry of candidates that were checked before and not timed.
+        has_time: Returns whether there is time, for checking more than the default and for timing.
+
+    Returns:
+        The entry. If time was up before the timing, the default serves unless it has a flaw; ``timings`` is
+        0 then.
 
     Raises:
         Exception: The reference cannot compute the sample, or there is not enough memory
             (:func:`is_out_of_memory`).
     """
     with undisturbed(task.sample.device):
-        expected = task.expected()
-        measurements = {name: check(function, expected) for name, function in task.candidates.items()}
-        return choose({**measurements, **_time_sound(task, measurements)}, task.default)
+        measurements = {} if known is None or known.timings else dict(known.measurements)
+        names = task.candidates if has_time() else (task.default,)
+        unchecked = [name for name in names if name not in measurements]
+        if unchecked:
+            expected = task.expected()
+            measurements |= {name: check(task.candidates[name], expected) for name in unchecked}
+        if len(measurements) == len(task.candidates) and has_time():
+            return choose({**measurements, **_time_sound(task, measurements)}, task.default)
+    chosen = next(
+        (name for name in (task.default, *measurements) if measurements[name].flaw is None), "reference"
+    )
+    return Entry(chosen, chosen, measurements, timings=0)
 
 
 def time_again(task: Task, entry: Entry) -> Entry:
@@ -154,55 +170,6 @@ def _time_sound(task: Task, measurements: Mapping[str, Measurement]) -> dict[str
     timed = time_in_turns(sound, task.timed, measurements, task.default)
     clock.release_memory(task.sample.device)
     return timed
-
-
-# The notice on a terminal -----------------------------------------------------------------------------------
-
-_PATIENCE = 2.0  # seconds of tuning in a process without a notice
-_NOTICE = (
-    "cvt_kernels: checking and timing kernels, at the first call of each kind on this machine. That takes "
-    "some seconds for a model, longer for a training step or on a busy machine. The result is remembered; "
-    "`cvt tune` does it ahead of time.\n"
-)
-_seconds = 0.0  # of tuning at first use, of all threads
-_is_noticed = False
-
-
-@contextlib.contextmanager
-def noticed() -> Iterator[None]:
-    """Prints a notice about autotuning on a terminal, once in a process, after two seconds in such blocks.
-
-    Nothing is printed where stderr is no terminal, nor under pytest.
-    """
-    global _seconds
-    if _is_noticed or "PYTEST_CURRENT_TEST" in os.environ or not _is_terminal(sys.stderr):
-        yield
-        return
-    timer = threading.Timer(max(0.0, _PATIENCE - _seconds), _notice, [sys.stderr])
-    timer.daemon = True
-    start = time.monotonic()
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        _seconds += time.monotonic() - start
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):  # no stream, or a closed one
-        return False
-
-
-def _notice(stream: TextIO) -> None:
-    global _is_noticed
-    if not _is_noticed:
-        _is_noticed = True
-        with contextlib.suppress(OSError, ValueError):  # the stream is gone
-            stream.write(_NOTICE)
-            stream.flush()
 
 
 # The caller -----------------------------------------------------------------------------------------------

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from ..backends import Record
+from .. import modes
+from ..backends import ANY_SIZE, Record
 
 
 def size_class(size: int, factor: int = 4) -> str:
-    """Returns the name of a size's class: from a power of ``factor`` up to the next one."""
+    """Returns the name of a size's class: from a power of ``factor`` up to the next one.
+
+    A symbolic size, which ``torch.compile`` traces, may be in any class.
+    """
     least = 1
-    while least * factor <= size:
+    while modes.is_known(least * factor <= size):
         least *= factor
-    return f"{least}+"
+    return f"{least}+" if modes.is_known(size < least * factor) else ANY_SIZE
 
 
 def rows_of(shape: Sequence[int]) -> int:

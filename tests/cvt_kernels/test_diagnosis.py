@@ -63,7 +63,7 @@ def test_doctor_answers_every_operator_and_gives_every_reason():
     assert torch.__version__ in report
 
 
-def test_doctor_counts_the_entries_of_every_backend(tuning):
+def test_doctor_counts_the_entries_of_every_backend(tuning, monkeypatch):
     add_marked_backend("cpu", 10.0, operator="gelu")
     assert table(ck.doctor())["gelu"][1] == "not used yet"
     for channels in (2, 3):
@@ -71,9 +71,10 @@ def test_doctor_counts_the_entries_of_every_backend(tuning):
     remember_entry("reference", "gelu", torch.ones(4), approximate="none")
     report = ck.doctor()
     assert table(report)["gelu"][1] == "cpu 2, reference 1"
-    assert fact(report, "autotune") == [
-        "on: auto checks and times the backends at the first call of each kind"
-    ]
+    on = "on: auto checks and times the backends at the first calls of each kind, "
+    assert fact(report, "autotune") == [on + "without a limit"]
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", "0.5")
+    assert fact(ck.doctor(), "autotune") == [on + "for 0.5 s per call"]
     assert fact(report, "entries") == [
         f"cpu: 3 known, 3 of them in the cache; new ones go to {autotune.cache_for(CPU).path}"
     ]

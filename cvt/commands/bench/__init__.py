@@ -16,6 +16,7 @@ from ..common import (
     resolve_device,
 )
 from ..paths import STDOUT, add_json_argument, input_path, output_path
+from ..pyramids import NAMES
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -29,8 +30,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--model",
         metavar="NAME",
-        help="cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 "
-        "to _b5, pvt_v2_b2_linear, or glpn (default: detected from the checkpoint, or cvt_13)",
+        help=f"{NAMES} (default: detected from the checkpoint, or cvt_13)",
     )
     bench.add_argument(
         "--images",

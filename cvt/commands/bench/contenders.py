@@ -19,10 +19,10 @@ from cvt_kernels.backends import Backend
 
 from ...checkpoints import Checkpoint, read_checkpoint
 from ...config import CvTConfig
-from ...extras import require
 from ...factory import create_model, randomize
 from ...huggingface import CheckpointError, save_huggingface, why_inexpressible
 from ...model import CvT
+from ..pyramids import quiet_transformers
 
 #: Peers that ours can be compared with; Hugging Face's eager model is always measured, as the baseline.
 PEERS = {
@@ -159,14 +159,6 @@ def logits_of(outputs: Any) -> Tensor:
 def has_classes(logits: Tensor) -> bool:
     """Returns whether an output has classes, (B, K) or (B, K, H, W); a depth is (B, H, W)."""
     return logits.ndim != 3
-
-
-def quiet_transformers() -> Any:
-    """Imports transformers, and silences it; raises ModuleNotFoundError if it is not installed."""
-    transformers = require("transformers", "bench")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 def build_ours(

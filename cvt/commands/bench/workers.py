@@ -26,12 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from cvt_kernels import backends
-from cvt_kernels.autotune import clock
+from cvt_kernels.autotune import clock, unlimited
 from cvt_kernels.backends import Backend
 
 from ...extras import require
+from ..pyramids import quiet_transformers
 from . import breakdown
-from .contenders import COMPILED, HUGGINGFACE, Contender, build_contender, freezing, quiet_transformers
+from .contenders import COMPILED, HUGGINGFACE, Contender, build_contender, freezing
 from .peers import RUNTIMES, Runtime
 
 #: Seconds within which a process has to answer; torch.compile takes minutes.
@@ -111,6 +112,9 @@ class Runner:
         self._contender = self._made(model)
         self._contender.step(batch)
         seconds = clock.now(self._job.device) - start
+        if self._key not in COMPILED:
+            with unlimited():  # what the first step had no time to tune, before anything is timed
+                self._contender.step(batch)
         load = getattr(self._contender.model, "load_seconds", None)
         return {"load": load, "seconds": seconds - (load or 0.0)}
 
@@ -130,8 +134,9 @@ class Runner:
         """Returns arrays of the logits and of the gradients' norms, and why no graph was replayed."""
         model = self._contender.model
         batches, count = compared(self._photos, batch_size, train=model.training)
-        # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
-        logits = torch.cat([self._contender.step(batch).clone() for batch in batches])[:count]
+        with unlimited():  # batches of another size are tuned before they are timed
+            # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
+            logits = torch.cat([self._contender.step(batch).clone() for batch in batches])[:count]
         why_not = self._contender.why_not_graphed(batches[0])
         return logits.float().cpu().numpy(), gradient_norms(model).numpy(), why_not
 

@@ -20,6 +20,7 @@ from ..common import (
 )
 from ..paths import STDOUT, add_json_argument, reporting
 from ..process import temporary_files_together
+from ..pyramids import NAMES, PYRAMIDS
 
 _DAY = 24 * 60 * 60
 
@@ -35,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "kernel of this project failed its check, or a call could not be tuned; 2: tuning could not start."
     )
     parser.add_argument(
-        "--model", choices=tuple(PRESETS), default="cvt_13", help="architecture (default: cvt_13)"
+        "--model",
+        choices=(*PRESETS, *PYRAMIDS),
+        metavar="NAME",
+        default="cvt_13",
+        help=f"{NAMES} (default: cvt_13); all but CvT need the extra bench",
     )
     parser.add_argument(
         "--dtype",
@@ -53,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image-size",
         type=image_size,
-        help="side of the input images in pixels (default: 224; for cvt_w24 384)",
+        help="side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)",
     )
     parser.add_argument(
         "--train",
@@ -107,16 +112,22 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     backends.requested_backends()  # a wrong CVT_KERNELS_BACKEND too fails now
     is_gpu = device.type == "cuda"
+    if arguments.model in PYRAMIDS:
+        size = PYRAMIDS[arguments.model].image_size
+        if arguments.token_keep != 1.0:
+            raise ValueError(f"--token-keep: got it with {arguments.model}, expected a CvT")
+    else:
+        size = default_image_size(arguments.model)
     workload = Workload(
         model=arguments.model,
-        image_size=arguments.image_size or default_image_size(arguments.model),
+        image_size=arguments.image_size or size,
         batch_sizes=arguments.batch_size or ([1, 256] if is_gpu else [1, 8]),
         dtypes=arguments.dtype or (["bfloat16", "float32"] if is_gpu else ["float32", "bfloat16"]),
         train=arguments.train,
         quantized=arguments.quantized,
         token_keep=arguments.token_keep,
     )
-    with naming_options("token_keep"):
+    with naming_options("image_size", "token_keep"):
         cache_keys = collect(workload, device)
     cache = autotune.cache_for(device)
     if arguments.time_limit is not None:

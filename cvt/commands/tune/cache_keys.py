@@ -15,12 +15,14 @@ from torch.utils import _pytree as pytree
 
 from cvt_kernels import LinearInt8, accelerate, backends, dispatch, restore
 from cvt_kernels.acceleration.class_token import with_class_token_only
+from cvt_kernels.acceleration.pyramids import HEAD, call_of_head
 from cvt_kernels.ops.linear_int8.modules import replace
 from cvt_kernels.quantization.layers import find_layers
 
 from ...config import DTYPES, PRESETS, TokenKeep
 from ...factory import create_model
-from ...model import Block
+from ...model import Block, CvT
+from ..pyramids import build_pyramid
 
 #: The backends to request, so that composed operators call their parts, whose cache keys are recorded too.
 COMPOSED: tuple[backends.Backend, ...] = ("composed", "cuda", "cpu", "reference")
@@ -135,12 +137,21 @@ def _quantize(model: nn.Module, dtype: torch.dtype) -> None:
         replace(model, linear, made.eval())
 
 
+def _build(workload: Workload) -> Any:
+    """Builds the model without numbers."""
+    if workload.model in PRESETS:
+        return create_model(workload.model, token_keep=workload.token_keep)
+    with torch.device("cpu"):  # whose configuration computes with numbers
+        return build_pyramid(workload.model, None, workload.image_size).to("meta")
+
+
 class _Collector:
     """A recorder of the operator calls of models, by cache key."""
 
     def __init__(self) -> None:
         self.cache_keys: dict[str, CacheKey] = {}
         self._autocast: torch.dtype | None = None
+        self._is_cvt = True
         self._first_layers: dict[Tensor, nn.Linear] = {}  # by the weight of the LayerNorm before
 
     def run(
@@ -157,8 +168,9 @@ class _Collector:
         self._autocast = dtype if train and dtype != torch.float32 else None
         weights = torch.float32 if train else dtype
         shape = batch_size, 3, workload.image_size, workload.image_size
+        self._is_cvt = workload.model in PRESETS
         with torch.device("meta"):
-            model = create_model(workload.model, token_keep=workload.token_keep).to(weights).train(train)
+            model = _build(workload).to(weights).train(train)
             if quantized:
                 _quantize(model, weights)
         with (
@@ -170,15 +182,43 @@ class _Collector:
         ):
             model.to_empty(device=device)
             images = torch.empty(shape, dtype=weights, device=device)
-            if not train:  # as it is served, whole stages at a time
-                accelerate(model, freeze=True)(images)
+            if self._is_cvt:
+                self._run_cvt(model, images, train=train, quantized=quantized)
+            else:
+                self._run_pyramid(model, images, train=train)
+
+    def _run_cvt(self, model: CvT, images: Tensor, *, train: bool, quantized: bool) -> None:
+        if not train:  # as it is served, whole stages at a time
+            accelerate(model, freeze=True)(images)
+            restore(model)
+        if not quantized:
+            self._watch(model, images.device)
+        model(images)
+        if not train:  # as it is served without hooks
+            last = model._built_stages()[-1]
+            with_class_token_only(last, last.blocks[-1], lambda: model(images), even_if_watched=True)
+
+    def _run_pyramid(self, model: nn.Module, images: Tensor, *, train: bool) -> None:
+        linear: Any = backends.operators["linear"]
+        instead = linear.instead
+        if images.device.type == "cpu":  # or fake tensors would bypass the registry
+            linear.instead = None
+            for module in model.modules() if not train else ():
+                if type(module).__name__ == HEAD:
+                    module.register_forward_pre_hook(self._record_head, with_kwargs=True)
+        try:
+            for freeze in (False,) if train else (False, None, True):
+                with contextlib.suppress(ValueError):  # not every model can be frozen
+                    accelerate(model, freeze=freeze)
+                model(images)
                 restore(model)
-            if not quantized:
-                self._watch(model, device)
-            model(images)
-            if not train:  # as it is served without hooks
-                last = model._built_stages()[-1]
-                with_class_token_only(last, last.blocks[-1], lambda: model(images), even_if_watched=True)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or ["no reason given"])[0]
+            raise ValueError(
+                f"image_size: got {images.shape[-1]}, which {type(model).__name__} does not take: {reason}"
+            ) from error
+        finally:
+            linear.instead = instead
 
     def _watch(self, model: nn.Module, device: torch.device) -> None:
         """Records also calls that only occur on other devices or in Hugging Face's and Microsoft's models."""
@@ -212,7 +252,7 @@ class _Collector:
         def serve(call: backends.Record) -> Any:
             arguments = call._asdict()
             self._record(operator, **arguments)
-            for approximate in ("none", "quick"):  # of Hugging Face, and of Microsoft
+            for approximate in ("none", "quick") if self._is_cvt else ():  # of Hugging Face, and of Microsoft
                 if arguments.get("approximate") is not None:
                     self._record(operator, **arguments | {"approximate": approximate})
                 elif operator == "transformer_block":
@@ -236,6 +276,11 @@ class _Collector:
         x, weight, bias = args[0], module.weight, module.bias
         if x.dtype == weight.dtype:
             self._record("linear", x, weight, bias)
+
+    def _record_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Records the call of a decode head, which packs no fake tensors."""
+        states = args[0] if args else kwargs["encoder_hidden_states"]
+        self._record("segmentation_head", *call_of_head(module, states))
 
     def _record(self, operator: str, *args: Any, **kwargs: Any) -> None:
         text = dispatch.cache_key(operator, *args, **kwargs)

@@ -212,8 +212,9 @@ def _check_tokens(q: Tensor, k: Tensor, *values: tuple[str, Tensor]) -> None:
         checks.check_like(name, tensor, "q", q)
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
-    if queries < 1 or keys < 1:
-        raise ValueError(f"{'q' if queries < 1 else 'k'}: got no tokens, expected at least one")
+    for name, count in (("q", queries), ("k", keys)):
+        if modes.is_known(count < 1):
+            raise ValueError(f"{name}: got no tokens, expected at least one")
     if heads < 1 or head_dim < 1:
         raise ValueError(f"q: got shape {tuple(q.shape)}, expected at least one head and one channel of it")
     for name, tensor in named[1:]:
@@ -242,7 +243,7 @@ def _check_places(position: PositionBias) -> None:
     for name in ("query_grid", "key_grid"):
         grid = getattr(position, name)
         checks.check_grid(f"position.{name}", grid, tuple | list)
-        if grid[0] < 1 or grid[1] < 1:
+        if modes.is_known(grid[0] < 1) or modes.is_known(grid[1] < 1):
             raise ValueError(f"position.{name}: got {grid}, expected integers of at least 1")
     checks.check_int("position.stride", position.stride, 1)
 
@@ -251,11 +252,11 @@ def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     batch, queries, heads, _ = q.shape
     table, (height, width), (key_height, key_width), stride, rows = position
     class_tokens = keys - key_height * key_width
-    if class_tokens < 0 or class_tokens > 1:
+    if modes.is_known(class_tokens < 0) or modes.is_known(class_tokens > 1):
         raise ValueError(
             f"position.key_grid: got {key_height}×{key_width} for {keys} keys, expected keys = H·W or H·W + 1"
         )
-    if rows is None and queries != height * width + class_tokens:
+    if rows is None and modes.is_known(queries != height * width + class_tokens):
         raise ValueError(
             f"position.query_grid: got {height}×{width} for {queries} queries, expected "
             f"{height * width + class_tokens} of them, or rows"

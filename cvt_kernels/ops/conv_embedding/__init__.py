@@ -32,7 +32,8 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     if weight.numel() == 0:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
     checks.check_positive("eps", eps)
-    if min(checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)) < 1:
+    grid = checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)
+    if any(modes.is_known(size < 1) for size in grid):
         raise ValueError(
             f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
         )

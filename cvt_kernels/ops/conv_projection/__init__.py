@@ -246,7 +246,8 @@ def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], t
     checks.check_flag("training", training)
     checks.check_grid("grid", grid)
     height, width = grid
-    if height < 1 or width < 1 or x.shape[1] - height * width not in (0, 1):
+    class_tokens = x.shape[1] - height * width
+    if any(map(modes.is_known, (height < 1, width < 1, class_tokens < 0, class_tokens > 1))):
         raise ValueError(
             f"grid: got {height}×{width} for {x.shape[1]} tokens, "
             "expected tokens = H·W, or H·W + 1 with a class token"
@@ -287,13 +288,14 @@ def _check_branch(name: str, conv: ConvBatchNorm, x: Tensor, grid: tuple[int, in
     out_height, out_width = checks.check_geometry(
         f"{name}.", kernel, grid, conv.stride, conv.padding, conv.dilation
     )
-    if out_height < 1 or out_width < 1:
+    if modes.is_known(out_height < 1) or modes.is_known(out_width < 1):
         raise ValueError(f"{name}: output of the {grid[0]}×{grid[1]} grid is empty")
     synchronizes = training and conv.process_group is not None
     if synchronizes and x.shape[0] == 0:
         raise ValueError("x: got an empty batch, expected at least one image to synchronize statistics over")
     batch_statistics = training or conv.running_mean is None
-    if batch_statistics and not synchronizes and x.shape[0] * out_height * out_width == 1:
+    is_alone = modes.is_known(x.shape[0] * out_height * out_width == 1)
+    if batch_statistics and not synchronizes and is_alone:
         raise ValueError(f"{name}: expected more than 1 value per channel when training")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, reference
+from ... import checks, modes, reference
 from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import GeluVariant
@@ -33,7 +33,7 @@ def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
     """Raises TypeError or ValueError unless the tokens fill the grid, without a class token."""
     checks.check_grid("grid", grid)
     height, width = grid
-    if height < 1 or width < 1 or x.shape[1] != height * width:
+    if any(map(modes.is_known, (height < 1, width < 1, x.shape[1] != height * width))):
         raise ValueError(f"grid: got {height}×{width} for {x.shape[1]} tokens, expected tokens = H·W")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import backends, checks, reference
+from ... import backends, checks, modes, reference
 from ...backends import Record
 from ...records import LIMITS
 from ..weight_cache import packed
@@ -57,7 +57,7 @@ def why_int_mm_unsupported(call: Record) -> str | None:
     if reason is not None or not x.is_cuda:
         # On a CPU, torch 2.13 returns wrong products of rows of one number.
         return reason or ("serves two inputs or more" if weight.shape[1] == 1 else None)
-    if x.numel() < _LEAST_ROWS * weight.shape[1]:
+    if not modes.is_known(x.numel() >= _LEAST_ROWS * weight.shape[1]):
         return f"serves {_LEAST_ROWS} rows or more on a GPU"
     return _why_no_multiple(weight, _MULTIPLE["int_mm"])
 

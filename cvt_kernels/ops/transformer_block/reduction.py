@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ... import modes
 from ...records import Reduction
 from ..layer_norm_gelu import layer_norm
 from ..linear import linear
@@ -18,10 +19,12 @@ def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Ten
 
 def squares_of(x: Tensor, grid: tuple[int, int], ratio: int) -> Tensor:
     """Returns the squares of ratio × ratio tokens of x (B, H·W, C) as rows (B, H'·W', ratio² · C)."""
-    height, width = grid[0] // ratio, grid[1] // ratio
-    image = x.unflatten(1, grid)[:, : height * ratio, : width * ratio]
-    squares = image.unflatten(2, (width, ratio)).unflatten(1, (height, ratio))
-    return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+    image = x.unflatten(1, grid)
+    if modes.is_known(grid[0] % ratio == 0) and modes.is_known(grid[1] % ratio == 0):
+        squares = image.unflatten(2, (-1, ratio)).unflatten(1, (-1, ratio)).transpose(2, 3)
+    else:  # without the last rows and columns, which a slice of symbolic sizes would compare
+        squares = image.unfold(1, ratio, ratio).unfold(2, ratio, ratio).movedim(3, 5)
+    return squares.flatten(3).flatten(1, 2)
 
 
 def matrix_of(weight: Tensor) -> Tensor:

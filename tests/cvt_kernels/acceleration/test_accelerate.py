@@ -239,7 +239,7 @@ def test_auto_tunes_at_first_use_and_computes_the_same(make, tuning, monkeypatch
     with torch.no_grad():
         assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
     assert list((tuning / "cvt_kernels" / "entries").glob("*.json"))
-    monkeypatch.setattr(tuner, "tune", lambda task: pytest.fail(f"tunes {tuning.cache_key} again"))
+    monkeypatch.setattr(tuner, "tune", lambda task, *how: pytest.fail(f"tunes {tuning.cache_key} again"))
     backends.forget()
     step(expected, images())
     for (name, a), b in zip(expected.named_buffers(), fused.buffers(), strict=True):

@@ -83,7 +83,7 @@ def test_kernels_are_tuned_before_models_are_timed(monkeypatch):
         events.append("timing")
         return time(*args, **options)
 
-    monkeypatch.setattr(tuner, "tune", lambda task: events.append("tuning") or tune(task))
+    monkeypatch.setattr(tuner, "tune", lambda task, *how: events.append("tuning") or tune(task, *how))
     monkeypatch.setattr(clock, "times_in_turns", timed)
     with ck.use_backend("auto"):
         report = ck.verify(microsoft(**RANDOM), images(), rounds=1)

@@ -830,3 +830,17 @@ def test_one_cache_per_key():
     assert other.path != cache.path
     assert other.key == {**cache.key, "threads": threads + 1}
     assert autotune.cache_for(CPU) is cache
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", 2.0), ("0", 0.0), ("0.5", 0.5), ("inf", float("inf"))])
+def test_tuning_seconds(monkeypatch, value, expected):
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", value)
+    assert autotune.tuning_seconds() == expected
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "nan", "-inf", "2 s"])
+def test_wrong_tuning_seconds(monkeypatch, value):
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", value)
+    expected = f"CVT_KERNELS_AUTOTUNE_SECONDS: got {value!r}, expected a number of at least 0, or inf"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        autotune.tuning_seconds()

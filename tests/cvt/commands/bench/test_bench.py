@@ -194,7 +194,7 @@ def test_kernels_are_tuned_before_anything_is_timed(monkeypatch):
         return seconds
 
     monkeypatch.setattr(workers.Runner, "turn", timed)
-    monkeypatch.setattr(tuner, "tune", lambda task: tuned.append(bool(timing)) or tune(task))
+    monkeypatch.setattr(tuner, "tune", lambda task, *how: tuned.append(bool(timing)) or tune(task, *how))
     measurements.run(image_size=64, batch_sizes=(1, 2), rounds=1)
     assert tuned
     assert not any(tuned)

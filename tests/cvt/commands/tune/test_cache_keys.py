@@ -8,6 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
+from cvt.commands import pyramids
 from cvt.commands.tune.cache_keys import COMPOSED, TensorLike, Workload, collect
 from cvt_kernels import backends, dispatch
 from tests.checks import operators_asked_on_a_cpu
@@ -67,6 +68,25 @@ def test_cache_keys_match_the_models(models, dtype, train, batch_size):
         more |= {q for q in cache_keys if q.endswith(("192 channels, strided", "384 channels, strided"))}
     assert cache_keys == expected | more
     assert {q.split(", ")[0] for q in cache_keys} == operators_asked_on_a_cpu()
+
+
+@pytest.mark.parametrize("name", ["segformer_b0", "pvt_tiny", "pvt_v2_b0", "pvt_v2_b2_linear", "glpn"])
+def test_cache_keys_match_the_models_of_transformers(monkeypatch, name):
+    known = pyramids.PYRAMIDS[name]
+    sizes = {**known.sizes, "depths": [1] * len(known.sizes["depths"])}
+    monkeypatch.setitem(pyramids.PYRAMIDS, name, known._replace(sizes=sizes))
+    cache_keys = {q.text for q in collect(Workload(name, 64, [2], ["float32"], train=True), CPU)}
+    model, images, expected = pyramids.build_pyramid(name, None, 64), torch.randn(2, 3, 64, 64), set()
+    for training in (False, True):
+        model.train(training)
+        for freeze in (False,) if training else (False, None):
+            with torch.set_grad_enabled(training):
+                expected |= asked_by(ck.accelerate(model, freeze=freeze), images)
+            ck.restore(model)
+    # On fake tensors the head of SegFormer runs layer by layer.
+    beginning = "linear, forward, float32" if "segformer" in name else "nothing"
+    assert expected <= cache_keys
+    assert all(q.startswith(beginning) for q in cache_keys - expected)
 
 
 def test_cache_keys_of_a_quantized_model_are_collected_too():

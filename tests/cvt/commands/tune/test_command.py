@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt.commands import main
+from cvt.commands import main, pyramids
 from cvt.commands.tune import cache_keys, tuning, worker
 from cvt.commands.tune.report import SCHEMA, VERSION
 from cvt_kernels import autotune, backends
@@ -122,6 +122,22 @@ def test_with_a_time_limit_what_is_known_comes_last(cache, few_cache_keys, capsy
     assert seen == [*(cache_key.text for cache_key in asked[1:]), asked[0].text]
 
 
+def test_tunes_a_model_of_transformers(cache, quick_start, monkeypatch, tmp_path):
+    collect, report = cache_keys.collect, tmp_path / "report.json"
+    known = pyramids.PYRAMIDS["segformer_b0"]
+    small = known._replace(sizes={**known.sizes, "depths": [1, 1, 1, 1]})
+    monkeypatch.setitem(pyramids.PYRAMIDS, "segformer_b0", small)
+    monkeypatch.setattr(
+        cache_keys, "collect", lambda *how: [q for q in collect(*how) if q.operator == "segmentation_head"]
+    )
+    options = ["--model", "segformer_b0", "--image-size", "64", "--json", str(report)]
+    assert main([*SMALL, *options]) == 0
+    [row] = json.loads(report.read_text())["cache_keys"]
+    assert row["cache_key"].startswith("segmentation_head, forward, float32, 1+ images of 256+ pixels")
+    assert len(row["measurements"]) == 2
+    assert autotune.cache_for(CPU).get(row["cache_key"]).chosen == row["chosen"]
+
+
 def test_it_replaces_what_is_remembered(cache, few_cache_keys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     cache_key = cache_keys.collect(cache_keys.Workload("cvt_13", 32, [2], ["float32"], train=False), CPU)[0]
@@ -203,6 +219,12 @@ def test_interrupted_it_leaves_its_entries_and_no_process(cache, number):
 
 
 def test_bad_arguments(cache, capsys, monkeypatch):
+    assert "--token-keep: got it with pvt_tiny, expected a CvT" in bad(
+        capsys, main, "tune", "--model", "pvt_tiny", "--token-keep", "0.5"
+    )
+    assert "--image-size: got 8, which GLPNForDepthEstimation does not take" in bad(
+        capsys, main, "tune", "--model", "glpn", "--image-size", "8", "--dtype", "float32"
+    )
     assert "1×1 pixels are too few" in bad(capsys, main, "tune", "--image-size", "1")
     assert "--json: /no/x.json cannot be written" in bad(capsys, main, "tune", "--json", "/no/x.json")
     monkeypatch.setattr(backends, "_requested", ("gpu",))

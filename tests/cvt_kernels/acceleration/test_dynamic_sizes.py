@@ -1,0 +1,117 @@
+"""Graphs of accelerated models hold for all sizes that the plain model's hold for."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.factory import randomize
+from tests.upstream import (
+    ONE_STAGE,
+    glpn,
+    huggingface,
+    images,
+    logits,
+    microsoft,
+    pvt,
+    pvt_v2,
+    pvt_v2_linear,
+    relative,
+    segformer,
+)
+
+FEW = {"depths": [1, 1]}
+
+
+def one_stage():
+    """Returns a model of ours with a class token."""
+    model = create_model(ONE_STAGE)
+    randomize(model)
+    return model
+
+
+#: Small models by family, each with the sizes of four batches. PVT takes images of one size.
+FAMILIES = {
+    "huggingface": lambda: huggingface(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True]),
+    "microsoft": lambda: microsoft(embed_dims=(16,), num_heads=(2,), depths=(1,)),
+    "ours": one_stage,
+    "segformer": lambda: segformer(**FEW),
+    "pvt": lambda: pvt(**FEW),
+    "pvt_v2": lambda: pvt_v2(**FEW),
+    "pvt_v2_linear": lambda: pvt_v2_linear(**FEW),
+    "glpn": glpn,
+}
+SIZES = {name: [(2, 64, 96), (3, 96, 128), (9, 130, 70), (1, 64, 65)] for name in FAMILIES}
+SIZES["pvt"] = [(2, 70, 70), (3, 70, 70), (9, 70, 70), (1, 70, 70)]
+SIZES["glpn"] = [(2, 64, 96), (3, 96, 128), (9, 128, 64), (1, 64, 64)]
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+class Logits(nn.Module):
+    """A model that returns logits alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return logits(self.model(x))
+
+
+def ways(name):
+    """Yields the model as it was, then accelerated: block by block, and as it is served."""
+    own = FAMILIES[name]().eval()
+    yield own
+    for freeze in (False, True):
+        fused = copy.deepcopy(own)
+        if name != "ours" or freeze:
+            # Linear attention cannot be frozen.
+            ck.accelerate(fused, freeze=None if freeze and name == "pvt_v2_linear" else freeze)
+        yield fused
+
+
+@torch.no_grad()
+@every_family
+def test_exported_programs_take_all_sizes_that_the_models_take(name, tuning):
+    own, *fused = ways(name)
+    first, *others = SIZES[name]
+    x = images(*first)
+    sizes = {0: torch.export.Dim("batch", min=1, max=64)}
+    if name != "pvt":
+        sizes |= {
+            2: torch.export.Dim("height", min=64, max=512),
+            3: torch.export.Dim("width", min=64, max=512),
+        }
+    plain = torch.export.export(Logits(own).eval(), (x,), dynamic_shapes=(sizes,))
+    for model in fused:
+        program = torch.export.export(Logits(model).eval(), (x,), dynamic_shapes=(sizes,))
+        assert program.range_constraints == plain.range_constraints
+        for size in others:
+            assert relative(program.module()(images(*size)), logits(own(images(*size)))) < 1e-5
+
+
+@torch.no_grad()
+@every_family
+def test_as_many_graphs_as_of_the_model(name, tuning):
+    graphs = []
+
+    def noted(graph, inputs):
+        graphs.append(1)
+        return graph.forward
+
+    counts = []
+    for model in ways(name):
+        torch.compiler.reset()
+        graphs.clear()
+        own = copy.deepcopy(model)
+        ck.restore(own)
+        logits(model(images(*SIZES[name][0])))  # transformers installs hooks in the first call, under a lock
+        compiled = torch.compile(model, backend=noted, dynamic=True)
+        for size in SIZES[name][:3]:
+            assert relative(logits(compiled(images(*size))), logits(own(images(*size)))) < 1e-5
+        counts.append(len(graphs))
+    assert counts == [counts[0]] * 3
