@@ -34,6 +34,12 @@ inline bool has_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+// Whether the CPU converts to and from float16, for which clang up to 16 has no name.
+inline bool has_f16c() {
+  unsigned int eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & 1u << 29) != 0;
+}
+
 // Whether the CPU has VNNI for vectors of 32 bytes.
 inline bool has_avx_vnni() {
   unsigned int eax, ebx, ecx, edx;
@@ -54,8 +60,7 @@ inline bool is_compiled_for(const std::string& set) {
 inline InstructionSet find_instruction_set(const std::string& name) {
   const auto is_wanted = [&](const char* set) { return name.empty() ? is_compiled_for(set) : name == set; };
 #ifdef __x86_64__
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");

@@ -256,7 +256,7 @@ bool tiles_are_right(int64_t rows, int64_t inputs) {
 }
 
 bool products_are_right() {
-  if constexpr (kTiles) {
+  if (kTiles) {
     for (const int64_t rows : {1, 15, 16, 17, 32, 33}) {
       for (const int64_t inputs : {1, 63, 64, 65, 128, 200}) {
         if (!tiles_are_right(rows, inputs)) return false;

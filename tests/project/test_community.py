@@ -38,7 +38,8 @@ def test_changes_are_tested_and_pip_is_cached():
     workflow = ROOT / ".github" / "workflows" / "test.yml"
     commands = [step["run"] for step in steps(workflow) if "run" in step]
     assert commands == ["make test", "make combinations", "make sanitize", "make docs", "make matrix"]
-    assert load(workflow)["env"]["CVT_KERNELS_WERROR"] == "1"
+    settings = load(workflow)["env"]
+    assert (settings["CVT_KERNELS_WERROR"], settings["CVT_KERNELS_CPU_SETS"]) == ("1", "all")
     pythons = [step["with"] for step in steps(workflow) if "setup-python" in step.get("uses", "")]
     assert [python["cache"] for python in pythons] == ["pip", "pip"]
     for python in pythons:
