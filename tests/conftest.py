@@ -116,7 +116,6 @@ def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
     autotune.forget()
     monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 1)  # however busy the machine of the tests is
-    monkeypatch.setattr("cvt_kernels.autotune.tuner._SECONDS", 0.0)  # for timing, beyond the fewest rounds
     return tmp_path / "cache"
 
 
