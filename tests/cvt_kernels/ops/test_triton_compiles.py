@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import cvt_kernels
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/triton*/*.py"))
@@ -66,9 +67,7 @@ def test_the_sources_are_found():
 
 def printed_by(program):
     """Returns the words that a program prints which compiles kernels."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", program]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    child = run_python(program, TRITON_INTERPRET="0")
     assert child.returncode == 0, child.stderr[-2000:]
     return child.stdout.split()
 

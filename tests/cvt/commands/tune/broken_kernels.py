@@ -7,7 +7,6 @@ import time
 import torch
 
 from cvt_kernels import backends, reference
-from cvt_kernels.autotune import tuner
 from tests.checks import implementation
 
 
@@ -88,8 +87,7 @@ def gelu(x, *, approximate):
 
 
 def register():
-    """Registers the kernels, timed in the fewest rounds, and a form of PyTorch's that kills the process."""
-    tuner._SECONDS = 0.0
+    """Registers the kernels, and a form of PyTorch's that kills the process."""
     backends.register("gelu", "triton", implementation("gelu", gelu))
     backends.register("attention", "sdpa", implementation("attention", lambda *args, **kwargs: os._exit(4)))
 

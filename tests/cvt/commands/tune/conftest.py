@@ -1,7 +1,6 @@
-"""The cache that tests of ``cvt tune`` write into; its processes start quickly, and time few runs."""
+"""The cache that tests of ``cvt tune`` write into, and quick starts of its processes."""
 
 import dataclasses
-import functools
 
 import pytest
 
@@ -16,18 +15,6 @@ def _few_blocks():
     """Leaves out seven blocks of CvT-13's last stage, which have the same cache keys as the other three."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "cvt_13", dataclasses.replace(PRESETS["cvt_13"], depths=(1, 2, 3)))
-        yield
-
-
-#: Lets a process time kernels in the fewest rounds, whatever the machine of the tests does meanwhile.
-FEWEST_ROUNDS = functools.partial(exec, "from cvt_kernels.autotune import tuner; tuner._SECONDS = 0.0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fewest_rounds():
-    """Lets the processes of the command do so."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_module, "Worker", functools.partial(worker_module.Worker, setup=FEWEST_ROUNDS))
         yield
 
 
