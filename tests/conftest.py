@@ -117,7 +117,6 @@ def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", "inf")  # however busy the machine of the tests is
     autotune.forget()
     monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 1)
-    monkeypatch.setattr("cvt_kernels.autotune.tuner._SECONDS", 0.0)  # for timing, beyond the fewest rounds
     return tmp_path / "cache"
 
 
