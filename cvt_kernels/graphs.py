@@ -190,7 +190,7 @@ class _Graphs:
         self.owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._lock = threading.RLock()
         self._snapshot: _Snapshot | None = None
-        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._graphs: OrderedDict[Any, Any] = OrderedDict()  # of _Graph and TrainingGraph
         self._failures: dict[Any, str] = {}
         # Whether with gradients → what captures such calls. Inference must not overwrite activations.
         self._captures: dict[bool, _CudaCapture] = {}
@@ -256,8 +256,7 @@ class _Graphs:
         if graph is not None and not with_gradients:
             self._graphs.move_to_end(key)
             outputs = graph.replay(call.tensors)  # the GPU computes while the host asks
-        is_same = snapshot.has_keys_of(model) and snapshot.holds() and (graph is None or graph.copies.hold())
-        if is_same:
+        if snapshot.holds_for(model, None if graph is None else graph.copies):
             if key in self._failures or snapshot.why_not(model, call) is not None:
                 return _NOTHING
             if with_gradients:
@@ -475,6 +474,7 @@ class _Snapshot(Structure):
         self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
         self._keyed = [module for module in inner if hasattr(module, _KEY)]
         self._keys = self._keys_of(model)
+        self._values = self._snapshot_of_values()
 
     def _keys_of(self, model: nn.Module) -> list[Any]:
         keyed = [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
@@ -483,6 +483,37 @@ class _Snapshot(Structure):
     def has_keys_of(self, model: nn.Module) -> bool:
         """Returns whether the modules with a key of their own (``_KEY``) still have the same key."""
         return self._keys_of(model) == self._keys
+
+    def holds_for(self, model: nn.Module, copies: weight_cache.Uses | None) -> bool:
+        """Returns whether the model still computes as a graph did that has read some packed copies.
+
+        Where no tensor has changed, frozen stages and packed copies need not look at theirs.
+        """
+        if not self.holds():
+            return False
+        if self._values is not None and self._values.has_versions_of(self._tensors):
+            return self._has_keys_for_same_tensors(model) and (
+                copies is None or copies.hold_for_same_tensors()
+            )
+        if not self.has_keys_of(model) or not (copies is None or copies.hold()):
+            return False
+        self._values = self._snapshot_of_values()
+        return True
+
+    def _has_keys_for_same_tensors(self, model: nn.Module) -> bool:
+        keyed = [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
+        return all(
+            key.holds_for_same_tensors()
+            if hasattr(key, "holds_for_same_tensors")
+            else getattr(module, _KEY)() == key
+            for module, key in zip(keyed, self._keys, strict=True)
+        )
+
+    def _snapshot_of_values(self) -> weight_cache.Snapshot | None:
+        """Returns a snapshot of all tensors; None for inference tensors, which have no versions."""
+        if self._why_unknown is not None or any(map(Tensor.is_inference, self._tensors)):
+            return None
+        return weight_cache.Snapshot(self._tensors)
 
     def holds(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""
@@ -524,7 +555,7 @@ class _Snapshot(Structure):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
-        if any("forward" in space for space in self.spaces):
+        if any(map(operator.contains, self.spaces, itertools.repeat("forward"))):
             return "a module of the model has a forward of its own on the object"
         return None
 

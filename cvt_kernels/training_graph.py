@@ -102,7 +102,7 @@ class TrainingGraph:
 
     def replay(self, tensors: Sequence[Tensor], turn: Turn) -> Any:
         """Replays the forward with other tensors; returns its results, which autograd can differentiate."""
-        copies = iter(_Replay.apply(self, turn, *tensors, *self._parameters))  # type: ignore[no-untyped-call]
+        copies = iter(_Replay.apply(self, turn, *tensors, *self._parameters))
         leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self._form)
 
@@ -195,7 +195,7 @@ class _Gradients:
 
 
 @contextlib.contextmanager
-def _aliases(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+def _aliases(model: nn.Module) -> Iterator[dict[Tensor, nn.Parameter]]:
     """Replaces the parameters of a model by others in the same memory within a block.
 
     Autograd's nodes that accumulate a parameter's gradient live as long as a graph of an earlier call, or
@@ -203,12 +203,14 @@ def _aliases(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     """
     spaces = [module._parameters for module in model.modules() if module._parameters]
     before = [dict(space) for space in spaces]
-    aliases: dict[Tensor, Tensor] = {}
+    aliases: dict[Tensor, nn.Parameter] = {}
     for each in model.parameters():
         aliases[each] = nn.Parameter(each.detach(), requires_grad=each.requires_grad)
     try:
         for space in spaces:
-            space.update((name, aliases[each]) for name, each in space.items() if each is not None)
+            for name, own in space.items():
+                if own is not None:
+                    space[name] = aliases[own]
         yield aliases
     finally:
         for space, parameters in zip(spaces, before, strict=True):

@@ -205,6 +205,10 @@ class _Frozen(Examined):
         super().__init__(stage, watch)
         self.folded, self.programs = folded, Programs()
 
+    def holds_for_same_tensors(self) -> bool:
+        """Returns whether it is up to date if no module and no tensor of the model has changed."""
+        return not self.watch.are_settings_changed()
+
 
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""

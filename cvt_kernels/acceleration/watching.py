@@ -168,13 +168,13 @@ class Watch(Structure):
 
     def is_changed(self) -> bool:
         """Returns whether the module must be examined again."""
+        return self.are_settings_changed() or super().is_changed() or not self._snapshot.holds(self._folded)
+
+    def are_settings_changed(self) -> bool:
+        """Returns whether hooks or attributes have changed, other than modules and tensors."""
         if (self._hooked or any(self._hooks)) and self._hook_numbers() != self._hooked:
             return True
-        return (
-            super().is_changed()
-            or not self._snapshot.holds(self._folded)
-            or self._attributes() != self._before
-        )
+        return self._attributes() != self._before
 
 
 class Examined:

@@ -1,4 +1,4 @@
-"""How long a call may tune, and the notice that calls do.
+"""The time that a call may spend on tuning, and the notice that calls do.
 
 A call is the outermost call of a module in its thread, or an operator's where no module is called: a forward
 of a model, for example, with all its operators. What it has no time for is tuned in later calls.

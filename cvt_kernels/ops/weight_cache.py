@@ -53,6 +53,10 @@ class Snapshot:
         """Returns whether these are the same tensors, unchanged."""
         return not self.is_outdated and self._facts == _facts_of(tensors)
 
+    def has_versions_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether these tensors, the same in the same memory, are unchanged."""
+        return not self.is_outdated and self._facts[1] == [*map(_version, tensors)]
+
     def outdate(self) -> None:
         """Marks the snapshot as outdated: a tensor was written, or its memory is gone."""
         self.is_outdated = True
@@ -187,7 +191,6 @@ class Uses:
 
     def __init__(self) -> None:
         self._uses: list[tuple[_Copy, Any, list[Tensor | None]]] = []
-        self._all: tuple[list[Tensor | None], Any] | None = None  # their tensors and the facts of these
 
     def note(self, copy: _Copy, tensors: Sequence[Tensor | None]) -> None:
         """Notes that a copy of some tensors was read."""
@@ -195,14 +198,12 @@ class Uses:
         self._uses.append((copy, copy.made, aliases))
 
     def hold(self) -> bool:
-        """Returns whether all copies are still up to date, once all have been noted."""
-        if self._all is None:
-            if not all(copy.holds(tensors) for copy, _, tensors in self._uses):
-                return False
-            together = [tensor for _, _, tensors in self._uses for tensor in tensors]
-            self._all = together, _facts_of(together)
-        together, facts = self._all
-        return not any(copy.is_outdated for copy, _, _ in self._uses) and facts == _facts_of(together)
+        """Returns whether all copies are still up to date."""
+        return all(copy.holds(tensors) for copy, _, tensors in self._uses)
+
+    def hold_for_same_tensors(self) -> bool:
+        """Returns whether all copies are up to date if none of their tensors has visibly changed."""
+        return not any(copy.is_outdated for copy, _, _ in self._uses)
 
 
 _noted = threading.local()

@@ -248,6 +248,7 @@ STATES = {
     "gradients": torch.no_grad,
     "threads": lambda: threads(torch.get_num_threads() + 1),
     "products": lambda: attribute(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "convolutions": lambda: attribute(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
     "autocast": lambda: autocast("cpu", torch.bfloat16),
     "autocast of a GPU": lambda: autocast("cuda", torch.bfloat16),
 }

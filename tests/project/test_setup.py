@@ -224,7 +224,7 @@ def test_what_cvt_kernels_cpu_sets_asks_for(monkeypatch, setup):
 def test_wheels_have_all_sets_and_checkouts_those_of_this_cpu(
     tmp_path, monkeypatch, setup, attributes, default
 ):
-    """What ``pip install .`` makes is a wheel too, which pip may cache for other machines."""
+    """A wheel is what ``pip install .`` makes too, which pip may cache for other machines."""
     command = setup["BuildWithNinja"](setuptools.Distribution({"name": "x", "ext_modules": []}))
     command.ensure_finalized()
     command.build_temp, command.build_lib = str(tmp_path / "temp"), str(tmp_path / "lib")

@@ -213,7 +213,7 @@ def ours_with_batch_norm():
     "make", [huggingface, microsoft, ours_with_batch_norm, segformer], ids=lambda make: make.__name__
 )
 def test_running_statistics_that_pytorch_has_updated(make):
-    """In which it counts no write, as where BatchNorms are calibrated without a step of an optimizer."""
+    """Without a counted write, as where BatchNorms are calibrated without a step of an optimizer."""
     models = Sharing(make)
     norms = [module for module in models.own.modules() if type(module) is nn.BatchNorm2d]
     for norm in norms:
