@@ -1,4 +1,4 @@
-"""Tests of the time that a call may tune: what it has no time for is served by the default, and tuned in later calls."""
+"""Tests of the time that a call may tune: the default serves the rest, which later calls tune."""
 
 import types
 
