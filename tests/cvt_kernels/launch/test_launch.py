@@ -125,6 +125,15 @@ def test_formulas_have_a_configuration_for_every_gpu(capability, dtype):
                     assert tiles >= 132 or config.block_m <= 128
 
 
+@pytest.mark.parametrize(
+    ("capability", "generation"),
+    [(75, 80), (80, 80), (89, 80), (90, 90), (100, 100), (103, 100), (120, 80)],
+)
+def test_generations(capability, generation):
+    """Tensor cores take operands from registers, from shared memory, or from tensor memory."""
+    assert launch.generation_of(capability) == generation
+
+
 def test_a_configuration_is_overridden_for_a_while():
     config = records.Product(block_m=16, width=32, block_k=16, num_stages=2)
     shipped = find(197)
