@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -28,7 +27,8 @@ from torch import Tensor
 from cvt.commands.compile import launches
 from cvt.commands.compile.gpus import LIMITS
 from cvt.commands.compile.triton_kernels import specialize
-from cvt_kernels import launching, machine
+from cvt_kernels import launch, launching, machine
+from cvt_kernels.launch.records import Attention, ConvLinear, Mlp, Product, Sliding
 from cvt_kernels.launching import Launch
 
 from . import lab
@@ -42,40 +42,30 @@ class Space(NamedTuple):
     """The configurations of a kernel that are worth trying.
 
     Attributes:
-        family: The package in ``cvt_kernels/ops`` whose ``triton.common`` has them.
-        kernels: Their names in its table.
-        launched: The kernel that is timed.
+        kernel: Its name in ``cvt_kernels/launch``.
+        record: The class of the configuration.
         values: Field of the configuration → values.
-        made: The class of the configuration.
+        launched: The kernel that is timed, if it has another name.
         training: Whether the kernel is one of training.
     """
 
-    family: str
-    kernels: tuple[str, ...]
-    launched: str
+    kernel: str
+    record: type
     values: dict[str, tuple[int, ...]]
-    made: str = "LaunchConfig"
+    launched: str = ""
     training: bool = False
-
-    @property
-    def common(self) -> Any:
-        """The module with the table."""
-        return importlib.import_module(f"cvt_kernels.ops.{self.family}.triton.common")
 
     def configurations(self) -> list[Any]:
         """Returns every combination of the values."""
-        make = getattr(self.common, self.made)
         return [
-            make(**dict(zip(self.values, values, strict=True)))
+            self.record(**dict(zip(self.values, values, strict=True)))
             for values in itertools.product(*self.values.values())
         ]
 
     @contextlib.contextmanager
     def replaced(self, config: Any) -> Iterator[None]:
         """Replaces what ships by a configuration; None leaves it."""
-        with contextlib.ExitStack() as stack:
-            for kernel in self.kernels if config is not None else ():
-                stack.enter_context(self.common.overridden(kernel, config))
+        with contextlib.nullcontext() if config is None else launch.overridden(self.kernel, config):
             yield
 
 
@@ -85,36 +75,38 @@ _OF_TILES = {"block_q": (64, 128), "block_kv": (32, 64, 128), "num_warps": (4, 8
 
 
 def _sliding(kernel: str, **settings: Any) -> Space:
-    name = f"sliding_{kernel}"
-    launched, training = f"conv_projection_{name}", kernel != "fwd"
-    return Space("conv_projection", (name,), launched, _SLIDING | settings, "SlidingConfig", training)
+    name, training = f"conv_projection_sliding_{kernel}", kernel != "fwd"
+    return Space(name, Sliding, _SLIDING | settings, training=training)
 
 
 def _attention(kernel: str) -> Space:
-    return Space("attention", (kernel,), f"attention_{kernel}", _OF_TILES, training=kernel.startswith("bwd"))
+    return Space(f"attention_{kernel}", Attention, _OF_TILES, training=kernel.startswith("bwd"))
 
 
 #: By the name of a job; its first word is the operator of ``cvt compile`` that launches the kernel.
 SPACES = {
     "linear_gelu": Space(
-        "linear", ("gelu",), "linear_gelu", _TILES | {"num_stages": (2, 3, 4), "programs": (0, 1, 2)}
+        "linear_gelu", Product, _TILES | {"num_stages": (2, 3, 4), "programs": (0, 1, 2)}
     ),
     "linear_add": Space(
-        "linear", ("add", "add_narrow"), "linear_add",
+        "linear_add", Product,
         _TILES | {"width": (32, 64, 128), "block_k": (64, 256), "num_stages": (3, 4), "parts": (1, 3)},
     ),
     "linear_add_layer_norm": Space(
-        "linear", ("add_layer_norm", "add_layer_norm_narrow"), "linear_add_layer_norm",
+        "linear_add_layer_norm", Product,
         _TILES | {"num_stages": (2, 3), "parts": (3,)},
     ),
     "conv_linear": Space(
-        "conv_linear", ("fwd",), "conv_linear_fwd",
+        "conv_linear", ConvLinear,
         {"tokens": (32, 64, 128), "branches": (1, 2), "outputs": (64, 128), "chunk": (32, 64),
          "num_warps": (4, 8), "registers": (128, 255)},
+        "conv_linear_fwd",
     ),
     "layer_norm_mlp": Space(
-        "mlp", ("fwd_resident",), "layer_norm_mlp_fwd_resident",
-        {"block_rows": (64, 128), "block_hidden": (64, 128, 256), "num_warps": (4, 8), "programs": (1, 2, 3)},
+        "layer_norm_mlp", Mlp,
+        {"resident": (True,), "block_rows": (64, 128), "block_hidden": (64, 128, 256),
+         "num_warps": (4, 8), "programs": (1, 2, 3)},
+        "layer_norm_mlp_fwd_resident",
     ),
     "conv_projection fwd": _sliding("fwd"),
     "conv_projection bwd_conv": _sliding("bwd_conv", registers=(168, 255), resident_warps=(4, 8)),
@@ -134,13 +126,14 @@ def launched(name: str, stage: int, batch: int, config: Any, device: str = "meta
         made = launches.TRITON_OPERATORS[name.split()[0]](
             STAGES[stage - 1], torch.bfloat16, chip, batch=batch, training=space.training, device=device
         )
-    return [launch for launch in made if kernel_name(launch.kernel.__name__) == space.launched]
+    wanted = space.launched or space.kernel
+    return [each for each in made if kernel_name(each.kernel.__name__) == wanted]
 
 
 def compile_ahead(name: str, stage: int, batch: int, config: Any, arch: int) -> None:
     """Compiles a configuration into Triton's cache; it raises whatever Triton does."""
-    for launch in launched(name, stage, batch, config):
-        specialize(launch, arch).compile()
+    for each in launched(name, stage, batch, config):
+        specialize(each, arch).compile()
 
 
 def microseconds(run: Callable[[], Any]) -> float:
@@ -181,9 +174,9 @@ def timed(name: str, stage: int, batch: int, config: Any, expected: list[Tensor]
         ValueError: It is not launched, or its results are others.
     """
     found = launched(name, stage, batch, config, "cuda")
-    for launch in found:
-        launch.start()
-    values = [matrix(value) for launch in found for value in launch.arguments.values()]
+    for each in found:
+        each.start()
+    values = [matrix(value) for each in found for value in each.arguments.values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if config is None:
         expected += [tensor.clone() for tensor in tensors]
@@ -194,7 +187,7 @@ def timed(name: str, stage: int, batch: int, config: Any, expected: list[Tensor]
             continue
         if not (ours - theirs).abs().max() <= 0.02 * theirs.abs().max():  # nor NaN
             raise ValueError("computes something else")
-    return microseconds(lambda: [launch.start() for launch in found])
+    return microseconds(lambda: [each.start() for each in found])
 
 
 def swept(

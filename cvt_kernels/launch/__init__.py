@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,11 +70,14 @@ def _configuration(need: Need) -> Any:
 def shipped(need: Need) -> Any:
     """Returns the configuration of the nearest entry that ships for a need, or None."""
     for gpu in (need.chip.name, generation_of(need.chip.capability)):
-        entries = [each for each in tables.TABLES.get(gpu, ()) if each[:3] == need[:3]]
-        if entries:
-            return min(entries, key=functools.partial(_distance, need.rows)).config
+        distances = {
+            _ratio(need.rows, each): each for each in tables.TABLES.get(gpu, ()) if each[:3] == need[:3]
+        }
+        if distances and min(distances) <= tables.REACH:
+            return distances[min(distances)].config
     return None
 
 
-def _distance(rows: int, entry: Entry) -> float:
-    return abs(math.log2(max(rows, 1) / entry.rows))
+def _ratio(rows: int, entry: Entry) -> float:
+    """Returns how many times as large the larger number of rows is."""
+    return max(rows, entry.rows) / max(1, min(rows, entry.rows))

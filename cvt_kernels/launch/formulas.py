@@ -12,14 +12,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..launching import Chip
-from .records import ConvLinear, Product
+from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Rows, Sliding
 
 
 class Need(NamedTuple):
     """A call, as far as a configuration depends on it.
 
     Attributes:
-        kernel, numbers, sizes, rows: As in the entries of ``tables``.
+        kernel: The name of the kernel, in ``KERNELS``.
+        numbers: The numbers that it multiplies: half, single, int8 or float8.
+        sizes: K and N of a product, the channels of a head, or channels.
+        rows: Rows of a product, tokens, or queries of all heads.
         chip: The GPU.
     """
 
@@ -51,15 +54,20 @@ def generation_of(capability: int) -> int:
 _PERSISTS = 8  # tiles per multiprocessor from which programs that stay pay off
 
 
-#: Kilobytes of shared memory that a program may have, by compute capability; of others, the least.
+#: By compute capability; others are taken to have as little as the least.
 _SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+def shared_kilobytes(capability: int) -> int:
+    """Returns the kilobytes of shared memory that a program may have."""
+    return _SHARED.get(capability, min(_SHARED.values()))
 
 
 def _fitted(config: Product, need: Need) -> Product:
     """Returns the configuration with a pipeline that fits into shared memory."""
     size = {"single": 4, "half": 2}.get(need.numbers, 1)
     stage = (config.block_m + config.width * config.parts) * config.block_k * size
-    most = _SHARED.get(need.chip.capability, min(_SHARED.values())) * 2**10 // stage
+    most = shared_kilobytes(need.chip.capability) * 2**10 // stage
     return replace(config, num_stages=max(1, min(config.num_stages, most)))
 
 
@@ -74,8 +82,8 @@ def _tiles(config: Product, need: Need) -> int:
 
 
 def _filling(ladder: list[Product], need: Need) -> list[Product]:
-    """Returns a ladder from large tiles to small ones, those first whose programs fill the chip."""
-    filling = [config for config in ladder if _tiles(config, need) >= need.chip.multiprocessors]
+    """Returns a ladder from large tiles to small ones, those first that leave few multiprocessors idle."""
+    filling = [config for config in ladder if 2 * _tiles(config, need) > need.chip.multiprocessors]
     return filling + [config for config in reversed(ladder) if config not in filling]
 
 
@@ -125,7 +133,8 @@ def _linear_add(need: Need) -> list[Product]:
     if 2 * tiles >= multiprocessors:
         return [deep, tall, small]
     if need.rows <= 64:
-        return [replace(small, block_m=32), small, deep]
+        few = replace(small, block_m=32) if need.rows > 16 else replace(small, block_m=16, width=16)
+        return [few, small, deep]
     return [small, replace(small, num_stages=3), deep]
 
 
@@ -175,6 +184,227 @@ def _conv_linear(need: Need) -> list[ConvLinear]:
     return [many, few] if is_full else [few, many]
 
 
+# Products of 8 bits ---------------------------------------------------------------------------------------
+#
+# They are so fast that L2 bounds small tiles. Tiles of float8 are smaller on sm_90, where sums in float32
+# take registers too. Chosen by what the compiler makes of them, and not timed on a GPU.
+
+_NARROW = 192  # columns of the result up to which one tile has all of them
+
+
+def _linear_int8(need: Need) -> list[Product]:
+    inputs, outputs = need.sizes
+    int8, generation = need.numbers == "int8", need.generation
+    if inputs % 16 != 0 or outputs % 8 != 0:  # each number needs an address
+        return [_product(64, 64, 64, 2)]
+    small, medium = _product(128, 128, 64, 4, 8), _product(128, 128, 128, 3, 8)
+    wide = Product(block_m=128, width=256, block_k=128, num_stages=4, programs=1)
+    narrow = Product(block_m=128, width=64, parts=3, block_k=128, num_stages=2)
+    if generation == 80:
+        best = replace(small, width=64) if outputs <= _NARROW else small
+    elif outputs <= _NARROW:
+        best = replace(narrow, block_k=64, num_stages=3) if generation == 100 and int8 else narrow
+    elif need.kernel == "linear_int8" and outputs % 256 == 0 and int8 == (generation == 90):
+        best = wide
+    elif need.kernel != "linear_int8_float32" and int8 and generation == 90:
+        best = replace(medium, block_m=256)
+    else:
+        best = medium
+    ladder = [best, _product(128, 64, best.block_k, best.num_stages, 8), _product(64, 64, best.block_k, 3)]
+    return _filling(ladder, need)
+
+
+# Attention ------------------------------------------------------------------------------------------------
+#
+# By numbers, generation and padded channels of a head: tile of queries and of keys, warps, stages. Tensor
+# cores that take operands from shared memory want 64 rows per 4 warps, and leave registers for wider tiles.
+# Products of 32 bits hold their operands in registers: small tiles, many warps. sm_90's for up to 64 channels
+# are the fastest of those tried on an H200; the others were chosen by what the compiler makes of them.
+
+_ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
+    ("half", 80, 64): {
+        "fwd": (64, 128, 4, 2),
+        "fwd_by_position": (128, 128, 8, 2),
+        "fwd_loop": (128, 64, 8, 3),
+        "bwd": (32, 64, 4, 2),
+        "bwd_dq": (64, 32, 4, 2),
+        "bwd_dkdv": (32, 64, 4, 2),
+        "bwd_dkdv_by_position": (16, 64, 4, 2),
+        "bwd_bias": (32, 64, 4, 2),
+        "bwd_table": (32, 64, 4, 2),
+    },
+    ("half", 80, 128): {
+        "fwd": (64, 64, 8, 2),
+        "fwd_loop": (32, 32, 4, 1),
+        "bwd": (32, 64, 8, 1),
+        "bwd_dq": (32, 32, 8, 1),
+        "bwd_dkdv": (32, 64, 8, 1),
+        "bwd_bias": (64, 32, 8, 1),
+        "bwd_table": (64, 32, 8, 1),
+    },
+    ("half", 90, 64): {
+        "fwd": (64, 128, 4, 3),
+        "fwd_loop": (128, 64, 8, 3),
+        "bwd": (32, 64, 4, 3),
+        "bwd_dq": (128, 64, 8, 3),
+        "bwd_dkdv": (32, 64, 4, 3),  # 128 keys are 3 % faster in Triton 3.6, and spill in 3.7
+        "bwd_bias": (64, 64, 8, 2),
+        "bwd_table": (64, 64, 8, 2),
+    },
+    # With 64 keys fwd_loop takes 126 to 132 registers, where two programs need 128, or spills.
+    ("half", 100, 64): {
+        "fwd": (64, 128, 4, 1),
+        "fwd_loop": (128, 32, 8, 3),
+        "bwd": (32, 64, 4, 2),
+        "bwd_dq": (128, 64, 8, 2),
+        "bwd_dkdv": (32, 64, 4, 3),
+        "bwd_bias": (64, 64, 8, 2),
+        "bwd_table": (64, 64, 8, 2),
+    },
+    ("half", 90, 128): {
+        "fwd": (64, 64, 8, 2),
+        "fwd_loop": (64, 64, 8, 2),
+        "bwd": (32, 64, 8, 1),
+        "bwd_dq": (64, 64, 8, 1),
+        "bwd_dkdv": (64, 64, 8, 1),
+        "bwd_bias": (64, 64, 8, 1),
+        "bwd_table": (64, 64, 8, 1),
+    },
+    ("single", 80, 64): {
+        "fwd": (32, 64, 8, 1),
+        "fwd_loop": (32, 32, 8, 2),
+        "bwd": (16, 64, 8, 1),
+        "bwd_dq": (32, 32, 8, 2),
+        "bwd_dkdv": (32, 32, 8, 1),
+        "bwd_bias": (32, 32, 8, 1),
+        "bwd_table": (32, 32, 8, 1),
+    },
+    ("single", 80, 128): {
+        "fwd": (16, 64, 8, 1),
+        "fwd_loop": (16, 32, 8, 1),
+        "bwd": (16, 32, 8, 1),
+        "bwd_dq": (16, 32, 8, 1),
+        "bwd_dkdv": (32, 32, 8, 1),
+        "bwd_bias": (16, 32, 4, 1),
+        "bwd_table": (16, 32, 4, 1),
+    },
+}
+
+
+def _attention(need: Need) -> list[Attention]:
+    """Returns the configuration of the newest generation that is no newer than the GPU's."""
+    width, kernel = (64 if need.sizes[0] <= 64 else 128), need.kernel.removeprefix("attention_")
+    generations = [g for n, g, w in _ATTENTION if (n, w) == (need.numbers, width) and g <= need.generation]
+    known = _ATTENTION[need.numbers, max(generations), width]
+    fields = known.get(kernel) or known[kernel.removesuffix("_by_position")]
+    return [Attention(**dict(zip(Attention.__dataclass_fields__, fields, strict=True)))]
+
+
+# Convolutional projection ---------------------------------------------------------------------------------
+#
+# For 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread. 4-byte dtypes get half
+# the channels, so that it stays one vector, and twice the rows in the same registers. A thread takes up to
+# 255 registers, most for the weights of its channels, so a multiprocessor holds two programs; the regions of
+# both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB or more, half as many rows in 128 KiB.
+#
+# In sliding-row kernels a thread has 2 channels, whose 27 taps in three branches take 54 registers: with 128
+# registers a multiprocessor holds 16 warps. The gradients of the taps need as many again: 8 warps. A program
+# of one warp then waits for no other; narrow grids of many channels have too few pairs of columns for that.
+
+_SLIDING = Sliding(pairs=4, channels=64, registers=128, resident_warps=16)
+
+
+def _sliding(need: Need) -> list[Sliding]:
+    return [_SLIDING]
+
+
+def _sliding_bwd_conv(need: Need) -> list[Sliding]:
+    of_taps = replace(_SLIDING, registers=255)
+    ranked = [replace(of_taps, pairs=1, resident_warps=8), of_taps]
+    return ranked[::-1] if need.sizes[0] > 256 else ranked
+
+
+def _region(need: Need) -> list[Regions]:
+    rows = 16 if shared_kilobytes(need.chip.capability) > 128 else 8
+    outputs = 1 if need.kernel in ("conv_projection_bwd_conv", "conv_projection_bwd_input") else 2
+    return [Regions(pixels=16, channels=64, rows=outputs, region_rows=rows, region_cols=32, num_warps=4)]
+
+
+# A lane of depthwise_conv_gelu has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2 of
+# 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
+# gradients of the taps beside them.
+
+
+def _depthwise(need: Need) -> list[Sliding]:
+    return [replace(_SLIDING, channels=128)]
+
+
+def _depthwise_bwd_conv(need: Need) -> list[Sliding]:
+    return [replace(_SLIDING, channels=128, registers=255, resident_warps=8)]
+
+
+# Rows -----------------------------------------------------------------------------------------------------
+
+
+def _embed(need: Need) -> list[Rows]:
+    """Returns the configuration of the embedding in one kernel.
+
+    A thread has half a row's sums and two of its vectors in registers.
+    """
+    if need.numbers == "single" or need.sizes[0] > 64:
+        return [Rows(num_warps=4, resident_programs=2)]
+    registers, programs = {80: (168, 3), 90: (128, 4), 100: (168, 2)}[need.generation]
+    return [Rows(num_warps=4, registers=registers, resident_programs=programs)]
+
+
+def _normalize(need: Need) -> list[Rows]:
+    return [Rows(elements=4096 if need.numbers == "single" else 8192, num_warps=4)]
+
+
+def _rows(need: Need) -> list[Rows]:
+    return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 1024 else Rows(elements=8192, num_warps=8)]
+
+
+def _rows_backward(need: Need) -> list[Rows]:
+    """Returns the configuration of a kernel that has its gradients of γ and β in registers too."""
+    if need.sizes[0] <= 1024:
+        return [Rows(elements=1024, num_warps=4, resident_programs=3)]
+    return [Rows(elements=2048, num_warps=8, resident_programs=2)]
+
+
+def _quantize(need: Need) -> list[Rows]:
+    return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 4096 else Rows(elements=8192, num_warps=8)]
+
+
+# MLP ------------------------------------------------------------------------------------------------------
+
+
+def _mlp(need: Need) -> list[Mlp]:
+    """Returns the configuration of the MLP; its sizes are the padded channels and hidden features.
+
+    Weights stay in shared memory on sm_90. Two programs fit on a multiprocessor with weights of 64 KiB. On
+    sm_100 each product has an accumulator in tensor memory, and the unrolled products of resident weights
+    would need too much of it.
+    """
+    channels, hidden = need.sizes
+    is_small = channels <= 64 and channels * hidden <= 2**14
+    if need.numbers == "single":
+        rows = 64 if is_small else 32
+        return [Mlp(resident=False, block_rows=rows, block_hidden=32, num_warps=8)]
+    if need.generation == 80:
+        rows = 128 if is_small else 64
+        return [Mlp(resident=False, block_rows=rows, block_hidden=32, num_warps=8, num_stages=2, programs=1)]
+    best = Mlp(resident=need.generation == 90, block_rows=128, block_hidden=64, num_warps=8)
+    if is_small:
+        best = replace(best, registers=128)
+    elif best.resident:
+        best = replace(best, programs=1)
+    return [best if best.resident else replace(best, num_stages=2)]
+
+
+# All ------------------------------------------------------------------------------------------------------
+
+
 class Kernel(NamedTuple):
     """A kernel: the records of its variants, and the formula that ranks configurations for a need."""
 
@@ -186,5 +416,35 @@ KERNELS: dict[str, Kernel] = {
     "linear_gelu": Kernel((Product,), _fitting(_linear_gelu)),
     "linear_add": Kernel((Product,), _fitting(_linear_add)),
     "linear_add_layer_norm": Kernel((Product,), _fitting(_linear_add_layer_norm)),
+    "linear_int8": Kernel((Product,), _fitting(_linear_int8)),
+    "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
+    "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
+    "layer_norm_mlp": Kernel((Mlp,), _mlp),
+    **{f"attention_{kernel}": Kernel((Attention,), _attention) for kernel in _ATTENTION["half", 80, 64]},
+    **{
+        f"conv_projection_sliding_{kernel}": Kernel((Sliding,), _sliding)
+        for kernel in ("fwd", "stats", "bwd_sums", "bwd_input")
+    },
+    "conv_projection_sliding_bwd_conv": Kernel((Sliding,), _sliding_bwd_conv),
+    **{
+        f"conv_projection_{kernel}": Kernel((Regions,), _region)
+        for kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
+    },
+    **{
+        f"conv_projection_{kernel}": Kernel(
+            (Pixels,), lambda need: [Pixels(pixels=64, channels=16, num_warps=4)]
+        )
+        for kernel in ("merge_stats", "sum_regions")
+    },
+    "conv_projection_update_running": Kernel(
+        (Pixels,), lambda need: [Pixels(pixels=1, channels=256, num_warps=1)]
+    ),
+    "depthwise_conv_gelu_fwd": Kernel((Sliding,), _depthwise),
+    "depthwise_conv_gelu_bwd_conv": Kernel((Sliding,), _depthwise_bwd_conv),
+    "conv_embedding_embed": Kernel((Rows,), _embed),
+    "conv_embedding_normalize": Kernel((Rows,), _normalize),
+    "quantize_rows": Kernel((Rows,), _quantize),
+    **{f"rows_{kernel}": Kernel((Rows,), _rows) for kernel in ("gather", "normalize", "scatter")},
+    "rows_backward": Kernel((Rows,), _rows_backward),
 }

@@ -59,3 +59,135 @@ class ConvLinear:
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
         return {"num_warps": self.num_warps, "maxnreg": self.registers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The configuration of a kernel of attention: tile sizes, warps and pipeline stages.
+
+    Attributes:
+        block_q: Queries of a tile.
+        block_kv: Keys of a tile; the widest one in the forward that holds all keys.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline of loads.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels:
+    """The configuration of a kernel of the convolutional projection: its tile, warps and registers.
+
+    Attributes:
+        pixels: P, rows of a tile: pixels, or partial sums.
+        channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
+        num_warps: Warps of a program.
+        registers: The limit of registers per thread. Without one, ptxas targets an occupancy of its own
+            choice and spills to reach it.
+    """
+
+    pixels: int
+    channels: int
+    num_warps: int
+    registers: int = 255
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.num_warps, "maxnreg": self.registers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions(Pixels):
+    """The configuration of a kernel whose programs each compute a region of the grid.
+
+    Attributes:
+        rows: R, outputs that a lane holds in registers: in a column (1 for kernels above 3×3); in a row in
+            bwd_input.
+        region_rows: Rows of a region on the input grid.
+        region_cols: Columns of a region on the input grid.
+    """
+
+    rows: int
+    region_rows: int
+    region_cols: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliding:
+    """The configuration of a sliding-row kernel.
+
+    Attributes:
+        pairs: The most pairs of columns of a program; one warp has each.
+        channels: Channels of a program: for 2-byte dtypes, half as many for others.
+        registers: The limit of registers per thread.
+        resident_warps: Warps resident on a multiprocessor.
+    """
+
+    pairs: int
+    channels: int
+    registers: int
+    resident_warps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The configuration of a kernel on whole rows of channels: its tile, warps, registers and programs.
+
+    Attributes:
+        elements: The most elements of a tile of rows; a longer row is a tile too. 0 where a tile has 16 rows
+            of each warp.
+        num_warps: Warps of a program.
+        registers: The limit of registers per thread; None for no limit.
+        resident_programs: For a persistent kernel, whose programs compute several tiles each: programs
+            resident on a multiprocessor. 0 for one program per tile.
+    """
+
+    elements: int = 0
+    num_warps: int
+    registers: int | None = None
+    resident_programs: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options. Loops are not pipelined: other programs hide the latency."""
+        options = {"num_warps": self.num_warps, "num_stages": 1}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """The configuration of the MLP in one kernel.
+
+    Attributes:
+        resident: Whether a program keeps all weights in shared memory, rather than streams them.
+        block_rows: Rows of a tile.
+        block_hidden: Hidden features of a chunk.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline of loads, where weights are streamed.
+        programs: Programs per multiprocessor.
+        registers: The limit of registers per thread; None for no limit.
+    """
+
+    resident: bool
+    block_rows: int
+    block_hidden: int
+    num_warps: int
+    num_stages: int = 1
+    programs: int = 2
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.registers is None else options | {"maxnreg": self.registers}

@@ -2,10 +2,10 @@
 
 To add one, add a line to the table of the GPU's generation, or a table under the GPU's name, which comes
 first: the kernel, its numbers, the sizes, the rows at which it was measured, and the configuration. A call
-of the same kernel, numbers and sizes takes the entry with the nearest number of rows, on a scale of powers.
+of the same kernel, numbers and sizes takes the entry with the nearest number of rows, on a scale of powers,
+if it is not more than ``REACH`` times as large or as small; else a formula's.
 
-The sizes are K and N of a product (inputs and outputs of the linear layer), and the channels of a
-projection; its rows are the tokens that it reads. The numbers are those of :func:`numbers_of`.
+Numbers, sizes and rows are those of ``formulas.Need``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .records import ConvLinear, Product
+from .records import ConvLinear, Product, Sliding
+
+#: The factor of rows up to which an entry serves.
+REACH = 8
 
 
 class Entry(NamedTuple):
@@ -43,7 +46,7 @@ _SMALL = Product(block_m=64, width=32, block_k=256, num_warps=4, num_stages=4)
 _SMALL_SHORT = Product(block_m=64, width=32, block_k=256, num_warps=4, num_stages=3)
 _DEEP = Product(block_m=64, width=128, block_k=128, num_warps=4, num_stages=4)
 _ROWS_192 = Product(block_m=64, width=64, parts=3, block_k=64, num_warps=4, num_stages=2)
-_ROWS_192_DEEP = Product(block_m=64, width=64, parts=3, block_k=64, num_warps=4, num_stages=3)
+_ROWS_192_FEW = Product(block_m=16, width=64, parts=3, block_k=64, num_warps=4, num_stages=2)
 _ROWS_384 = Product(block_m=64, width=128, parts=3, block_k=64, num_warps=4, num_stages=2)
 _ROWS_384_TALL = Product(block_m=128, width=128, parts=3, block_k=64, num_warps=8, num_stages=3)
 _ROWS_384_FEW = Product(block_m=16, width=128, parts=3, block_k=128, num_warps=8, num_stages=2)
@@ -52,6 +55,9 @@ _CONV_64_FEW = ConvLinear(tokens=32, branches=1, outputs=64, chunk=64, num_warps
 _CONV = ConvLinear(tokens=64, branches=1, outputs=128, chunk=64, num_warps=4, registers=255)
 _CONV_384 = ConvLinear(tokens=64, branches=1, outputs=128, chunk=64, num_warps=8, registers=255)
 _CONV_FEW = ConvLinear(tokens=32, branches=1, outputs=128, chunk=64, num_warps=8, registers=255)
+
+_TAPS = Sliding(pairs=1, channels=64, registers=255, resident_warps=8)
+_TAPS_14 = Sliding(pairs=4, channels=64, registers=255, resident_warps=16)
 
 SM_90 = (
     Entry("linear_gelu", "half", (192, 768), 784, _TALL),
@@ -70,8 +76,8 @@ SM_90 = (
     Entry("linear_add", "half", (1536, 384), 1576, _DEEP),
     Entry("linear_add", "half", (1536, 384), 6304, _TALL),
     Entry("linear_add", "half", (1536, 384), 50432, _ROWS_384_TALL),
-    Entry("linear_add_layer_norm", "half", (192, 192), 784, _ROWS_192_DEEP),
-    Entry("linear_add_layer_norm", "half", (192, 192), 6272, _ROWS_192_DEEP),
+    Entry("linear_add_layer_norm", "half", (192, 192), 784, _ROWS_192_FEW),
+    Entry("linear_add_layer_norm", "half", (192, 192), 6272, _ROWS_192_FEW),
     Entry("linear_add_layer_norm", "half", (192, 192), 25088, _ROWS_192),
     Entry("linear_add_layer_norm", "half", (192, 192), 200704, _ROWS_192),
     Entry("linear_add_layer_norm", "half", (384, 384), 197, _ROWS_384_FEW),
@@ -80,9 +86,16 @@ SM_90 = (
     Entry("linear_add_layer_norm", "half", (384, 384), 50432, _ROWS_384),
     Entry("conv_linear", "half", (64,), 3136, _CONV_64_FEW),
     Entry("conv_linear", "half", (64,), 25088, _CONV_64),
+    Entry("conv_linear", "half", (64,), 802816, _CONV_64),
     Entry("conv_linear", "half", (192,), 784, _CONV_FEW),
     Entry("conv_linear", "half", (192,), 6272, _CONV),
+    Entry("conv_linear", "half", (192,), 200704, _CONV),
+    Entry("conv_linear", "half", (384,), 197, _CONV_384),
     Entry("conv_linear", "half", (384,), 6304, _CONV_384),
+    Entry("conv_linear", "half", (384,), 50432, _CONV_384),
+    Entry("conv_projection_sliding_bwd_conv", "half", (64,), 802816, _TAPS),
+    Entry("conv_projection_sliding_bwd_conv", "half", (192,), 200704, _TAPS),
+    Entry("conv_projection_sliding_bwd_conv", "half", (384,), 50432, _TAPS_14),
 )
 
 #: By the name of a GPU or its generation.

@@ -1,73 +1,14 @@
-"""Helpers of all Triton kernels: overrides of launch configurations, budgets, dtypes."""
+"""Helpers of all Triton kernels: dtypes of sums and products."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from .. import backends, machine
-
-Config = TypeVar("Config")
-
-
-class Overrides(Generic[Config]):
-    """Overrides of an operator's shipped launch configurations, process-wide.
-
-    Args:
-        kernels: The names of the operator's kernels in its table of configurations.
-    """
-
-    def __init__(self, kernels: Collection[str]) -> None:
-        self._kernels = kernels
-        self._configs: dict[str, Config] = {}
-
-    def get(self, kernel: str) -> Config | None:
-        """Returns the override of a kernel's configuration, or None."""
-        return self._configs.get(kernel)
-
-    @contextlib.contextmanager
-    def replaced(self, kernel: str, config: Config) -> Iterator[None]:
-        """Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning.
-
-        Raises:
-            ValueError: An unknown kernel.
-        """
-        if kernel not in self._kernels:
-            raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(self._kernels)}")
-        outer, self._configs = self._configs, self._configs | {kernel: config}
-        backends.forget()  # planned launches
-        try:
-            yield
-        finally:
-            self._configs = outer
-            backends.forget()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Limits on a kernel's machine code, for ``benchmarks.machine_code``; None for no limit.
-
-    Attributes:
-        instructions_per_output: Instructions that a thread executes for one element of the output.
-        instructions_per_tile: Instructions that each of 4 warps executes for 64 × 64 attention scores, within
-            the kernel's loops.
-        registers: Registers of a thread.
-    """
-
-    instructions_per_output: float | None = None
-    instructions_per_tile: float | None = None
-    registers: int | None = None
-
-    @property
-    def limits_instructions(self) -> bool:
-        """Returns whether there is a limit on instructions."""
-        return self.instructions_per_output is not None or self.instructions_per_tile is not None
+from .. import machine
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:

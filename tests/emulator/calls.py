@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cvt_kernels as ck
-from cvt_kernels import launching
+from cvt_kernels import launch, launching
+from cvt_kernels.launch import tables
 from tests.cvt_kernels.ops import test_accesses as tests
 from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
 
@@ -89,6 +92,42 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: scatter": _call(tests.scatter, 2, 50, 33, 64, dtype),
         }
     return calls
+
+
+def _of_the_table() -> dict[str, Call]:
+    """Returns calls with every configuration of sm_90's table, at its smallest and its largest sizes.
+
+    A few rows less than a tile has, then more than two tiles, reach the same code as many.
+    """
+
+    def run(entry: tables.Entry, rows: int) -> Any:
+        dtype, sizes = BFLOAT16, entry.sizes
+        with launch.overridden(entry.kernel, entry.config):
+            if entry.kernel == "conv_linear":
+                return tests.project_linearly((rows, 14), *sizes, 3 * sizes, dtype=dtype)
+            if entry.kernel == "conv_projection_sliding_bwd_conv":
+                return tests.project((rows, 13), *sizes, (3, 3, 3), dtype=dtype)
+            return getattr(tests, entry.kernel)(rows, *sizes, dtype=dtype)
+
+    def size_of(entry: tables.Entry) -> tuple[tuple[int, ...], int]:
+        return entry.sizes, entry.rows
+
+    calls: dict[str, Call] = {}
+    for kernel, config in dict.fromkeys((each.kernel, each.config) for each in tables.SM_90):
+        entries = [each for each in tables.SM_90 if (each.kernel, each.config) == (kernel, config)]
+        tile = getattr(config, "block_m", None)
+        for entry, rows in (
+            (min(entries, key=size_of), tile - 5 if tile else 3),
+            (max(entries, key=size_of), 2 * tile + 5 if tile else 14),
+        ):
+            name = f"sm_90: {kernel} {entry.sizes} {rows} {fields_of(config)}"
+            calls[name] = Call(tests.Case(functools.partial(run, entry, rows), ""), 90)
+    return calls
+
+
+def fields_of(config: Any) -> str:
+    """Returns the fields of a configuration in a word."""
+    return "-".join(str(int(value)) for value in dataclasses.astuple(config))
 
 
 #: Sizes of 1 are constants for Triton, which compiles other code for them.
@@ -179,7 +218,9 @@ CALLS: dict[str, Call] = {
 }
 #: Calls whose instructions and accesses are counted: see budgets.py.
 COUNTED = _of_cvt_13()
-CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | COUNTED
+#: Calls of kernels with the configurations that ship for sm_90, which is what they are compiled for.
+SHIPPED = _of_the_table()
+CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | COUNTED | SHIPPED
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (

@@ -286,3 +286,31 @@ def test_both_ways_to_a_product_compute_it():
 def test_nothing_is_measured_at_import():
     code = "import sys, cvt_kernels; sys.exit('cvt_kernels.autotune.clock' in sys.modules)"
     assert run_python(code).returncode == 0
+
+
+def test_all_functions_are_timed_in_graphs_or_none(monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        clock, "graph_replay", lambda *calls: None if "b" in calls else lambda: ran.append(calls)
+    )
+    assert clock.replays([["a", "a"], ["b", "b"]]) is None
+    ran.clear()
+    replays = clock.replays([["a", "c"], ["d", "d"]])
+    assert [replay.calls for replay in replays] == [2, 2]
+    assert ran == [("a", "c"), ("d", "d")]  # once before they are timed
+
+
+def test_a_replay_has_the_device_time_of_one_call(monkeypatch):
+    class Clock:
+        arm = staticmethod(lambda: events.append("flush"))
+
+        def read(self):
+            events.append("read")
+            return 0.5
+
+    events = []
+    monkeypatch.setattr(clock, "DeviceClock", Clock)
+    times = clock.ColdTimes([], [])
+    clock._run_cold(clock.Replay(lambda: events.append("replay"), 4), torch.device("cuda"), times)
+    assert times == clock.ColdTimes([0.125], [])
+    assert events == ["replay", "flush", "read", "replay", "read"]

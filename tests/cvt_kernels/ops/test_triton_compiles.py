@@ -181,8 +181,8 @@ for number in (torch.int8, torch.float8_e4m3fn):
         (768, 192, torch.bfloat16), (192, 448, torch.float16),
     ):
         with launching.recorded_launches(launching.Chip(90, 132)) as launches:
-            x, weight = meta(4096, inputs, dtype=number), meta(outputs, inputs, dtype=number)
-            scales = meta(4096, 1), meta(outputs)
+            x, weight = meta(10**5, inputs, dtype=number), meta(outputs, inputs, dtype=number)
+            scales = meta(10**5, 1), meta(outputs)
             forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)
         for compiled in examine(triton_kernels.specialize(launches[0], 90)).values():
             print(*[message.split(":")[0] for message in compiled.messages])

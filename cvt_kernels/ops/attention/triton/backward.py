@@ -48,8 +48,9 @@ from .common import (
     token_strides,
 )
 
-#: Programs of the bias's gradient up to which what shares the bias is split; each split writes its own sum.
-ENOUGH_BIAS_PROGRAMS = 512
+#: Programs per multiprocessor of the bias's gradient, up to which what shares the bias is split; each split
+#: writes its own sum.
+ENOUGH_BIAS_PROGRAMS = 4
 
 # Probabilities, again -------------------------------------------------------------------------------------
 
@@ -325,7 +326,8 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
     shared_images, shared_heads = batch // bias_images, heads // bias_heads
     shared_blocks = all_query_blocks // query_blocks
     tiles = bias_images * bias_heads * query_blocks * key_blocks
-    splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), shared_images * shared_heads * shared_blocks)
+    enough = ENOUGH_BIAS_PROGRAMS * launching.chip(q.device).multiprocessors
+    splits = min(-(-enough // tiles), shared_images * shared_heads * shared_blocks)
     dtype = bias.dtype if splits == 1 else accumulator_dtype(q)
     dbias = bias.new_empty(splits, bias_images, bias_heads, bias_queries, bias_keys, dtype=dtype)
     launching.launch(
@@ -413,7 +415,8 @@ def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) 
     warps = block_q // 16 if q.element_size() == 2 else block_q * block_kv // 256  # small tiles need few
     options = config.options | {"num_warps": min(config.num_warps, warps)}
     tiles = heads * places.table_height * -(-places.width // block_q) * -(-places.key_width // block_kv)
-    splits = min(-(-ENOUGH_BIAS_PROGRAMS // tiles), batch)
+    enough = ENOUGH_BIAS_PROGRAMS * launching.chip(q.device).multiprocessors
+    splits = min(-(-enough // tiles), batch)
     dtiles = q.new_empty(
         splits, heads, places.table_height, places.width, places.key_width, dtype=accumulator_dtype(q)
     )

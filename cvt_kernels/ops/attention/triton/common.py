@@ -1,8 +1,7 @@
-"""The parts that attention's Triton kernels share: configurations, launch arguments, device functions."""
+"""The parts that attention's Triton kernels share: launch arguments, device functions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,160 +9,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from .... import launch, launching
+from ....launch.records import Attention
 from ....records import PositionBias
-from ...triton_launch import Budget, Overrides, product_types
+from ...triton_launch import product_types
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
 
-# Launch configurations ------------------------------------------------------------------------------------
+# Configurations and tiles ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """The launch configuration of a kernel: tile sizes, warps and pipeline stages.
-
-    Attributes:
-        block_q: Queries of a tile.
-        block_kv: Keys of a tile; the widest one in the forward that holds all keys.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads.
-    """
-
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
-
-# By generation, bytes per element and padded head dimension. "80" is every chip whose tensor cores take their
-# operands from registers (sm_80, sm_86, sm_89, sm_120), "90" those that take them from shared memory (sm_90,
-# sm_100): there, 64 rows per 4 warps are one instruction, and registers are left for wider tiles. float32
-# products run without tensor cores unless TF32 is allowed, and hold their operands in registers: small tiles,
-# many warps.
-#
-# Chosen by what the compiler makes of them. For CvT (D = 64) nothing spills on sm_80, sm_90 and sm_100
-# (tests/cvt/commands/test_compile.py). Elsewhere little does, and mostly with a bias or at D = 128. Where
-# there was a choice, two programs or more fit on a multiprocessor. None has been timed on a GPU yet.
-CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
-    (80, 2, 64): {
-        "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=2),
-        "fwd_loop": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3),
-        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
-        "bwd_dq": LaunchConfig(block_q=64, block_kv=32, num_warps=4, num_stages=2),
-        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
-        "bwd_bias": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
-        "bwd_table": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
-    },
-    (80, 2, 128): {
-        "fwd": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
-        "fwd_loop": LaunchConfig(block_q=32, block_kv=32, num_warps=4, num_stages=1),
-        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(block_q=64, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_table": LaunchConfig(block_q=64, block_kv=32, num_warps=8, num_stages=1),
-    },
-    (90, 2, 64): {
-        "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=1),
-        "fwd_loop": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=3),
-        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=2),
-        "bwd_dq": LaunchConfig(block_q=128, block_kv=64, num_warps=8, num_stages=2),
-        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=64, num_warps=4, num_stages=3),
-        "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
-        "bwd_table": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
-    },
-    (90, 2, 128): {
-        "fwd": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
-        "fwd_loop": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=2),
-        "bwd": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_dkdv": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_table": LaunchConfig(block_q=64, block_kv=64, num_warps=8, num_stages=1),
-    },
-}
-_FLOAT32: dict[int, dict[str, LaunchConfig]] = {
-    64: {
-        "fwd": LaunchConfig(block_q=32, block_kv=64, num_warps=8, num_stages=1),
-        "fwd_loop": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=2),
-        "bwd": LaunchConfig(block_q=16, block_kv=64, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=2),
-        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_table": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
-    },
-    128: {
-        "fwd": LaunchConfig(block_q=16, block_kv=64, num_warps=8, num_stages=1),
-        "fwd_loop": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
-        "bwd": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_dq": LaunchConfig(block_q=16, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_dkdv": LaunchConfig(block_q=32, block_kv=32, num_warps=8, num_stages=1),
-        "bwd_bias": LaunchConfig(block_q=16, block_kv=32, num_warps=4, num_stages=1),
-        "bwd_table": LaunchConfig(block_q=16, block_kv=32, num_warps=4, num_stages=1),
-    },
-}
-CONFIGS |= {(generation, 4, d): kernels for generation in (80, 90) for d, kernels in _FLOAT32.items()}
-CONFIGS |= {(100, *key): kernels for (generation, *key), kernels in list(CONFIGS.items()) if generation == 90}
-# With 64 keys it takes 126 to 132 registers, where two programs need 128, or spills, depending on the tail.
-CONFIGS[100, 2, 64] = CONFIGS[90, 2, 64] | {
-    "fwd_loop": LaunchConfig(block_q=128, block_kv=32, num_warps=8, num_stages=3)
-}
-
-# Where a bias by position takes registers that are not there: the same work for a warp, so that zeros leave
-# every bit, or fewer queries in a step.
-BY_POSITION: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
-    (80, 2, 64): {
-        "fwd": LaunchConfig(block_q=128, block_kv=128, num_warps=8, num_stages=2),
-        "bwd_dkdv": LaunchConfig(block_q=16, block_kv=64, num_warps=4, num_stages=2),
-    },
-}
-
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-#: Triton 3.6 needs a tenth more than 3.7 in the backward.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "fwd": Budget(instructions_per_tile=400, registers=168),
-        "fwd_loop": Budget(instructions_per_tile=290, registers=128),
-        "bwd": Budget(instructions_per_tile=980, registers=168),
-        "bwd_dq": Budget(instructions_per_tile=250, registers=128),
-        "bwd_dkdv": Budget(instructions_per_tile=540, registers=144),
-    },
-}
-_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
-
-
-def configuration(
-    kernel: str, head_dim: int, element_size: int, capability: int, *, by_position: bool = False
-) -> LaunchConfig:
-    """Returns the configuration of a kernel on a chip of compute capability ``capability`` (90 for sm_90).
-
-    With ``by_position`` it is for calls with a bias by position.
-    """
-    if (override := _overrides.get(kernel)) is not None:
-        return override
-    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    key = generation, min(element_size, 4), 64 if head_dim <= 64 else 128
-    special = BY_POSITION.get(key, {}) if by_position else {}
-    return special.get(kernel) or CONFIGS[key][kernel]
-
-
-#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
-#: :meth:`Overrides.replaced`.
-overridden = _overrides.replaced
-
-
-def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> LaunchConfig:
+def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> Attention:
     """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
-    by_position = spec is not None and spec.position is not None
-    capability = launching.chip(q.device).capability
-    return configuration(kernel, q.shape[3], q.element_size(), capability, by_position=by_position)
+    batch, tokens, heads, head_dim = q.shape
+    name = f"attention_{kernel}"
+    if spec is not None and spec.position is not None:  # whose registers leave less for tiles
+        name += "_by_position"
+    return launch.configuration(name, q.dtype, (head_dim,), batch * tokens * heads, launching.chip(q.device))
 
 
 def padded(size: int) -> int:

@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
+from ....launch.records import Attention
 from ....records import PositionBias
 from ...triton_launch import accumulator_dtype
 from .common import (
     LaunchArguments,
-    LaunchConfig,
     configuration_for,
     contiguous_rows,
     dot,
@@ -39,9 +39,9 @@ from .common import (
 
 # Tiles of keys --------------------------------------------------------------------------------------------
 
-#: Programs beyond which one takes several tiles of queries, which saves loads of keys and values: two waves
-#: and more of what a GPU of 132 multiprocessors holds, three to six programs each.
-ENOUGH_PROGRAMS = 1024
+#: Programs per multiprocessor beyond which one takes several tiles of queries, which saves loads of keys and
+#: values: two waves and more, of three to six programs each.
+ENOUGH_PROGRAMS = 8
 
 
 class KeyTiles(NamedTuple):
@@ -161,9 +161,10 @@ def _attention_fwd_kernel(
         _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _settings_on_chip(config: LaunchConfig, arguments: LaunchArguments, batch: int) -> dict[str, Any]:
+def _settings_on_chip(config: Attention, arguments: LaunchArguments, batch: int) -> dict[str, Any]:
     tiles = -(-arguments.queries // config.block_q)
-    programs = min(tiles, -(-ENOUGH_PROGRAMS // (batch * arguments.heads)))
+    enough = ENOUGH_PROGRAMS * launching.chip(arguments.q_ptr.device).multiprocessors
+    programs = min(tiles, -(-enough // (batch * arguments.heads)))
     rows = -(-tiles // programs) * config.block_q
     return {
         "blocks": -(-arguments.queries // rows),
@@ -218,7 +219,7 @@ def _attention_fwd_loop_kernel(
     _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _settings_of_loop(config: LaunchConfig, arguments: LaunchArguments, size: int) -> dict[str, Any]:
+def _settings_of_loop(config: Attention, arguments: LaunchArguments, size: int) -> dict[str, Any]:
     return {
         "blocks": -(-arguments.queries // config.block_q),
         "BLOCK_Q": config.block_q,

@@ -1,8 +1,7 @@
-"""The parts that the embedding's Triton kernels share: configurations, constants, LayerNorm of a tile."""
+"""The parts that the embedding's Triton kernels share: constants, LayerNorm of a tile."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,95 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
-from ...triton_launch import Budget, Overrides
+from .... import launch, launching
+from ....launch.records import Rows
 
 #: The most channels of a token: a row is held in the registers of a program.
 MAX_CHANNELS = 4096
 
-# Launch configurations ------------------------------------------------------------------------------------
+#: By bytes per element, the most channels of the embedding in one kernel: nothing spills with windows of
+#: 7 × 7 × 3 values.
+MOST_EMBEDDED = {2: 128, 4: 64}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """The launch configuration of a kernel: its tile, warps, registers and programs.
-
-    Attributes:
-        num_warps: Warps of a program.
-        channels: The most channels of a token that it serves.
-        elements: The most elements of a tile of tokens; 0 where a tile has 16 tokens of each warp.
-        registers: The limit of registers per thread; None for no limit.
-        resident_programs: For a persistent kernel, whose programs compute several tiles each: programs
-            resident on a multiprocessor. 0 for one program per tile.
-    """
-
-    num_warps: int
-    channels: int
-    elements: int = 0
-    registers: int | None = None
-    resident_programs: int = 0
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options. Loops are not pipelined: other programs hide the latency."""
-        options = {"num_warps": self.num_warps, "num_stages": 1}
-        return options if self.registers is None else options | {"maxnreg": self.registers}
-
-
-# By kernel, generation and bytes per element (4 for float64 too), the configurations for more and more
-# channels. "80" is every chip whose tensor cores take their operands from registers (sm_80, sm_86, sm_89,
-# sm_120). A thread of "embed" has half a row's sums and two of its vectors in registers: the numbers of
-# channels are those for which nothing spills with windows of 7 × 7 × 3 values. None has been timed on a GPU.
-_NORMALIZE = {
-    2: (LaunchConfig(elements=8192, num_warps=4, channels=MAX_CHANNELS),),
-    4: (LaunchConfig(elements=4096, num_warps=4, channels=MAX_CHANNELS),),
-}
-CONFIGS: dict[tuple[str, int, int], tuple[LaunchConfig, ...]] = {
-    ("embed", 80, 2): (
-        LaunchConfig(num_warps=4, channels=64, registers=168, resident_programs=3),
-        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
-    ),
-    ("embed", 90, 2): (
-        LaunchConfig(num_warps=4, channels=64, registers=128, resident_programs=4),
-        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
-    ),
-    ("embed", 100, 2): (
-        LaunchConfig(num_warps=4, channels=64, registers=168, resident_programs=2),
-        LaunchConfig(num_warps=4, channels=128, resident_programs=2),
-    ),
-    **{
-        ("embed", generation, 4): (LaunchConfig(num_warps=4, channels=64, resident_programs=2),)
-        for generation in (80, 90, 100)
-    },
-    **{
-        ("normalize", generation, size): configs
-        for generation in (80, 90, 100)
-        for size, configs in _NORMALIZE.items()
-    },
-}
-
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "embed": Budget(instructions_per_output=18, registers=128),
-        "normalize": Budget(instructions_per_output=16, registers=96),
-    },
-}
-_overrides: Overrides[LaunchConfig] = Overrides({kernel for kernel, *_ in CONFIGS})
-
-
-def configuration(kernel: str, channels: int, x: Tensor) -> LaunchConfig | None:
-    """Returns the configuration of a kernel for tensors like ``x``; None for too many channels."""
-    capability = launching.chip(x.device).capability
-    generation = 80 if capability < 90 or capability >= 120 else min(capability // 10 * 10, 100)
-    shipped = CONFIGS[kernel, generation, min(x.element_size(), 4)]
-    config = next((config for config in shipped if channels <= config.channels), None)
-    return config and (_overrides.get(kernel) or config)
-
-
-#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
-#: :meth:`Overrides.replaced`.
-overridden = _overrides.replaced
+def configuration(kernel: str, channels: int, x: Tensor) -> Rows:
+    """Returns the configuration of a kernel, ``embed`` or ``normalize``, for tensors like ``x``."""
+    name, rows, chip = f"conv_embedding_{kernel}", x.numel() // x.shape[1], launching.chip(x.device)
+    found: Rows = launch.configuration(name, x.dtype, (channels,), rows, chip)
+    return found
 
 
 # Constants of a kernel ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor
 from .... import launching, machine
 from ...triton_launch import product_types
 from .common import (
+    MOST_EMBEDDED,
     Parts,
     channels_of,
     configuration,
@@ -42,7 +43,7 @@ _MAX_WEIGHT_BYTES = 80 * 1024
 def why_not_embedded(image: Tensor, weight: Tensor, stride: int, padding: int) -> str | None:
     """Returns why ``embed`` should not compute the tokens of an image, or None."""
     channels, _, kernel_size, _ = weight.shape
-    if configuration("embed", channels, image) is None:
+    if channels > MOST_EMBEDDED[min(image.element_size(), 4)]:
         return f"there is no configuration for {channels} channels"
     window, parts = Window.of(image, kernel_size, stride, padding, has_bias=False), parts_of(channels, image)
     if image.dtype == torch.float32:  # so in TF32 where cuDNN takes it, and only there
@@ -329,7 +330,6 @@ def embed(
     window = Window.of(image, kernel_size, stride, padding, has_bias=bias is not None)
     parts = parts_of(channels, image)
     config = configuration("embed", channels, image)
-    assert config is not None
     options = config.options
     if config.registers is not None and image.element_size() == 2 and window.word == 1:
         options["maxnreg"] = max(config.registers, 168)  # which single elements take

@@ -68,7 +68,6 @@ def normalize(
     batch, tokens, channels = x.shape
     parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
     config = configuration("normalize", channels, x)
-    assert config is not None
     vector = 16 // x.element_size()
     rows = max(32 * config.num_warps * vector // parts.width, 1)
     repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)

@@ -13,7 +13,6 @@ from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
-    LaunchConfig,
     LaunchPlan,
     Tile,
     bounds_of,
@@ -64,8 +63,7 @@ def sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Te
     """Returns (rows, regions, C) summed over regions in a fixed order: (C, n) per group of n rows, flat."""
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
-    config = configuration("sum_regions", launching.chip(partial.device).capability)
-    assert isinstance(config, LaunchConfig)
+    config = configuration("sum_regions", partial)
     launching.launch(
         _sum_regions_kernel, (-(-channels // config.channels), rows), on=partial, options=config.options,
         partial_ptr=partial, sum_ptr=total, channels=channels, regions=regions,

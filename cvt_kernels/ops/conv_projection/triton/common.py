@@ -1,4 +1,4 @@
-"""The parts that the projection's Triton kernels share: configurations, launch plans, device functions."""
+"""The parts that the projection's Triton kernels share: launch plans, device functions."""
 
 from __future__ import annotations
 
@@ -13,125 +13,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import launching, records
-from ...triton_launch import Budget, Overrides
-
-# Launch configurations ------------------------------------------------------------------------------------
+from .... import launch, launching, records
+from ....launch.records import Pixels, Regions
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """The launch configuration of a kernel: its tile, warps and registers.
-
-    Attributes:
-        pixels: P, rows of a tile: pixels, or partial sums.
-        channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
-        num_warps: Warps of a program.
-        registers: The limit of registers per thread. Without one, ptxas targets an occupancy of its own
-            choice and spills to reach it.
-    """
-
-    pixels: int
-    channels: int
-    num_warps: int
-    registers: int = 255
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "maxnreg": self.registers}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegionConfig(LaunchConfig):
-    """The launch configuration of a kernel whose programs each compute a region of the grid.
-
-    Attributes:
-        rows: R, outputs that a lane holds in registers: in a column (1 for kernels above 3×3); in a row in
-            bwd_input.
-        region_rows: Rows of a region on the input grid.
-        region_cols: Columns of a region on the input grid.
-    """
-
-    rows: int
-    region_rows: int
-    region_cols: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlidingConfig:
-    """The launch configuration of a sliding-row kernel.
-
-    Attributes:
-        pairs: The most pairs of columns of a program; one warp has each.
-        channels: Channels of a program: for 2-byte dtypes, half as many for others.
-        registers: The limit of registers per thread.
-        resident_warps: Warps resident on a multiprocessor.
-    """
-
-    pairs: int
-    channels: int
-    registers: int
-    resident_warps: int
-
-
-Config = LaunchConfig | SlidingConfig
-
-# By compute capability and kernel, for 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector
-# per thread. 4-byte dtypes get half the channels, so that it stays one vector, and twice the rows in the same
-# registers. A thread takes up to 255 registers, most for the weights of its channels, so a multiprocessor
-# holds two programs; the regions of both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB (sm_80) or
-# 256 KiB (sm_90, sm_100), half as many rows in 128 KiB.
-#
-# In sliding-row kernels a thread has 2 channels, whose 27 taps in three branches take 54 registers: with 128
-# registers a multiprocessor holds 16 warps. The gradients of the taps need as many again: 8 warps.
-#
-# Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
-
-
-def _configs(region_rows: int) -> dict[str, Config]:
-    two_rows = RegionConfig(
-        pixels=16, channels=64, rows=2, region_rows=region_rows, region_cols=32, num_warps=4
-    )
-    sliding = SlidingConfig(pairs=4, channels=64, registers=128, resident_warps=16)
-    return {
-        **dict.fromkeys(("sliding_fwd", "sliding_stats", "sliding_bwd_sums", "sliding_bwd_input"), sliding),
-        "sliding_bwd_conv": replace(sliding, registers=255, resident_warps=8),
-        **dict.fromkeys(("fwd", "stats", "bwd_sums"), two_rows),
-        **dict.fromkeys(("bwd_conv", "bwd_input"), replace(two_rows, rows=1)),
-        **dict.fromkeys(("merge_stats", "sum_regions"), LaunchConfig(pixels=64, channels=16, num_warps=4)),
-        "update_running": LaunchConfig(pixels=1, channels=256, num_warps=1),
-    }
-
-
-CONFIGS = {80: _configs(16), 86: _configs(8), 90: _configs(16), 100: _configs(16), 120: _configs(8)}
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "sliding_fwd": Budget(instructions_per_output=22, registers=128),
-        "sliding_stats": Budget(instructions_per_output=25, registers=128),
-        "sliding_bwd_sums": Budget(instructions_per_output=25, registers=128),
-        "sliding_bwd_conv": Budget(instructions_per_output=60, registers=255),
-        "sliding_bwd_input": Budget(instructions_per_output=35, registers=128),
-    },
-}
-_overrides: Overrides[Config] = Overrides(CONFIGS[80])
-
-
-def configuration(kernel: str, capability: int) -> Config:
-    """Returns a kernel's configuration for 2-byte dtypes.
-
-    It is the newest listed chip's that is no newer than this one, or else the oldest chip's.
-    """
-    if (override := _overrides.get(kernel)) is not None:
-        return override
-    known = [listed for listed in CONFIGS if listed <= capability]
-    return CONFIGS[max(known, default=min(CONFIGS))][kernel]
-
-
-#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
-#: :meth:`Overrides.replaced`.
-overridden = _overrides.replaced
+def configuration(kernel: str, x: Tensor) -> Any:
+    """Returns the configuration of a kernel for tokens or partial sums like x (…, C), on its device."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    chip = launching.chip(x.device)
+    return launch.configuration(f"conv_projection_{kernel}", x.dtype, (x.shape[-1],), rows, chip)
 
 
 # Geometry and launch plans --------------------------------------------------------------------------------
@@ -231,7 +121,7 @@ class Tile(NamedTuple):
     accumulator: Any
 
     @classmethod
-    def of(cls, config: LaunchConfig, dtype: torch.dtype) -> Tile:
+    def of(cls, config: Pixels, dtype: torch.dtype) -> Tile:
         """Returns the tile of a configuration, for activations or sums of a dtype."""
         accumulator = tl.float64 if dtype == torch.float64 else tl.float32
         return cls(config.pixels, config.channels, accumulator)
@@ -247,7 +137,7 @@ class LaunchPlan(NamedTuple):
         arguments: The arguments shared by all such kernels: sizes and constants.
     """
 
-    config: RegionConfig
+    config: Regions
     programs: int
     regions: int
     arguments: dict[str, Any]
@@ -256,8 +146,7 @@ class LaunchPlan(NamedTuple):
     def of(cls, kernel: str, x: Tensor, geometry: Geometry) -> LaunchPlan:
         """Returns the plan of a kernel for tokens like ``x`` (B, T, C)."""
         chip = launching.chip(x.device)
-        config = configuration(kernel, chip.capability)
-        assert isinstance(config, RegionConfig), kernel
+        config = configuration(kernel, x)
         return _plan(config, x.shape, x.dtype, geometry, chip)
 
     def columns(self, width: int) -> int:
@@ -267,7 +156,7 @@ class LaunchPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    config: RegionConfig, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: launching.Chip
+    config: Regions, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: launching.Chip
 ) -> LaunchPlan:
     """Returns a plan; for small batches, regions shrink until every multiprocessor has two programs."""
     batch, tokens, channels = shape
@@ -302,7 +191,7 @@ def _plan(
     return LaunchPlan(config, regions * channel_blocks, regions, arguments)
 
 
-def _branches(config: RegionConfig, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:
+def _branches(config: Regions, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:
     branches: list[Branch] = []
     for i, convolution in enumerate(geometry.convolutions):
         first = max(n for n in range(i + 1) if geometry.lengths[n])
@@ -324,7 +213,7 @@ def is_of_sliding_kernel(kernel_size: int, stride: int, padding: int, dilation: 
     return (kernel_size, padding, dilation) == (3, 1, 1) and stride in (1, 2)
 
 
-def _tile_columns(config: RegionConfig, col_blocks: int, width: int) -> int:
+def _tile_columns(config: Regions, col_blocks: int, width: int) -> int:
     return min(config.pixels, triton.next_power_of_2(-(-width // col_blocks)))
 
 
@@ -341,7 +230,7 @@ def maybe_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
-def packed(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
+def packed(weights: Sequence[Tensor], config: Pixels) -> tuple[Tensor, ...]:
     """Returns each (C, 1, k, k) as a view of (channel blocks, taps of all branches, BC) at its first tap."""
     padding = -weights[0].shape[0] % config.channels
     blocks = [F.pad(w.flatten(1), (0, 0, 0, padding)) if padding else w.flatten(1) for w in weights]
@@ -352,7 +241,7 @@ def packed(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...
     return tuple(together[sum(taps[:i]) * config.channels :] for i in range(len(taps)))
 
 
-def packed_above_3x3(weights: Sequence[Tensor], config: LaunchConfig) -> tuple[Tensor, ...]:
+def packed_above_3x3(weights: Sequence[Tensor], config: Pixels) -> tuple[Tensor, ...]:
     """Returns the weights, packed for kernels above 3×3."""
     if all(weight.shape[3] <= 3 for weight in weights):
         return tuple(weights)

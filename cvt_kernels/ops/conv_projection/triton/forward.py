@@ -12,7 +12,6 @@ from .... import launching
 from ...triton_launch import accumulator_dtype
 from .common import (
     Geometry,
-    LaunchConfig,
     LaunchPlan,
     Tile,
     bounds_of,
@@ -286,8 +285,7 @@ def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Merges the regions' statistics and counts to mean and biased variance (branches, C)."""
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
-    config = configuration("merge_stats", launching.chip(partial.device).capability)
-    assert isinstance(config, LaunchConfig)
+    config = configuration("merge_stats", partial)
     launching.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
         partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance, channels=channels,
@@ -343,8 +341,7 @@ def update_running_statistics(
         momenta: Negative for the average over all batches.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
-    config = configuration("update_running", launching.chip(mean.device).capability)
-    assert isinstance(config, LaunchConfig)
+    config = configuration("update_running", mean)
     launching.launch(
         _update_running_kernel, (len(rows),), on=mean, options=config.options,
         mean_ptr=mean, var_ptr=variance, running_mean_ptrs=tuple(running_means),

@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
+from ....launch.records import Sliding
 from ...triton_launch import ELEMENTS
-from .common import Geometry, SlidingConfig, configuration, is_of_sliding_kernel
+from .common import Geometry, configuration, is_of_sliding_kernel
 
 # Launch plans ---------------------------------------------------------------------------------------------
 
@@ -76,19 +77,15 @@ class SlidingPlan(NamedTuple):
         """Returns the plan of a kernel for tokens ``x`` (B, T, C).
 
         Args:
-            kernel: Its name in ``CONFIGS``.
+            kernel: Its name, such as ``sliding_fwd``.
             x: The tokens, or their gradient.
             geometry: One that :func:`has_sliding_kernel` accepts.
             others: Other tensors read or written two channels at a time.
         """
-        config = configuration(kernel, launching.chip(x.device).capability)
-        assert isinstance(config, SlidingConfig), kernel
-        return cls.by(config, x, geometry, others)
+        return cls.by(configuration(kernel, x), x, geometry, others)
 
     @classmethod
-    def by(
-        cls, config: SlidingConfig, x: Tensor, geometry: Geometry, others: Sequence[Tensor]
-    ) -> SlidingPlan:
+    def by(cls, config: Sliding, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingPlan:
         """Returns the plan for a configuration and the arguments of :meth:`of`."""
         alignment = alignment_of(x, others)
         return _plan(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
@@ -111,7 +108,7 @@ def has_sliding_kernel(geometry: Geometry) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    config: SlidingConfig, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
+    config: Sliding, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
     chip: launching.Chip,
 ) -> SlidingPlan:  # fmt: skip
     batch, tokens, channels = shape

@@ -1,4 +1,4 @@
-"""Launch configurations, budgets and launch plans of the kernels of ``depthwise_conv_gelu``."""
+"""Launch plans of the kernels of ``depthwise_conv_gelu``."""
 
 from __future__ import annotations
 
@@ -8,35 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .... import machine
-from ...conv_projection.triton.common import Geometry, SlidingConfig
+from .... import launch, launching, machine
+from ....launch.records import Sliding
+from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import SlidingPlan, alignment_of
-from ...triton_launch import Budget, Overrides
-
-# Launch configurations ------------------------------------------------------------------------------------
-
-#: By kernel, on every GPU. A lane has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2
-#: of 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
-#: gradients of the taps beside them. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
-CONFIGS: dict[str, SlidingConfig] = {
-    "fwd": SlidingConfig(pairs=4, channels=128, registers=128, resident_warps=16),
-    "bwd_conv": SlidingConfig(pairs=4, channels=128, registers=255, resident_warps=8),
-}
-#: By compute capability and kernel, the budget in bfloat16 for SegFormer-B0 at 512² and
-#: batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "fwd": Budget(instructions_per_output=25, registers=128),
-        "bwd_conv": Budget(instructions_per_output=47, registers=255),
-    },
-}
-_overrides: Overrides[SlidingConfig] = Overrides(CONFIGS)
-
-
-#: Replaces the configuration of one kernel within a ``with`` statement, on every chip, for tuning: see
-#: :meth:`Overrides.replaced`.
-overridden = _overrides.replaced
-
 
 # Plans ----------------------------------------------------------------------------------------------------
 
@@ -78,12 +53,13 @@ class ConvPlan(NamedTuple):
         cls, kernel: str, x: Tensor, grid: tuple[int, int], approximate: str, parameters: Sequence[Tensor], *,
         has_bias: bool,
     ) -> ConvPlan:  # fmt: skip
-        """Returns the plan of a kernel of ``CONFIGS``.
+        """Returns the plan of a kernel, ``fwd`` or ``bwd_conv``.
 
         The channels of ``x`` are contiguous; ``parameters`` are the other tensors that the kernel reads by
         units.
         """
-        config = _overrides.get(kernel) or CONFIGS[kernel]
+        rows, chip = x.shape[0] * x.shape[1], launching.chip(x.device)
+        config = launch.configuration(f"depthwise_conv_gelu_{kernel}", x.dtype, (x.shape[2],), rows, chip)
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
             config = replace(config, channels=config.channels // 2)
         sliding = SlidingPlan.by(config, x, geometry_of(grid), parameters)
@@ -97,7 +73,7 @@ class ConvPlan(NamedTuple):
 _UNUSED = "CLASS_TOKEN", "STRIDES"
 
 
-def _prefers_half(config: SlidingConfig, channels: int, alignment: int) -> bool:
+def _prefers_half(config: Sliding, channels: int, alignment: int) -> bool:
     """Returns whether blocks of half the channels are better.
 
     They are where one of them holds the last channels, and where a lane would read its channels by several

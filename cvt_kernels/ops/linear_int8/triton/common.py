@@ -1,114 +1,34 @@
-"""Launch configurations, budgets and compile-time constants of the 8-bit kernels."""
+"""Launch configurations and compile-time constants of the 8-bit kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from .... import launching, machine
-from ....launch import generation_of
-from ....launch.records import Product as LaunchConfig
+from .... import launch, launching, machine
+from ....launch.records import Product, Rows
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
-from ...triton_launch import Budget, Overrides
 
 #: The most channels of a row that is rounded: it is held in the registers of a program.
 MAX_CHANNELS = 8192
 #: The most inputs of a product, whose sum fits into 32 bits.
 MAX_INPUTS = 2**16
-_MOST_NARROW = 192
-
-# Launch configurations ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowConfig:
-    """The launch configuration of a kernel that rounds rows.
-
-    Attributes:
-        elements: The most elements of a tile of rows; a longer row is a tile too.
-        num_warps: Warps of a program.
-        channels: The most channels of a row that it serves.
-    """
-
-    elements: int
-    num_warps: int
-    channels: int
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "num_stages": 1}
-
-
-ROW_CONFIGS = (
-    RowConfig(elements=4096, num_warps=4, channels=4096),
-    RowConfig(elements=8192, num_warps=8, channels=MAX_CHANNELS),
-)
-
-# The configurations of products, by generation and dtype. Names: ``narrow`` for results of up to 192 columns;
-# ``float32`` for 32-bit results, which take more registers; ``wide`` for whole tiles of 256 columns without a
-# residual, for which there would be no room; ``odd`` where rows are not aligned to 16 bytes, so that each
-# number needs an address. sm_80 is every chip whose tensor cores take their factors from registers.
-#
-# Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
-# that L2 bounds small tiles. Tiles of float8 are smaller on sm_90, where sums in float32 take registers too.
-_SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_stages=4)
-_MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_stages=3)
-_TALL = LaunchConfig(block_m=256, width=128, block_k=128, num_stages=3)
-_WIDE = LaunchConfig(block_m=128, width=256, block_k=128, num_stages=4, programs=1)
-_NARROW_SMALL = LaunchConfig(block_m=128, width=64, block_k=64, num_stages=4)
-_NARROW = LaunchConfig(block_m=128, width=64, parts=3, block_k=128, num_stages=2)
-_ODD = LaunchConfig(block_m=64, width=64, block_k=64, num_warps=4, num_stages=2)
-_NARROW_100 = LaunchConfig(block_m=128, width=64, parts=3, block_k=64, num_stages=3)
-
-
-def _kernels(
-    linear: LaunchConfig, wide: LaunchConfig, narrow: LaunchConfig, float32: LaunchConfig
-) -> dict[str, LaunchConfig]:
-    kernels = {"linear": linear, "linear_wide": wide, "linear_narrow": narrow, "linear_float32": float32}
-    return kernels | {"linear_odd": _ODD}
-
-
-CONFIGS: dict[tuple[int, torch.dtype], dict[str, LaunchConfig]] = {
-    (80, torch.int8): _kernels(_SMALL, _SMALL, _NARROW_SMALL, _SMALL),
-    (80, torch.float8_e4m3fn): _kernels(_SMALL, _SMALL, _NARROW_SMALL, _SMALL),
-    (90, torch.int8): _kernels(_TALL, _WIDE, _NARROW, _MEDIUM),
-    (90, torch.float8_e4m3fn): _kernels(_MEDIUM, _MEDIUM, _NARROW, _MEDIUM),
-    (100, torch.int8): _kernels(_MEDIUM, _MEDIUM, _NARROW_100, _MEDIUM),
-    (100, torch.float8_e4m3fn): _kernels(_MEDIUM, _WIDE, _NARROW, _MEDIUM),
-}
-
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "quantize_rows": Budget(instructions_per_output=13, registers=72),
-        "layer_norm_quantize": Budget(instructions_per_output=28, registers=80),
-        "gelu_quantize": Budget(instructions_per_output=18, registers=72),
-        "linear_int8": Budget(instructions_per_output=42, registers=255),
-    },
-}
-_overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
-overridden = _overrides.replaced
-
-
-def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> LaunchConfig:
+def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Product:
     """Returns the configuration of a product of x (M, K) of 8 bits with the result ``out``, on its device."""
-    kernel = "linear"
-    if x.shape[1] % 16 != 0 or out.shape[1] % 8 != 0:
-        kernel = "linear_odd"
-    elif out.shape[1] <= _MOST_NARROW:
-        kernel = "linear_narrow"
-    elif out.element_size() > 2:
-        kernel = "linear_float32"
-    elif out.shape[1] % 256 == 0 and residual is None:
-        kernel = "linear_wide"
-    generation = generation_of(launching.chip(x.device).capability)
-    return _overrides.get(kernel) or CONFIGS[generation, x.dtype][kernel]
+    kernel = "linear_int8"
+    if out.element_size() > 2:  # which takes more registers, as a residual does
+        kernel += "_float32"
+    elif residual is not None:
+        kernel += "_add"
+    (rows, inputs), outputs = x.shape, out.shape[1]
+    found: Product = launch.configuration(kernel, x.dtype, (inputs, outputs), rows, launching.chip(x.device))
+    return found
 
 
 # Specification of the kernels that round ------------------------------------------------------------------
@@ -137,10 +57,11 @@ class RowSpec(NamedTuple):
     converts_exactly: bool
 
     @classmethod
-    def of(cls, x: Tensor, dtype: torch.dtype) -> tuple[RowSpec, RowConfig]:
+    def of(cls, x: Tensor, dtype: torch.dtype) -> tuple[RowSpec, Rows]:
         """Returns the specification for contiguous rows x (M, C) and values of ``dtype``, and its launch."""
-        channels = x.shape[1]
-        config = next(config for config in ROW_CONFIGS if channels <= config.channels)
+        count, channels = x.shape
+        chip = launching.chip(x.device)
+        config = launch.configuration("quantize_rows", x.dtype, (channels,), count, chip)
         parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
         # A thread stores 16 values at once.
         rows = max(32 * config.num_warps * 16 // parts.width, 1)
@@ -152,6 +73,6 @@ class RowSpec(NamedTuple):
             limit=LIMITS[dtype],
             is_float8=dtype == torch.float8_e4m3fn,
             interpreted=machine.INTERPRETING,
-            converts_exactly=not machine.INTERPRETING and launching.chip(x.device).capability >= 90,
+            converts_exactly=not machine.INTERPRETING and chip.capability >= 90,
         )
         return spec, config

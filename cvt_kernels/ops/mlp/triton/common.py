@@ -1,102 +1,29 @@
-"""Launch configurations, budgets and compile-time constants of the MLP's kernels."""
+"""Launch configurations and compile-time constants of the MLP's kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching, machine
-from ....launch import generation_of
+from .... import launch, launching, machine
+from ....launch.records import Mlp
 from ...linear.triton.common import ELEMENTS, padded
-from ...triton_launch import Budget, Overrides
 
 #: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
 MAX_CHANNELS, MAX_WEIGHTS = 128, 2**15
 
-# Launch configurations ------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
-    """The launch configuration of the kernel.
-
-    Attributes:
-        block_rows: Rows of a tile.
-        block_hidden: Hidden features of a chunk.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads, where weights are streamed.
-        programs: Programs per multiprocessor.
-        max_registers: The limit of registers per thread; None for no limit.
-    """
-
-    block_rows: int
-    block_hidden: int
-    num_warps: int
-    num_stages: int = 1
-    programs: int = 2
-    max_registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
-
-
-# The kernel of a call and how it is launched, by generation, bytes per element of the operands and size.
-# "small" is what two programs of a multiprocessor can hold: weights of 64 KiB, C of 64, x in the dtype of the
-# operands. "80" is every chip whose tensor cores take both operands from registers. On sm_100 each product of
-# a program has an accumulator in tensor memory, and the unrolled products of resident weights would need too
-# much of it. float32 products run without tensor cores unless TF32 is allowed. Chosen by what the compiler
-# makes of CvT's first stage: nothing spills on sm_80, sm_90 and sm_100. None has been timed on a GPU yet.
-CONFIGS: dict[tuple[int, int, str], dict[str, LaunchConfig]] = {
-    (80, 2, "small"): {
-        "fwd": LaunchConfig(block_rows=128, block_hidden=32, num_warps=8, num_stages=2, programs=1)
-    },
-    (80, 2, "large"): {
-        "fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8, num_stages=2, programs=1)
-    },
-    (90, 2, "small"): {
-        "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, max_registers=128)
-    },
-    (90, 2, "large"): {
-        "fwd_resident": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, programs=1)
-    },
-    (100, 2, "small"): {
-        "fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2, max_registers=128)
-    },
-    (100, 2, "large"): {"fwd": LaunchConfig(block_rows=128, block_hidden=64, num_warps=8, num_stages=2)},
-}
-for _generation in (80, 90, 100):
-    CONFIGS[_generation, 4, "small"] = {"fwd": LaunchConfig(block_rows=64, block_hidden=32, num_warps=8)}
-    CONFIGS[_generation, 4, "large"] = {"fwd": LaunchConfig(block_rows=32, block_hidden=32, num_warps=8)}
-
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {"fwd_resident": Budget(instructions_per_output=32, registers=128)},
-}
-_overrides: Overrides[LaunchConfig] = Overrides(("fwd", "fwd_resident"))
-overridden = _overrides.replaced
-
-
-class Plan(NamedTuple):
-    """The kernel for a call, by its name in ``CONFIGS``, and its configuration."""
-
-    kernel: str
-    config: LaunchConfig
-
-
-def plan_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Plan:
-    """Returns the plan for rows ``x``, hidden features and a dtype of operands, on the device of ``x``."""
-    generation = generation_of(launching.chip(x.device).capability)
-    channels, size = x.shape[-1], dtype.itemsize
-    is_small = padded(channels) <= 64 and weights(channels, hidden) <= 2**14 and x.element_size() == size
-    ((kernel, config),) = CONFIGS[generation, min(size, 4), "small" if is_small else "large"].items()
-    return Plan(kernel, _overrides.get(kernel) or config)
+def configuration_for(x: Tensor, hidden: int, dtype: torch.dtype) -> Mlp:
+    """Returns the configuration for rows ``x``, hidden features and a dtype of operands, on its device."""
+    rows, channels = x.numel() // x.shape[-1], x.shape[-1]
+    sizes = padded(channels), weights(channels, hidden) // padded(channels)
+    if x.element_size() != dtype.itemsize:  # wider rows, beside which less fits
+        sizes = 2 * sizes[0], sizes[1]
+    found: Mlp = launch.configuration("layer_norm_mlp", dtype, sizes, rows, launching.chip(x.device))
+    return found
 
 
 def weights(channels: int, hidden: int) -> int:

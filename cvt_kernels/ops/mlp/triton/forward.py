@@ -13,7 +13,7 @@ from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
 from ...triton_launch import contiguous
 from ...triton_tf32 import rounded
-from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, plan_for, weights
+from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, configuration_for, weights
 
 # The kernel -----------------------------------------------------------------------------------------------
 
@@ -184,9 +184,6 @@ def _layer_norm_mlp_fwd_resident_kernel(
         tl.store(out_ptr + first + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_KERNELS = {"fwd": _layer_norm_mlp_fwd_kernel, "fwd_resident": _layer_norm_mlp_fwd_resident_kernel}
-
-
 def layer_norm_mlp_forward(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, shift: Tensor | None, eps: float,
@@ -197,12 +194,13 @@ def layer_norm_mlp_forward(
     x = x.contiguous()
     out = torch.empty_like(x)
     rows = x.numel() // channels
-    kernel, config = plan_for(x, hidden, dtype)
+    config = configuration_for(x, hidden, dtype)
+    kernel = _layer_norm_mlp_fwd_resident_kernel if config.resident else _layer_norm_mlp_fwd_kernel
     programs = min(-(-rows // config.block_rows), config.programs * launching.chip(x.device).multiprocessors)
     # The bound of a loop that must not be unrolled, as one of constant bounds would be.
-    bound = {"hidden": hidden} if kernel == "fwd" else {}
+    bound = {} if config.resident else {"hidden": hidden}
     launching.launch(
-        _KERNELS[kernel], (programs,), on=x, options=config.options,
+        kernel, (programs,), on=x, options=config.options,
         x_ptr=x, out_ptr=out, norm_weight_ptr=contiguous(norm_weight), norm_bias_ptr=contiguous(norm_bias),
         shift_ptr=contiguous(shift), fc1_weight_ptr=fc1_weight.contiguous(),
         fc1_bias_ptr=contiguous(fc1_bias), fc2_weight_ptr=fc2_weight.contiguous(),

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
-from cvt_kernels.ops.attention.triton import backward, common, forward, why_unsupported
+from cvt_kernels import backends, launch, launching
+from cvt_kernels.launch.records import Attention
+from cvt_kernels.ops.attention.triton import backward, forward, why_unsupported
 from tests.checks import WIDEST, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
@@ -227,14 +228,12 @@ def test_a_configuration_is_overridden_for_a_while():
         return [launch.options["num_warps"] for launch in launches]
 
     shipped = warps()
-    config = common.LaunchConfig(block_q=16, block_kv=32, num_warps=16, num_stages=1)
-    with common.overridden("bwd_dq", config):
+    config = Attention(block_q=16, block_kv=32, num_warps=16, num_stages=1)
+    with launch.overridden("attention_bwd_dq", config):
         assert warps() == [shipped[0], 16, shipped[2]]
     assert warps() == shipped
-    with common.overridden("fwd_loop", config):
+    with launch.overridden("attention_fwd_loop", config):
         assert_agrees("attention", "triton", **sizes(33, 300))
-    with pytest.raises(ValueError, match="expected one of fwd"), common.overridden("forward", config):
-        pass
 
 
 # What is left to others -----------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
+from cvt_kernels import backends, launch, launching
+from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.modules import project
-from cvt_kernels.ops.conv_projection.triton import common
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRID, CHANNELS = (2, 3), 16
@@ -199,8 +199,8 @@ def test_launches_are_intercepted_all_the_same_and_another_configuration_is_noti
     with ck.use_backend("triton"), launching.intercepted_launches(taken.append, launching.Chip(100, 148)):
         project(x, GRID, branches)
     assert [launch.arguments["x_ptr"] for launch in taken] == [x]
-    config = common.SlidingConfig(pairs=1, channels=32, registers=128, resident_warps=16)
-    with common.overridden("sliding_fwd", config):
+    config = Sliding(pairs=1, channels=32, registers=128, resident_warps=16)
+    with launch.overridden("conv_projection_sliding_fwd", config):
         assert_served(x, branches)
     assert_served(x, branches)
     assert starts == [True]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import launching
+from cvt_kernels import launch, launching
 from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding, why_unsupported
 from tests.checks import needs_float64
@@ -68,12 +68,13 @@ def test_every_stage_of_cvt_13(stage):
 def wide_tiles(channels):
     """Makes every kernel take all channels at once, in large tiles."""
     wide = {"pixels": 256, "channels": 2 * triton.next_power_of_2(channels), "rows": 1}
+    x = torch.empty(1, 1, channels)
     with contextlib.ExitStack() as stack:
         for name in REGION_KERNELS:
-            config = replace(common.configuration(name, 90), **wide)
-            stack.enter_context(common.overridden(name, config))
-            config = replace(common.configuration(f"sliding_{name}", 90), channels=wide["channels"])
-            stack.enter_context(common.overridden(f"sliding_{name}", config))
+            config = replace(common.configuration(name, x), **wide)
+            stack.enter_context(launch.overridden(f"conv_projection_{name}", config))
+            config = replace(common.configuration(f"sliding_{name}", x), channels=wide["channels"])
+            stack.enter_context(launch.overridden(f"conv_projection_sliding_{name}", config))
         yield
 
 
@@ -238,7 +239,7 @@ def test_training_in_a_cuda_graph():
 
 
 def name_of(kernel):
-    """Returns the name of a kernel in ``CONFIGS``."""
+    """Returns the name of a kernel."""
     return kernel.__name__.removeprefix("_conv_projection").strip("_").removesuffix("_kernel")
 
 
@@ -252,22 +253,11 @@ def test_small_batches_get_smaller_regions():
     assert [plan.arguments["strips"] for plan in plans] == [14, 14, 7, 4, 4]
 
 
-def test_launch_configurations_of_other_gpus():
-    assert common.configuration("fwd", 75) == common.CONFIGS[80]["fwd"]
-    assert common.configuration("fwd", 89) == common.CONFIGS[86]["fwd"]
-    assert common.configuration("fwd", 103) == common.CONFIGS[100]["fwd"]
-
-
-def test_a_configuration_can_be_overridden_for_a_while():
-    shipped = {name: common.configuration(name, 90) for name in common.CONFIGS[90]}
-    first, second = (replace(shipped["stats"], num_warps=warps) for warps in (2, 8))
-    with common.overridden("stats", first):
-        with common.overridden("stats", second):
-            assert common.configuration("stats", 80) == second
-        assert {name: common.configuration(name, 90) for name in shipped} == shipped | {"stats": first}
-    assert common.configuration("stats", 90) == shipped["stats"]
-    with pytest.raises(ValueError, match="expected one of sliding_fwd"), common.overridden("forward", first):
-        pass
+@pytest.mark.parametrize(("capability", "rows"), [(80, 16), (89, 8), (90, 16), (103, 16), (120, 8)])
+def test_regions_fit_in_the_l1_of_other_gpus(capability, rows):
+    x = torch.empty(1, 1, 64, device="meta", dtype=torch.bfloat16)
+    with launching.recorded_launches(launching.Chip(capability, 132)):
+        assert common.configuration("fwd", x).region_rows == rows
 
 
 def test_branches_that_one_launch_cannot_serve():

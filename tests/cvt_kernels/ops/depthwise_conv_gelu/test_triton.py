@@ -1,7 +1,6 @@
 """The Triton kernels of depthwise_conv_gelu, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import contextlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,8 @@ import triton
 
 import cvt_kernels as ck
 from cvt.commands.compile import launches
-from cvt_kernels import backends, launching
+from cvt_kernels import backends, launch, launching
+from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.triton import sliding
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
 from tests.cvt_kernels.ops.agreement import assert_agrees
@@ -90,9 +90,9 @@ def launched_by(function):
 def few_programs():
     """Lets programs go over several strips and several images, of few."""
     with contextlib.ExitStack() as stack:
-        for kernel in common.CONFIGS:
-            config = replace(common.CONFIGS[kernel], pairs=1, resident_warps=4)
-            stack.enter_context(common.overridden(kernel, config))
+        for kernel, registers in (("fwd", 128), ("bwd_conv", 255)):
+            config = Sliding(pairs=1, channels=128, registers=registers, resident_warps=4)
+            stack.enter_context(launch.overridden(f"depthwise_conv_gelu_{kernel}", config))
         yield
 
 
@@ -146,17 +146,17 @@ def test_programs_of_real_shapes(model):
     """Every pixel has one program; the blocks of channels are full, and columns hardly overlap a map."""
     chip = launching.Chip(90, 132)
     for stage in launches.stages_of(model, launches.image_size_of(model)):
-        for launch in launches.depthwise_conv_gelu_launches(stage, torch.bfloat16, chip, batch=8):
-            if "LANES" not in launch.arguments:
+        for each in launches.depthwise_conv_gelu_launches(stage, torch.bfloat16, chip, batch=8):
+            if "LANES" not in each.arguments:
                 continue
-            sizes, tile = launch.arguments, launch.arguments["LANES"]
+            sizes, tile = each.arguments, each.arguments["LANES"]
             assert stage.channels % tile.channels == 0
             assert (tile.is_packed, tile.alignment) == (True, 16)
             height, width = stage.grid
             assert 0 <= sizes["strips"] * sizes["strip_rows"] - height < sizes["strip_rows"]
             assert 0 <= sizes["col_blocks"] * 2 * tile.pairs - width <= 1
             regions = sizes["groups"] * sizes["strips"] * sizes["col_blocks"]
-            assert launch.grid == (regions * stage.channels // tile.channels,)
+            assert each.grid == (regions * stage.channels // tile.channels,)
 
 
 def plan_of(grid, channels, dtype):
@@ -173,9 +173,7 @@ def test_a_configuration_is_overridden_for_a_while():
     def warps():
         return plan_of((4, 8), 4, torch.float32).sliding.options["num_warps"]
 
-    config = replace(common.CONFIGS["fwd"], pairs=2)
-    with common.overridden("fwd", config):
+    config = Sliding(pairs=2, channels=128, registers=128, resident_warps=16)
+    with launch.overridden("depthwise_conv_gelu_fwd", config):
         assert warps() == 2
     assert warps() == 4
-    with pytest.raises(ValueError, match="expected one of fwd"), common.overridden("forward", config):
-        pass

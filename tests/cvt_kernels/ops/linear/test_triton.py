@@ -202,34 +202,6 @@ def test_calls_that_are_refused():
         ck.linear_add(*half, inplace=True)
 
 
-#: The operator and the columns of a result → the name of its configuration.
-NAMES = {
-    ("gelu", 64): "gelu",
-    ("gelu", 1536): "gelu",
-    ("add", 192): "add_narrow",
-    ("add", 193): "add",
-    ("add", 768): "add",
-    ("add_layer_norm", 192): "add_layer_norm_narrow",
-    ("add_layer_norm", 193): "add_layer_norm",
-    ("add_layer_norm", 384): "add_layer_norm",
-    ("add_layer_norm", 385): "add_layer_norm_wide",
-}
-
-
-@pytest.mark.parametrize(
-    ("capability", "generation"),
-    [(75, 80), (80, 80), (89, 80), (90, 90), (100, 100), (103, 100), (120, 80)],
-)
-def test_the_configuration_of_a_result(capability, generation):
-    assert {*NAMES.values()} == {*common.CONFIGS[generation, 2]}
-    for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 4)):
-        x = torch.empty(16, 64, dtype=dtype, device="meta")
-        for (operator, outputs), name in NAMES.items():
-            with launching.recorded_launches(launching.Chip(capability, 132)):
-                config = common.configuration_for(operator, x, outputs)
-            assert config is common.CONFIGS[generation, size][name], (operator, outputs)
-
-
 def test_other_configurations():
     x, weight, bias, residual = make_layer(70, 40, 100, torch.float16)
     config = Product(block_m=16, width=32, parts=2, block_k=16, num_warps=4, num_stages=2)

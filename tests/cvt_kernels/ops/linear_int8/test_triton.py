@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from triton import language as tl
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching, machine, reference
-from cvt_kernels.launch.records import Product as LaunchConfig
+from cvt_kernels import backends, launch, launching, machine, reference
+from cvt_kernels.launch.records import Product
 from cvt_kernels.ops.linear_int8 import triton as kernels
 from cvt_kernels.ops.linear_int8.triton import common, forward
 from cvt_kernels.ops.linear_int8.triton import rows as rounding
@@ -177,30 +177,39 @@ def test_sums_are_exact(inputs):
     )
 
 
-#: Inputs, outputs and dtype of a product, whether it has a residual → the name of its configuration.
-NAMES = {
-    (64, 384, torch.bfloat16, False): "linear",
-    (64, 512, torch.bfloat16, False): "linear_wide",
-    (64, 512, torch.bfloat16, True): "linear",  # a residual has no room beside a wide tile
-    (64, 512, torch.float32, False): "linear_float32",
-    (64, 192, torch.float32, True): "linear_narrow",
-    (64, 200, torch.bfloat16, False): "linear",
-    (72, 512, torch.bfloat16, False): "linear_odd",
-    (64, 508, torch.bfloat16, False): "linear_odd",
+#: Inputs, outputs and dtype of a product, whether it has a residual → its kind of tile.
+KINDS = {
+    (64, 384, torch.bfloat16, False): "usual",
+    (64, 512, torch.bfloat16, False): "wide",
+    (64, 512, torch.bfloat16, True): "usual",  # a residual has no room beside a wide tile
+    (64, 512, torch.float32, False): "float32",
+    (64, 192, torch.float32, True): "narrow",
+    (64, 200, torch.bfloat16, False): "usual",
+    (72, 512, torch.bfloat16, False): "odd",
+    (64, 508, torch.bfloat16, False): "odd",
+}
+MEDIUM, NARROW = (128, 128, 1), (128, 64, 3)
+#: Rows, columns of a part and parts of each kind of tile.
+TILES = {
+    (80, torch.int8): {"narrow": (128, 64, 1)},
+    (80, torch.float8_e4m3fn): {"narrow": (128, 64, 1)},
+    (90, torch.int8): {"usual": (256, 128, 1), "wide": (128, 256, 1), "narrow": NARROW},
+    (90, torch.float8_e4m3fn): {"narrow": NARROW},
+    (100, torch.int8): {"narrow": NARROW},
+    (100, torch.float8_e4m3fn): {"wide": (128, 256, 1), "narrow": NARROW},
 }
 
 
 @every_number
 @pytest.mark.parametrize("generation", [80, 90, 100])
 def test_the_configuration_of_a_product(generation, number):
-    configs = common.CONFIGS[generation, number]
-    assert {*NAMES.values()} == {*configs}
-    for (inputs, outputs, dtype, added), name in NAMES.items():
-        x = torch.empty(16, inputs, dtype=number, device="meta")
-        out = torch.empty(16, outputs, dtype=dtype, device="meta")
+    tiles = dict.fromkeys(KINDS.values(), MEDIUM) | {"odd": (64, 64, 1)} | TILES[generation, number]
+    for (inputs, outputs, dtype, added), kind in KINDS.items():
+        x = torch.empty(10**5, inputs, dtype=number, device="meta")
+        out = torch.empty(10**5, outputs, dtype=dtype, device="meta")
         with launching.recorded_launches(launching.Chip(generation, 132)):
             config = common.configuration_for(x, out, out if added else None)
-        assert config is configs[name], (inputs, outputs, dtype, added)
+        assert (config.block_m, config.width, config.parts) == tiles[kind], (inputs, outputs, dtype, added)
 
 
 @every_number
@@ -329,18 +338,16 @@ def test_configurations(capability, number):
     assert not launch_of(384, 512, torch.float16, adds=True)[0].is_persistent
     generation = 100 if capability == 100 else 90 if capability == 90 else 80
     narrow = launch_of(64, 192, torch.float16)[0]
-    assert narrow.block_m == common.CONFIGS[generation, number]["linear_narrow"].block_m
+    assert narrow.block_m == 128
     assert narrow.columns == (3 if generation == 80 else 1)
 
 
 def test_other_configurations():
-    config = LaunchConfig(block_m=16, width=32, parts=2, block_k=32, num_warps=4, num_stages=2)
+    config = Product(block_m=16, width=32, parts=2, block_k=32, num_warps=4, num_stages=2)
     x, *layer, _ = make_layer((70,), 40, 100)
     usual = by("triton", ck.linear_int8, x, *layer)
-    with common.overridden("linear_narrow", config):
+    with launch.overridden("linear_int8", config):
         torch.testing.assert_close(by("triton", ck.linear_int8, x, *layer), usual, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="expected one of"), common.overridden("mul", config):
-        pass
 
 
 # On a GPU -------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import launching
+from cvt_kernels import launch, launching
+from cvt_kernels.launch.records import Mlp
 from cvt_kernels.ops import triton_gelu
-from cvt_kernels.ops.mlp.triton import common, forward
+from cvt_kernels.ops.mlp.triton import forward
 from tests.checks import WIDEST, assert_accurate, needs_float64
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,8 +76,8 @@ def test_rows_that_are_not_finite_stay_apart():
 def test_programs_take_several_tiles(kernel, dtype):
     if DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("weights are resident on sm_90")
-    config = common.LaunchConfig(block_rows=16, block_hidden=32, num_warps=4)
-    with common.overridden(kernel, config):
+    config = Mlp(resident=kernel == "fwd_resident", block_rows=16, block_hidden=32, num_warps=4)
+    with launch.overridden("layer_norm_mlp", config):
         assert_backends_agree(make(100, 24, 80, dtype=dtype))
 
 
