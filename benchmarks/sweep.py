@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,41 +42,39 @@ class Space(NamedTuple):
     """The configurations of a kernel that are worth trying.
 
     Attributes:
-        family: The package in ``cvt_kernels/ops`` whose ``triton.common`` has them.
-        kernels: Their names in its table.
+        home: The package in ``cvt_kernels/ops`` whose ``triton.common`` overrides the configuration; None for
+            :mod:`cvt_kernels.launch`, which does so for the kernels in its tables.
+        kernel: Its name there.
         launched: The kernel that is timed.
-        values: Field of the configuration → values.
         made: The class of the configuration.
+        values: Field of the configuration → values.
         training: Whether the kernel is one of training.
     """
 
-    family: str
-    kernels: tuple[str, ...]
+    home: str | None
+    kernel: str
     launched: str
+    made: str
     values: dict[str, tuple[int, ...]]
-    made: str = "LaunchConfig"
     training: bool = False
 
-    @property
-    def common(self) -> Any:
-        """The module with the table."""
-        return importlib.import_module(f"cvt_kernels.ops.{self.family}.triton.common")
+    def _module(self, part: str) -> Any:
+        folder = "cvt_kernels.launch" if self.home is None else f"cvt_kernels.ops.{self.home}.triton"
+        return importlib.import_module(f"{folder}{part if self.home is None else '.common'}")
 
     def configurations(self) -> list[Any]:
         """Returns every combination of the values."""
-        make = getattr(self.common, self.made)
+        make = getattr(self._module(".records"), self.made)
         return [
             make(**dict(zip(self.values, values, strict=True)))
             for values in itertools.product(*self.values.values())
         ]
 
-    @contextlib.contextmanager
-    def replaced(self, config: Any) -> Iterator[None]:
-        """Replaces what ships by a configuration; None leaves it."""
-        with contextlib.ExitStack() as stack:
-            for kernel in self.kernels if config is not None else ():
-                stack.enter_context(self.common.overridden(kernel, config))
-            yield
+    def replaced(self, config: Any) -> contextlib.AbstractContextManager[None]:
+        """Replaces what ships by a configuration within a block; None leaves it."""
+        if config is None:
+            return contextlib.nullcontext()
+        return self._module("").overridden(self.kernel, config)
 
 
 _TILES = {"block_m": (16, 64, 128), "width": (64, 128), "block_k": (64, 128), "num_warps": (4, 8)}
@@ -85,35 +83,33 @@ _OF_TILES = {"block_q": (64, 128), "block_kv": (32, 64, 128), "num_warps": (4, 8
 
 
 def _sliding(kernel: str, **settings: Any) -> Space:
-    name = f"sliding_{kernel}"
-    launched, training = f"conv_projection_{name}", kernel != "fwd"
-    return Space("conv_projection", (name,), launched, _SLIDING | settings, "SlidingConfig", training)
+    name, home = f"sliding_{kernel}", "conv_projection"
+    return Space(home, name, f"{home}_{name}", "SlidingConfig", _SLIDING | settings, training=kernel != "fwd")
 
 
 def _attention(kernel: str) -> Space:
-    return Space("attention", (kernel,), f"attention_{kernel}", _OF_TILES, training=kernel.startswith("bwd"))
+    training = kernel.startswith("bwd")
+    return Space("attention", kernel, f"attention_{kernel}", "LaunchConfig", _OF_TILES, training)
+
+
+def _linear(kernel: str, **settings: Any) -> Space:
+    return Space(None, kernel, kernel, "Product", _TILES | settings)
 
 
 #: By the name of a job; its first word is the operator of ``cvt compile`` that launches the kernel.
 SPACES = {
-    "linear_gelu": Space(
-        "linear", ("gelu",), "linear_gelu", _TILES | {"num_stages": (2, 3, 4), "programs": (0, 1, 2)}
+    "linear_gelu": _linear("linear_gelu", num_stages=(2, 3, 4), programs=(0, 1, 2)),
+    "linear_add": _linear(
+        "linear_add", width=(32, 64, 128), block_k=(64, 256), num_stages=(3, 4), parts=(1, 3)
     ),
-    "linear_add": Space(
-        "linear", ("add", "add_narrow"), "linear_add",
-        _TILES | {"width": (32, 64, 128), "block_k": (64, 256), "num_stages": (3, 4), "parts": (1, 3)},
-    ),
-    "linear_add_layer_norm": Space(
-        "linear", ("add_layer_norm", "add_layer_norm_narrow"), "linear_add_layer_norm",
-        _TILES | {"num_stages": (2, 3), "parts": (3,)},
-    ),
+    "linear_add_layer_norm": _linear("linear_add_layer_norm", num_stages=(2, 3), parts=(3,)),
     "conv_linear": Space(
-        "conv_linear", ("fwd",), "conv_linear_fwd",
+        None, "conv_linear", "conv_linear_fwd", "ConvLinear",
         {"tokens": (32, 64, 128), "branches": (1, 2), "outputs": (64, 128), "chunk": (32, 64),
          "num_warps": (4, 8), "registers": (128, 255)},
     ),
     "layer_norm_mlp": Space(
-        "mlp", ("fwd_resident",), "layer_norm_mlp_fwd_resident",
+        "mlp", "fwd_resident", "layer_norm_mlp_fwd_resident", "LaunchConfig",
         {"block_rows": (64, 128), "block_hidden": (64, 128, 256), "num_warps": (4, 8), "programs": (1, 2, 3)},
     ),
     "conv_projection fwd": _sliding("fwd"),

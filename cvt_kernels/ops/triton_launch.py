@@ -1,10 +1,9 @@
-"""Helpers of all Triton kernels: overrides of launch configurations, budgets, dtypes."""
+"""Helpers of all Triton kernels: overrides of launch configurations, dtypes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -47,27 +46,6 @@ class Overrides(Generic[Config]):
         finally:
             self._configs = outer
             backends.forget()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Limits on a kernel's machine code, for ``benchmarks.machine_code``; None for no limit.
-
-    Attributes:
-        instructions_per_output: Instructions that a thread executes for one element of the output.
-        instructions_per_tile: Instructions that each of 4 warps executes for 64 × 64 attention scores, within
-            the kernel's loops.
-        registers: Registers of a thread.
-    """
-
-    instructions_per_output: float | None = None
-    instructions_per_tile: float | None = None
-    registers: int | None = None
-
-    @property
-    def limits_instructions(self) -> bool:
-        """Returns whether there is a limit on instructions."""
-        return self.instructions_per_output is not None or self.instructions_per_tile is not None
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:

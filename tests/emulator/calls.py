@@ -177,9 +177,7 @@ CALLS: dict[str, Call] = {
     for name, case in tests.CASES.items()
     if name != "float8"  # the reference computes no such layer in float64
 }
-#: Calls whose instructions and accesses are counted: see budgets.py.
-COUNTED = _of_cvt_13()
-CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | COUNTED
+CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13()
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (

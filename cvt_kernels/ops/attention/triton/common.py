@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .... import launching
 from ....records import PositionBias
-from ...triton_launch import Budget, Overrides, product_types
+from ...triton_launch import Overrides, product_types
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
@@ -50,7 +50,8 @@ class LaunchConfig:
 #
 # Chosen by what the compiler makes of them. For CvT (D = 64) nothing spills on sm_80, sm_90 and sm_100
 # (tests/cvt/commands/test_compile.py). Elsewhere little does, and mostly with a bias or at D = 128. Where
-# there was a choice, two programs or more fit on a multiprocessor. None has been timed on a GPU yet.
+# there was a choice, two programs or more fit on a multiprocessor. On an H200 at batch 256 others were up to
+# 16 % faster in the backward, 12 % in the forward (benchmarks/gpu_queue.md).
 CONFIGS: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
     (80, 2, 64): {
         "fwd": LaunchConfig(block_q=64, block_kv=128, num_warps=4, num_stages=2),
@@ -125,17 +126,6 @@ BY_POSITION: dict[tuple[int, int, int], dict[str, LaunchConfig]] = {
     },
 }
 
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-#: Triton 3.6 needs a tenth more than 3.7 in the backward.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "fwd": Budget(instructions_per_tile=400, registers=168),
-        "fwd_loop": Budget(instructions_per_tile=290, registers=128),
-        "bwd": Budget(instructions_per_tile=980, registers=168),
-        "bwd_dq": Budget(instructions_per_tile=250, registers=128),
-        "bwd_dkdv": Budget(instructions_per_tile=540, registers=144),
-    },
-}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[80, 2, 64])
 
 

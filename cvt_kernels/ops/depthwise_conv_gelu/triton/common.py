@@ -1,4 +1,4 @@
-"""Launch configurations, budgets and launch plans of the kernels of ``depthwise_conv_gelu``."""
+"""Launch configurations and launch plans of the kernels of ``depthwise_conv_gelu``."""
 
 from __future__ import annotations
 
@@ -11,24 +11,16 @@ from torch import Tensor
 from .... import machine
 from ...conv_projection.triton.common import Geometry, SlidingConfig
 from ...conv_projection.triton.sliding import SlidingPlan, alignment_of
-from ...triton_launch import Budget, Overrides
+from ...triton_launch import Overrides
 
 # Launch configurations ------------------------------------------------------------------------------------
 
 #: By kernel, on every GPU. A lane has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2
 #: of 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
-#: gradients of the taps beside them. Nothing spills (docs/kernels.md); nothing has been timed on a GPU yet.
+#: gradients of the taps beside them. Nothing spills. None has been tuned on a GPU.
 CONFIGS: dict[str, SlidingConfig] = {
     "fwd": SlidingConfig(pairs=4, channels=128, registers=128, resident_warps=16),
     "bwd_conv": SlidingConfig(pairs=4, channels=128, registers=255, resident_warps=8),
-}
-#: By compute capability and kernel, the budget in bfloat16 for SegFormer-B0 at 512² and
-#: batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "fwd": Budget(instructions_per_output=25, registers=128),
-        "bwd_conv": Budget(instructions_per_output=47, registers=255),
-    },
 }
 _overrides: Overrides[SlidingConfig] = Overrides(CONFIGS)
 

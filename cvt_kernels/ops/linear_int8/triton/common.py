@@ -1,4 +1,4 @@
-"""Launch configurations, budgets and compile-time constants of the 8-bit kernels."""
+"""Launch configurations and compile-time constants of the 8-bit kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....launch import generation_of
 from ....launch.records import Product as LaunchConfig
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
-from ...triton_launch import Budget, Overrides
+from ...triton_launch import Overrides
 
 #: The most channels of a row that is rounded: it is held in the registers of a program.
 MAX_CHANNELS = 8192
@@ -55,7 +55,7 @@ ROW_CONFIGS = (
 # residual, for which there would be no room; ``odd`` where rows are not aligned to 16 bytes, so that each
 # number needs an address. sm_80 is every chip whose tensor cores take their factors from registers.
 #
-# Chosen by what the compiler makes of them; none has been timed on a GPU yet. Products of 8 bits are so fast
+# Chosen by what the compiler makes of them; none has been tuned on a GPU. Products of 8 bits are so fast
 # that L2 bounds small tiles. Tiles of float8 are smaller on sm_90, where sums in float32 take registers too.
 _SMALL = LaunchConfig(block_m=128, width=128, block_k=64, num_stages=4)
 _MEDIUM = LaunchConfig(block_m=128, width=128, block_k=128, num_stages=3)
@@ -83,15 +83,6 @@ CONFIGS: dict[tuple[int, torch.dtype], dict[str, LaunchConfig]] = {
     (100, torch.float8_e4m3fn): _kernels(_MEDIUM, _WIDE, _NARROW, _MEDIUM),
 }
 
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "quantize_rows": Budget(instructions_per_output=13, registers=72),
-        "layer_norm_quantize": Budget(instructions_per_output=28, registers=80),
-        "gelu_quantize": Budget(instructions_per_output=18, registers=72),
-        "linear_int8": Budget(instructions_per_output=42, registers=255),
-    },
-}
 _overrides: Overrides[LaunchConfig] = Overrides(CONFIGS[90, torch.int8])
 overridden = _overrides.replaced
 

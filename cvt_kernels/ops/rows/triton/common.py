@@ -1,4 +1,4 @@
-"""Launch configurations, budgets and compile-time constants of the kernels on rows of tokens."""
+"""Launch configurations and compile-time constants of the kernels on rows of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from ...conv_embedding.triton.common import Parts
-from ...triton_launch import Budget
 
 #: The most channels of a token: a row is held in the registers of a program.
 MAX_CHANNELS = 4096
@@ -41,7 +40,7 @@ class LaunchConfig:
 
 
 #: By kernel, the configurations for more and more channels, of every chip and dtype. Chosen by what the
-#: compiler makes of them; none has been timed on a GPU yet.
+#: compiler makes of them; none has been tuned on a GPU.
 CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     **{
         kernel: (
@@ -57,16 +56,6 @@ CONFIGS: dict[str, tuple[LaunchConfig, ...]] = {
     ),
 }
 
-#: By compute capability and kernel, the budget in bfloat16 for CvT-13 at 224² and batch 256.
-BUDGETS: dict[int, dict[str, Budget]] = {
-    90: {
-        "gather_rows": Budget(instructions_per_output=6, registers=48),
-        "gather_add_layer_norm": Budget(instructions_per_output=11, registers=80),
-        "backward": Budget(instructions_per_output=28, registers=180),
-        "scatter_rows": Budget(instructions_per_output=11, registers=64),
-        "inplace": Budget(instructions_per_output=7, registers=48),
-    },
-}
 
 # Specification of a kernel --------------------------------------------------------------------------------
 
