@@ -50,6 +50,7 @@ LAB_SCHEMA, LAB_VERSION = "benchmarks lab", 1
 OURS = ("graphed", "frozen", "live")
 OTHERS = {
     "live": "without freezing",
+    "live-graphed": "replayed as CUDA graphs",
     "live-compile": "under `torch.compile`",
     "int8": "int8",
     "float8": "float8",
@@ -174,8 +175,11 @@ def section(run: Run) -> str:
 # On a GPU -------------------------------------------------------------------------------------------------
 
 
-def models_table(lab: Sequence[dict[str, Any]]) -> str:
-    """Returns the table of models: a row for each, with its dtype and batch size."""
+def models_table(lab: Sequence[dict[str, Any]], *, brief: bool = False) -> str:
+    """Returns the table of models: a row for each, with its dtype and batch size.
+
+    A ``brief`` one has what stands for this project alone, where torch.compile was measured too.
+    """
     ways_of: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for content in lab:
         for row in content["rows"]:
@@ -188,7 +192,7 @@ def models_table(lab: Sequence[dict[str, Any]]) -> str:
         named = {name: first, **{f"{name}, {told}": way for way, told in OTHERS.items() if way != first}}
         peers = [ways.get("eager"), ways.get("compile")]
         for told, way in named.items():
-            if way not in ways:
+            if way not in ways or (brief and (way != first or "compile" not in ways)):
                 continue
             ours = ways[way]
             ratios = [f"{peer['events']['ms'] / ours['events']['ms']:.2f}" if peer else "–" for peer in peers]
@@ -296,7 +300,7 @@ def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
 def readme_table(benches: Iterable[bench_results.Results]) -> str:
     """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's.
 
-    It has the columns of contenders that were measured, and the first two batch sizes.
+    It has the columns of contenders that were measured, and the second batch size, or the only one.
     """
     benches = list(benches)
     measured = {
@@ -308,7 +312,7 @@ def readme_table(benches: Iterable[bench_results.Results]) -> str:
         config = results["config"]
         kind = f"{_NAMES.get(config['model'], config['model'])}, {config['dtype']}"
         kind += ", training step" if config["train"] else ""
-        for batch in results["batches"][:2]:
+        for batch in results["batches"][1:2] or results["batches"]:
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
             speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in columns]
@@ -341,7 +345,7 @@ def fill_readme(text: str, runs: list[Run], pyramids: dict[str, list[bench_resul
     on_gpu = [run for run in runs if run.lab]
     if on_gpu:
         newest = max(on_gpu, key=lambda run: run.summary["date"])
-        text = fill("README.md", text, models_table(newest.lab), BEGIN_GPU)
+        text = fill("README.md", text, models_table(newest.lab, brief=True), BEGIN_GPU)
     measured = [run for run in runs if run.benches and run.summary["device_type"] == "cpu"]
     if not measured:
         return text

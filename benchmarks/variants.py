@@ -235,7 +235,7 @@ _STAGES = ((56, 0, 1), (28, 0, 3), (14, 1, 6))
 
 def position_bias(tiny: bool) -> list[Row]:
     """Returns the speed of CvT-13 with and without the bias, and of its attention alone."""
-    rows = []
+    rows: list[Row] = []
     for batch in batches(tiny):
         images = random_images(batch, tiny)
         models = {"plain": random_model(), "with bias": random_model(position_bias=True)}
@@ -261,7 +261,7 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
     table = randn(heads, offsets, offsets, dtype=torch.float32, seed=3)
     bias = PositionBias(table, (side, side), (key_side, key_side), stride=2)
 
-    def call(position: PositionBias | None, *backends: str) -> Callable[[], Tensor]:
+    def call(position: PositionBias | None, *backends: ck.Backend) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             with torch.inference_mode(), ck.use_backend(*backends):
                 return ck.attention(q, k, v, scale=(64 * heads) ** -0.5, position=position)
@@ -269,7 +269,7 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
         attend()
         return attend
 
-    ours = "triton" if lab.DEVICE == "cuda" else "cpu"
+    ours: ck.Backend = "triton" if lab.DEVICE == "cuda" else "cpu"
     rate = speeds(
         {"plain": call(None, ours), "with the table": call(bias, ours),
          "sdpa with a mask": call(bias, "sdpa")}, batch, tiny,
