@@ -9,7 +9,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test test-all combinations suite smoke sanitize fuzz matrix docs bench gpu results lint wheel clean
+.PHONY: demo test test-all combinations suite sanitize fuzz matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which autotunes the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -20,14 +20,14 @@ demo: $(INSTALLED)
 	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
-# Linters, the tests and a smoke test of the benchmarks, side by side, in 5 to 9 minutes on 2 processors. The tests are
+# Linters and the tests, side by side, in 5 to 9 minutes on 2 processors. The tests are
 # the part of them that has every value of every parameter (tests/tiers.py). They have one more worker than processors, since
 # some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 # Processes that tests start find compiled modules, even where Python may write none.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
-	$(MAKE) --jobs=3 --no-print-directory lint suite smoke
+	$(MAKE) --jobs=2 --no-print-directory lint suite
 
 # make test with the loops for every instruction set, then the rest: the other combinations of parameters, every kernel compiled with three versions of Triton, every call
 # in the emulator of compiled kernels, several processes, ONNX, the pages of the documentation, and the sanitizers.
@@ -43,10 +43,6 @@ combinations: $(INSTALLED)
 
 suite: $(INSTALLED)
 	$(PYTEST) --tier test
-
-smoke: $(INSTALLED)
-	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks --benchmark-disable -q --basetemp=build/smoke
 
 # The loops of the CPU kernels with AddressSanitizer and UBSan, which take too long for make test: after an edit in csrc/.
 sanitize: $(INSTALLED)

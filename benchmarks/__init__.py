@@ -1,1 +1,1 @@
-"""The benchmarks: suites of the operators and of the model for pytest-benchmark, and what runs them."""
+"""The benchmarks: scripts that measure models and kernels, and what runs them and makes their pages."""

@@ -71,6 +71,12 @@ class ForwardLaunch(NamedTuple):
     bytes: int
     flops: int
 
+    def __str__(self) -> str:
+        """Returns the kernel, after the operator that it is not named after."""
+        if self.kernel.startswith(self.operator):
+            return self.kernel
+        return f"{self.operator}: {self.kernel}"
+
     def floor(self, ceilings: Ceilings = H200) -> float:
         """Returns the microseconds that memory or tensor cores need at their full rate, the longer ones."""
         return 1e6 * max(self.bytes / ceilings.copy, self.flops / ceilings.product)

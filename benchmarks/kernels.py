@@ -58,7 +58,7 @@ class Group(NamedTuple):
         }
         if self.launches:
             row |= {
-                "operators": [f"{each.operator}: {each.kernel}" for each in self.launches],
+                "operators": [str(each) for each in self.launches],
                 "bytes": sum(each.bytes for each in self.launches),
                 "flops": sum(each.flops for each in self.launches),
                 "floor_us": round(sum(each.floor(ceilings) for each in self.launches), 2),
@@ -84,6 +84,8 @@ def grouped(kernels: Sequence[Kernel], launches: Sequence[ForwardLaunch]) -> lis
 
 
 def _between(kernels: Sequence[Kernel], launches: Sequence[ForwardLaunch]) -> list[Group]:
+    if not launches:
+        return [Group([kernel], []) for kernel in kernels]
     if len(kernels) == len(launches):
         return [Group([kernel], [launch]) for kernel, launch in zip(kernels, launches, strict=True)]
     return [Group(kernels, launches)] if kernels else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import cvt_kernels as ck
 from cvt.commands.bench import contenders, models
 from cvt.config import DTYPES
-from cvt.files import replacing, write_json
+from cvt.files import replacing
 from cvt_kernels import machine
 from cvt_kernels.autotune import clock
 
@@ -121,6 +122,11 @@ def timed(call: Callable[[], Any], seconds: float) -> dict[str, Any]:
 # Results --------------------------------------------------------------------------------------------------
 
 
+def device_name() -> str:
+    """Returns the name of the GPU, or of the CPU."""
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else machine.cpu_name()
+
+
 class Report:
     """The rows of a script, in a file that is written after each of them."""
 
@@ -129,7 +135,7 @@ class Report:
         self.content = {
             "schema": SCHEMA,
             "version": VERSION,
-            "device": torch.cuda.get_device_name() if DEVICE == "cuda" else machine.cpu_name(),
+            "device": device_name(),
             "torch": torch.__version__,
             "triton": triton.__version__,
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -140,8 +146,15 @@ class Report:
     def add(self, *rows: dict[str, Any]) -> None:
         """Adds rows, and writes the file."""
         self.content["rows"] += rows
-        with replacing(self._path) as file:
-            write_json(file, self.content, indent=1)
+        write_report(self._path, self.content)
+
+
+def write_report(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a report in one piece, with a line for each row."""
+    facts = json.dumps({name: value for name, value in content.items() if name != "rows"}, indent=1)
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in content["rows"])
+    with replacing(path) as file:
+        file.write_text(f'{facts[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:

@@ -228,6 +228,18 @@ def on_cpu(results: Path, *, tiny: bool) -> list[Part]:
         bench("bench_pvt_v2_b2", "pvt_v2_b2", "1 8 32"),
         bench("bench_pvt_v2_b2_bfloat16", "pvt_v2_b2", "1 8 32", *half),
         bench("bench_pvt_v2_b2_training", "pvt_v2_b2", "8", "--train"),
+        Part(
+            "variants",
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.variants",
+                str(results / "variants.json"),
+                *(["--tiny"] if tiny else []),
+            ],
+            float("inf"),
+            ("sklearn",),
+        ),
     ]
 
 

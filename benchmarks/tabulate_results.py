@@ -7,34 +7,33 @@ file. The page says which results there are and which there are not.
 from __future__ import annotations
 
 import argparse
-import collections
 import itertools
 import json
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cvt.commands.bench import contenders as bench_contenders
 from cvt.commands.bench import results as bench_results
 from cvt.files import replacing
 from cvt_kernels.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results.md"
-README, QUANTIZE = ROOT / "README.md", ROOT / "docs" / "quantize.md"
+README = ROOT / "README.md"
 #: The lines between which a table stands.
 BEGIN, END = "<!-- measured: written by make results -->\n", "<!-- end -->\n"
+BEGIN_GPU = "<!-- measured on a GPU: written by make results -->\n"
 #: The models in the README's table.
-_NAMES = {"cvt_13": "CvT-13", "segformer_b0": "SegFormer-B0", "pvt_v2_b2": "PVT v2-B2"}
+_NAMES = {
+    "cvt_13": "CvT-13",
+    "cvt_w24": "CvT-W24",
+    "segformer_b0": "SegFormer-B0",
+    "pvt_v2_b2": "PVT v2-B2",
+}
 #: What benchmarks/run.py writes into a summary.
 SCHEMA, VERSION = "benchmarks summary", 1
-#: What benchmarks/auto.py writes.
-AUTO_SCHEMA, AUTO_VERSION = "benchmarks auto", 1
-#: What benchmarks/quantization.py writes.
-QUANTIZATION_SCHEMA, QUANTIZATION_VERSION = "benchmarks quantization", 1
 #: What benchmarks/variants.py writes.
 VARIANTS_SCHEMA, VARIANTS_VERSION = "benchmarks variants", 1
 #: The files of ``cvt bench``.
@@ -44,34 +43,35 @@ PYRAMID_BENCHES = (
     *("bench_segformer_b0", "bench_segformer_b0_bfloat16", "bench_pvt_v2_b2", "bench_pvt_v2_b2_bfloat16"),
     "bench_pvt_v2_b2_training",
 )
-SUITES = {
-    "model": "Models",
-    "conv_projection": "Projection",
-    "attention": "Attention",
-    "layer_norm_gelu": "LayerNorm and GELU",
-    "linear": "Linear layers",
-    "fused": "Linear layers and convolutions with what stands next to them",
-    "host": "Host time of a call",
+#: What benchmarks/lab.py writes.
+LAB_SCHEMA, LAB_VERSION = "benchmarks lab", 1
+#: The ways to run a model that are this project's: those of which the first that was measured stands for it,
+#: and those that have rows of their own, with what their rows are called.
+OURS = ("graphed", "frozen", "live")
+OTHERS = {
+    "live": "without freezing",
+    "live-graphed": "replayed as CUDA graphs",
+    "live-compile": "under `torch.compile`",
+    "int8": "int8",
+    "float8": "float8",
 }
-#: The contenders that are kernels or models of this project.
-OURS = ("cpu", "cuda", "triton", "composed", "int8 cpu", "int8 triton", *bench_contenders.OURS)
 INTRODUCTION = """\
 # Results
 
 This page is made by `make results` from `benchmarks/results/`, never by hand. `make gpu` measures on an
-NVIDIA GPU and `make bench` on the CPU.
+NVIDIA GPU and `make bench` on the CPU. What waits for a GPU is in `benchmarks/gpu_queue.md`.
 
-Operators: median microseconds and, in parentheses, the share of the ceiling that the same session measured
-(of a large copy's bandwidth or a large product's rate, whichever the call comes closer to). Models: images
-per second by the wall clock and, in parentheses, the most memory that tensors took beyond weights and images.
-The last column sets our fastest against the fastest of the others.
+On a GPU: milliseconds per batch by events around calls that follow one another and, in parentheses, by the
+clock, with a synchronization before and after each call. `torch.compile` has its best mode for the size:
+`reduce-overhead` below 64 images, the default from there on. Ours is `accelerate(model, freeze=True)`,
+replayed as a CUDA graph; in training, and "without freezing", `accelerate(model)`.
 
-"Beside Hugging Face's model" and "SegFormer and PVT" are what `cvt bench` measured: all contenders in turns,
-with the same weights, on real photographs; `hf` is Hugging Face's model as it is, `compile` the same under
-`torch.compile` (on a CPU in inference with freezing), `accelerate` a model after `accelerate(freeze=False)`,
-`…-frozen` one after `accelerate(freeze=True)`, `openvino` and `onnxruntime` Hugging Face's model in these
-runtimes. On a CPU, `accelerate(model)` serves like `…-frozen` in evaluation. In parentheses
-stand the quartiles. [How to read `cvt bench`](report.md) says more.
+On a CPU: "Beside Hugging Face's model" and "SegFormer and PVT" are what `cvt bench` measured: all
+contenders in turns, with the same weights, on real photographs; `hf` is Hugging Face's model as it is,
+`compile` the same under `torch.compile` with freezing, `accelerate` a model after
+`accelerate(freeze=False)`, `…-frozen` one after `accelerate(freeze=True)`, `openvino` and `onnxruntime`
+Hugging Face's model in these runtimes. `accelerate(model)` serves like `…-frozen` in evaluation. In
+parentheses stand the quartiles. [How to read `cvt bench`](report.md) says more.
 """
 
 
@@ -80,49 +80,36 @@ class Run(NamedTuple):
 
     Attributes:
         summary: How each part went.
-        suites: The JSON of pytest-benchmark, by suite.
         benches: The results of ``cvt bench``.
-        auto: The comparison of ``auto`` with PyTorch's own forms; None if there is none.
-        earlier: The date of the run that measured the operators, if it is an earlier one; else None.
+        lab: What the parts of ``make gpu`` wrote.
     """
 
     summary: dict[str, Any]
-    suites: dict[str, dict[str, Any]]
     benches: list[bench_results.Results]
-    auto: dict[str, Any] | None
-    earlier: str | None = None
+    lab: list[dict[str, Any]]
 
 
 def load(results: Path) -> list[Run]:
     """Reads the newest run of each device, GPUs first.
 
-    If it has no figures of operators, those of the newest run that has some are taken.
-
     Raises:
         ValueError: A file is not what benchmarks/run.py writes, or holds a rehearsal.
     """
     newest: dict[str, Path] = {}
-    of_operators: dict[str, Path] = {}
-    names = (*BENCHES, *SUITES, "auto")
     for path in sorted(results.glob("*/*/summary.json")):
-        # Other parts alone, which have sections of their own, are no newer run.
-        if any(path.with_name(f"{name}.json").exists() for name in names):
+        # Other models alone, which have sections of their own, are no newer run.
+        others = {"summary", "variants", "autotune", *PYRAMID_BENCHES}
+        if any(file.stem not in others for file in path.parent.glob("*.json")):
             newest[path.parent.parent.name] = path
-        if any(path.with_name(f"{name}.json").exists() for name in (*SUITES, "auto")):
-            of_operators[path.parent.parent.name] = path
     runs = []
-    for device, path in newest.items():
+    for path in newest.values():
         summary = read_summary(path)
-        older = of_operators.get(device, path)
-        files = {name: path.parent / f"{name}.json" for name in BENCHES}
-        files |= {name: older.parent / f"{name}.json" for name in SUITES}
-        there = {name: file for name, file in files.items() if file.exists()}
-        suites = {name: read(there[name]) for name in SUITES if name in there}
-        benches = [bench_results.read(there[name]) for name in BENCHES if name in there]
-        auto = older.parent / "auto.json"
-        tuned = read(auto, AUTO_SCHEMA, AUTO_VERSION) if auto.exists() else None
-        earlier = None if older == path else read_summary(older)["date"]
-        runs.append(Run(summary, suites, benches, tuned, earlier))
+        benches = [
+            bench_results.read(file) for name in BENCHES if (file := path.with_name(f"{name}.json")).exists()
+        ]
+        files = sorted(path.parent.glob("*.json")) if summary["device_type"] == "cuda" else []
+        lab = [read(file, LAB_SCHEMA, LAB_VERSION) for file in files if file != path]
+        runs.append(Run(summary, benches, lab))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
 
 
@@ -141,14 +128,11 @@ def read_summary(path: Path) -> dict[str, Any]:
 def read(path: Path, schema: str | None = None, version: int | None = None) -> dict[str, Any]:
     """Reads a JSON object, of a certain schema and version if they are given.
 
-    Until November 2026 the backend of the CPU kernels was called "native"; here it gets its name of now.
-
     Raises:
         ValueError: The file holds something else.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(re.sub(r'"((?:int8 )?)native"(?!: "\d)', r'"\1cpu"', text))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -177,47 +161,92 @@ def section(run: Run) -> str:
     facts += [f"CUDA {summary['cuda']}"] if summary["cuda"] else [f"{summary['threads']} threads"]
     facts.append(f"commit {summary['commit'][:9]}")
     lines = [f"## {summary['device']}", f"{summary['date']}, {', '.join(facts)}."]
-    lines += [] if run.earlier is None else [f"Operators, and what stands below them, are of {run.earlier}."]
-    ceilings: dict[str, float] = {}
-    for suite in run.suites.values():
-        ceilings |= suite["ceilings"]
-    if ceilings:
-        lines.append("Ceilings: " + ", ".join(ceiling(*item) for item in sorted(ceilings.items())) + ".")
     wanting = {name: part["status"] for name, part in summary["parts"].items() if part["status"] != "passed"}
     if wanting:
         lines.append("Parts that did not pass: " + ", ".join(map(": ".join, wanting.items())) + ".")
+    if run.lab:
+        lines += ["### Models", models_table(run.lab)]
+        lines += [text for content in run.lab if "ceilings" in content for text in kernels_of(content)]
     if run.benches:
         lines += ["### Beside Hugging Face's model", *map(beside_huggingface, run.benches)]
-    if run.auto is not None and run.auto["rows"]:
-        lines += ["### `auto` beside PyTorch's own", beside_pytorch(run.auto)]
-    for name, title in SUITES.items():
-        if name not in run.suites:
-            continue
-        rows = [benchmark["extra_info"] for benchmark in run.suites[name].get("benchmarks", [])]
-        rows = [row for row in rows if "seconds" in row]  # the others failed
-        lines += [f"### {title}", table(rows) if rows else "Nothing was measured."]
     return "\n\n".join(lines)
 
 
-def beside_pytorch(auto: dict[str, Any]) -> str:
-    """Returns a table of what ``auto`` took and gained, with a row for each operator and dtype."""
-    rows_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in auto["rows"]:
-        rows_of.setdefault((row["operator"], row["dtype"]), []).append(row)
-    table_rows = [["operator", "dtype", "calls", "`auto` took", "median", "worst"]]
-    for (operator, dtype), rows in sorted(rows_of.items()):
-        took = collections.Counter(row["chosen"] for row in rows).most_common()
-        worst = min(rows, key=lambda row: row["ratio"])
-        median = statistics.median(row["ratio"] for row in rows)
-        where = f"{worst['case']}, {worst['direction']}, batch {worst['batch']}"
-        cells = [f"`{operator}`", dtype, str(len(rows)), ", ".join(f"{name} {n}" for name, n in took)]
-        table_rows.append([*cells, f"{median:.2f}", f"{worst['ratio']:.2f} ({where})"])
-    explained = (
-        f"{len(auto['rows'])} of {auto['calls']} calls of CvT-13's operators were measured. The ratio of a "
-        "call is the time of the fastest of PyTorch's own forms, called directly, over that of the public "
-        "function: above 1 `auto` is faster. Here stand the median and the worst ratio of the calls."
-    )
-    return "\n\n".join([explained, "\n".join(markdown(table_rows))])
+# On a GPU -------------------------------------------------------------------------------------------------
+
+
+def models_table(lab: Sequence[dict[str, Any]], *, brief: bool = False) -> str:
+    """Returns the table of models: a row for each, with its dtype and batch size.
+
+    A ``brief`` one has what stands for this project alone, where torch.compile was measured too.
+    """
+    ways_of: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for content in lab:
+        for row in content["rows"]:
+            if "events" in row:
+                facts = content | row
+                ways_of.setdefault((name_of(facts), facts["batch"]), {})[facts["way"]] = row
+    table_rows = [["", "batch", "eager", "`torch.compile`", "ours", "× eager", "× `torch.compile`"]]
+    for (name, batch), ways in ways_of.items():
+        first = next((way for way in OURS if way in ways), None)
+        named = {name: first, **{f"{name}, {told}": way for way, told in OTHERS.items() if way != first}}
+        peers = [ways.get("eager"), ways.get("compile")]
+        for told, way in named.items():
+            if way not in ways or (brief and (way != first or "compile" not in ways)):
+                continue
+            ours = ways[way]
+            ratios = [f"{peer['events']['ms'] / ours['events']['ms']:.2f}" if peer else "–" for peer in peers]
+            cells = [milliseconds(row) if row else "–" for row in (*peers, ours)]
+            table_rows.append([told, str(batch), *cells, *ratios])
+    return "\n".join(markdown(table_rows))
+
+
+def name_of(facts: dict[str, Any]) -> str:
+    """Returns what was measured, in words."""
+    name = _NAMES.get(facts["model"], facts["model"])
+    name += f" {facts['image_size']}²" if facts["image_size"] else ""
+    name += f", {facts['dtype']}" + (" with TF32" if facts["tf32"] else "")
+    return f"{name}, training step" if facts["train"] else name
+
+
+def milliseconds(row: dict[str, Any]) -> str:
+    """Returns the times of a row: by events and, if it was measured, by the clock."""
+    waited = f" ({number(row['clock']['ms'])})" if "clock" in row else ""
+    return number(row["events"]["ms"]) + waited
+
+
+def kernels_of(content: dict[str, Any]) -> list[str]:
+    """Returns a heading, a sentence and a table of the kernels of a step, the longest first."""
+    step = "a training step" if content["train"] else "a forward"
+    ceilings = content["ceilings"]
+    heading = f"### Kernels of {step}, {content['way']}, batch {content['batch_size'][0]}"
+    told = f"{content['launches']} kernels take {content['us']:,.0f} µs"
+    if content["floor_us"]:
+        told += (
+            f"; memory at {ceilings['copy'] / 1e12:.2f} TB/s and tensor cores at "
+            f"{ceilings['product'] / 1e12:.0f} TFLOP/s would take {content['floor_us']:,.0f}"
+        )
+    sums: dict[str, list[float]] = {}
+    for row in content["rows"]:
+        name = ", ".join(dict.fromkeys(row.get("operators", map(short, row["kernels"]))))
+        for i, value in enumerate((len(row["kernels"]), row["us"], row.get("floor_us", 0))):
+            sums.setdefault(name, [0, 0, 0])[i] += value
+    table_rows = [["kernel", "launches", "µs", "floor, µs", "share of the floor"]]
+    for name, (count, us, floor) in sorted(sums.items(), key=lambda item: -item[1][1])[:_LONGEST]:
+        share = f"{floor / us:.0%}" if floor else "–"
+        table_rows.append([f"`{name}`", f"{count:.0f}", number(us), number(floor) if floor else "–", share])
+    return [heading, f"{told}.", "\n".join(markdown(table_rows))]
+
+
+_LONGEST = 20  # rows of such a table
+
+
+def short(kernel: str) -> str:
+    """Returns the beginning of a kernel's name."""
+    return kernel.removeprefix("void ").split("<")[0][:60]
+
+
+# On a CPU -------------------------------------------------------------------------------------------------
 
 
 def beside_huggingface(results: bench_results.Results) -> str:
@@ -271,7 +300,7 @@ def _measured_as(name: str, rows: dict[str, dict[str, Any]]) -> str:
 def readme_table(benches: Iterable[bench_results.Results]) -> str:
     """Returns the README's table: the results of ``cvt bench`` on a device, beside Hugging Face's.
 
-    It has the columns of contenders that were measured, and the first two batch sizes.
+    It has the columns of contenders that were measured, and the second batch size, or the only one.
     """
     benches = list(benches)
     measured = {
@@ -283,7 +312,7 @@ def readme_table(benches: Iterable[bench_results.Results]) -> str:
         config = results["config"]
         kind = f"{_NAMES.get(config['model'], config['model'])}, {config['dtype']}"
         kind += ", training step" if config["train"] else ""
-        for batch in results["batches"][:2]:
+        for batch in results["batches"][1:2] or results["batches"]:
             rows = {row["contender"]: row for row in batch["rows"]}
             rate = number(batch["batch_size"] / statistics.median(rows["hf"]["seconds"]))
             speeds = [times_as_fast(rows, _measured_as(name, rows)) for name in columns]
@@ -308,11 +337,15 @@ def share_of_memory(rows: dict[str, dict[str, Any]], name: str) -> str:
 
 
 def fill_readme(text: str, runs: list[Run], pyramids: dict[str, list[bench_results.Results]]) -> str:
-    """Puts the table of the newest run of CvT on a CPU, and of other models on it, into the README.
+    """Puts the tables into the README: of a GPU, and of the newest run of CvT on a CPU with other models.
 
     Raises:
         ValueError: The marks are not there.
     """
+    on_gpu = [run for run in runs if run.lab]
+    if on_gpu:
+        newest = max(on_gpu, key=lambda run: run.summary["date"])
+        text = fill("README.md", text, models_table(newest.lab, brief=True), BEGIN_GPU)
     measured = [run for run in runs if run.benches and run.summary["device_type"] == "cpu"]
     if not measured:
         return text
@@ -401,97 +434,12 @@ def entry(value: str | float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# 8-bit layers ---------------------------------------------------------------------------------------------
-
-
-def fill_quantize(text: str, results: Path) -> str:
-    """Puts the newest figures of every device about 8-bit layers between the marks of their page.
-
-    Raises:
-        ValueError: The marks are not there, or a file is not what benchmarks/quantization.py writes.
-    """
-    parts = []
-    for path in newest_by_device(results, "quantization").values():
-        content = read(path, QUANTIZATION_SCHEMA, QUANTIZATION_VERSION)
-        threads, date = content["threads"], path.parent.name
-        parts += [f"{content['device']}, {threads} threads, torch {content['torch']}, {date}:"]
-        parts += ["\n".join(markdown(speed_of_8_bits(content["speed"])))]
-        parts += ["\n".join(markdown(accuracy_of_8_bits(content["accuracy"])))]
-    return fill("docs/quantize.md", text, "\n" + "\n\n".join(parts) + "\n") if parts else text
-
-
-def speed_of_8_bits(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns a table of the speed of frozen models, with a row for each instruction set and batch size."""
-    groups: dict[tuple[str | None, int], dict[str, float]] = {}
-    for row in rows:
-        seconds = groups.setdefault((row["set"], row["batch"]), {})
-        seconds[row["model"]] = statistics.median(row["seconds"])
-    others = list(dict.fromkeys(row["model"] for row in rows if row["model"] != "float32"))
-    table_rows = [["instructions", "batch", "float32, images/s", *others]]
-    for (instruction_set, batch), seconds in groups.items():
-        ratios = [
-            f"{seconds['float32'] / seconds[name]:.2f} ×" if name in seconds else "–" for name in others
-        ]
-        name = "newest" if instruction_set is None else f"`{instruction_set}`"
-        table_rows.append([name, str(batch), number(batch / seconds["float32"]), *ratios])
-    return table_rows
-
-
-def accuracy_of_8_bits(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns a table of what models lose, with a row for each model and scheme."""
-    heads = ["model", "scheme", "logits, dB", "top-1 before and after", "top-5 before and after", "file"]
-    table_rows = [heads]
-    for row in rows:
-        tops = [f"{row[top][0]:.2%}, {row[top][1]:.2%}" if top in row else "–" for top in ("top1", "top5")]
-        size = f"{row['bytes'][1] / row['bytes'][0]:.3f} of float32" if "bytes" in row else "–"
-        table_rows.append([row["model"], row["scheme"], f"{row['sqnr']:.1f}", *tops, size])
-    return table_rows
-
-
-# Words ----------------------------------------------------------------------------------------------------
-
-
-def ceiling(name: str, rate: float) -> str:
-    """Returns a ceiling in words."""
-    if name == "copy":
-        return f"copy {rate / 1e9:,.0f} GB/s"
-    return f"{name.removeprefix('matmul_')} products {rate / 1e12:.3g} TFLOP/s"
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns a table with a row for each case and a column for each contender."""
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    cases: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault((row["case"], row["dtype"], row["batch"]), {})[row["contender"]] = row
-    table_rows = [["case", "dtype", "batch", *contenders, "gain"]]
-    for (case, dtype, batch), row_of in cases.items():
-        cells = [cell(row_of[name]) if name in row_of else "–" for name in contenders]
-        table_rows.append([case, dtype, str(batch), *cells, gain(row_of)])
-    return "\n".join(markdown(table_rows))
-
-
-def cell(row: dict[str, Any]) -> str:
-    """Returns a speed, and the figure that it is to be seen beside."""
-    if row["suite"] == "model":
-        return f"{number(row['images_per_second'])} ({row['peak_memory_bytes'] / 2**20:,.0f} MiB)"
-    if row["suite"] == "host":
-        count, microseconds = row.get("operators"), 1e6 * row["seconds"]
-        each = f" ({count} operators, {number(microseconds / count)} each)" if count else ""
-        return number(microseconds) + each
-    return f"{number(1e6 * row['seconds'])} ({row['share_of_ceiling']:.0%})"
+# Words ---------------------------------------------------------------------------------------------------
 
 
 def number(value: float) -> str:
     """Returns a number with three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def gain(row_of: dict[str, dict[str, Any]]) -> str:
-    """Returns how many times as fast our fastest is as the fastest of the others."""
-    ours = [row["seconds"] for name, row in row_of.items() if name in OURS]
-    others = [row["seconds"] for name, row in row_of.items() if name not in OURS]
-    return f"{min(others) / min(ours):.2f}×" if ours and others else "–"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -500,15 +448,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--quantize", type=Path, default=QUANTIZE)
     options = parser.parse_args(argv)
     try:
         runs = load(options.results)
         pyramids = pyramids_by_device(options.results)
         readme = fill_readme(options.readme.read_text(encoding="utf-8"), runs, pyramids)
-        quantize = fill_quantize(options.quantize.read_text(encoding="utf-8"), options.results)
         others = [*map(pyramids_of, pyramids.values()), *variants_by_device(options.results)]
-        pages = {options.page: page(runs, others), options.readme: readme, options.quantize: quantize}
+        pages = {options.page: page(runs, others), options.readme: readme}
         for path, text in pages.items():
             with replacing(path) as file:
                 file.write_text(text, encoding="utf-8")

@@ -11,6 +11,7 @@ minutes on two cores.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import statistics
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from cvt import PRESETS, create_model, prune_weights
 from cvt.datasets import Batches, RandomCrop, open_dataset
 from cvt.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
 from cvt.factory import randomize
+from cvt.files import replacing, write_json
 from cvt.label_maps import open_label_maps, save_digit_scenes
 from cvt.model import CvT
 from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
@@ -36,7 +39,7 @@ from cvt.weight_pruning import pruned_config
 from cvt_kernels.autotune import clock
 from cvt_kernels.records import PositionBias
 
-from . import suites
+from . import lab
 
 SCHEMA, VERSION = "benchmarks variants", 1
 
@@ -45,13 +48,15 @@ Row = dict[str, str | float | None]
 
 def main() -> int:
     """Measures, and writes the file after each section; returns 1 if one raises, which costs no other."""
-    parser = suites.script_parser("variants", __doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.variants", description=__doc__)
+    parser.add_argument("path", type=Path, help="the JSON file")
+    parser.add_argument("--tiny", action="store_true", help="shapes of a smoke test")
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
     options = parser.parse_args()
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "version": VERSION,
-        "device": suites.device_name(),
+        "device": lab.device_name(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "sections": {},
@@ -63,23 +68,41 @@ def main() -> int:
         except Exception as error:
             traceback.print_exc()
             report["failures"][name] = f"{type(error).__name__}: {error}"
-        suites.write_report(options.path, report)
+        with replacing(options.path) as file:
+            write_json(file, report, indent=1)
     return int(bool(report["failures"]))
 
 
 def speeds(calls: Mapping[Any, Callable[[], Any]], batch: int, tiny: bool) -> dict[Any, float]:
     """Returns the images per second of calls that are timed in turns, by the median of their runs."""
-    timed = clock.seconds_in_turns(list(calls.values()), 2 if tiny else 10, suites.DEVICE)
+    timed = clock.seconds_in_turns(list(calls.values()), 2 if tiny else 10, lab.DEVICE)
     return {name: batch / statistics.median(seconds) for name, seconds in zip(calls, timed, strict=True)}
+
+
+def serving(model: nn.Module, images: Tensor) -> Callable[[], Tensor]:
+    """Returns a call of a model whose kernels have been tuned."""
+
+    def call() -> Tensor:
+        with torch.inference_mode():
+            return model(images)
+
+    call()
+    return call
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Returns random numbers that are the same in every process."""
+    generator = torch.Generator(lab.DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=lab.DEVICE, dtype=dtype)
 
 
 def plain_and_frozen(models: Mapping[Any, nn.Module], images: Tensor, tiny: bool) -> dict[Any, Row]:
     """Returns the columns of speed of each model, as it is and frozen for serving, beside the first one's."""
     calls = {}
     for name, model in models.items():
-        frozen = ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True)
-        calls["plain", name] = suites.serving(model.to(suites.DEVICE), images)
-        calls["frozen", name] = suites.serving(frozen, images)
+        frozen = ck.accelerate(copy.deepcopy(model).to(lab.DEVICE), freeze=True)
+        calls["plain", name] = serving(model.to(lab.DEVICE), images)
+        calls["frozen", name] = serving(frozen, images)
     rate = speeds(calls, len(images), tiny)
     first = next(iter(models))
     return {
@@ -97,7 +120,7 @@ def plain_and_frozen(models: Mapping[Any, nn.Module], images: Tensor, tiny: bool
 
 def batches(tiny: bool) -> tuple[int, ...]:
     """Returns the batch sizes that are worth measuring."""
-    return (2,) if tiny else (256,) if suites.CUDA else (1, 8)
+    return (2,) if tiny else (256,) if lab.DEVICE == "cuda" else (1, 8)
 
 
 def random_model(model: Any = "cvt_13", **settings: Any) -> CvT:
@@ -110,7 +133,7 @@ def random_model(model: Any = "cvt_13", **settings: Any) -> CvT:
 def random_images(batch: int, tiny: bool) -> Tensor:
     """Returns images of noise, 224×224."""
     size = 64 if tiny else 224
-    return suites.randn(batch, 3, size, size, dtype=torch.float32, seed=0)
+    return randn(batch, 3, size, size, dtype=torch.float32, seed=0)
 
 
 # Token pruning --------------------------------------------------------------------------------------------
@@ -135,7 +158,7 @@ def speeds_by_keep(plain: nn.Module, images: Tensor, tiny: bool) -> list[Row]:
     for keep in KEEPS:
         models[keep] = model = create_model("cvt_13", token_keep=keep).eval()
         model.load_state_dict(plain.state_dict())
-        model.to(suites.DEVICE)
+        model.to(lab.DEVICE)
         with TokenCounter(model) as tokens, torch.inference_mode():
             model(images)
         figures[keep] = cost(model.config, images.shape[2], tokens.means()).multiply_adds / 1e9
@@ -195,13 +218,13 @@ def train_on_digits(model: CvT, epochs: int, **options: Any) -> None:
     crop = RandomCrop(config.min_scale, flip=config.flip)
     sets = open_dataset("digits", "train", PIXELS, random_crop=crop), open_dataset("digits", "val", PIXELS)
     with tempfile.TemporaryDirectory() as scratch:
-        Trainer(model, *sets, config, output=scratch, device=suites.DEVICE).fit()
+        Trainer(model, *sets, config, output=scratch, device=lab.DEVICE).fit()
 
 
 def accuracy(model: CvT) -> float:
     """Returns the percentage of the held-out digits that a model recognizes."""
     held_out = open_dataset("digits", "val", PIXELS)
-    return 100 * evaluate(model.to(suites.DEVICE), Batches(held_out, 120)).top1
+    return 100 * evaluate(model.to(lab.DEVICE), Batches(held_out, 120)).top1
 
 
 # Position bias --------------------------------------------------------------------------------------------
@@ -212,11 +235,11 @@ _STAGES = ((56, 0, 1), (28, 0, 3), (14, 1, 6))
 
 def position_bias(tiny: bool) -> list[Row]:
     """Returns the speed of CvT-13 with and without the bias, and of its attention alone."""
-    rows = []
+    rows: list[Row] = []
     for batch in batches(tiny):
         images = random_images(batch, tiny)
         models = {"plain": random_model(), "with bias": random_model(position_bias=True)}
-        calls = {name: suites.serving(m.to(suites.DEVICE), images) for name, m in models.items()}
+        calls = {name: serving(m.to(lab.DEVICE), images) for name, m in models.items()}
         rate = speeds(calls, batch, tiny)
         rows.append(
             {"batch": batch, **{f"{name}, images/s": value for name, value in rate.items()},
@@ -232,14 +255,13 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
     key_side = -(-side // 2)
     queries, keys = (n * n + class_tokens for n in (side, key_side))
     q, k, v = (
-        suites.randn(batch, n, heads, 64, dtype=torch.float32, seed=i)
-        for i, n in enumerate((queries, keys, keys))
+        randn(batch, n, heads, 64, dtype=torch.float32, seed=i) for i, n in enumerate((queries, keys, keys))
     )
     offsets = side + 2 * (key_side - 1)
-    table = suites.randn(heads, offsets, offsets, dtype=torch.float32, seed=3)
+    table = randn(heads, offsets, offsets, dtype=torch.float32, seed=3)
     bias = PositionBias(table, (side, side), (key_side, key_side), stride=2)
 
-    def call(position: PositionBias | None, *backends: str) -> Callable[[], Tensor]:
+    def call(position: PositionBias | None, *backends: ck.Backend) -> Callable[[], Tensor]:
         def attend() -> Tensor:
             with torch.inference_mode(), ck.use_backend(*backends):
                 return ck.attention(q, k, v, scale=(64 * heads) ** -0.5, position=position)
@@ -247,7 +269,7 @@ def attention_by_position(stage: int, tiny: bool) -> Row:
         attend()
         return attend
 
-    ours = "triton" if suites.CUDA else "cpu"
+    ours: ck.Backend = "triton" if lab.DEVICE == "cuda" else "cpu"
     rate = speeds(
         {"plain": call(None, ours), "with the table": call(bias, ours),
          "sdpa with a mask": call(bias, "sdpa")}, batch, tiny,
@@ -321,7 +343,7 @@ def hybrid(tiny: bool) -> list[Row]:
     """Returns the cost and speed of CvT-13 with plain and with hybrid mixing."""
     images = random_images(batches(tiny)[-1], tiny)
     models = {mixing: random_model(mixing=mixing) for mixing in ("plain", "hybrid")}
-    calls = {name: suites.serving(model.to(suites.DEVICE), images) for name, model in models.items()}
+    calls = {name: serving(model.to(lab.DEVICE), images) for name, model in models.items()}
     rate = speeds(calls, len(images), tiny)
     return [
         {
@@ -350,13 +372,13 @@ def cost_of_the_head(tiny: bool) -> list[Row]:
     """Returns a row for CvT-13 without a head, with one for pixels, and that frozen for serving."""
     model = random_model(head="segment", num_classes=150)
     batch = 2 if tiny else 4
-    images = random_images(batch, tiny).to(suites.DEVICE)
+    images = random_images(batch, tiny).to(lab.DEVICE)
     models = {
         "stages alone": create_model("cvt_13", features_only=True).eval(),
         "segmenter": model,
-        "frozen": ck.accelerate(copy.deepcopy(model).to(suites.DEVICE), freeze=True),
+        "frozen": ck.accelerate(copy.deepcopy(model).to(lab.DEVICE), freeze=True),
     }
-    calls = {name: suites.serving(each.to(suites.DEVICE), images) for name, each in models.items()}
+    calls = {name: serving(each.to(lab.DEVICE), images) for name, each in models.items()}
     rate = speeds(calls, batch, tiny)
     whole, size = cost(model.config, images.shape[2]).multiply_adds, images.shape[2]
     without = cost(create_model("cvt_13", num_classes=0).config, size).multiply_adds
@@ -384,7 +406,7 @@ def scenes_learned(tiny: bool) -> Row:
         crop = RandomCrop(config.min_scale, flip=config.flip)
         held_out = open_label_maps(folder, "val", size)
         sets = open_label_maps(folder, "train", size, random_crop=crop), held_out
-        Trainer(model, *sets, config, output=folder / "run", device=suites.DEVICE).fit()
+        Trainer(model, *sets, config, output=folder / "run", device=lab.DEVICE).fit()
         figures = evaluate_pixels(model, Batches(held_out, 32))
     background = figures.sums.confusion[0].sum() / figures.sums.confusion.sum()
     return {

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import tabulate_results as tabulate
 from cvt.commands.bench import results as bench_results
 
-README = f"{tabulate.BEGIN}old\n{tabulate.END}after\n"
+README = f"{tabulate.BEGIN_GPU}old\n{tabulate.END}{tabulate.BEGIN}old\n{tabulate.END}after\n"
 
 
 def write(path, content):
@@ -17,7 +17,7 @@ def write(path, content):
 
 
 def write_results(root, *, date="2026-01-02-0304", **changes):
-    """Writes a run on a GPU with two suites; returns its folder."""
+    """Writes a run on a GPU with models and kernels; returns its folder."""
     folder = root / "some-gpu" / date
     summary = {
         "schema": tabulate.SCHEMA, "version": tabulate.VERSION, "device": "Some GPU", "device_type": "cuda",
@@ -26,19 +26,25 @@ def write_results(root, *, date="2026-01-02-0304", **changes):
         "parts": {"build": {"status": "passed"}, "gpu_tests": {"status": "failed"}},
     }  # fmt: skip
     write(folder / "summary.json", summary | changes)
-
-    def row(contender, seconds, suite="attention", case="stage1", **facts):
-        facts |= {"suite": suite, "case": case, "contender": contender, "seconds": seconds}
-        return {"extra_info": {"dtype": "bfloat16", "batch": 256, "share_of_ceiling": 0.5} | facts}
-
-    model = {"suite": "model", "case": "cvt_13", "images_per_second": 1234.0, "peak_memory_bytes": 2**30}
-    suites = {
-        "attention": [row("sdpa", 3e-4), row("triton", 2e-4), {"extra_info": {}}],
-        "model": [row("hf", 1e-3, **model), row("compile", 2e-3, **model, batch=1)],
-    }
-    for name, benchmarks in suites.items():
-        ceilings = {"copy": 4e12, "matmul_bfloat16": 7e14}
-        write(folder / f"{name}.json", {"ceilings": ceilings, "benchmarks": benchmarks})
+    facts = {
+        "schema": tabulate.LAB_SCHEMA, "version": tabulate.LAB_VERSION, "model": "cvt_13", "image_size": None,
+        "dtype": "bfloat16", "tf32": False, "train": False,
+    }  # fmt: skip
+    times = {"eager": (20.0, 21.0), "compile": (6.0, 6.5), "graphed": (5.0, 5.5), "int8": (4.0, 4.5)}
+    for way, (events, waited) in times.items():
+        row = {"way": way, "batch": 256, "events": {"ms": events}, "clock": {"ms": waited}}
+        rows = [row] if way != "eager" else [row, {"way": way, "batch": 1, "failed": "no good"}]
+        write(folder / f"{way}.json", facts | {"way": way, "rows": rows})
+    kernels = [
+        {"kernels": ["_linear_add_kernel"], "us": 30.0, "operators": ["linear_add"], "floor_us": 10.0},
+        {"kernels": ["_linear_add_kernel"], "us": 10.0, "operators": ["linear_add"], "floor_us": 10.0},
+        {"kernels": ["void some::kernel<float>(int)"], "us": 5.0},
+    ]
+    ceilings = {"ceilings": {"copy": 4e12, "product": 7e14}, "launches": 3, "us": 45.0, "floor_us": 20.0}
+    write(
+        folder / "kernels_256.json",
+        facts | ceilings | {"way": "frozen", "batch_size": [256], "rows": kernels},
+    )
     return folder
 
 
@@ -68,12 +74,11 @@ def bench_file(path, ours="cvt", date="2026-01-02", model="cvt_13", **versions):
 @pytest.fixture
 def make(tmp_path):
     """Returns a function that makes the pages of a folder, and returns the exit code and the page."""
-    readme, page, quantize = (tmp_path / name for name in ("README.md", "page.md", "quantize.md"))
+    readme, page = tmp_path / "README.md", tmp_path / "page.md"
     readme.write_text(README)
-    quantize.write_text(f"before\n{tabulate.BEGIN}old\n{tabulate.END}after\n")
 
     def run():
-        paths = ["--results", tmp_path, "--page", page, "--readme", readme, "--quantize", quantize]
+        paths = ["--results", tmp_path, "--page", page, "--readme", readme]
         code = tabulate.main(list(map(str, paths)))
         return code, page.read_text() if page.exists() else None
 
@@ -81,15 +86,12 @@ def make(tmp_path):
 
 
 def test_the_pages_are_what_the_json_says():
-    """The results of this repository have every kind of table except for GPUs and the model's suite."""
     runs = tabulate.load(tabulate.RESULTS)
     pyramids = tabulate.pyramids_by_device(tabulate.RESULTS)
     others = [*map(tabulate.pyramids_of, pyramids.values()), *tabulate.variants_by_device(tabulate.RESULTS)]
     assert tabulate.PAGE.read_text(encoding="utf-8") == tabulate.page(runs, others)
     readme = tabulate.README.read_text(encoding="utf-8")
     assert tabulate.fill_readme(readme, runs, pyramids) == readme
-    quantize = tabulate.QUANTIZE.read_text(encoding="utf-8")
-    assert tabulate.fill_quantize(quantize, tabulate.RESULTS) == quantize
 
 
 def test_the_newest_run_of_a_gpu(tmp_path, make):
@@ -99,19 +101,22 @@ def test_the_newest_run_of_a_gpu(tmp_path, make):
     assert code == 0
     assert "Older run" not in text
     assert "There are no GPU results" not in text
-    assert "### Linear layers" not in text
+    model = "| CvT-13, bfloat16 | 256 | 20 (21) | 6 (6.5) | 5 (5.5) | 4.00 | 1.20 |"
     assert {
+        model,
+        "| CvT-13, bfloat16, int8 | 256 | 20 (21) | 6 (6.5) | 4 (4.5) | 5.00 | 1.50 |",
         "**There are no CPU results yet.** `make bench` makes them.",
         "## Some GPU",
         "2026-01-02-0304, torch 2.11.0, triton 3.6.0, CUDA 13.0, commit aaaaaaaaa.",
-        "Ceilings: copy 4,000 GB/s, bfloat16 products 700 TFLOP/s.",
         "Parts that did not pass: gpu_tests: failed.",
-        "| case | dtype | batch | sdpa | triton | gain |",
-        "| stage1 | bfloat16 | 256 | 300 (50%) | 200 (50%) | 1.50× |",
-        "| cvt_13 | bfloat16 | 256 | 1,234 (1,024 MiB) | – | – |",
-        "| cvt_13 | bfloat16 | 1 | – | 1,234 (1,024 MiB) | – |",
+        "### Kernels of a forward, frozen, batch 256",
+        "3 kernels take 45 µs; memory at 4.00 TB/s and tensor cores at 700 TFLOP/s would take 20.",
+        "| `linear_add` | 2 | 40 | 20 | 50% |",
+        "| `some::kernel` | 1 | 5 | – | – |",
     } <= set(text.splitlines())
-    assert (tmp_path / "README.md").read_text() == README  # nothing was measured for it
+    readme = (tmp_path / "README.md").read_text()
+    assert model in readme
+    assert "int8" not in readme
 
 
 def test_the_newest_files_of_other_models(tmp_path, make):
@@ -156,23 +161,14 @@ def test_runtimes_have_columns_and_a_table_of_the_first_result(tmp_path, make):
 def test_what_is_not_known_is_a_dash():
     alone = {"hf": {"seconds": [1.0], "peak_bytes": 1000}}
     assert tabulate.share_of_memory(alone, "cvt") == tabulate.times_as_fast(alone, "cvt") == "–"
-    rows = [{"set": "avx2", "batch": 8, "model": name, "seconds": [0.5]} for name in ("float32", "int8")]
-    rows.append({"set": None, "batch": 8, "model": "float32", "seconds": [0.2, 0.4, 0.3]})
-    assert tabulate.speed_of_8_bits(rows)[1:] == [
-        ["`avx2`", "8", "16", "1.00 ×"], ["newest", "8", "26.7", "–"]
-    ]  # fmt: skip
-    row = {"model": "b", "scheme": "dynamic", "sqnr": 48.0, "top1": [0.9, 0.875]}
-    assert tabulate.accuracy_of_8_bits([row])[1][3:] == ["90.00%, 87.50%", "–", "–"]
     assert list(map(tabulate.entry, ("a", None, 1234.5, 22.6834))) == ["a", "–", "1,234", "22.68"]
 
 
 _WRONG = {
     "summary.json": {"schema": "other"},
-    "attention.json": None,
-    "bench.json": {},
-    "auto.json": {"schema": tabulate.AUTO_SCHEMA, "version": 0},
+    "eager.json": None,
+    "compile.json": {"schema": tabulate.LAB_SCHEMA, "version": 0},
     "variants.json": {"schema": tabulate.VARIANTS_SCHEMA, "version": 2},
-    "quantization.json": {"schema": tabulate.QUANTIZATION_SCHEMA, "version": 2},
 }
 
 
@@ -187,24 +183,14 @@ def test_results_that_cannot_be_used(tmp_path, capsys, make, name):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["attention.json", "bench_pvt_v2_b2.json"])
-def test_a_rehearsal_is_no_result(tmp_path, capsys, make, name):
-    folder = write_results(tmp_path, tiny=True)
-    bench_file(folder / "bench_pvt_v2_b2.json")
-    if name != "attention.json":
-        (folder / "attention.json").unlink()
-        (folder / "model.json").unlink()
+def test_a_rehearsal_is_no_result(tmp_path, capsys, make):
+    write_results(tmp_path, tiny=True)
     assert make() == (2, None)
     assert "rehearsal" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["README.md", "quantize.md"])
-def test_a_page_without_marks_is_refused(tmp_path, capsys, make, name):
-    folder = write_results(tmp_path, device_type="cpu")
-    bench_file(folder / "bench.json")
-    facts = {"schema": tabulate.QUANTIZATION_SCHEMA, "version": tabulate.QUANTIZATION_VERSION}
-    facts |= {"device": "Some CPU", "torch": "2.13.0", "threads": 2, "speed": [], "accuracy": []}
-    write(folder / "quantization.json", facts)
-    (tmp_path / name).write_text("nothing\n")
+def test_a_page_without_marks_is_refused(tmp_path, capsys, make):
+    write_results(tmp_path)
+    (tmp_path / "README.md").write_text("nothing\n")
     assert make() == (2, None)
-    assert f"{name}: has no <!-- measured" in capsys.readouterr().err
+    assert "README.md: has no <!-- measured" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,13 @@ def purpose(cases: Iterable[LaunchCase], *, brief: bool) -> str:
     )
 
 
-def entry(
-    rows: Sequence[Any],
-    purpose_of: Callable[..., str] = purpose,
-    fine: str = "nothing spills, everything fits",
-) -> list[str]:
-    """Returns a line for each flaw, or one line that everything is ``fine``."""
+def entry(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each flaw, or one line that there is none."""
     lines = []
     for row in rows:
-        served = " ".join([*row.dtypes, purpose_of(row.cases, brief=False)])
+        served = " ".join([*row.dtypes, purpose(row.cases, brief=False)])
         lines += [f"{row.arch} {row.kernel}, {served}: {flaw}" for flaw in row.flaws]
-    return lines or [f"{len(rows)} kernels: {fine}"]
+    return lines or [f"{len(rows)} kernels: nothing spills, everything fits"]
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:

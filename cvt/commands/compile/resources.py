@@ -53,6 +53,7 @@ class Resources(NamedTuple):
         tensor_memory: Columns of tensor memory of a block, on sm_100.
         occupancy: The part of a multiprocessor's warps that the kernel can fill: what registers, shared and
             tensor memory and the number of blocks allow.
+        messages: The assembler's messages C75xx, by which it waits for each asynchronous product (wgmma).
     """
 
     threads: int
@@ -62,6 +63,7 @@ class Resources(NamedTuple):
     dynamic_shared: int
     tensor_memory: int
     occupancy: float
+    messages: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -87,8 +89,8 @@ class Resources(NamedTuple):
         return self.static_shared + self.dynamic_shared
 
     def flaws(self, arch: int) -> list[str]:
-        """Returns the flaws of the kernel: spilled registers, or resources beyond a block's limits."""
-        flaws = []
+        """Returns the flaws: spilled registers, serialized products, or more than a block may have."""
+        flaws = list(self.messages)
         if self.stack:
             flaws.append(f"spills: {self.stack} bytes")
         if self.shared > max_block_shared(arch):

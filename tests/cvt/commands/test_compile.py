@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ import triton
 
 from cvt import commands as cli
 from cvt import config
-from cvt.commands.compile import gpus, jobs, launches
+from cvt.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.commands.compile.report import SCHEMA, VERSION
-from cvt.commands.compile.resources import Resources, Usage
+from cvt.commands.compile.resources import Resources, Usage, usages_of
 from cvt.model import ConvEmbed, tokens_to_map
 from tests.processes import run_python
 
@@ -242,3 +243,68 @@ def test_every_model_has_its_own_operators():
         ("conv_linear", "cvt_w24", 1),  # whose third stage is too wide
         *(("depthwise_conv_gelu", "pvt_v2_b2", stage) for stage in (1, 3, 4)),
     }
+
+
+#: Kernel → the most specializations that batches from 1 to 512 may need, in inference and in training.
+SPECIALIZATIONS = {
+    "inference": {
+        "_conv_projection_sliding_fwd_kernel": 3,
+        "_attention_fwd_kernel": 2,
+        "_attention_fwd_loop_kernel": 1,
+    },
+    "training": {
+        "_conv_projection_sliding_fwd_kernel": 3,
+        "_conv_projection_sliding_stats_kernel": 3,
+        "_merge_stats_kernel": 1,
+        "_update_running_kernel": 1,
+        "_conv_projection_sliding_bwd_sums_kernel": 3,
+        "_sum_regions_kernel": 2,
+        "_conv_projection_sliding_bwd_conv_kernel": 3,
+        "_conv_projection_sliding_bwd_input_kernel": 3,
+        "_attention_fwd_kernel": 2,
+        "_attention_fwd_loop_kernel": 1,
+        "_attention_bwd_kernel": 1,
+        "_attention_bwd_dq_kernel": 2,
+        "_attention_bwd_dkdv_kernel": 2,
+    },
+}
+COUNTING = """
+import json
+from cvt.commands.compile import jobs
+found = {"inference": {}, "training": {}}
+batches = [*range(1, 34), 64, 128, 255, 256, 512]
+selection = jobs.Selection(
+    [90], ["cvt_13"], ["bfloat16"], ["conv_projection", "attention"], [1, 2, 3], [None], batches
+)
+for job in jobs.triton_jobs(selection):
+    for mode in {case.mode for case in job.cases}:
+        found[mode][job.source.name] = found[mode].get(job.source.name, 0) + 1
+print(json.dumps(found))
+"""
+
+
+def test_specializations_of_batches():
+    """Counts in a process of its own, since the interpreter's kernels have no specializations."""
+    counts = json.loads(run_python(COUNTING, TRITON_INTERPRET="0").stdout)
+    grown = {
+        (mode, kernel): count
+        for mode, kernels in counts.items()
+        for kernel, count in kernels.items()
+        if count > SPECIALIZATIONS[mode].get(kernel, 0)
+    }
+    assert grown == {}
+
+
+def test_messages_of_the_assembler():
+    told = "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    log = f"ptxas info : (C7515) {told} in the function '_kernel'\nptxas info : Used 168 registers\n"
+    (message,) = triton_kernels.messages_of(log)
+    assert message == f"C7515: {told}"
+    resources = Resources(128, 168, 0, 0, 0, 0, 0.25, (message,))
+    assert resources.flaws(90) == [message]
+
+
+def test_no_cuda_kernel_of_the_extension_spills():
+    for extension in (Path(__file__).parents[3] / "cvt_kernels").glob("_C.*.so"):
+        usages = usages_of(extension)
+        assert [name for name, usage in usages.items() if usage.stack or usage.local] == []

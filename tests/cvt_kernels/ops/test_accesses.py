@@ -16,7 +16,7 @@ from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
-from benchmarks.machine_code import work
+from benchmarks import floors
 from cvt_kernels import launching, machine, ops
 from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, recorded_accesses, tensors_of
@@ -35,7 +35,7 @@ class Case(NamedTuple):
         call: Makes the call and returns its results.
         kernels: The kernels that it launches, without ``_`` before and ``_kernel`` behind.
         chip: The GPU that it is planned for.
-        is_dense: Whether the launches read all rows of their tensors, as :class:`work.Work` says.
+        is_dense: Whether the launches read all rows of their tensors, as :class:`floors.Work` says.
     """
 
     call: Callable[[], Any]
@@ -397,7 +397,7 @@ def test_launches_move_the_bytes_that_are_said(name):
         parameters = next((NOT_COUNTED[start] for start in NOT_COUNTED if kernel.startswith(start)), "")
         hidden = {f"{parameter}_ptr{s}" for parameter in parameters.split() for s in ("", "s")}
         counted = {n: value for n, value in traffic.launch.arguments.items() if n not in hidden}
-        moved, said = traffic.bytes_of(tensors_of(counted)), work.work_of(traffic.launch).bytes
+        moved, said = traffic.bytes_of(tensors_of(counted)), floors.work_of(traffic.launch).bytes
         assert moved == said if CASES[name].is_dense else moved <= said, kernel
 
 

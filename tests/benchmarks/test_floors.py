@@ -1,0 +1,125 @@
+"""The least that launches have to move and to multiply."""
+
+import pytest
+import torch
+
+from benchmarks import floors
+from cvt.commands.compile import launches
+from cvt_kernels.launching import Chip
+
+STAGES = launches.stages("cvt_13")
+ROWS = 256 * 197  # of tokens in stage 3
+
+
+def launches_of(operator, stage, *, dtype=torch.bfloat16, training=False, arch=90):
+    """Returns the launches of an operator in a stage of CvT-13, or in another stage."""
+    stage = STAGES[stage - 1] if isinstance(stage, int) else stage
+    return launches.TRITON_OPERATORS[operator](stage, dtype, Chip(arch, 132), training=training)
+
+
+def works_of(operator, stage, **settings):
+    return list(map(floors.work_of, launches_of(operator, stage, **settings)))
+
+
+@pytest.mark.parametrize("operator", launches.TRITON_OPERATORS)
+def test_every_large_kernel_has_its_work_described(operator):
+    for stage in (1, 2, 3):
+        for launch in launches_of(operator, stage, training=operator != "conv_linear"):
+            described = floors.work_of(launch)
+            if launch.kernel.__name__ == "_update_running_kernel":
+                assert described is None
+                continue
+            assert described.bytes > 0
+
+
+def test_work_of_linear_layers():
+    (gelu,) = works_of("linear_gelu", 3, training=True)
+    assert gelu.bytes == 2 * (ROWS * 384 * (1 + 4 + 4) + 4 * 384**2 + 4 * 384)
+    assert gelu.flops == 2 * ROWS * 4 * 384**2
+    narrow, _ = works_of("linear_add_layer_norm", 3)
+    assert narrow.bytes == 2 * (ROWS * 384 * 4 + 384**2 + 3 * 384)
+    assert works_of("linear_gelu", 3, dtype=torch.float32)[0].flops == 0  # without tensor cores
+
+
+def test_work_of_the_projection_and_of_attention():
+    described, *_ = works_of("conv_projection", 1)
+    assert described.bytes == 256 * 64 * 56 * 56 * 5 // 2 * 2
+    described, *_ = works_of("attention", 3)
+    assert described.flops == 4 * 256 * 6 * 197 * 50 * 64
+    assert works_of("attention", 3, dtype=torch.float32)[0].flops == 0  # without tensor cores
+
+
+def test_work_of_the_mlp():
+    (described,) = works_of("layer_norm_mlp", 1)
+    rows = 256 * 56 * 56
+    assert described.bytes == 2 * (2 * rows * 64 + 2 * 64 * 256)
+    assert described.flops == 4 * rows * 64 * 256
+
+
+def test_work_of_depthwise_conv_gelu():
+    """A unit is read and one is written; the backward reads two and writes one, and then as the forward."""
+    stage = launches.stages_of("pvt_v2_b2", 224)[0]
+    own, backward, _, dx = launches_of("depthwise_conv_gelu", stage, training=True)
+    unit = 256 * 56 * 56 * 512
+    for launch, units in ((own, 2), (backward, 3), (dx, 2)):
+        partial = launch.arguments.get("partial_ptr")
+        sums = 0 if partial is None else partial.numel() * 4
+        assert floors.work_of(launch).bytes == 2 * units * unit + sums
+
+
+def test_each_row_of_tokens_is_moved_once():
+    tokens, kept, index, places = ROWS * 384, 256 * 138 * 384, 8 * 256 * 138, 4 * 256 * 197
+    assert {
+        floors.kernel_name(launch.kernel.__name__): floors.work_of(launch).bytes
+        for operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows")
+        for launch in launches_of(operator, 3)
+    } == {
+        "gather_rows": index + 2 * 2 * kept,
+        "gather_add_layer_norm": index + 4 * 2 * kept,
+        "scatter_rows_places": index + places,
+        "scatter_rows": places + 2 * (tokens - kept + 2 * kept + tokens),
+        "scatter_rows_inplace": index + 3 * 2 * kept,
+    }
+
+
+def test_work_of_8_bit_numbers():
+    """A byte per number and a scale per row; products take half as long as those of half precision."""
+    for operator, width in (("quantize_rows", 384), ("layer_norm_quantize", 384), ("gelu_quantize", 1536)):
+        (described,) = works_of(operator, 3)
+        assert described == floors.Work(3 * ROWS * width + 4 * ROWS)
+    query, proj, fc1, _ = works_of("linear_int8", 3)
+    assert fc1.flops == ROWS * 384 * 1536
+    # Weights, a scale of each row, and a scale and a bias of each output beside the tokens.
+    assert fc1.bytes == ROWS * (384 + 2 * 1536) + 384 * 1536 + 4 * ROWS + 6 * 1536
+    assert proj.bytes - query.bytes == 2 * ROWS * 384
+
+
+def test_launches_of_a_forward():
+    noted = floors.forward_launches()
+    assert len(noted) <= 90
+    # Besides the kernels of this project: two convolutions, the head, and copies of the class token.
+    assert sorted(each.kernel for each in noted if each.operator == "PyTorch") == ["addmm", "clone", "copy_"]
+    convolutions = [each for each in noted if each.kernel == "convolution"]
+    assert [each.part for each in convolutions] == ["stage 2", "stage 3"]
+    assert sum(each.floor() for each in noted) / 256 <= 25
+    # The paper counts 4.5 G multiply-adds for an image; depthwise convolutions are no matrix products, and
+    # the last block computes the class token alone.
+    assert 2 * 4.1e9 < sum(each.flops for each in noted) / 256 < 2 * 4.4e9
+
+
+def test_another_model_and_size():
+    few = floors.forward_launches("cvt_13", batch=1, dtype=torch.float16, arch=80, image_size=64)
+    more = floors.forward_launches("cvt_21", batch=1, dtype=torch.float16, arch=80, image_size=64)
+    assert len(few) < len(more)
+    assert sum(each.bytes for each in few) < sum(each.bytes for each in more)
+
+
+def test_pytorchs_operators_are_noted_once():
+    x, bias = torch.randn(8, 4), torch.randn(4)
+    recorder = floors.Recorder()
+    with torch.no_grad(), recorder.recording():
+        y = x.add(bias.expand(8, 4))
+        y.view(4, 8)
+        x.copy_(y)
+    assert [each.kernel for each in recorder.launches] == ["add", "copy_"]
+    assert [each.bytes for each in recorder.launches] == [4 * (32 + 4 + 32), 4 * (32 + 32)]
