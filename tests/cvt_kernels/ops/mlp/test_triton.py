@@ -115,7 +115,7 @@ def test_fast_exact_gelu_is_exact_enough():
     """The polynomial inside of tanh, without the GPU's approximation of tanh itself."""
     x = torch.linspace(-20, 20, 40001, dtype=torch.float64)
     half = x / 2
-    square = (half * half).clamp(max=triton_gelu._LARGEST_SQUARE.value)
+    square = (half * half).clamp(max=triton_gelu.LARGEST_SQUARE.value)
     linear, cubic, quintic = (
         getattr(triton_gelu, f"_ERF_{name}").value for name in ("LINEAR", "CUBIC", "QUINTIC")
     )
