@@ -98,9 +98,8 @@ def tile_for(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile
 class ProductSpec(NamedTuple):
     """The compile-time constants of the kernel.
 
-    Sizes are no constants, so that a model compiles few kernels.
-
     Attributes:
+        inputs, outputs: K and N.
         block_m, block_n, block_k: Rows, columns and inputs of a tile.
         stages: Buffers of the ring.
         approximate: GELU's variant: 1 for erf, 2 for tanh, 3 for quick; 0 without GELU.
@@ -110,6 +109,8 @@ class ProductSpec(NamedTuple):
         is_bfloat16: Whether the elements are bfloat16, else float16.
     """
 
+    inputs: int
+    outputs: int
     block_m: int
     block_n: int
     block_k: int
@@ -172,14 +173,18 @@ def _rounded(y, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _load_columns(ptr, column, outputs, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
+def _load_columns(ptr, column, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     """Returns the elements of a vector (N,) for the columns of a tile, in float32."""
     columns = column + gl.arange(0, SPEC.block_n, layout=LAYOUT)
-    return gl.load(ptr + columns, mask=columns < outputs, other=0.0).to(gl.float32)
+    if SPEC.outputs % SPEC.block_n == 0:
+        vector = gl.load(ptr + columns)
+    else:
+        vector = gl.load(ptr + columns, mask=columns < SPEC.outputs, other=0.0)
+    return vector.to(gl.float32)
 
 
 @gluon.jit
-def _load_statistics(ptr, row, rows, inputs, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
+def _load_statistics(ptr, row, rows, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     """Returns −mean and rstd of the rows of a tile, from the sums (2, column tiles, M) of x and of x²."""
     PARTS: gl.constexpr = SPEC.statistics
     row_of_tile = row + gl.arange(0, SPEC.block_m, layout=LAYOUT)
@@ -189,22 +194,21 @@ def _load_statistics(ptr, row, rows, inputs, LAYOUT: gl.constexpr, SPEC: gl.cons
     for part in gl.static_range(1, PARTS):
         total += gl.load(ptr + part * rows + row_of_tile, mask=is_inside, other=0.0)
         squares += gl.load(ptr + (PARTS + part) * rows + row_of_tile, mask=is_inside, other=0.0)
-    share = 1.0 / inputs.to(gl.float32)
-    mean = total * share
-    variance = gl.maximum(squares * share - mean * mean, 0.0)
+    mean = total * (1.0 / SPEC.inputs)
+    variance = gl.maximum(squares * (1.0 / SPEC.inputs) - mean * mean, 0.0)
     return -mean, gl.rsqrt(variance + SPEC.eps)
 
 
 @gluon.jit
-def _load_tiles(x, weight, tiles, inputs, outputs, x_ring, weight_ring, full, empty, SPEC: gl.constexpr):
+def _load_tiles(x, weight, tiles, x_ring, weight_ring, full, empty, SPEC: gl.constexpr):
     """Loads the steps of all tiles of the program, each as soon as its buffers are empty."""
-    columns = gl.cdiv(outputs, SPEC.block_n)
+    COLUMNS: gl.constexpr = (SPEC.outputs + SPEC.block_n - 1) // SPEC.block_n
     stage = 0
     phase = 1  # all buffers are empty
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = tile // columns * SPEC.block_m
-        column = tile % columns * SPEC.block_n
-        for k in range(0, inputs, SPEC.block_k):
+        row = tile // COLUMNS * SPEC.block_m
+        column = tile % COLUMNS * SPEC.block_n
+        for k in range(0, SPEC.inputs, SPEC.block_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), (SPEC.block_m + SPEC.block_n) * SPEC.block_k * 2)
             _load_box(x, [row, k], full.index(stage), x_ring.index(stage))
@@ -217,15 +221,14 @@ def _load_tiles(x, weight, tiles, inputs, outputs, x_ring, weight_ring, full, em
 
 @gluon.jit
 def _consume_tiles(
-    FIRST: gl.constexpr, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-    rows, tiles, inputs, outputs,
+    FIRST: gl.constexpr, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
     x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Computes every other tile of the program, from its tile FIRST on."""
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
-    columns = gl.cdiv(outputs, SPEC.block_n)
-    steps = gl.cdiv(inputs, SPEC.block_k)
+    COLUMNS: gl.constexpr = (SPEC.outputs + SPEC.block_n - 1) // SPEC.block_n
+    STEPS: gl.constexpr = (SPEC.inputs + SPEC.block_k - 1) // SPEC.block_k
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SPEC.block_n, 16]
     )
@@ -236,33 +239,31 @@ def _consume_tiles(
     parity = 0
     for i in range(FIRST, count, 2):
         tile = gl.program_id(0) + i * gl.num_programs(0)
-        row = tile // columns * SPEC.block_m
-        column = tile % columns * SPEC.block_n
+        row = tile // COLUMNS * SPEC.block_m
+        column = tile % COLUMNS * SPEC.block_n
         # While the other consumer multiplies, the epilogue's inputs are loaded.
         if SPEC.has_residual:
             tma.store_wait(pendings=0)  # the buffer still holds the results before
             mbarrier.expect(arrived.index(FIRST), SPEC.block_m * SPEC.block_n * 2)
             _load_box(residual, [row, column], arrived.index(FIRST), buffer)
         if SPEC.has_bias:
-            bias = _load_columns(bias_ptr, column, outputs, COLUMN, SPEC) * HALF
+            bias = _load_columns(bias_ptr, column, COLUMN, SPEC) * HALF
         if SPEC.statistics > 0:
-            column_sums = _load_columns(column_sums_ptr, column, outputs, COLUMN, SPEC)
-            shift, scale = _load_statistics(statistics_ptr, row, rows, inputs, ROW, SPEC)
+            column_sums = _load_columns(column_sums_ptr, column, COLUMN, SPEC)
+            shift, scale = _load_statistics(statistics_ptr, row, rows, ROW, SPEC)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
         mbarrier.wait(turns.index(FIRST), parity)
-        stage = i * steps % SPEC.stages
-        phase = (i * steps // SPEC.stages) & 1
-        for k in range(steps):
-            mbarrier.wait(full.index(stage), phase)
+        for k in range(STEPS):
+            step = i * STEPS + k
+            stage = step % SPEC.stages
+            mbarrier.wait(full.index(stage), (step // SPEC.stages) & 1)
             weights = weight_ring.index(stage).permute((1, 0))
             acc = warpgroup_mma(x_ring.index(stage), weights, acc, is_async=True, use_acc=k > 0)
             acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the step before has read its buffers
-            mbarrier.arrive(empty.index((stage + SPEC.stages - 1) % SPEC.stages), count=1, pred=k > 0)
-            stage = (stage + 1) % SPEC.stages
-            phase = phase ^ (stage == 0).to(gl.int32)
+            mbarrier.arrive(empty.index((step + SPEC.stages - 1) % SPEC.stages), count=1, pred=k > 0)
         mbarrier.arrive(turns.index(1 - FIRST), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index((stage + SPEC.stages - 1) % SPEC.stages), count=1)
+        mbarrier.arrive(empty.index((i * STEPS + STEPS - 1) % SPEC.stages), count=1)
 
         if SPEC.statistics > 0:
             acc = (acc + shift.expand_dims(1) * column_sums.expand_dims(0)) * (scale * HALF).expand_dims(1)
@@ -283,39 +284,38 @@ def _consume_tiles(
         _store_box(out, [row, column], buffer)
         if SPEC.has_sums:
             row_of_tile = row + gl.arange(0, SPEC.block_m, layout=ROW)
-            ptr = sums_ptr + tile % columns * rows + row_of_tile
+            ptr = sums_ptr + tile % COLUMNS * rows + row_of_tile
             gl.store(ptr, gl.sum(values, axis=1), mask=row_of_tile < rows)
-            gl.store(ptr + columns * rows, gl.sum(values * values, axis=1), mask=row_of_tile < rows)
+            gl.store(ptr + COLUMNS * rows, gl.sum(values * values, axis=1), mask=row_of_tile < rows)
         parity ^= 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _consume_even(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles, inputs, outputs,
+    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
     x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
 ):  # fmt: skip
     _consume_tiles(
-        0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles, inputs, outputs,
+        0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
         x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_odd(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles, inputs, outputs,
+    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
     x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
 ):  # fmt: skip
     _consume_tiles(
-        1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles, inputs, outputs,
+        1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
         x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles", "inputs", "outputs"])
+@gluon.jit(do_not_specialize=["rows", "tiles"])
 def _pingpong_product_kernel(
-    x, weight, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-    rows, tiles, inputs, outputs,
+    x, weight, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
     SPEC: gl.constexpr,
 ):  # fmt: skip
     """Computes tiles of epilogue(x · weightᵀ)."""
@@ -340,16 +340,14 @@ def _pingpong_product_kernel(
     gl.warp_specialize(
         [
             (_consume_even, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, tiles, inputs, outputs,
+                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
                 x_ring, weight_ring, even_buffer, full, empty, turns, arrived, SPEC,
             )),
             (_consume_odd, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, tiles, inputs, outputs,
+                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
                 x_ring, weight_ring, odd_buffer, full, empty, turns, arrived, SPEC,
             )),
-            (_load_tiles, (x, weight, tiles, inputs, outputs, x_ring, weight_ring, full, empty, SPEC)),
+            (_load_tiles, (x, weight, tiles, x_ring, weight_ring, full, empty, SPEC)),
         ],
         [4, 1],
         [232, 40],  # registers of a thread of the second consumer and of the loader; the first takes the rest
@@ -396,7 +394,7 @@ def product(
     tile = tile_for(rows, outputs, inputs, multiprocessors)
     tiles = -(-rows // tile.rows) * -(-outputs // tile.columns)
     spec = ProductSpec(
-        block_m=tile.rows, block_n=tile.columns, block_k=_BLOCK_K,
+        inputs=inputs, outputs=outputs, block_m=tile.rows, block_n=tile.columns, block_k=_BLOCK_K,
         stages=tile.stages, approximate=_VARIANTS[approximate], has_bias=bias is not None,
         has_residual=residual is not None, has_sums=sums is not None,
         statistics=0 if statistics is None else statistics.sums.shape[1],
@@ -412,7 +410,7 @@ def product(
         column_sums_ptr=unused if statistics is None else statistics.column_sums,
         statistics_ptr=unused if statistics is None else statistics.sums,
         sums_ptr=unused if sums is None else sums,
-        rows=rows, tiles=tiles, inputs=inputs, outputs=outputs, SPEC=spec,
+        rows=rows, tiles=tiles, SPEC=spec,
     )  # fmt: skip
 
 
