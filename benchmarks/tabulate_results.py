@@ -47,7 +47,7 @@ PYRAMID_BENCHES = (
 LAB_SCHEMA, LAB_VERSION = "benchmarks lab", 1
 #: The ways to run a model that are this project's: those of which the first that was measured stands for it,
 #: and those that have rows of their own, with what their rows are called.
-OURS = ("graphed", "frozen", "live")
+OURS = ("graphed", "frozen", "live-graphed", "live")
 OTHERS = {
     "live": "without freezing",
     "live-graphed": "replayed as CUDA graphs",
@@ -81,7 +81,8 @@ class Run(NamedTuple):
     Attributes:
         summary: How each part went.
         benches: The results of ``cvt bench``.
-        lab: What the parts of ``make gpu`` wrote.
+        lab: What the parts of ``make gpu`` wrote, in all runs on the device, the oldest first; ``run`` names
+            each one's.
     """
 
     summary: dict[str, Any]
@@ -107,8 +108,12 @@ def load(results: Path) -> list[Run]:
         benches = [
             bench_results.read(file) for name in BENCHES if (file := path.with_name(f"{name}.json")).exists()
         ]
-        files = sorted(path.parent.glob("*.json")) if summary["device_type"] == "cuda" else []
-        lab = [read(file, LAB_SCHEMA, LAB_VERSION) for file in files if file != path]
+        files = path.parent.parent.glob("*/*.json") if summary["device_type"] == "cuda" else []
+        lab = [
+            read(file, LAB_SCHEMA, LAB_VERSION) | {"run": file.parent.name}
+            for file in sorted(files)
+            if file.name != path.name
+        ]
         runs.append(Run(summary, benches, lab))
     return sorted(runs, key=lambda run: (run.summary["device_type"] != "cuda", run.summary["device"]))
 
@@ -166,7 +171,8 @@ def section(run: Run) -> str:
         lines.append("Parts that did not pass: " + ", ".join(map(": ".join, wanting.items())) + ".")
     if run.lab:
         lines += ["### Models", models_table(run.lab)]
-        lines += [text for content in run.lab if "ceilings" in content for text in kernels_of(content)]
+        newest = {_step_of(content): content for content in run.lab if "ceilings" in content}
+        lines += [text for content in newest.values() for text in kernels_of(content)]
     if run.benches:
         lines += ["### Beside Hugging Face's model", *map(beside_huggingface, run.benches)]
     return "\n\n".join(lines)
@@ -178,27 +184,43 @@ def section(run: Run) -> str:
 def models_table(lab: Sequence[dict[str, Any]], *, brief: bool = False) -> str:
     """Returns the table of models: a row for each, with its dtype and batch size.
 
-    A ``brief`` one has what stands for this project alone, where torch.compile was measured too.
+    A ``brief`` one has what stands for this project alone, where torch.compile was measured too. What was not
+    measured in the newest run with a way of ours comes from an earlier one, with a mark.
     """
-    ways_of: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    runs_of: dict[tuple[str, int], dict[str, dict[str, dict[str, Any]]]] = {}
     for content in lab:
         for row in content["rows"]:
             if "events" in row:
                 facts = content | row
-                ways_of.setdefault((name_of(facts), facts["batch"]), {})[facts["way"]] = row
+                runs = runs_of.setdefault((name_of(facts), facts["batch"]), {})
+                runs.setdefault(facts["run"], {})[facts["way"]] = row
     table_rows = [["", "batch", "eager", "`torch.compile`", "ours", "× eager", "× `torch.compile`"]]
-    for (name, batch), ways in ways_of.items():
-        first = next((way for way in OURS if way in ways), None)
+    earlier: set[str] = set()
+    for (name, batch), runs in sorted(runs_of.items(), key=lambda item: (item[0][0], item[0][1])):
+        newest = max((run for run, ways in runs.items() if set(OURS) & set(ways)), default=max(runs))
+        ways = {way: (row, run) for run in sorted(runs) for way, row in runs[run].items()}
+        first = next((way for way in OURS if way in runs[newest]), None)
         named = {name: first, **{f"{name}, {told}": way for way, told in OTHERS.items() if way != first}}
-        peers = [ways.get("eager"), ways.get("compile")]
         for told, way in named.items():
             if way not in ways or (brief and (way != first or "compile" not in ways)):
                 continue
-            ours = ways[way]
-            ratios = [f"{peer['events']['ms'] / ours['events']['ms']:.2f}" if peer else "–" for peer in peers]
-            cells = [milliseconds(row) if row else "–" for row in (*peers, ours)]
-            table_rows.append([told, str(batch), *cells, *ratios])
-    return "\n".join(markdown(table_rows))
+            ours, run = ways[way]
+            cells, ratios = [], []
+            for peer, peer_run in (ways.get(each, (None, run)) for each in ("eager", "compile")):
+                mark = "" if peer_run == run else "†"
+                earlier |= {min(peer_run, run)} if mark else set()
+                cells.append(milliseconds(peer) + mark if peer else "–")
+                ratio = peer and peer["events"]["ms"] / ours["events"]["ms"]
+                ratios.append(f"{ratio:.2f}{mark}" if ratio else "–")
+            table_rows.append([told, str(batch), *cells, milliseconds(ours), *ratios])
+    table = "\n".join(markdown(table_rows))
+    if not earlier:
+        return table
+    return f"{table}\n\n† from a run of {', '.join(sorted(earlier))}, on another machine of the same kind."
+
+
+def _step_of(content: dict[str, Any]) -> tuple[Any, ...]:
+    return content["train"], content["way"], content["batch_size"][0]
 
 
 def name_of(facts: dict[str, Any]) -> str:

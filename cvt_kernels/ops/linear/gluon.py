@@ -64,7 +64,7 @@ class Tile(NamedTuple):
         rows, columns: Its size.
         stages: Buffers of the ring, each a step of 64 inputs.
         fixed, per_step: Microseconds of a program's tile, and of each of its steps, as fitted to 60 sizes on
-            an H200 (benchmarks/results). They choose between tiles, no more.
+            an H200 (tests/cvt_kernels/ops/linear/products_h200.json). They choose between tiles, no more.
     """
 
     rows: int
