@@ -182,7 +182,7 @@ def _weights(spans: list[tuple[int, int]], size: int, overlap: int, context: int
 
 
 def _check(model: Model, images: Tensor, tiles: Tiles, logits: bool) -> None:
-    if not callable(model):
+    if not callable(model) or isinstance(model, type):
         raise TypeError(f"model: got {checks.shown(model)}, expected a module or a function")
     if isinstance(model, nn.Module) and model.training:
         raise ValueError("model: is in training mode, expected model.eval()")

@@ -342,6 +342,11 @@ CALLS = {name: call_of(getattr(ck, name), **others) for name, others in OPERATOR
         | {"dtype": dtype()},
         ck.LinearInt8.from_float,
     ),
+    "tune": Call(
+        lambda: {"model": nn.Sequential()},
+        {"model": of_values("a", 3, None, nn.Linear)},
+        lambda model: ck.tune(model, randn(1, 2)),
+    ),
     "ConvBatchNorm.from_modules": Call(
         lambda: {"conv": nn.Conv2d(2, 2, 3, groups=2, bias=False), "bn": nn.BatchNorm2d(2)},
         {"conv": of_values("a", 3, nn.Conv2d, nn.Linear(2, 2), nn.Conv2d(2, 2, 3))}

@@ -500,7 +500,7 @@ def settings_of_graphs():
         "sums of float16": lambda: attribute(matmul, "allow_fp16_reduced_precision_reduction", False),
         "sums of bfloat16": lambda: attribute(matmul, "allow_bf16_reduced_precision_reduction", False),
         "cuDNN": lambda: attribute(cudnn, "enabled", False),
-        "cuDNN's choice": lambda: attribute(cudnn, "benchmark", True),
+        "cuDNN's choice": lambda: attribute(cudnn, "benchmark", not cudnn.benchmark),
         "cuDNN's order": lambda: attribute(cudnn, "deterministic", True),
         "dtype": lambda: switched(use_float64, True),
         "deterministic": lambda: switched(torch._C._set_deterministic_algorithms, True),

@@ -103,11 +103,18 @@ _GOOD = {
 }
 
 
+def parsers():
+    """Returns name → parser of every command."""
+    made = {}
+    for command in COMMANDS:
+        made[command] = argparse.ArgumentParser()
+        importlib.import_module(f"cvt.commands.{command}").add_arguments(made[command])
+    return made
+
+
 def _actions(command):
     """Returns the arguments of a command."""
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"cvt.commands.{command}").add_arguments(parser)
-    return parser._actions
+    return parsers()[command]._actions
 
 
 def _values(command, action):

@@ -12,7 +12,7 @@ from cvt.checkpoints import PACKAGED
 from cvt.commands import main, paths
 from cvt.datasets import save_digits
 from tests.checks import bad
-from tests.cvt.commands.test_absurd_arguments import _parsers
+from tests.cvt.commands.test_absurd_arguments import parsers
 
 #: Every argument that is a path or a name → what it is.
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 
 def test_every_path_is_an_input_or_an_output():
     found = set()
-    for command, parser in _parsers().items():
+    for command, parser in parsers().items():
         for action in parser._actions:
             own = f"{command} {action.dest}"
             name = own if own in KINDS else action.dest
@@ -96,7 +96,7 @@ def test_no_output_is_an_input(arguments, capsys, files):
 
 def test_what_is_no_input_may_be_written(files):
     """Files beside the images, a second time too, and files of a folder with weights that are not read."""
-    evaluate = _parsers()["evaluate"]
+    evaluate = parsers()["evaluate"]
     for place in ("report.json", "data/report.json", "trained/report.json"):
         arguments = evaluate.parse_args(["--checkpoint=trained", "--data=data", f"--json={place}"])
         for _ in range(2):
@@ -148,8 +148,8 @@ def test_a_report_on_standard_output(arguments, capsys, files):
 
 
 def test_every_report_may_go_to_standard_output():
-    with_report = {name for name, parser in _parsers().items() if "--json" in parser._option_string_actions}
-    assert with_report == {*_parsers()} - {"classify", "explain"}
+    with_report = {name for name, parser in parsers().items() if "--json" in parser._option_string_actions}
+    assert with_report == {*parsers()} - {"classify", "explain"}
 
 
 def test_without_a_command_all_are_listed(capsys):
@@ -157,6 +157,6 @@ def test_without_a_command_all_are_listed(capsys):
         main([])
     assert ended.value.code == 2
     lines = capsys.readouterr().err.splitlines()
-    for command in _parsers():
+    for command in parsers():
         assert any(line.split()[:1] == [command] and len(line.split()) > 3 for line in lines)
     assert lines[-1] == "cvt: error: a command is missing"

@@ -62,7 +62,7 @@ JIT = {node.name for path in SOURCES for node, _ in _functions_of(path)}
 def test_the_sources_are_found():
     assert {"approximate", "parts"} <= FIELDS
     assert {"activate", "load_vector"} <= JIT
-    assert {"options", "chunks"} <= PROPERTIES
+    assert {"chunks"} <= PROPERTIES
 
 
 def printed_by(program):

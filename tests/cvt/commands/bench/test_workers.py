@@ -179,7 +179,7 @@ def test_a_cache_of_its_own(tmp_path):
 
 def _write_cache():
     folder = Path(os.environ["XDG_CACHE_HOME"])
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "seen").touch()
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_kernel_fails_the_command(cache, wrong_gelu, tmp_path, capsys):
     assert " wrong " in out.split("\n\n")[0]
     cache_key = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
     assert f"\ntriton, {cache_key}: wrong: output is off by " in out
-    assert "Please report the lines of triton, cuda, cpu with the output of `cvt doctor`." in out
+    assert "Please report the lines of gluon, triton, cuda, cpu with the output of `cvt doctor`." in out
     row = next(row for row in json.loads(report.read_text())["cache_keys"] if row["cache_key"] == cache_key)
     assert row["measurements"]["triton"]["flaw"].startswith("wrong: ")
     assert row["chosen"] != "triton"

@@ -117,7 +117,7 @@ def test_fast_exact_gelu_is_exact_enough():
     half = x / 2
     square = (half * half).clamp(max=triton_gelu.LARGEST_SQUARE.value)
     linear, cubic, quintic = (
-        getattr(triton_gelu, f"_ERF_{name}").value for name in ("LINEAR", "CUBIC", "QUINTIC")
+        getattr(triton_gelu, f"ERF_{name}").value for name in ("LINEAR", "CUBIC", "QUINTIC")
     )
     approximated = half + half * torch.tanh(half * (linear + square * (cubic + square * quintic)))
     exact = torch.nn.functional.gelu(x)
