@@ -33,11 +33,11 @@ for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16
         )
 """,
     "quantized": """
-from tests.cvt_kernels.ops.transformer_block.test_quantized import check
 for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
     arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
-    arguments = with_quantized(arguments, which, scale)
-    check("cpu", arguments, worst=10)
+    x, *_ = arguments = with_quantized(arguments, which, scale)
+    same = reference.transformer_block(*arguments)
+    assert decibels(same - x, call("cpu", arguments) - x) > 40  # a number close to a tie leaves 49 and more
     check_images_apart(arguments, 1.0)
 """,
     "rows": """
