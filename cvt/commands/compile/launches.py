@@ -127,9 +127,11 @@ class _Step:
         layer = self.tensor(rows, inputs), self.tensor(outputs, inputs), self.tensor(outputs)
         return *layer, self.tensor(rows, outputs)
 
-    def call(self, operator: str, *args: Any, backward: bool = True, **settings: Any) -> None:
-        """Calls an operator if its Triton kernels serve such a call, in training with the ``backward``."""
-        implementation = backends.implementations[operator]["triton"].load()
+    def call(
+        self, operator: str, *args: Any, backward: bool = True, backend: str = "triton", **settings: Any
+    ) -> None:
+        """Calls an operator if a backend's kernels serve such a call, in training with the ``backward``."""
+        implementation = backends.implementations[operator][backend].load()
         call = backends.operators[operator].bind(*args, **settings)
         if implementation.why_unsupported(call) is not None:
             return
@@ -266,6 +268,16 @@ def linear_add_launches(step: _Step) -> None:
     """Runs a CvT block's layers that end its residual branches, attention's and the MLP's."""
     for width in (1, 4):
         step.call("linear_add", *step.linear(width, 1))
+
+
+@_operator
+def linear_gluon_launches(step: _Step) -> None:
+    """Runs the layers of the two above, without gradients, by the product in Gluon on GPUs that have it."""
+    x, weight, bias, _ = step.linear(1, 4)
+    for approximate in ("none", "tanh", "quick"):
+        step.call("linear_gelu", x, weight, bias, approximate=approximate, backend="gluon")
+    for width in (1, 4):
+        step.call("linear_add", *step.linear(width, 1), backend="gluon")
 
 
 @_operator
