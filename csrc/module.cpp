@@ -49,7 +49,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "gather_add_layer_norm(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
       "bool with_statistics) -> (Tensor h, Tensor out, Tensor mean, Tensor rstd)");
   // x, or zeros in the place of `tokens` tokens, with values + branch at the rows, or zeros; the second in the place of x.
-  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, int tokens) -> Tensor");
+  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, SymInt tokens) -> Tensor");
   m.def("scatter_rows_(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()");
 
   // attention/, on the CPU: softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D).
@@ -58,15 +58,15 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // The same with the biases of a table (heads, H + s (Hk - 1), W + s (Wk - 1)) for the offsets from keys to queries, in
   // accumulators; `rows` (B, Nq) are the tokens of the queries where there is not one for each (reference.py).
   m.def(
-      "attention_by_position(Tensor q, Tensor k, Tensor v, float scale, Tensor table, Tensor? rows, int key_height, "
-      "int key_width, int stride) -> Tensor");
+      "attention_by_position(Tensor q, Tensor k, Tensor v, float scale, Tensor table, Tensor? rows, SymInt key_height, "
+      "SymInt key_width, int stride) -> Tensor");
 
   // conv_projection/, on the CPU: for each branch BatchNorm(depthwise convolution of x) by the running statistics. x is
   // tokens, of a height × width grid after a class token or none; `norms` are the scale, shift, mean and variance of
   // each branch, `geometry` its stride, padding and dilation. `summands` is for each branch how many from it on are summed
   // to one output, 0 where a branch before has it in its sum; without them each is an output.
   m.def(
-      "conv_projection_inference(Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
+      "conv_projection_inference(Tensor x, SymInt height, SymInt width, Tensor[] weights, Tensor?[] norms, int[] geometry, "
       "float[] eps, int[] summands=[]) -> Tensor[]");
 
   // Mean and variance (biased) of each branch's convolution over the batch, in accumulators. The gradients of the above:
@@ -74,19 +74,19 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // `constant` says whether mean and variance are constants, as in evaluation, or batch statistics; `douts` has the
   // gradient of an output for each branch of its sum.
   m.def(
-      "conv_projection_moments(Tensor x, int height, int width, Tensor[] weights, int[] geometry) -> "
+      "conv_projection_moments(Tensor x, SymInt height, SymInt width, Tensor[] weights, int[] geometry) -> "
       "(Tensor[] means, Tensor[] variances)");
   m.def(
-      "conv_projection_gradients(Tensor[] douts, Tensor x, int height, int width, Tensor[] weights, Tensor?[] norms, "
+      "conv_projection_gradients(Tensor[] douts, Tensor x, SymInt height, SymInt width, Tensor[] weights, Tensor?[] norms, "
       "int[] geometry, float[] eps, int[] constant, int[] summands=[]) -> "
       "(Tensor dx, Tensor[] dweights, Tensor[] dscales, Tensor[] dshifts)");
 
   // depthwise_conv_gelu/, on the CPU: activation(convolution + bias) of the tokens of a height × width grid, where weight is
   // (channels, 1, 3, 3) and the activation one of GELU, and its gradients.
   m.def(
-      "depthwise_conv_gelu(Tensor x, int height, int width, Tensor weight, Tensor? bias, str activation) -> Tensor");
+      "depthwise_conv_gelu(Tensor x, SymInt height, SymInt width, Tensor weight, Tensor? bias, str activation) -> Tensor");
   m.def(
-      "depthwise_conv_gelu_backward(Tensor dout, Tensor x, int height, int width, Tensor weight, Tensor? bias, "
+      "depthwise_conv_gelu_backward(Tensor dout, Tensor x, SymInt height, SymInt width, Tensor weight, Tensor? bias, "
       "str activation) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   // linear/, on the CPU: packs a weight (outputs, inputs) for the operators below.
@@ -117,7 +117,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
-      "transformer_block_(Tensor(a!) x, int height, int width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
+      "transformer_block_(Tensor(a!) x, SymInt height, SymInt width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
       "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation, "
       "Tensor? rows=None, Tensor(b!)? scores=None, str query=\"\") -> ()");
 
@@ -129,7 +129,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // `weight_scales` and `input_scales` as above.
   m.def("pack_depthwise(Tensor weight, Tensor? bias) -> Tensor");
   m.def(
-      "pyramid_block_packed(Tensor x, int height, int width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "
+      "pyramid_block_packed(Tensor x, SymInt height, SymInt width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "
       "Tensor[] vectors, int[] widths, Tensor[] weight_scales, float[] input_scales, float[] eps, float scale, "
       "str activation) -> Tensor");
 
