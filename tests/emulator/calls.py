@@ -226,6 +226,7 @@ SMOKE = (
     "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits", "LayerNorm", "MLP", "int8 rows",
     "LayerNorm to int8", "GELU to int8", "int8", "gather and normalize", "scatter in place",
     "tf32: linear_add",
+    "gluon: sum in place, (65, 264, 136), 1 programs",
 )  # fmt: skip
 
 #: Likewise for sm_90, of kernels with bulk copies (TMA) and products of four warps.

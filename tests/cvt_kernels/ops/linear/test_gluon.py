@@ -8,6 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine
+from tests.processes import run_python
 
 gluon = pytest.importorskip("cvt_kernels.ops.linear.gluon", reason="this Triton has no Gluon")
 
@@ -84,3 +85,43 @@ def test_a_request_says_why_it_cannot_be_served():
         pytest.skip("there is a GPU that runs it")
     with ck.use_backend("gluon"), pytest.raises(ck.BackendUnavailable, match="'gluon' is unavailable"):
         ck.linear_gelu(x, weight)
+
+
+#: proj + residual with the sums of its rows, then fc1 with LayerNorm folded from these, in the emulator.
+FOLDED = """
+import torch
+from torch.nn import functional as F
+from cvt_kernels import launching
+from cvt_kernels.ops.linear import gluon
+from tests.emulator.launches import Runner
+
+torch.manual_seed(0)
+rows, channels, eps = 197, 192, 1e-5
+tile = gluon.tile_for(rows, channels, channels, 3)
+y, stream = torch.randn(rows, channels).bfloat16(), (torch.randn(rows, channels) + 0.5).bfloat16()
+proj, fc1 = ((torch.randn(n, channels) / channels**0.5).bfloat16() for n in (channels, 4 * channels))
+gamma, beta, bias = torch.rand(channels) + 0.5, torch.randn(channels), torch.randn(4 * channels)
+folded = (fc1.double() * gamma.double()).bfloat16()
+sums = torch.full((2, -(-channels // tile.columns), rows), float("nan"))
+hidden = torch.full((rows, 4 * channels), float("nan"), dtype=torch.bfloat16)
+before, runner = stream.clone(), Runner(90)
+with launching.intercepted_launches(runner.run, launching.Chip(90, 3)):
+    gluon.product(y, proj, None, stream, residual=stream, sums=sums)
+    statistics = gluon.Statistics(sums, folded.double().sum(1).float(), eps)
+    shifted = (fc1.double() @ beta.double() + bias.double()).float()
+    gluon.product(stream, folded, shifted, hidden, approximate="none", statistics=statistics)
+assert not any(ran.result.faults for ran in runner.ran)
+exact = y.double() @ proj.double().T + before.double()
+assert ((stream.double() - exact).abs() / (exact.abs() + 1)).max() < 2**-8
+assert (sums.double().sum(1)[0] - stream.double().sum(1)).abs().max() < 1e-3
+normed = F.layer_norm(stream.double(), (channels,), gamma.double(), beta.double(), eps)
+exact = F.gelu(normed @ fc1.double().T + bias.double())
+rounded = F.layer_norm(stream.float(), (channels,), gamma, beta, eps).bfloat16().double()
+plain = F.gelu(rounded @ fc1.double().T + bias.double()).bfloat16().double()
+assert (hidden.double() - exact).norm() <= 1.2 * (plain - exact).norm()
+"""
+
+
+def test_layer_norm_is_folded_into_products():
+    child = run_python(FOLDED, TRITON_INTERPRET="0")
+    assert child.returncode == 0, child.stderr
