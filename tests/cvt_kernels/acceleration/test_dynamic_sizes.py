@@ -48,7 +48,11 @@ SIZES = {name: [(2, 64, 96), (3, 96, 128), (9, 130, 70), (1, 64, 65)] for name i
 SIZES["pvt"] = [(2, 70, 70), (3, 70, 70), (9, 70, 70), (1, 70, 70)]
 SIZES["glpn"] = [(2, 64, 96), (3, 96, 128), (9, 128, 64), (1, 64, 64)]
 
-every_family = pytest.mark.parametrize("name", FAMILIES)
+#: Of the others make test-all takes care.
+QUICK = "huggingface", "segformer", "pvt_v2"
+every_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 
 
 class Logits(nn.Module):
