@@ -537,3 +537,5 @@ def reset() -> None:
 # does; calling it would import torch._dynamo and Triton, and double the time of our import.
 _machine_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _gpu_lacks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# A note while tracing must not make the number of notes a guard.
+note_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]
