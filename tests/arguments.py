@@ -199,8 +199,7 @@ def _outcome(function: Callable[..., Any], arguments: dict[str, Any], word: str)
 
 def names_of(function: Callable[..., Any]) -> list[str]:
     """Returns the names of the arguments of a function or a class."""
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.name != "self" and each.kind not in _PASSED_ON]
+    return [name for name in inspect.signature(function).parameters if name not in _PASSED_ON]
 
 
-_PASSED_ON = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_PASSED_ON = ("self", "args", "kwargs")
