@@ -607,7 +607,7 @@ class _Graph:
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
         self.cuda = cuda
-        with _recording():
+        with modes.capturing(gradients=False):
             self._inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
             args, kwargs = call.arguments(self._inputs)
             versions = [tensor._version for tensor in self._inputs]
@@ -626,24 +626,6 @@ class _Graph:
             self.recorded[0].replay()
             copies = {id(leaf): leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor)}
         return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in self.leaves], self._form)
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Runs a block without gradients and without autocast's cache.
-
-    Cached casts could be in memory that does not outlive the capture.
-    """
-    is_caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()  # a forward may have an autocast of its own that asks for a cache
-    try:
-        # Inference tensors could not be written outside of inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(is_caching)
 
 
 def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,6 +74,24 @@ def autocast_enabled(x: Tensor) -> bool:
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which autocast is off for the device of ``x``."""
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def capturing(gradients: bool) -> Iterator[None]:
+    """Runs a capture with or without gradients, and without autocast's cache.
+
+    Cached casts could be in memory that does not outlive the capture.
+    """
+    is_caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()  # a forward may have an autocast of its own that asks for a cache
+    try:
+        # Inference tensors could not be written outside of inference mode.
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(is_caching)
 
 
 def _has_autocast(device_type: str) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from . import modes
 from .ops import weight_cache
 
 
@@ -58,7 +59,7 @@ class TrainingGraph:
         self.cuda = cuda
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         state = _host_random_state(cuda)
-        with _recording(), _restored([*model.buffers()], cuda):
+        with modes.capturing(gradients=True), _restored([*model.buffers()], cuda):
             self._inputs = [
                 torch.empty_like(each).copy_(each).requires_grad_(each.requires_grad) for each in tensors
             ]
@@ -224,20 +225,6 @@ def _results_of(outputs: Any) -> list[Tensor]:
 
 def _is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Runs a block with gradients and without autocast's cache, whose casts would not outlive the capture."""
-    is_caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(is_caching)
 
 
 @contextlib.contextmanager
