@@ -26,6 +26,13 @@ needs_x86 = pytest.mark.skipif(
 needs_compiler = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 
 
+@pytest.fixture(autouse=True)
+def no_settings_of_builds(monkeypatch):
+    """CI and users set these for their own builds; a test decides by itself."""
+    for name in ("CVT_KERNELS_CPU_SETS", "CVT_KERNELS_CUDA", "CVT_KERNELS_WERROR", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def run_setup(**environment):
     """Runs setup.py, which here compiles nothing, so that any program passes for a compiler."""
     return subprocess.run(
@@ -128,8 +135,6 @@ def setup(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, value in fake_toolkit(tmp_path).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    monkeypatch.delenv("CVT_KERNELS_CUDA", raising=False)
     return runpy.run_path("setup.py")
 
 
