@@ -208,6 +208,16 @@ _GLUON = {
     "gluon: float16 GELU": _by_gluon(
         _gelu_serving, 197, 192, 192, approximate="none", dtype=FLOAT16, programs=3
     ),
+    **{
+        f"gluon: Q, K and V of {grid}, {channels} to {outputs} channels, {programs} programs": _by_gluon(
+            tests.project_linearly, grid, channels, (outputs,) * 3, programs=programs
+        )
+        for grid, channels, outputs, programs in (
+            ((14, 14), 64, 64, 5),
+            ((7, 9), 136, 200, 132),
+            ((14, 13), 192, 128, 1),
+        )
+    },
     "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
 }
 

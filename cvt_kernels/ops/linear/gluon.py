@@ -213,8 +213,9 @@ def _load_norm(ptr, row, rows, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     sums = ()
     mean = gl.zeros([BLOCK_M], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        sums = sums + (gl.load(ptr + part * rows + row_of_tile, mask=is_inside, other=0.0),)
-        mean += sums[part]
+        loaded = gl.load(ptr + part * rows + row_of_tile, mask=is_inside, other=0.0)
+        sums = sums + (loaded,)  # noqa: RUF005 (Triton unpacks no tuples)
+        mean += loaded
     mean = mean * (1.0 / SPEC.inputs)
     squares = gl.zeros([BLOCK_M], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
@@ -379,11 +380,13 @@ def _pingpong_product_kernel(
         [
             (_consume_even, (
                 out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, second, third, tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived, SPEC,
+                rows, second, third, tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived,
+                SPEC,
             )),
             (_consume_odd, (
                 out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, second, third, tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived, SPEC,
+                rows, second, third, tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived,
+                SPEC,
             )),
             (_load_tiles, (x, weight, second, third, tiles, x_ring, weight_ring, full, empty, SPEC)),
         ],
@@ -498,6 +501,17 @@ _FEWEST_OUTPUTS = 32  # a tile has 64 columns at least
 def why_unsupported(call: Record) -> str | None:
     """Returns why the kernel cannot serve a call of ``linear_gelu`` or ``linear_add``, or None."""
     x, weight, residual = call.x, call.weight, call._asdict().get("residual")
+    reason = why_not_multiplied(x, weight)
+    if reason is not None:
+        return reason
+    dtype = modes.autocast_dtype(x) or x.dtype
+    if residual is not None and sum_dtype(x, residual) != dtype:
+        return f"the sum is {str(sum_dtype(x, residual)).removeprefix('torch.')}"
+    return "has no gradients" if modes.wants_gradient(*call) else None
+
+
+def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None:
+    """Returns why the kernel cannot multiply x (…, K) by one or several weights (N, K), or None."""
     if launching.chip(x.device).capability != 90:
         return "it multiplies with instructions of compute capability 9.0 only"
     if x.numel() == 0 or weight.numel() == 0:
@@ -505,16 +519,15 @@ def why_unsupported(call: Record) -> str | None:
     dtype = modes.autocast_dtype(x) or x.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if residual is not None and sum_dtype(x, residual) != dtype:
-        return f"the sum is {str(sum_dtype(x, residual)).removeprefix('torch.')}"
     outputs, inputs = weight.shape
     if inputs % 8 or outputs % 8:
         return "rows do not begin at multiples of 16 bytes"
     if outputs < _FEWEST_OUTPUTS:
         return f"there are fewer than {_FEWEST_OUTPUTS} outputs"
-    if x.numel() // inputs >= 2**31 - 2**10 or weight.numel() >= 2**31:
+    rows = x.numel() // inputs
+    if groups * (rows + GROUP_ROWS) >= 2**31 - 2**10 or groups * weight.numel() >= 2**31:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
-    return "has no gradients" if modes.wants_gradient(*call) else None
+    return None
 
 
 @torch.library.custom_op("cvt_kernels::pingpong_product", mutates_args=())

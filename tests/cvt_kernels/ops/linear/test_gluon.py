@@ -87,7 +87,7 @@ def test_a_request_says_why_it_cannot_be_served():
         ck.linear_gelu(x, weight)
 
 
-#: proj + residual with the statistics of its rows, then fc1 with LayerNorm folded from these, in the emulator.
+#: proj + residual with the statistics of its rows, then fc1 with LayerNorm folded, in the emulator.
 FOLDED = """
 import os
 import torch
@@ -115,7 +115,8 @@ assert ((stream.double() - exact).abs() / (exact.abs() + 1)).max() < 2**-8
 parts = stream.double().split(statistics.width, dim=1)
 for part, (total, squares) in zip(parts, statistics.sums.double().unbind(1), strict=True):
     torch.testing.assert_close(total, part.sum(1), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(squares, (part - part.mean(1, keepdim=True)).square().sum(1), rtol=1e-4, atol=0)
+    deviations = part - part.mean(1, keepdim=True)
+    torch.testing.assert_close(squares, deviations.square().sum(1), rtol=1e-4, atol=0)
 normed = F.layer_norm(stream.double(), (channels,), gamma.double(), beta.double(), 1e-5)
 exact = F.gelu(normed @ fc1.double().T + bias.double())
 rounded = F.layer_norm(stream.float(), (channels,), gamma, beta, 1e-5).to(dtype).double()
