@@ -21,13 +21,13 @@ class Call(NamedTuple):
         case: What is called, and the number of multiprocessors that it is planned for.
         arch: The GPU that the kernels are compiled for, as 80.
         precision: Of products in float32, ``ieee`` or ``tf32``.
-        backend: What serves it: ``triton`` or ``gluon``.
+        backends: What serves it and the operators that it is made of, the first one that can.
     """
 
     case: tests.Case
     arch: int = 80
     precision: str = "ieee"
-    backend: ck.Backend = "triton"
+    backends: tuple[ck.Backend, ...] = ("triton",)
 
 
 def _call(function: Callable[..., Any], *args: Any, precision: str = "ieee", **kwargs: Any) -> Call:
@@ -172,12 +172,43 @@ def _by_gluon(
     function: Callable[..., Any], *args: Any, programs: int, dtype: Any = BFLOAT16, **kwargs: Any
 ) -> Call:
     case = tests.Case(lambda: function(*args, dtype=dtype, **kwargs), "", launching.Chip(90, programs))
-    return Call(case, 90, backend="gluon")
+    return Call(case, 90, backends=("gluon", "triton", "reference"))
 
 
 def _gelu_serving(*sizes: int, approximate: Any, dtype: Any) -> Any:
     x, weight, bias, _ = tests.layer(*sizes, dtype)
     return ck.linear_gelu(x, weight, bias, approximate=approximate)
+
+
+def _blocks_serving(
+    grid: tuple[int, int], heads: int, count: int, *, tokens: int, dtype: Any, approximate: Any = "none"
+) -> Any:
+    channels = 64 * heads
+    x = tests.randn(2, tokens + grid[0] * grid[1], channels, dtype=dtype)
+
+    def layer(inputs: int, outputs: int) -> ck.Linear:
+        weight = tests.randn(outputs, inputs, dtype=dtype) / inputs**0.5
+        return ck.Linear(weight, tests.randn(outputs, dtype=dtype))
+
+    def norm() -> ck.Norm:
+        return ck.Norm(tests.randn(channels, dtype=dtype), tests.randn(channels, dtype=dtype), 1e-5)
+
+    blocks = [
+        ck.TransformerBlock(
+            norm(),
+            tuple(tests.random_conv(channels, dtype=dtype, stride=n, padding=1) for n in (1, 2, 2)),
+            (layer(channels, channels), layer(channels, channels), layer(channels, channels)),
+            heads,
+            channels**-0.5,
+            layer(channels, channels),
+            norm(),
+            layer(channels, 4 * channels),
+            approximate,
+            layer(4 * channels, channels),
+        )
+        for _ in range(count)
+    ]
+    return ck.transformer_blocks(x, grid, blocks)
 
 
 #: Tails of M, N and K; one and several tiles of a program, odd numbers of them, more programs than tiles;
@@ -218,6 +249,10 @@ _GLUON = {
             ((14, 13), 192, 128, 1),
         )
     },
+    "gluon: two blocks": _by_gluon(_blocks_serving, (7, 6), 3, 2, tokens=1, programs=5),
+    "gluon: three blocks, float16": _by_gluon(
+        _blocks_serving, (5, 5), 2, 3, tokens=0, approximate="quick", dtype=FLOAT16, programs=3
+    ),
     "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
 }
 

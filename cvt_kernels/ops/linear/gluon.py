@@ -97,6 +97,11 @@ def tile_for(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile
     return min(TILES, key=microseconds)
 
 
+def part_width(rows: int, outputs: int, inputs: int, device: torch.device) -> int:
+    """Returns the columns of a part of the statistics that a product writes: those of its tile."""
+    return tile_for(rows, outputs, inputs, launching.chip(device).multiprocessors).columns
+
+
 # Kernel ---------------------------------------------------------------------------------------------------
 
 
@@ -481,7 +486,7 @@ def product(
     return None if sums is None else Statistics(sums, tile.columns)
 
 
-def _aligned(matrix: Tensor) -> Tensor:
+def aligned(matrix: Tensor) -> Tensor:
     """Returns a tensor that begins at a multiple of 16 bytes, as TMA wants: itself or a copy."""
     return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
 
@@ -511,7 +516,7 @@ def why_unsupported(call: Record) -> str | None:
 
 
 def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None:
-    """Returns why the kernel cannot multiply x (…, K) by one or several weights (N, K), or None."""
+    """Returns why the kernel cannot multiply as many rows as x has by weights (N, K), or None."""
     if launching.chip(x.device).capability != 90:
         return "it multiplies with instructions of compute capability 9.0 only"
     if x.numel() == 0 or weight.numel() == 0:
@@ -524,7 +529,7 @@ def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None
         return "rows do not begin at multiples of 16 bytes"
     if outputs < _FEWEST_OUTPUTS:
         return f"there are fewer than {_FEWEST_OUTPUTS} outputs"
-    rows = x.numel() // inputs
+    rows = x.numel() // x.shape[-1]
     if groups * (rows + GROUP_ROWS) >= 2**31 - 2**10 or groups * weight.numel() >= 2**31:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
     return None
@@ -552,8 +557,8 @@ def _product(
 ) -> Tensor:
     """Returns the product of matrices with its epilogue."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    residual = None if residual is None else _aligned(residual)
-    product(_aligned(x), _aligned(weight), bias, out, approximate=approximate, residual=residual)
+    residual = None if residual is None else aligned(residual)
+    product(aligned(x), aligned(weight), bias, out, approximate=approximate, residual=residual)
     return out
 
 
@@ -562,7 +567,7 @@ def _add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     if residual.data_ptr() % 16:
         residual.copy_(_product(x, weight, bias, residual, None))
     else:
-        product(_aligned(x), _aligned(weight), bias, residual, residual=residual)
+        product(aligned(x), aligned(weight), bias, residual, residual=residual)
 
 
 @planned
