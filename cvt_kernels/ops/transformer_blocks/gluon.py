@@ -82,7 +82,8 @@ def finish(call: SecondHalf) -> Tensor:
 
 def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weight, bias and column sums of fc1 with LayerNorm folded in, kept until one changes."""
-    (weight, bias), (gamma, beta, _) = block.fc1, block.norm2
+    weight, bias = block.fc1[:2]
+    gamma, beta, _ = block.norm2
 
     def fold() -> tuple[Tensor, Tensor, Tensor]:
         exact = weight.double()
