@@ -181,10 +181,11 @@ def _gelu_serving(*sizes: int, approximate: Any, dtype: Any) -> Any:
 
 
 def _blocks_serving(
-    grid: tuple[int, int], heads: int, count: int, *, tokens: int, dtype: Any, approximate: Any = "none"
+    grid: tuple[int, int], heads: int, count: int, *, tokens: int, dtype: Any, mean: float = 0.0
 ) -> Any:
-    channels = 64 * heads
+    channels, approximate = 64 * heads, "quick" if tokens == 0 else "none"
     x = tests.randn(2, tokens + grid[0] * grid[1], channels, dtype=dtype)
+    x = x.round() + mean if mean else x  # integers, which every dtype has
 
     def layer(inputs: int, outputs: int) -> ck.Linear:
         weight = tests.randn(outputs, inputs, dtype=dtype) / inputs**0.5
@@ -251,7 +252,10 @@ _GLUON = {
     },
     "gluon: two blocks": _by_gluon(_blocks_serving, (7, 6), 3, 2, tokens=1, programs=5),
     "gluon: three blocks, float16": _by_gluon(
-        _blocks_serving, (5, 5), 2, 3, tokens=0, approximate="quick", dtype=FLOAT16, programs=3
+        _blocks_serving, (5, 5), 2, 3, tokens=0, dtype=FLOAT16, programs=3
+    ),
+    "gluon: two blocks, means of 100 deviations": _by_gluon(
+        _blocks_serving, (8, 8), 3, 2, tokens=1, mean=100.0, programs=1
     ),
     "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
 }

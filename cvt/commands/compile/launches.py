@@ -289,11 +289,11 @@ def transformer_blocks_launches(step: _Step) -> None:
         return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
 
     def block() -> TransformerBlock:
-        convs = tuple(_conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
+        query, key, value = (_conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
         norms = [Norm(step.tensor(c), step.tensor(c), 1e-5) for _ in range(2)]
         return TransformerBlock(
-            norms[0], convs, (layer(c, c), layer(c, c), layer(c, c)), c // 64, c**-0.5, layer(c, c), norms[1],
-            layer(c, 4 * c), "quick", layer(4 * c, c),
+            norms[0], (query, key, value), (layer(c, c), layer(c, c), layer(c, c)), c // 64, c**-0.5,
+            layer(c, c), norms[1], layer(c, 4 * c), "quick", layer(4 * c, c),
         )  # fmt: skip
 
     blocks = [block() for _ in range(3)]
