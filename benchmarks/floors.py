@@ -398,6 +398,7 @@ _WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
     "layer_norm_mlp_fwd_resident": _layer_norm_mlp,
     "linear_gelu": functools.partial(_linear, results="out pre"),
     "linear_add": functools.partial(_linear, results="out"),
+    "grouped_linear": functools.partial(_linear, results="out"),
     "linear_add_layer_norm": functools.partial(_linear, results="h y"),
     "pingpong_product": _pingpong_product,
     "linear_int8": functools.partial(_linear, results="out"),

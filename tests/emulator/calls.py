@@ -77,6 +77,9 @@ def _of_every_dtype() -> dict[str, Call]:
             ),
             f"{name}: projection, sums": _call(tests.project_sums, (19, 33), 6, dtype),
             f"{name}: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), dtype=dtype),
+            f"{name}: conv_linear in two launches": _call(
+                tests.project_linearly, (7, 9), 200, (72,) * 3, dtype=dtype
+            ),
             f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
             f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
             f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
@@ -130,6 +133,11 @@ def fields_of(config: Any) -> str:
     return "-".join(str(int(value)) for value in dataclasses.astuple(config))
 
 
+_TWO_LAUNCHES = {
+    "sm_90: conv_linear in two launches": _call(
+        tests.project_linearly, (7, 9), 200, (136,) * 3, dtype=BFLOAT16
+    )._replace(arch=90)
+}
 #: Sizes of 1 are constants for Triton, which compiles other code for them.
 _ONES = {
     "ones: attention": _call(tests.attend, 1, 1, heads=1, dim=1),
@@ -267,7 +275,7 @@ CALLS: dict[str, Call] = {
 }
 #: Calls of kernels with the configurations that ship for sm_90, which is what they are compiled for.
 SHIPPED = _of_the_table()
-CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
+CALLS |= _of_every_dtype() | _TWO_LAUNCHES | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (

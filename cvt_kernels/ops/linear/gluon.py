@@ -430,10 +430,6 @@ class Statistics(NamedTuple):
     width: int
 
 
-#: Rows of which each group of rows begins at a multiple; no tile has more.
-GROUP_ROWS = 128
-
-
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
     approximate: str | None = None, residual: Tensor | None = None, norm: FoldedNorm | None = None,
@@ -450,8 +446,8 @@ def product(
         residual: (M, N).
         norm: To fold LayerNorm of x.
         has_statistics: Whether the statistics of ``out`` are written too.
-        groups: The rows where the second and the third group begin, if any, multiples of
-            :data:`GROUP_ROWS`. The weight is then (groups · N, K) and the bias (groups · N,), and without
+        groups: The rows where the second and the third group begin, if any, multiples of the rows of every
+            tile, 128. The weight is then (groups · N, K) and the bias (groups · N,), and without
             residual, norm and statistics.
 
     Returns:
@@ -530,7 +526,7 @@ def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None
     if outputs < _FEWEST_OUTPUTS:
         return f"there are fewer than {_FEWEST_OUTPUTS} outputs"
     rows = x.numel() // x.shape[-1]
-    if groups * (rows + GROUP_ROWS) >= 2**31 - 2**10 or groups * weight.numel() >= 2**31:
+    if groups * (rows + 128) >= 2**31 - 2**10 or groups * weight.numel() >= 2**31:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
     return None
 

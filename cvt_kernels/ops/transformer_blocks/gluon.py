@@ -17,6 +17,7 @@ of fc1, 6 of fc2.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from ...records import Linear, TransformerBlock
 from .. import planned_launches, weight_cache
 from ..attention import attention
 from ..autograd import count_change
-from ..conv_linear.gluon import Projection, branches_of, packed_linears, project, why_not_projected
+from ..conv_linear.gluon import multiply
+from ..conv_linear.stacked import Projection, branches_of, packed_linears, project, why_not_projected
 from ..conv_projection.triton.sliding_forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
@@ -99,6 +101,9 @@ def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
 # The blocks -------------------------------------------------------------------------------------------------
 
 
+_PROJECT = functools.partial(project, multiply)
+
+
 def _projection(
     x: Tensor, grid: tuple[int, int], block: TransformerBlock, sums: Tensor | None, width: int
 ) -> Projection:
@@ -160,7 +165,7 @@ def _prepare(call: Record) -> Callable[..., Any] | None:
     sums = x.new_empty(2, -(-x.shape[2] // width), rows.shape[0], dtype=torch.float32)
     y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
     projects = [
-        planned_launches.plan(project, _projection(x, grid, first, each, width)) for each in (sums, None)
+        planned_launches.plan(_PROJECT, _projection(x, grid, first, each, width)) for each in (sums, None)
     ]
     finishes = [planned_launches.plan(finish, _second_half(y, rows, first, each)) for each in (True, False)]
     if None in projects or None in finishes:
@@ -172,7 +177,7 @@ def _prepare(call: Record) -> Callable[..., Any] | None:
 @prepared_by(_prepare)
 def transformer_blocks(call: Record) -> Tensor:
     """Computes ``cvt_kernels.transformer_blocks`` for checked arguments."""
-    projects = [lambda *fields: project(Projection(*fields))] * 2
+    projects = [lambda *fields: _PROJECT(Projection(*fields))] * 2
     return _serve(call, projects, [lambda *fields: finish(SecondHalf(*fields))] * 2)
 
 
