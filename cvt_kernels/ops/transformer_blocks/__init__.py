@@ -6,6 +6,7 @@ CvT's blocks on sm_90, without a launch for LayerNorm. ``composed`` computes blo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,8 +49,8 @@ def _facts_of_blocks(blocks: Sequence[TransformerBlock], grad: bool) -> tuple[An
 
 
 def _kind(call: Record) -> str:
-    first = _blocks_of(call)[0]
-    return f"{len(call.blocks)} blocks, {backends.operators['transformer_block'].kind(first)}"
+    kinds = map(backends.operators["transformer_block"].kind, _blocks_of(call))
+    return "; ".join(f"{len([*alike])} blocks, {kind}" for kind, alike in itertools.groupby(kinds))
 
 
 def _sample(factor: int, call: Record) -> Record:
