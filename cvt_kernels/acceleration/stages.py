@@ -30,7 +30,7 @@ from ..ops.mlp import layer_norm_mlp
 from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
-from ..ops.transformer_blocks import transformer_blocks
+from ..ops.transformer_blocks import transformer_blocks, why_not_in_gluon
 from ..records import (
     AnyLinear,
     ConvBatchNorm,
@@ -112,12 +112,13 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
 
 def _are_one_operator(parts: StageParts) -> bool:
     """Returns whether all blocks together are served by ``transformer_blocks`` on this GPU."""
-    blocks = tuple(block.as_operator() for block in parts.blocks)
     x = parts.conv.weight.new_empty(1, 1, parts.conv.out_channels)
-    call = backends.operators["transformer_blocks"].bind(x, (1, 1), blocks, inplace=True)
+    if backends.why_unavailable("transformer_blocks", "gluon", x.device.type) is not None:
+        return False
+    blocks = [block.as_operator() for block in parts.blocks]
     if not blocks or any(map(_has_one_mlp, blocks)):
         return False
-    return backends.why_unsupported("transformer_blocks", "gluon", call) is None
+    return all(why_not_in_gluon(x, (1, 1), block) is None for block in blocks)
 
 
 def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:

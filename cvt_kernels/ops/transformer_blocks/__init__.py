@@ -69,6 +69,13 @@ def _compose(call: Record) -> Tensor:
     return x
 
 
+def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> str | None:
+    """Returns why the kernels in Gluon, which this machine has, cannot compute a block, or None."""
+    from . import gluon  # which imports Triton
+
+    return gluon.why_not_served(x, grid, block)
+
+
 @operator(
     backends={"gluon": gluon_kernels(), "composed": Implementation(_compose, ("cpu", "cuda"))},
     kind=_kind,

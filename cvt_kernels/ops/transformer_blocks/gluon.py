@@ -138,7 +138,7 @@ def _serve(
         q, k, v = (
             each.unflatten(2, (block.num_heads, -1)) for each in branches_of(out, stream, grid, block.convs)
         )
-        y = attention(q, k, v, scale=block.scale).view(rows.shape[0], -1)
+        y = attention(q, k, v, scale=block.scale).reshape(rows.shape[0], -1)
         is_last = i + 1 == len(blocks)
         sums = finishes[is_last](*_second_half(y, rows, block, not is_last))
     if not inplace:
@@ -187,6 +187,8 @@ def why_unsupported(call: Record) -> str | None:
     reason = weight_cache.why_unpackable(x, *(t for block in blocks for t in block.tensors()))
     if reason is None and not x.is_contiguous():
         reason = "the tokens are not contiguous"
+    if reason is None and x.numel() >= 2**34:
+        reason = "there are 2³⁴ elements or more, whose statistics may be 2³¹"
     whys = (why_not_served(x, grid, block) for block in blocks)
     return reason or next((why for why in whys if why is not None), None)
 
