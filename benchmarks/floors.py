@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt.commands.compile.gpus import LIMITS
 from cvt.config import default_image_size
 from cvt.factory import create_model
 from cvt_kernels import accelerate, backends, launching
 from cvt_kernels.acceleration.class_token import with_class_token_only
+from cvt_kernels.ops import weight_cache
 
 
 class Ceilings(NamedTuple):
@@ -108,6 +108,23 @@ class Recorder(TorchDispatchMode):
             self,
         ):
             yield
+
+    @contextlib.contextmanager
+    def without_packing(self) -> Iterator[None]:
+        """Leaves out what packs weights, which tensors without memory cannot keep."""
+        packed = weight_cache.packed
+
+        def unnoted(*args: Any, **settings: Any) -> Any:
+            noted = len(self.launches)
+            made = packed(*args, **settings)
+            del self.launches[noted:]
+            return made
+
+        weight_cache.packed = unnoted
+        try:
+            yield
+        finally:
+            weight_cache.packed = packed
 
     def _noting(
         self, operator: str, backend: str, implementation: backends.Implementation
@@ -211,12 +228,12 @@ def forward_launches(
     with torch.no_grad(), backends.replaced(_serving_everywhere), backends.requesting(*_OURS):
         with launching.intercepted_launches(lambda launch: None, chip):
             built(images)  # folds the weights
-        with recorder.recording(chip):
+        with recorder.recording(chip), recorder.without_packing():
             with_class_token_only(*last, lambda: built(images))  # in spite of the hooks
     return recorder.launches
 
 
-_OURS: tuple[backends.Backend, ...] = ("triton", "cuda", "reference")
+_OURS: tuple[backends.Backend, ...] = ("gluon", "triton", "cuda", "reference")
 
 
 def _serving_everywhere(
@@ -256,7 +273,8 @@ def _inputs_bytes(arguments: dict[str, Any]) -> int:
 
 
 def _projection_forward(arguments: dict[str, Any]) -> Work:
-    return Work(_bytes(arguments["x_ptr"], _each_once(arguments["y_ptrs"])))
+    statistics = arguments.get("statistics_ptr")  # of a LayerNorm that it applies
+    return Work(_bytes(arguments["x_ptr"], _each_once(arguments["y_ptrs"]), statistics))
 
 
 def _projection_sums(arguments: dict[str, Any]) -> Work:
@@ -316,9 +334,18 @@ def _linear(arguments: dict[str, Any], results: str) -> Work:
     return Work(_bytes(read, written), flops // (2 if size == 1 else 1))
 
 
+def _pingpong_product(arguments: dict[str, Any]) -> Work:
+    spec, out = arguments["SPEC"], matrix(arguments["out"])
+    moved = [matrix(arguments["x"]), matrix(arguments["weight"]), out]
+    moved += [matrix(arguments["residual"])] if spec.has_residual else []
+    moved += [arguments["sums_ptr"]] if spec.has_sums else []
+    moved += [arguments["statistics_ptr"]] if spec.norm_width else []
+    return Work(_bytes(moved), 2 * out.numel() * spec.inputs)
+
+
 def matrix(argument: Any) -> Any:
     """Returns the tensor of a descriptor; any other argument as it is."""
-    return argument.base if isinstance(argument, TensorDescriptor) else argument
+    return argument.base if launching.is_descriptor(argument) else argument
 
 
 def _embedding_in_one(arguments: dict[str, Any]) -> Work:
@@ -371,7 +398,9 @@ _WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
     "layer_norm_mlp_fwd_resident": _layer_norm_mlp,
     "linear_gelu": functools.partial(_linear, results="out pre"),
     "linear_add": functools.partial(_linear, results="out"),
+    "grouped_linear": functools.partial(_linear, results="out"),
     "linear_add_layer_norm": functools.partial(_linear, results="h y"),
+    "pingpong_product": _pingpong_product,
     "linear_int8": functools.partial(_linear, results="out"),
     "quantize_rows": _ROUNDING,
     "layer_norm_quantize": _ROUNDING,

@@ -25,6 +25,7 @@ from .ops.mlp import layer_norm_mlp
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
 from .ops.transformer_block import transformer_block
+from .ops.transformer_blocks import transformer_blocks
 from .ops.weight_cache import refresh, release_memory
 from .quantization import quantize
 from .records import (
@@ -98,6 +99,7 @@ __all__ = [
     "scatter_rows",
     "segmentation_head",
     "transformer_block",
+    "transformer_blocks",
     "tune",
     "use_backend",
     "verify",

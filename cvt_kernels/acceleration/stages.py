@@ -1,11 +1,12 @@
 """Folding and forward of a whole stage, or a layer of a pyramid, for inference.
 
 On a CPU a block is one operator, ``transformer_block``. Stages of SegFormer and PVT v2 are served there
-only. Each block of a CvT overwrites the residual stream. Elsewhere it is a few launches, whose matrix
-products accumulate into the stream without biases: the stream contains the biases of all blocks from its
-start, by the embedding's LayerNorm bias and class token, and each inner LayerNorm subtracts the biases of
-later blocks (``shift``). Quantized products add their own biases. A stage that drops tokens runs on a CPU
-only, because dropped tokens would lack the biases of later blocks.
+only. Each block of a CvT overwrites the residual stream. On sm_90 all blocks are one operator,
+``transformer_blocks``, in 16 bits and where the MLP is not one already. Elsewhere a block is a few launches,
+whose matrix products accumulate into the stream without biases: the stream contains the biases of all blocks
+from its start, by the embedding's LayerNorm bias and class token, and each inner LayerNorm subtracts the
+biases of later blocks (``shift``). Quantized products add their own biases. A stage that drops tokens runs on
+a CPU only, because dropped tokens would lack the biases of later blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..ops.mlp import layer_norm_mlp
 from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
+from ..ops.transformer_blocks import transformer_blocks, why_not_in_gluon
 from ..records import (
     AnyLinear,
     ConvBatchNorm,
@@ -50,12 +52,13 @@ _MLP_CHANNELS = 64
 class FoldedBlock(NamedTuple):
     """A block as it is served in launches, without the biases that are in the stream.
 
-    ``norm1_shift`` and ``norm2_shift`` are what its LayerNorms subtract from the stream, negated.
+    ``norm1_shift`` and ``norm2_shift`` are what its LayerNorms subtract from the stream, negated; None where
+    the stream has no biases in advance.
     """
 
     block: TransformerBlock
-    norm1_shift: Tensor
-    norm2_shift: Tensor
+    norm1_shift: Tensor | None
+    norm2_shift: Tensor | None
 
 
 class FoldedStage(NamedTuple):
@@ -67,6 +70,7 @@ class FoldedStage(NamedTuple):
         norm_bias: LayerNorm's, plus the biases of all blocks that are in the stream; None for 0.
         class_token: (C,), plus the same, if the stage has one.
         blocks: The blocks, each one operator or a few launches.
+        are_one: Whether all blocks together are one operator.
     """
 
     parts: StageParts
@@ -75,6 +79,7 @@ class FoldedStage(NamedTuple):
     norm_bias: Tensor | None
     class_token: Tensor | None
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
+    are_one: bool = False
 
     def tensors(self) -> list[Tensor | None]:
         """Returns the tensors that are packed where each block is one operator."""
@@ -95,13 +100,25 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     # A copy: swap_tensors refuses a tensor that has a view.
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
-    if device_type == "cpu":
+    are_one = device_type != "cpu" and _are_one_operator(parts)
+    if device_type == "cpu" or are_one:
         blocks = tuple(block.as_operator() for block in parts.blocks)
     else:
         blocks, due = _fold_blocks(parts)
         norm_bias = due if norm_bias is None else wide(norm_bias) + due
         token = None if token is None else wide(token) + due
-    return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks)
+    return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks, are_one)
+
+
+def _are_one_operator(parts: StageParts) -> bool:
+    """Returns whether all blocks together are served by ``transformer_blocks`` on this GPU."""
+    x = parts.conv.weight.new_empty(1, 1, parts.conv.out_channels)
+    if backends.why_unavailable("transformer_blocks", "gluon", x.device.type) is not None:
+        return False
+    blocks = [block.as_operator() for block in parts.blocks]
+    if not blocks or any(map(_has_one_mlp, blocks)):
+        return False
+    return all(why_not_in_gluon(x, (1, 1), block) is None for block in blocks)
 
 
 def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
@@ -216,6 +233,8 @@ def _bound(
 
     ``stream`` are tokens like those that the embedding makes of images that have been served.
     """
+    if stage.are_one:
+        return None
     operators: Any = backends.operators
     embedding, block = operators["conv_embedding"], operators["transformer_block"]
     steps = [
@@ -236,6 +255,8 @@ def _serve_blocks(
 ) -> Tensor:
     """Computes all blocks, the last one perhaps for the class token only."""
     blocks: Sequence[TransformerBlock | FoldedBlock] = stage.blocks
+    if stage.are_one:
+        return _serve_as_one(stage.operators(), stream, grid, class_token_only)
     rows = None
     for block, parts in zip(blocks, stage.parts.blocks, strict=True):
         only = class_token_only and block is blocks[-1]
@@ -246,6 +267,18 @@ def _serve_blocks(
             stream = transformer_block(stream, grid, block, rows=rows, inplace=bool(block.convs))
         else:
             stream, rows = _serve_and_drop(block, stream, grid, rows, stage.parts, parts)
+    return stream
+
+
+def _serve_as_one(
+    blocks: Sequence[TransformerBlock], stream: Tensor, grid: tuple[int, int], class_token_only: bool
+) -> Tensor:
+    """Computes all blocks in the place of the stream, the last one perhaps for the class token only."""
+    together = blocks[:-1] if class_token_only else blocks
+    if together:
+        stream = transformer_blocks(stream, grid, together, inplace=True)
+    if class_token_only:
+        stream = _serve_in_launches(FoldedBlock(blocks[-1], None, None), stream, grid, True)
     return stream
 
 
@@ -318,7 +351,7 @@ def _add(layer: AnyLinear, x: Tensor | QuantizedRows, stream: Tensor) -> Tensor:
     return linear_int8(x, **layer._asdict(), residual=stream, dtype=stream.dtype)
 
 
-def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor) -> Tensor:
+def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor | None) -> Tensor:
     """Computes the rest of a block from the result of attention."""
     norm2, fc1, fc2, gelu = block.norm2, block.fc1, block.fc2, block.approximate
     if _has_one_mlp(block):
@@ -350,7 +383,7 @@ def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor
 
 
 def _add_and_normalize(
-    layer: AnyLinear, y: Tensor, stream: Tensor, norm: Norm, shift: Tensor
+    layer: AnyLinear, y: Tensor, stream: Tensor, norm: Norm, shift: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Adds a layer's result to the stream; returns it and its LayerNorm."""
     if isinstance(layer, Linear):

@@ -33,7 +33,7 @@ _ALLOCATIONS = {
 
 def planned(function: _Function) -> _Function:
     """Marks a backend's function: its launches are planned after the first call of a key."""
-    return prepared_by(lambda call: _plan(function, call))(function)
+    return prepared_by(lambda call: plan(function, call))(function)
 
 
 class _Noted(TorchDispatchMode):
@@ -64,7 +64,11 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] | None:
+def plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] | None:
+    """Returns the plan of a function that does nothing but launch, for calls of one key; None without one.
+
+    It takes the fields of the record by position. A record is any NamedTuple, with tensors also in tuples.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if not all(type(leaf) in (Tensor, nn.Parameter) and leaf.numel() for leaf in leaves):
         return None

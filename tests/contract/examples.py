@@ -164,6 +164,16 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "PVT": _PYRAMID,
         "inplace=True": _BLOCK | {"inplace": True},
     },
+    "transformer_blocks": {
+        "usual": _BLOCK | {"class_token": True, "stride": 2, "depth": 2},
+        "odd": _BLOCK | _ODD_MAP | {"heads": 1, "head_dim": 7},
+        "empty": _BLOCK | {"batch": 0},
+        "many": _BLOCK | _MANY_PIXELS,
+        "tiny": _BLOCK | _TINY_MAP | {"head_dim": 2, "hidden": 4},
+        "bare": _BLOCK | {"bare": True, "approximate": "quick", "depth": 2},
+        "SegFormer": _PYRAMID | {"mixes": True, "depth": 2},
+        "inplace=True": _BLOCK | {"inplace": True, "depth": 2},
+    },
 }  # fmt: skip
 
 #: Pairs of operator and backend that compute no gradients, and refuse them.
@@ -171,6 +181,7 @@ WITHOUT_GRADIENTS = frozenset({
     ("attention", "cpu"),
     ("conv_embedding", "cpu"),
     ("conv_embedding", "triton"),
+    ("conv_linear", "gluon"),
     ("conv_linear", "triton"),
     ("layer_norm_mlp", "triton"),
     ("linear", "float32"),
@@ -179,6 +190,7 @@ WITHOUT_GRADIENTS = frozenset({
     ("segmentation_head", "cpu"),
     ("transformer_block", "cpu"),
     ("transformer_block", "onednn"),
+    ("transformer_blocks", "gluon"),
 })  # fmt: skip
 #: What a backend needs to serve an example at all.
 _NEEDED = {

@@ -304,6 +304,7 @@ OPERATORS = {
         "rows": (rows, optional(tensor((B,), (3, 3), (B, T + 1)))),
         "scores": (lambda: None, optional(choice())),
     },
+    "transformer_blocks": BLOCKS | {"blocks": (lambda: [block(), block()], each(parts(BLOCK)))},
     "verify": {
         "inputs": (lambda: randn(1, 3, 16, 16), of_values("a", 3, [], ())),
         "rounds": (lambda: 1, of_values("a", True, 1.5, 0, -1)),

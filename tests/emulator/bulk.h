@@ -27,12 +27,15 @@ void mbarrier_init(Warp& w, const Instruction& i, u32 mask) {
         w.cta->mbarriers[address] = {w.cta->mbarrier_count, u32(i.a), u32(i.a), 0, 0, {}, {}, {}, {}, {}};
     });
 }
+// Afterwards the memory is as if nobody had written it: PTX lets it serve for anything. Triton's loads in a loop of one step
+// put the second tile over the mbarrier of the first, without a proxy fence.
 void mbarrier_invalidate(Warp& w, const Instruction& i, u32 mask) {
     each(mask, [&](int l) {
         const u32 address = mbarrier_address(w, i, l);
         const u64 value = 0;
         if (Mbarrier* m = mbarrier_at(w, l, address); m && !m->copies.empty()) fault(w, UNWAITED, l, address);
-        if (char* place = shared_at(w, l, address, 8, reinterpret_cast<const char*>(&value))) std::memcpy(place, &value, 8);
+        char* place = shared_at(w, l, address, 8, reinterpret_cast<const char*>(&value));
+        if (place) std::memcpy(place, &value, 8), std::memset(&w.cta->written[address], 0, 8);
         w.cta->mbarriers.erase(address);
     });
 }

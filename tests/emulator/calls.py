@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import cvt_kernels as ck
 from cvt_kernels import launch, launching
 from cvt_kernels.launch import tables
+from cvt_kernels.ops.conv_linear.triton import forward as conv_linear
 from tests.cvt_kernels.ops import test_accesses as tests
 from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
 
@@ -21,13 +24,13 @@ class Call(NamedTuple):
         case: What is called, and the number of multiprocessors that it is planned for.
         arch: The GPU that the kernels are compiled for, as 80.
         precision: Of products in float32, ``ieee`` or ``tf32``.
-        backend: What serves it: ``triton`` or ``gluon``.
+        backends: What serves it and the operators that it is made of, the first one that can.
     """
 
     case: tests.Case
     arch: int = 80
     precision: str = "ieee"
-    backend: ck.Backend = "triton"
+    backends: tuple[ck.Backend, ...] = ("triton",)
 
 
 def _call(function: Callable[..., Any], *args: Any, precision: str = "ieee", **kwargs: Any) -> Call:
@@ -77,6 +80,9 @@ def _of_every_dtype() -> dict[str, Call]:
             ),
             f"{name}: projection, sums": _call(tests.project_sums, (19, 33), 6, dtype),
             f"{name}: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), dtype=dtype),
+            f"{name}: conv_linear in two launches": _call(
+                tests.project_linearly, (7, 9), 200, (72,) * 3, dtype=dtype
+            ),
             f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
             f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
             f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
@@ -102,8 +108,10 @@ def _of_the_table() -> dict[str, Call]:
 
     def run(entry: tables.Entry, rows: int) -> Any:
         dtype, sizes = BFLOAT16, entry.sizes
-        with launch.overridden(entry.kernel, entry.config):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(launch.overridden(entry.kernel, entry.config))
             if entry.kernel == "conv_linear":
+                stack.enter_context(mock.patch.object(conv_linear, "_is_in_two", return_value=False))
                 return tests.project_linearly((rows, 14), *sizes, 3 * sizes, dtype=dtype)
             if entry.kernel == "conv_projection_sliding_bwd_conv":
                 return tests.project((rows, 13), *sizes, (3, 3, 3), dtype=dtype)
@@ -130,6 +138,11 @@ def fields_of(config: Any) -> str:
     return "-".join(str(int(value)) for value in dataclasses.astuple(config))
 
 
+_TWO_LAUNCHES = {
+    "sm_90: conv_linear in two launches": _call(
+        tests.project_linearly, (7, 9), 200, (136,) * 3, dtype=BFLOAT16
+    )._replace(arch=90)
+}
 #: Sizes of 1 are constants for Triton, which compiles other code for them.
 _ONES = {
     "ones: attention": _call(tests.attend, 1, 1, heads=1, dim=1),
@@ -172,12 +185,44 @@ def _by_gluon(
     function: Callable[..., Any], *args: Any, programs: int, dtype: Any = BFLOAT16, **kwargs: Any
 ) -> Call:
     case = tests.Case(lambda: function(*args, dtype=dtype, **kwargs), "", launching.Chip(90, programs))
-    return Call(case, 90, backend="gluon")
+    return Call(case, 90, backends=("gluon", "triton", "reference"))
 
 
 def _gelu_serving(*sizes: int, approximate: Any, dtype: Any) -> Any:
     x, weight, bias, _ = tests.layer(*sizes, dtype)
     return ck.linear_gelu(x, weight, bias, approximate=approximate)
+
+
+def _blocks_serving(
+    grid: tuple[int, int], heads: int, count: int, *, tokens: int, dtype: Any, mean: float = 0.0
+) -> Any:
+    channels, approximate = 64 * heads, "quick" if tokens == 0 else "none"
+    x = tests.randn(2, tokens + grid[0] * grid[1], channels, dtype=dtype)
+    x = x.round() + mean if mean else x  # integers, which every dtype has
+
+    def layer(inputs: int, outputs: int) -> ck.Linear:
+        weight = tests.randn(outputs, inputs, dtype=dtype) / inputs**0.5
+        return ck.Linear(weight, tests.randn(outputs, dtype=dtype))
+
+    def norm() -> ck.Norm:
+        return ck.Norm(tests.randn(channels, dtype=dtype), tests.randn(channels, dtype=dtype), 1e-5)
+
+    blocks = [
+        ck.TransformerBlock(
+            norm(),
+            tuple(tests.random_conv(channels, dtype=dtype, stride=n, padding=1) for n in (1, 2, 2)),
+            (layer(channels, channels), layer(channels, channels), layer(channels, channels)),
+            heads,
+            channels**-0.5,
+            layer(channels, channels),
+            norm(),
+            layer(channels, 4 * channels),
+            approximate,
+            layer(4 * channels, channels),
+        )
+        for _ in range(count)
+    ]
+    return ck.transformer_blocks(x, grid, blocks)
 
 
 #: Tails of M, N and K; one and several tiles of a program, odd numbers of them, more programs than tiles;
@@ -208,6 +253,23 @@ _GLUON = {
     "gluon: float16 GELU": _by_gluon(
         _gelu_serving, 197, 192, 192, approximate="none", dtype=FLOAT16, programs=3
     ),
+    **{
+        f"gluon: Q, K and V of {grid}, {channels} to {outputs} channels, {programs} programs": _by_gluon(
+            tests.project_linearly, grid, channels, (outputs,) * 3, programs=programs
+        )
+        for grid, channels, outputs, programs in (
+            ((14, 14), 64, 64, 5),
+            ((7, 9), 136, 200, 132),
+            ((14, 13), 192, 128, 1),
+        )
+    },
+    "gluon: two blocks": _by_gluon(_blocks_serving, (7, 6), 3, 2, tokens=1, programs=5),
+    "gluon: three blocks, float16": _by_gluon(
+        _blocks_serving, (5, 5), 2, 3, tokens=0, dtype=FLOAT16, programs=3
+    ),
+    "gluon: two blocks, means of 100 deviations": _by_gluon(
+        _blocks_serving, (8, 8), 3, 2, tokens=1, mean=100.0, programs=1
+    ),
     "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
 }
 
@@ -218,7 +280,7 @@ CALLS: dict[str, Call] = {
 }
 #: Calls of kernels with the configurations that ship for sm_90, which is what they are compiled for.
 SHIPPED = _of_the_table()
-CALLS |= _of_every_dtype() | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
+CALLS |= _of_every_dtype() | _TWO_LAUNCHES | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (

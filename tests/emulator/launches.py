@@ -275,7 +275,7 @@ class Check:
         """Runs the call, and compares its results with the reference's."""
         runner = runner or Runner(self._call.arch)
         with (
-            self._precision(), _enabled(), ck.use_backend(self._call.backend),
+            self._precision(), _enabled(), ck.use_backend(*self._call.backends),
             launching.intercepted_launches(
                 runner.run, self._call.case.chip._replace(capability=self._call.arch)
             ),

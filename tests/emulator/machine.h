@@ -187,7 +187,8 @@ char* shared_at(Warp& w, int lane, u32 address, u32 size, const char* value, Way
         const size_t count = cta.warps.size();
         if (value) {
             const bool changes = cta.shared[i] != u8(value[i - address]) || way != BY_THREAD;
-            if (way == BY_PROXY && !is_fenced(w, cta.shadow[i])) fault(w, UNFENCED, std::max(lane, 0), i);
+            const bool was_written = way == BY_PROXY && cta.written[i];
+            if (was_written && !is_fenced(w, cta.shadow[i])) fault(w, UNFENCED, std::max(lane, 0), i);
             for (size_t k = 0; changes && k < count; ++k)  // every other warp's last read
                 if (int(k) != w.index && cta.reads[i * count + k] > at(w.clock, k)) {
                     fault(w, RACE_OVER_READ, std::max(lane, 0), i, int(k) * 32);

@@ -32,7 +32,7 @@ _PARTS = ("cpu", "reference")
 _SLACK_OF_PYTORCHS = 8.0  # more than ours, since PyTorch's faults are not ours to fix
 _NUDGES = 8  # comparisons at most with arguments that are off by roundings
 #: The operators whose reference multiplies matrices by einsum.
-_WITH_EINSUM = ("attention", "transformer_block")
+_WITH_EINSUM = ("attention", "transformer_block", "transformer_blocks")
 
 
 class _Standards(NamedTuple):

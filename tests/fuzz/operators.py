@@ -220,7 +220,7 @@ def laid_out(numbers: Tensor, layout: str) -> Tensor:
 #: The operators that have a LayerNorm.
 _NORMALIZING = (
     "layer_norm", "add_layer_norm", "layer_norm_gelu", "linear_add_layer_norm", "layer_norm_mlp",
-    "gather_add_layer_norm", "conv_embedding", "transformer_block",
+    "gather_add_layer_norm", "conv_embedding", "transformer_block", "transformer_blocks",
 )  # fmt: skip
 
 
@@ -517,6 +517,13 @@ def _transformer_block(m: Any) -> Any:
     return (m.activation(m.batch, tokens, c), (m.height, m.width), block), settings
 
 
+def _transformer_blocks(m: Any) -> Any:
+    m.count, m.scores = 0, "none"
+    (x, grid, block), settings = _transformer_block(m)
+    others = (_transformer_block(m)[0][2] for _ in range(m.depth - 1))
+    return (x, grid, (block, *others)), settings
+
+
 def _reduce(m: Any) -> Any:
     """Returns what makes the tokens of queries, keys and values of a block."""
     c, k = m.channels, m.kernel
@@ -569,6 +576,13 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "transformer_block": _BLOCK | {
         "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": _BOTH, "mixed": _BOTH, **_ABSENT,
         "count": (0, 1, 2, 3, 5, 9, 17), "scores": ("none", "cls", "avg"), "one_scale": ("none", "0.05"),
+        "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
+        "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": _BOTH,
+    },
+    "transformer_blocks": _BLOCK | {
+        "depth": (1, 2, 3),
+        "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": _BOTH, "mixed": _BOTH, **_ABSENT,
+        "one_scale": ("none", "0.05"),
         "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
         "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": _BOTH,
     },

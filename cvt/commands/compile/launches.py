@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cvt_kernels import backends, launching
-from cvt_kernels.records import ConvBatchNorm, PositionBias
+from cvt_kernels.records import ConvBatchNorm, Linear, Norm, PositionBias, TransformerBlock
 
 from ...config import PRESETS, default_image_size
 
@@ -278,6 +278,26 @@ def linear_gluon_launches(step: _Step) -> None:
         step.call("linear_gelu", x, weight, bias, approximate=approximate, backend="gluon")
     for width in (1, 4):
         step.call("linear_add", *step.linear(width, 1), backend="gluon")
+
+
+@_operator
+def transformer_blocks_launches(step: _Step) -> None:
+    """Runs three blocks of CvT, the first, an inner and the last, by the kernels for sm_90."""
+    c = step.channels
+
+    def layer(inputs: int, outputs: int) -> Linear:
+        return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
+
+    def block() -> TransformerBlock:
+        query, key, value = (_conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
+        norms = [Norm(step.tensor(c), step.tensor(c), 1e-5) for _ in range(2)]
+        return TransformerBlock(
+            norms[0], (query, key, value), (layer(c, c), layer(c, c), layer(c, c)), c // 64, c**-0.5,
+            layer(c, c), norms[1], layer(c, 4 * c), "quick", layer(4 * c, c),
+        )  # fmt: skip
+
+    blocks = [block() for _ in range(3)]
+    step.call("transformer_blocks", step.x(), step.stage.grid, blocks, backend="gluon")
 
 
 @_operator

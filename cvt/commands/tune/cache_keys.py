@@ -258,6 +258,9 @@ class _Collector:
                 elif operator == "transformer_block":
                     block = call.block._replace(approximate=approximate)
                     self._record(operator, **arguments | {"block": block})
+                elif operator == "transformer_blocks":
+                    blocks = tuple(block._replace(approximate=approximate) for block in call.blocks)
+                    self._record(operator, **arguments | {"blocks": blocks})
             result = function(call)
             if operator in ("add_layer_norm", "gather_add_layer_norm") and call.weight in self._first_layers:
                 self._record_linear(self._first_layers[call.weight], (result[1],))

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import backends, checks, dispatch, reference
+from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
-from ...declaration import facts_of_pairs, operator, triton_kernels
+from ...declaration import facts_of_pairs, gluon_kernels, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
     check_arguments,
@@ -54,19 +54,7 @@ def _check(call: Any) -> None:
 
 def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
     x = call.x
-    if x.is_cuda:
-        return _compose if backends.is_auto() and _parts_are_faster(x) else None
-    return None if dispatch.may_be_ours("conv_linear", x.device.type) else _compose
-
-
-def _parts_are_faster(x: Tensor) -> bool:
-    """Returns whether a GPU takes the projection and the products one after the other, rather than fused.
-
-    Many channels leave no registers to hide the loads of a fused kernel. On an H200, the parts and the kernel
-    take 100 and 185 µs for 256 images of CvT-13 at 384 channels, 16 and 49 for one; at 192 channels 175 and
-    189 for 256, 33 and 32 for 32; at 64 channels 199 and 130 for 256.
-    """
-    return x.shape[2] > 192 or (x.shape[2] > 64 and x.shape[0] * x.shape[1] > 2**16)
+    return None if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type) else _compose
 
 
 def _compose(call: Record) -> tuple[Tensor, ...]:
@@ -81,7 +69,11 @@ def _kind(call: Record) -> str:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "composed": Implementation(_compose, ("cuda",))},
+    backends={
+        "gluon": gluon_kernels(),
+        "triton": triton_kernels(),
+        "composed": Implementation(_compose, ("cuda",)),
+    },
     kind=_kind,
     sample=sample_of_projection,
     arguments=_with_tuples,

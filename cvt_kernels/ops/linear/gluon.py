@@ -13,13 +13,18 @@ Tile i of a program belongs to consumer i % 2, and the loader loads exactly the 
 
 Epilogues, each chosen at compile time, in this order:
 
-- LayerNorm of x, folded (``statistics``): rstd · (acc − mean · column_sums) + bias, where the weight has
+- LayerNorm of x, folded (``norm``): rstd · (acc − mean · column_sums) + bias, where the weight has
   LayerNorm's weight in it, ``column_sums`` are the sums of its rows, and the bias has LayerNorm's in it. Mean
-  and rstd come from the sums of x and of x² that the product before has written for each row and column tile.
+  and rstd come from the statistics that the product before has written for each row and column tile.
 - bias, GELU
 - residual: fetched by TMA into the consumer's output buffer while the other one multiplies; ``out`` may be
   the residual itself, since each element is read and written by one consumer
-- the sums of the results and of their squares per row and column tile (``sums``), from the rounded results
+- statistics of the results (``sums``): per row and column tile, their sum, and the sum of their squared
+  deviations from the mean of the tile. Unlike sums of squares, these do not cancel where the mean of a row is
+  large. They are of the rounded results, as LayerNorm reads them.
+
+Groups: the rows of x may be several matrices, each from a multiple of 128 rows on and with a weight and a
+bias of its own, such as those of Q, K and V. One launch then computes all products.
 
 Bytes per launch, with e per element: (M·K + M·N)·e, and M·N·e for the residual; the weight, N·K·e, stays in
 L2. No atomics; the order of every sum is fixed, so results do not depend on the number of programs.
@@ -92,6 +97,11 @@ def tile_for(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Tile
     return min(TILES, key=microseconds)
 
 
+def part_width(rows: int, outputs: int, inputs: int, device: torch.device) -> int:
+    """Returns the columns of a part of the statistics that a product writes: those of its tile."""
+    return tile_for(rows, outputs, inputs, launching.chip(device).multiprocessors).columns
+
+
 # Kernel ---------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +114,8 @@ class ProductSpec(NamedTuple):
         stages: Buffers of the ring.
         approximate: GELU's variant: 1 for erf, 2 for tanh, 3 for quick; 0 without GELU.
         has_bias, has_residual, has_sums: Whether there are these.
-        statistics: Column tiles of the sums that LayerNorm is computed from; 0 without LayerNorm.
+        is_grouped: Whether the rows of x are several matrices.
+        norm_width: Columns of a part of the statistics that LayerNorm is computed from; 0 without LayerNorm.
         eps: LayerNorm's.
         is_bfloat16: Whether the elements are bfloat16, else float16.
     """
@@ -119,7 +130,8 @@ class ProductSpec(NamedTuple):
     has_bias: bool
     has_residual: bool
     has_sums: bool
-    statistics: int
+    is_grouped: bool
+    norm_width: int
     eps: float
     is_bfloat16: bool
 
@@ -173,6 +185,17 @@ def _rounded(y, SPEC: gl.constexpr):
 
 
 @gluon.jit
+def _place_of(tile, second, third, SPEC: gl.constexpr):
+    """Returns row and column of a tile, and the first row of its group in the weight."""
+    COLUMNS: gl.constexpr = (SPEC.outputs + SPEC.block_n - 1) // SPEC.block_n
+    row = tile // COLUMNS * SPEC.block_m
+    first = 0
+    if SPEC.is_grouped:
+        first = gl.where(row >= second, SPEC.outputs, 0) + gl.where(row >= third, SPEC.outputs, 0)
+    return row, tile % COLUMNS * SPEC.block_n, first
+
+
+@gluon.jit
 def _load_columns(ptr, column, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     """Returns the elements of a vector (N,) for the columns of a tile, in float32."""
     columns = column + gl.arange(0, SPEC.block_n, layout=LAYOUT)
@@ -184,35 +207,61 @@ def _load_columns(ptr, column, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def _load_statistics(ptr, row, rows, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
-    """Returns −mean and rstd of the rows of a tile, from the sums (2, column tiles, M) of x and of x²."""
-    PARTS: gl.constexpr = SPEC.statistics
+def _load_norm(ptr, row, rows, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
+    """Returns −mean and rstd of the rows of a tile, from their statistics (2, parts, M)."""
+    WIDTH: gl.constexpr = SPEC.norm_width
+    PARTS: gl.constexpr = (SPEC.inputs + SPEC.norm_width - 1) // SPEC.norm_width
+    LAST: gl.constexpr = SPEC.inputs - (PARTS - 1) * WIDTH  # columns of the last part
+    BLOCK_M: gl.constexpr = SPEC.block_m
     row_of_tile = row + gl.arange(0, SPEC.block_m, layout=LAYOUT)
     is_inside = row_of_tile < rows
-    total = gl.load(ptr + row_of_tile, mask=is_inside, other=0.0)
-    squares = gl.load(ptr + PARTS * rows + row_of_tile, mask=is_inside, other=0.0)
-    for part in gl.static_range(1, PARTS):
-        total += gl.load(ptr + part * rows + row_of_tile, mask=is_inside, other=0.0)
+    sums = ()
+    mean = gl.zeros([BLOCK_M], gl.float32, LAYOUT)
+    for part in gl.static_range(PARTS):
+        loaded = gl.load(ptr + part * rows + row_of_tile, mask=is_inside, other=0.0)
+        sums = sums + (loaded,)  # noqa: RUF005 (Triton unpacks no tuples)
+        mean += loaded
+    mean = mean * (1.0 / SPEC.inputs)
+    squares = gl.zeros([BLOCK_M], gl.float32, LAYOUT)
+    for part in gl.static_range(PARTS):
+        count = WIDTH if part < PARTS - 1 else LAST
+        deviation = sums[part] / count - mean
         squares += gl.load(ptr + (PARTS + part) * rows + row_of_tile, mask=is_inside, other=0.0)
-    mean = total * (1.0 / SPEC.inputs)
-    variance = gl.maximum(squares * (1.0 / SPEC.inputs) - mean * mean, 0.0)
-    return -mean, gl.rsqrt(variance + SPEC.eps)
+        squares += deviation * deviation * count
+    return -mean, gl.rsqrt(squares * (1.0 / SPEC.inputs) + SPEC.eps)
 
 
 @gluon.jit
-def _load_tiles(x, weight, tiles, x_ring, weight_ring, full, empty, SPEC: gl.constexpr):
-    """Loads the steps of all tiles of the program, each as soon as its buffers are empty."""
+def _store_statistics(ptr, values, tile, row, column, rows, ROW: gl.constexpr, COLUMN: gl.constexpr,
+                      SPEC: gl.constexpr):  # fmt: skip
+    """Writes the sums of a tile's rows, and the sums of squared deviations from the means of these."""
     COLUMNS: gl.constexpr = (SPEC.outputs + SPEC.block_n - 1) // SPEC.block_n
+    total = gl.sum(values, axis=1)  # zeros beyond the last column
+    if SPEC.outputs % SPEC.block_n == 0:
+        deviations = values - (total * (1.0 / SPEC.block_n)).expand_dims(1)
+    else:
+        count = gl.minimum(SPEC.outputs - column, SPEC.block_n).to(gl.float32)
+        columns = column + gl.arange(0, SPEC.block_n, layout=COLUMN)
+        deviations = values - (total * (1.0 / count)).expand_dims(1)
+        deviations = gl.where((columns < SPEC.outputs).expand_dims(0), deviations, 0.0)
+    row_of_tile = row + gl.arange(0, SPEC.block_m, layout=ROW)
+    ptr += tile % COLUMNS * rows + row_of_tile
+    gl.store(ptr, total, mask=row_of_tile < rows)
+    gl.store(ptr + COLUMNS * rows, gl.sum(deviations * deviations, axis=1), mask=row_of_tile < rows)
+
+
+@gluon.jit
+def _load_tiles(x, weight, second, third, tiles, x_ring, weight_ring, full, empty, SPEC: gl.constexpr):
+    """Loads the steps of all tiles of the program, each as soon as its buffers are empty."""
     stage = 0
     phase = 1  # all buffers are empty
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = tile // COLUMNS * SPEC.block_m
-        column = tile % COLUMNS * SPEC.block_n
+        row, column, first = _place_of(tile, second, third, SPEC)
         for k in range(0, SPEC.inputs, SPEC.block_k):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), (SPEC.block_m + SPEC.block_n) * SPEC.block_k * 2)
             _load_box(x, [row, k], full.index(stage), x_ring.index(stage))
-            _load_box(weight, [column, k], full.index(stage), weight_ring.index(stage))
+            _load_box(weight, [first + column, k], full.index(stage), weight_ring.index(stage))
             stage += 1
             if stage == SPEC.stages:
                 stage = 0
@@ -221,13 +270,12 @@ def _load_tiles(x, weight, tiles, x_ring, weight_ring, full, empty, SPEC: gl.con
 
 @gluon.jit
 def _consume_tiles(
-    FIRST: gl.constexpr, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-    x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
+    FIRST: gl.constexpr, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Computes every other tile of the program, from its tile FIRST on."""
     BLOCK_M: gl.constexpr = SPEC.block_m
     BLOCK_N: gl.constexpr = SPEC.block_n
-    COLUMNS: gl.constexpr = (SPEC.outputs + SPEC.block_n - 1) // SPEC.block_n
     STEPS: gl.constexpr = (SPEC.inputs + SPEC.block_k - 1) // SPEC.block_k
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SPEC.block_n, 16]
@@ -239,18 +287,17 @@ def _consume_tiles(
     parity = 0
     for i in range(FIRST, count, 2):
         tile = gl.program_id(0) + i * gl.num_programs(0)
-        row = tile // COLUMNS * SPEC.block_m
-        column = tile % COLUMNS * SPEC.block_n
+        row, column, first = _place_of(tile, second, third, SPEC)
         # While the other consumer multiplies, the epilogue's inputs are loaded.
         if SPEC.has_residual:
             tma.store_wait(pendings=0)  # the buffer still holds the results before
             mbarrier.expect(arrived.index(FIRST), SPEC.block_m * SPEC.block_n * 2)
             _load_box(residual, [row, column], arrived.index(FIRST), buffer)
         if SPEC.has_bias:
-            bias = _load_columns(bias_ptr, column, COLUMN, SPEC) * HALF
-        if SPEC.statistics > 0:
+            bias = _load_columns(bias_ptr + first, column, COLUMN, SPEC) * HALF
+        if SPEC.norm_width > 0:
             column_sums = _load_columns(column_sums_ptr, column, COLUMN, SPEC)
-            shift, scale = _load_statistics(statistics_ptr, row, rows, ROW, SPEC)
+            shift, scale = _load_norm(statistics_ptr, row, rows, ROW, SPEC)
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MMA)
         mbarrier.wait(turns.index(FIRST), parity)
         for k in range(STEPS):
@@ -265,7 +312,7 @@ def _consume_tiles(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((i * STEPS + STEPS - 1) % SPEC.stages), count=1)
 
-        if SPEC.statistics > 0:
+        if SPEC.norm_width > 0:
             acc = (acc + shift.expand_dims(1) * column_sums.expand_dims(0)) * (scale * HALF).expand_dims(1)
         else:
             acc = acc * HALF
@@ -283,40 +330,37 @@ def _consume_tiles(
         fence_async_shared()
         _store_box(out, [row, column], buffer)
         if SPEC.has_sums:
-            row_of_tile = row + gl.arange(0, SPEC.block_m, layout=ROW)
-            ptr = sums_ptr + tile % COLUMNS * rows + row_of_tile
-            gl.store(ptr, gl.sum(values, axis=1), mask=row_of_tile < rows)
-            gl.store(ptr + COLUMNS * rows, gl.sum(values * values, axis=1), mask=row_of_tile < rows)
+            _store_statistics(sums_ptr, values, tile, row, column, rows, ROW, COLUMN, SPEC)
         parity ^= 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def _consume_even(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-    x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
+    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
 ):  # fmt: skip
     _consume_tiles(
-        0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-        x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
+        0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+        rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_odd(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-    x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
+    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
 ):  # fmt: skip
     _consume_tiles(
-        1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-        x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
+        1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+        rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles"])
+@gluon.jit(do_not_specialize=["rows", "second", "third", "tiles"])
 def _pingpong_product_kernel(
-    x, weight, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-    SPEC: gl.constexpr,
+    x, weight, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+    rows, second, third, tiles, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Computes tiles of epilogue(x · weightᵀ)."""
     x_ring = gl.allocate_shared_memory(x.dtype, [SPEC.stages, SPEC.block_m, SPEC.block_k], x.layout)
@@ -340,14 +384,16 @@ def _pingpong_product_kernel(
     gl.warp_specialize(
         [
             (_consume_even, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-                x_ring, weight_ring, even_buffer, full, empty, turns, arrived, SPEC,
+                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+                rows, second, third, tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived,
+                SPEC,
             )),
             (_consume_odd, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, tiles,
-                x_ring, weight_ring, odd_buffer, full, empty, turns, arrived, SPEC,
+                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
+                rows, second, third, tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived,
+                SPEC,
             )),
-            (_load_tiles, (x, weight, tiles, x_ring, weight_ring, full, empty, SPEC)),
+            (_load_tiles, (x, weight, second, third, tiles, x_ring, weight_ring, full, empty, SPEC)),
         ],
         [4, 1],
         [232, 40],  # registers of a thread of the second consumer and of the loader; the first takes the rest
@@ -357,25 +403,38 @@ def _pingpong_product_kernel(
 # Launch ---------------------------------------------------------------------------------------------------
 
 
-class Statistics(NamedTuple):
+class FoldedNorm(NamedTuple):
     """The inputs of a LayerNorm of x that is folded into a product.
 
     Attributes:
-        sums: (2, column tiles, M), the sums of x and of x² of the columns of each tile, in float32.
+        statistics: Of x, as the product before has written them.
         column_sums: (N,), the sums of the rows of the weight, in float32.
         eps: Added to the variance.
     """
 
-    sums: Tensor
+    statistics: Statistics
     column_sums: Tensor
     eps: float
 
 
+class Statistics(NamedTuple):
+    """Statistics of the rows of a matrix (M, N), by parts of its columns.
+
+    Attributes:
+        sums: (2, parts, M) in float32: the sums of each part, then those of the squared deviations from its
+            mean.
+        width: Columns of a part; the last one may have fewer.
+    """
+
+    sums: Tensor
+    width: int
+
+
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
-    approximate: str | None = None, residual: Tensor | None = None, statistics: Statistics | None = None,
-    sums: Tensor | None = None,
-) -> None:  # fmt: skip
+    approximate: str | None = None, residual: Tensor | None = None, norm: FoldedNorm | None = None,
+    has_statistics: bool = False, groups: tuple[int, ...] = (),
+) -> Statistics | None:  # fmt: skip
     """Writes epilogue(x · weightᵀ) to ``out`` (M, N), for x (M, K) and the weight (N, K), all contiguous.
 
     Args:
@@ -385,21 +444,29 @@ def product(
         out: May be the residual.
         approximate: GELU's variant, or None without GELU.
         residual: (M, N).
-        statistics: To fold LayerNorm of x.
-        sums: (2, column tiles, M), to be filled with the sums of ``out`` and of its squares; it has as many
-            column tiles as :func:`tile_for` says.
+        norm: To fold LayerNorm of x.
+        has_statistics: Whether the statistics of ``out`` are written too.
+        groups: The rows where the second and the third group begin, if any, multiples of the rows of every
+            tile, 128. The weight is then (groups · N, K) and the bias (groups · N,), and without
+            residual, norm and statistics.
+
+    Returns:
+        The statistics of ``out``, if they were asked for.
     """
-    (rows, inputs), outputs = x.shape, weight.shape[0]
+    (rows, inputs), outputs = x.shape, out.shape[1]
     multiprocessors = launching.chip(x.device).multiprocessors
     tile = tile_for(rows, outputs, inputs, multiprocessors)
-    tiles = -(-rows // tile.rows) * -(-outputs // tile.columns)
+    columns = -(-outputs // tile.columns)
+    tiles = -(-rows // tile.rows) * columns
     spec = ProductSpec(
         inputs=inputs, outputs=outputs, block_m=tile.rows, block_n=tile.columns, block_k=_BLOCK_K,
         stages=tile.stages, approximate=_VARIANTS[approximate], has_bias=bias is not None,
-        has_residual=residual is not None, has_sums=sums is not None,
-        statistics=0 if statistics is None else statistics.sums.shape[1],
-        eps=0.0 if statistics is None else statistics.eps, is_bfloat16=x.dtype == torch.bfloat16,
+        has_residual=residual is not None, has_sums=has_statistics, is_grouped=bool(groups),
+        norm_width=0 if norm is None else norm.statistics.width, eps=0.0 if norm is None else norm.eps,
+        is_bfloat16=x.dtype == torch.bfloat16,
     )  # fmt: skip
+    second, third = (*groups, rows, rows)[:2]
+    sums = x.new_empty(2, columns, rows, dtype=torch.float32) if has_statistics else None
     unused = weight  # for pointers that the kernel does not read
     launching.launch(
         _pingpong_product_kernel, (min(tiles, multiprocessors),), on=x, options={"num_warps": 4},
@@ -407,14 +474,15 @@ def product(
         out=_described(out, tile.rows, tile.columns),
         residual=_described(out if residual is None else residual, tile.rows, tile.columns),
         bias_ptr=unused if bias is None else bias,
-        column_sums_ptr=unused if statistics is None else statistics.column_sums,
-        statistics_ptr=unused if statistics is None else statistics.sums,
+        column_sums_ptr=unused if norm is None else norm.column_sums,
+        statistics_ptr=unused if norm is None else norm.statistics.sums,
         sums_ptr=unused if sums is None else sums,
-        rows=rows, tiles=tiles, SPEC=spec,
+        rows=rows, second=second, third=third, tiles=tiles, SPEC=spec,
     )  # fmt: skip
+    return None if sums is None else Statistics(sums, tile.columns)
 
 
-def _aligned(matrix: Tensor) -> Tensor:
+def aligned(matrix: Tensor) -> Tensor:
     """Returns a tensor that begins at a multiple of 16 bytes, as TMA wants: itself or a copy."""
     return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
 
@@ -434,6 +502,17 @@ _FEWEST_OUTPUTS = 32  # a tile has 64 columns at least
 def why_unsupported(call: Record) -> str | None:
     """Returns why the kernel cannot serve a call of ``linear_gelu`` or ``linear_add``, or None."""
     x, weight, residual = call.x, call.weight, call._asdict().get("residual")
+    reason = why_not_multiplied(x, weight)
+    if reason is not None:
+        return reason
+    dtype = modes.autocast_dtype(x) or x.dtype
+    if residual is not None and sum_dtype(x, residual) != dtype:
+        return f"the sum is {str(sum_dtype(x, residual)).removeprefix('torch.')}"
+    return "has no gradients" if modes.wants_gradient(*call) else None
+
+
+def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None:
+    """Returns why the kernel cannot multiply as many rows as x has by weights (N, K), or None."""
     if launching.chip(x.device).capability != 90:
         return "it multiplies with instructions of compute capability 9.0 only"
     if x.numel() == 0 or weight.numel() == 0:
@@ -441,16 +520,15 @@ def why_unsupported(call: Record) -> str | None:
     dtype = modes.autocast_dtype(x) or x.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if residual is not None and sum_dtype(x, residual) != dtype:
-        return f"the sum is {str(sum_dtype(x, residual)).removeprefix('torch.')}"
     outputs, inputs = weight.shape
     if inputs % 8 or outputs % 8:
         return "rows do not begin at multiples of 16 bytes"
     if outputs < _FEWEST_OUTPUTS:
         return f"there are fewer than {_FEWEST_OUTPUTS} outputs"
-    if x.numel() // inputs >= 2**31 - 2**10 or weight.numel() >= 2**31:
+    rows = x.numel() // x.shape[-1]
+    if groups * (rows + 128) >= 2**31 - 2**10 or groups * weight.numel() >= 2**31:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
-    return "has no gradients" if modes.wants_gradient(*call) else None
+    return None
 
 
 @torch.library.custom_op("cvt_kernels::pingpong_product", mutates_args=())
@@ -475,8 +553,8 @@ def _product(
 ) -> Tensor:
     """Returns the product of matrices with its epilogue."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    residual = None if residual is None else _aligned(residual)
-    product(_aligned(x), _aligned(weight), bias, out, approximate=approximate, residual=residual)
+    residual = None if residual is None else aligned(residual)
+    product(aligned(x), aligned(weight), bias, out, approximate=approximate, residual=residual)
     return out
 
 
@@ -485,7 +563,7 @@ def _add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
     if residual.data_ptr() % 16:
         residual.copy_(_product(x, weight, bias, residual, None))
     else:
-        product(_aligned(x), _aligned(weight), bias, residual, residual=residual)
+        product(aligned(x), aligned(weight), bias, residual, residual=residual)
 
 
 @planned

@@ -100,7 +100,8 @@ def _cut(call: Record, most: int) -> Record:
     return call._replace(x=part, grid=(height, width))
 
 
-def _facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
+def facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
+    """Returns a block's part of the key of a call; raises TypeError for anything else."""
     if type(block) is not TransformerBlock:
         raise TypeError
     numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps]
@@ -169,7 +170,7 @@ def transformer_block(
     defaults=("composed", "reference"),
     check=checking.check,
     values=("rows", checking.check_row_values),
-    facts={"block": (_facts_of_block,)},
+    facts={"block": (facts_of_block,)},
 )
 def transformer_block(
     x: Tensor,

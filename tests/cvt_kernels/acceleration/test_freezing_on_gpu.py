@@ -78,6 +78,21 @@ def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
     assert called - {"linear"} == operators_launched(kept)
 
 
+def test_stages_whose_blocks_are_one_operator(monkeypatch):
+    """Checks in float64 with random biases, as above; the last block computes the class token alone."""
+    called = set()
+    for name in set(backends.operators) & set(vars(stages)):
+        monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
+    monkeypatch.setattr(stages, "_are_one_operator", lambda parts: parts.conv.out_channels > 64)
+    own = small_model(layer_scale=0.3).double().eval()
+    fused = ck.accelerate(copy.deepcopy(own), freeze=True)
+    x = images(2, dtype=torch.float64)
+    with ck.use_backend("reference"):
+        for _ in range(2):
+            torch.testing.assert_close(fused(x), own(x), rtol=1e-9, atol=1e-9)
+    assert "transformer_blocks" in called
+
+
 BY_TRITON = {"conv_embedding", "attention"}
 BY_TRITON_IN_FLOAT = {"conv_linear", "linear_add", "layer_norm_mlp", "linear_add_layer_norm", "linear_gelu"}
 BY_TRITON_QUANTIZED = {"conv_projection", "linear_int8", "layer_norm_quantize", "gelu_quantize"}

@@ -274,7 +274,7 @@ def widen(raw, LANES: tl.constexpr):
     tiles = ()
     for n in tl.static_range(len(raw)):
         if LANES.is_packed:
-            low, high = _unpack(raw[n], LANES)
+            low, high = unpack(raw[n], LANES)
             tiles = tiles + (tl.join(low, high).reshape([LANES.pairs, LANES.channels]),)
         else:
             tiles = tiles + (raw[n].to(LANES.accumulator),)
@@ -282,7 +282,7 @@ def widen(raw, LANES: tl.constexpr):
 
 
 @triton.jit
-def _unpack(raw, LANES: tl.constexpr):
+def unpack(raw, LANES: tl.constexpr):
     """Returns the two channels of packed units; bfloat16 is the upper half of a float32."""
     if LANES.element == tl.bfloat16:
         low = (raw << 16).to(tl.float32, bitcast=True)
@@ -320,7 +320,7 @@ def load_weights(w_ptr, place, LANES: tl.constexpr):
         halves = ()
         for t in tl.static_range(9):
             ptrs = tl.broadcast_to(units(w_ptr, LANES) + place.unit * 9 + t, (P, BC // 2))
-            low, high = _unpack(tl.load(ptrs, mask=place.unit_mask, other=0), LANES)
+            low, high = unpack(tl.load(ptrs, mask=place.unit_mask, other=0), LANES)
             halves = halves + (low, high)
         for t in tl.static_range(9):
             taps = taps + (tl.join(halves[t], halves[9 + t]).reshape([P, BC]),)
@@ -413,16 +413,48 @@ def start_sums(starts, pixels, taps, STRIDES: tl.constexpr):
 
 
 @triton.jit
-def sliding_start(rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr):
+def pixels_of(raw, rows, row, norm, LANES: tl.constexpr):
+    """Returns the raw pixels of a row as tiles [P, BC], after LayerNorm if there is a ``norm``.
+
+    A norm, which packed units have, is a plain tuple: pointers [P, 1] to what scales the pixels of each
+    lane in the row before ``first_row``, from column −1 on; how far behind it is what is added to them;
+    ``first_row``; LayerNorm's weight and bias of the two channels of a unit, four tiles [P, units].
+    """
+    if len(norm) > 0:
+        P: tl.constexpr = LANES.pairs
+        BC: tl.constexpr = LANES.channels
+        scale_ptrs, window, first_row, low_weight, high_weight, low_bias, high_bias = norm
+        scale_ptrs += (row - first_row + 1) * (2 * P + 2)
+        tiles = ()
+        for n in tl.static_range(len(raw)):
+            ptrs = tl.broadcast_to(scale_ptrs + n, (P, BC // 2))  # each lane loads what it needs
+            scale = tl.load(ptrs)
+            shift = tl.load(ptrs + window)
+            inside = (row >= 0) & (row < rows.limits[n])
+            low, high = unpack(raw[n], LANES)
+            low = tl.fma(tl.fma(low, scale, shift), low_weight, low_bias)
+            high = tl.fma(tl.fma(high, scale, shift), high_weight, high_bias)
+            low, high = tl.where(inside, low, 0.0), tl.where(inside, high, 0.0)
+            tiles = tiles + (tl.join(low, high).reshape([P, BC]),)
+    else:
+        tiles = widen(raw, LANES)
+    return tiles
+
+
+@triton.jit
+def sliding_start(
+    rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr, norm=()
+):
     """Returns the sums of the outputs at ``row``, begun by the row before, and the raw pixels of ``row``."""
-    above = widen(load_above(rows, row, STEP, LANES), LANES)
+    above = pixels_of(load_above(rows, row, STEP, LANES), rows, row - 1, norm, LANES)
     return start_sums(starts, above, taps, STRIDES), load_at(rows, row, STEP, LANES)
 
 
 @triton.jit
 def sliding_step(
-    sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr
-):
+    sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr,
+    norm=(),
+):  # fmt: skip
     """Advances by two rows.
 
     Args:
@@ -431,6 +463,7 @@ def sliding_step(
         rows: The image.
         row: An even row.
         starts, taps: Initial sums and weights of every branch.
+        norm: See :func:`pixels_of`.
 
     Returns:
         The outputs at ``row``, of every branch; the outputs at ``row`` + 1, empty where the stride is 2; the
@@ -438,8 +471,8 @@ def sliding_step(
     """
     next_raw = load_at(rows, row + 1, STEP, LANES)
     last_raw = load_at(rows, row + 2, STEP, LANES)
-    pixels = widen(raw, LANES)
-    next_pixels = widen(next_raw, LANES)
+    pixels = pixels_of(raw, rows, row, norm, LANES)
+    next_pixels = pixels_of(next_raw, rows, row + 1, norm, LANES)
     upper = ()
     lower = ()
     for i in tl.static_range(len(STRIDES)):
@@ -448,7 +481,8 @@ def sliding_step(
         if STRIDES[i] == 1:
             total = add_row((starts[i], starts[i]), pixels, taps[i], 0)
             total = add_row(total, next_pixels, taps[i], 1)
-            lower = lower + (add_row(total, widen(last_raw, LANES), taps[i], 2),)
+            last_pixels = pixels_of(last_raw, rows, row + 2, norm, LANES)
+            lower = lower + (add_row(total, last_pixels, taps[i], 2),)
         else:
             lower = lower + ((),)
     return upper, lower, start_sums(starts, next_pixels, taps, STRIDES), last_raw

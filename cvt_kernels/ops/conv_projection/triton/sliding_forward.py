@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .... import launching
 from ...triton_launch import accumulator_dtype
-from .common import Geometry
+from .common import Geometry, configuration
 from .sliding import (
     SIZES,
     SlidingPlan,
@@ -24,6 +27,7 @@ from .sliding import (
     sliding_step,
     store_row,
     units,
+    unpack,
     widen,
 )
 
@@ -42,15 +46,78 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, LANES: tl
     return start, taps
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
+def _row_norm(ptr, row, mask, rows, eps, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Returns rstd and −mean · rstd of rows, from the statistics (2, parts, rows) of their parts."""
+    PARTS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
+    LAST: tl.constexpr = CHANNELS - (PARTS - 1) * WIDTH  # columns of the last part
+    ptr += row
+    plane = tl.cast(rows, tl.int64)
+    sums = ()
+    mean = tl.zeros(row.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        sums = sums + (tl.load(ptr + part * plane, mask=mask, other=0.0),)
+        mean += sums[part]
+    mean *= 1.0 / CHANNELS
+    squares = tl.zeros(row.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        count = WIDTH if part < PARTS - 1 else LAST
+        deviation = sums[part] / count - mean
+        squares += tl.load(ptr + (PARTS + part) * plane, mask=mask, other=0.0)
+        squares += deviation * deviation * count
+    rstd = tl.math.rsqrt(squares * (1.0 / CHANNELS) + eps)
+    return rstd, -mean * rstd
+
+
+@triton.jit
+def _prepare_norm(
+    statistics_ptr, scratch_ptr, first_token, place, height, width, strip_rows, col_blocks, rows, eps,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Writes what scales the pixels that the program reads of an image, then what is added to them.
+
+    Each pixel is read by many lanes, of which each would else compute it. It returns pointers [P, 1] to the
+    first of a lane's columns in the row above the strip.
+    """
+    COLUMNS: tl.constexpr = 2 * LANES.pairs + 2
+    BLOCK: tl.constexpr = 32 * LANES.pairs
+    window = (strip_rows + 3) * COLUMNS
+    first_col = place.region % col_blocks * (2 * LANES.pairs)
+    pixel = tl.arange(0, BLOCK)
+    for first in range(0, (place.end_row - place.first_row + 3) * COLUMNS, BLOCK):
+        row = place.first_row - 1 + (first + pixel) // COLUMNS
+        col = first_col - 1 + (first + pixel) % COLUMNS
+        mask = (row >= 0) & (row < height) & (col >= 0) & (col < width)
+        scale, shift = _row_norm(
+            statistics_ptr, first_token + row * width + col, mask, rows, eps, WIDTH, CHANNELS
+        )
+        tl.store(scratch_ptr + first + pixel, scale, mask=first + pixel < window)
+        tl.store(scratch_ptr + window + first + pixel, shift, mask=first + pixel < window)
+    tl.debug_barrier()  # the lanes read what others have written
+    return scratch_ptr + (place.col - first_col)
+
+
+@triton.jit
+def _load_unit_vector(ptr, place, LANES: tl.constexpr):
+    """Returns a vector (C,) as two tiles [P, units]: the first and the second channel of each unit."""
+    P: tl.constexpr = LANES.pairs
+    BC: tl.constexpr = LANES.channels
+    ptrs = tl.broadcast_to(units(ptr, LANES) + place.unit, (P, BC // 2))
+    return unpack(tl.load(ptrs, mask=place.unit_mask, other=0), LANES)
+
+
+@triton.jit(do_not_specialize=(*SIZES, "rows"))
 def _conv_projection_sliding_fwd_kernel(
-    x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, epss,
+    x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, y_ptrs, y_rows, epss,
+    statistics_ptr, norm_weight_ptr, norm_bias_ptr, scratch_ptr, rows, norm_eps,
     batch, groups, height, width, strips, strip_rows, col_blocks, stride_b,
-    STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr,
-    LANES: tl.constexpr,
+    NORM_WIDTH: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr,
+    STRIDES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Writes every branch of a strip of some images, normalized by given statistics, and the class token."""
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
+    P: tl.constexpr = LANES.pairs
+    BC: tl.constexpr = LANES.channels
     starts = ()
     taps = ()
     for i in tl.static_range(len(STRIDES)):
@@ -59,6 +126,11 @@ def _conv_projection_sliding_fwd_kernel(
         )
         starts = starts + (start,)
         taps = taps + (folded,)
+    if NORM_WIDTH > 0:
+        low_weight, high_weight = _load_unit_vector(norm_weight_ptr, place, LANES)
+        low_bias, high_bias = _load_unit_vector(norm_bias_ptr, place, LANES)
+        window = (strip_rows + 3) * (2 * P + 2)
+        scratch_ptr += tl.program_id(0).to(tl.int64) * (tl.cdiv(batch, groups) * 2 * window)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)
     # The class token is copied by the lanes at the first row and column.
     class_lane = place.unit + place.col
@@ -70,17 +142,41 @@ def _conv_projection_sliding_fwd_kernel(
         x = x_ptr + image * stride_b
         whole = (image * (height * width + CLASS_TOKEN)) * CHANNELS
         halved = (image * (half_height * half_width + CLASS_TOKEN)) * CHANNELS
+        norm = ()
+        if NORM_WIDTH > 0:
+            first_token = image * (height * width + CLASS_TOKEN) + CLASS_TOKEN
+            scale_ptrs = _prepare_norm(
+                statistics_ptr, scratch_ptr + n * (2 * window), first_token, place, height, width, strip_rows,
+                col_blocks, rows, norm_eps, NORM_WIDTH, CHANNELS, LANES,
+            )  # fmt: skip
+            norm = (scale_ptrs, window, place.first_row, low_weight, high_weight, low_bias, high_bias)
         if CLASS_TOKEN:
             token = tl.load(units(x, LANES) + class_lane, mask=class_mask)
+            if NORM_WIDTH > 0:
+                here = tl.broadcast_to(first_token - 1, (P, BC // 2))
+                scale, shift = _row_norm(
+                    statistics_ptr, here, class_mask, rows, norm_eps, NORM_WIDTH, CHANNELS
+                )
+                low, high = unpack(token, LANES)
+                low = tl.fma(tl.fma(low, scale, shift), low_weight, low_bias)
+                high = tl.fma(tl.fma(high, scale, shift), high_weight, high_bias)
+                normed = tl.join(low, high).reshape([P, BC]).to(x_ptr.dtype.element_ty)
             for i in tl.static_range(len(STRIDES)):
-                y = y_ptrs[i] + (whole if STRIDES[i] == 1 else halved)
-                tl.store(units(y, LANES) + class_lane, token, mask=class_mask)
-        rows = rows_of(x + CLASS_TOKEN * STEP, place, height, width, STEP, LANES)
-        sums, raw = sliding_start(rows, place.first_row, starts, taps, STEP, STRIDES, LANES)
+                y = y_ptrs[i] + tl.cast(y_rows[i], tl.int64) * CHANNELS
+                y += whole if STRIDES[i] == 1 else halved
+                if NORM_WIDTH > 0:
+                    mask = (place.first_row == 0) & (place.col == 0) & place.c_mask
+                    tl.store(y + (place.c + place.col), normed, mask=mask)
+                else:
+                    tl.store(units(y, LANES) + class_lane, token, mask=class_mask)
+        rows_of_image = rows_of(x + CLASS_TOKEN * STEP, place, height, width, STEP, LANES)
+        sums, raw = sliding_start(rows_of_image, place.first_row, starts, taps, STEP, STRIDES, LANES, norm)
         for row in range(place.first_row, place.end_row, 2):
-            upper, lower, sums, raw = sliding_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES)
+            upper, lower, sums, raw = sliding_step(
+                sums, raw, rows_of_image, row, starts, taps, STEP, STRIDES, LANES, norm
+            )
             for i in tl.static_range(len(STRIDES)):
-                y = y_ptrs[i] + CLASS_TOKEN * CHANNELS
+                y = y_ptrs[i] + (tl.cast(y_rows[i], tl.int64) + CLASS_TOKEN) * CHANNELS
                 if STRIDES[i] == 1:
                     y += whole + row * width * CHANNELS
                     lane = place.col * CHANNELS + place.c
@@ -91,17 +187,63 @@ def _conv_projection_sliding_fwd_kernel(
                     store_row(y, place.col // 2 * CHANNELS + place.c, upper[i], limits, row, CHANNELS)
 
 
+#: What a LayerNorm takes besides: with 128 registers, the projection that applies one spills.
+_OF_NORM = {"registers": 160, "resident_warps": 12}
+
+
+class NormOfRows(NamedTuple):
+    """A LayerNorm of the tokens that the projection applies as it reads them.
+
+    Attributes:
+        sums: (2, parts, B · T) in float32: of each part of a token's channels the sum, then the sum of the
+            squared deviations from its mean.
+        width: Channels of a part; the last one may have fewer.
+        weight, bias: (C,), of the dtype of the tokens.
+        eps: Added to the variance.
+    """
+
+    sums: Tensor
+    width: int
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
 def sliding_forward(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
     betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor], outs: Sequence[Tensor],
+    *, norm: NormOfRows | None = None, first_rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
-    """Writes every branch (B, Tᵢ, C) to ``outs``, normalized by the given statistics (C,)."""
-    plan = SlidingPlan.of("sliding_fwd", x, geometry, weights)
+    """Writes every branch (B, Tᵢ, C) to ``outs``, normalized by the given statistics (C,).
+
+    Args:
+        x: The tokens (B, T, C), of 16 bits and contiguous where there is a ``norm``.
+        geometry: One that :func:`has_sliding_kernel` accepts.
+        weights, gammas, betas, means, variances: The parameters of each branch.
+        outs: Where each branch is written.
+        norm: LayerNorm of the tokens before the convolutions, if any.
+        first_rows: The token of each ``out`` from which on it is written, if not from the first on.
+    """
+    config, vectors = configuration("sliding_fwd", x), []
+    if norm is not None:
+        config = replace(config, **_OF_NORM)
+        vectors = [norm.weight, norm.bias]
+    plan = SlidingPlan.by(config, x, geometry, [*weights, *vectors])
+    arguments, scratch, rows = plan.arguments, None, x.shape[0] * x.shape[1]
+    if norm is not None:
+        images = -(-arguments["batch"] // arguments["groups"])
+        pixels = (arguments["strip_rows"] + 3) * (2 * arguments["LANES"].pairs + 2)
+        scratch = x.new_empty(plan.programs * images * 2 * pixels, dtype=torch.float32)
     launching.launch(
         _conv_projection_sliding_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs), epss=geometry.epss,
-        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
+        y_rows=tuple(first_rows or [0] * len(outs)), epss=geometry.epss,
+        statistics_ptr=None if norm is None else norm.sums,
+        norm_weight_ptr=None if norm is None else norm.weight,
+        norm_bias_ptr=None if norm is None else norm.bias, scratch_ptr=scratch, rows=rows,
+        norm_eps=0.0 if norm is None else norm.eps, NORM_WIDTH=0 if norm is None else norm.width,
+        stride_b=x.stride(0), STEP=x.stride(1), **arguments,
     )  # fmt: skip
 
 

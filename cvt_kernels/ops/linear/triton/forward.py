@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from .... import launch, launching
 from ...triton_gelu import activate
 from .common import (
     Plan,
@@ -120,6 +122,54 @@ def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual:
         _linear_add_kernel, (plan.programs,), on=x, options=plan.options,
         x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual,
         out=plan.result(out), rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, SPEC=plan.spec,
+    )  # fmt: skip
+
+
+# Several linear layers -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "second", "third"])
+def _grouped_linear_kernel(x, weight, bias_ptr, out, rows, second, third, SPEC: tl.constexpr):
+    """Computes a tile of x · weightᵀ + bias, by the weight and the bias of the group of its rows."""
+    WIDTH: tl.constexpr = SPEC.width
+    PARTS: tl.constexpr = SPEC.parts
+    first_row, first_column = origin_of(tl.program_id(0), SPEC)
+    group = (first_row >= second).to(tl.int32) + (first_row >= third).to(tl.int32)
+    first_output = first_column
+    if SPEC.has_descriptors:
+        first_output += group * SPEC.outputs
+    else:
+        weight += group * tl.full([], SPEC.outputs * SPEC.inputs, tl.int64)
+    sums = add_products(zero_sums(SPEC), x, weight, first_row, first_output, rows, SPEC)
+    for part in tl.static_range(PARTS):
+        column = first_column + part * WIDTH
+        values = sums[part]
+        if bias_ptr is not None:
+            values += load_columns(bias_ptr + group * SPEC.outputs, column + tl.arange(0, WIDTH), SPEC)
+        store_part(out, first_row, column, rows, values, SPEC)
+
+
+def grouped_linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, groups: tuple[int, ...]
+) -> None:
+    """Writes the product of groups of the rows of x (M, K), each by its own weight, to ``out`` (M, N).
+
+    Args:
+        x: Contiguous, as all others.
+        weight: (groups · N, K), the weights below one another.
+        bias: (groups · N,), or None for 0.
+        out: See above.
+        groups: The rows where the second and the third group begin, if any, multiples of 128.
+    """
+    rows, outputs, chip = x.shape[0], out.shape[1], launching.chip(x.device)
+    config = launch.configuration("linear_add", x.dtype, (x.shape[1], outputs), rows, chip)
+    config = replace(config, block_m=min(config.block_m, 128), programs=0)
+    plan = Plan.by(config, x, weight[:outputs], (out,))
+    second, third = (*groups, rows, rows)[:2]
+    launching.launch(
+        _grouped_linear_kernel, (plan.tiles,), on=x, options=plan.options, x=plan.rows(x),
+        weight=plan.weight(weight), bias_ptr=bias, out=plan.result(out), rows=rows, second=second,
+        third=third, SPEC=plan.spec,
     )  # fmt: skip
 
 

@@ -1,13 +1,10 @@
 """conv_linear as a composition of other operators, on the CPU."""
 
-import types
-
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import dispatch
-from cvt_kernels.ops import conv_linear as family
 from tests.checks import record_all_calls
 from tests.cvt_kernels.test_reference import random_conv
 
@@ -38,16 +35,3 @@ def test_without_a_kernel_it_is_composed():
     assert not dispatch.may_be_ours("conv_linear", "meta")
     ck.conv_linear(*arguments)
     assert called == ["conv_linear"]  # auto without entries takes PyTorch's own operators
-
-
-@pytest.mark.parametrize(
-    ("images", "tokens", "channels", "in_parts"),
-    [(256, 3136, 64, False), (32, 784, 192, False), (256, 784, 192, True), (1, 197, 384, True)],
-)
-def test_a_gpu_takes_the_parts_where_they_are_faster(images, tokens, channels, in_parts):
-    x = types.SimpleNamespace(is_cuda=True, shape=torch.Size((images, tokens, channels)))
-    call = types.SimpleNamespace(x=x)
-    with ck.use_backend("auto"):
-        assert (family._instead(call) is family._compose) == in_parts
-    with ck.use_backend("triton"):
-        assert family._instead(call) is None

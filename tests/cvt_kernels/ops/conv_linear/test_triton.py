@@ -58,6 +58,48 @@ def test_agrees_with_the_reference(settings):
     assert_agrees("conv_linear", "triton", **settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        sizes(2, (5, 7), 196, outputs=72),
+        sizes(1, (9, 14), 260, class_token=False, bare=True, dtype="float16"),
+        sizes(3, (1, 6), 200, branches=2, outputs=520, dtype="bfloat16"),
+    ],
+    ids=str,
+)
+def test_many_channels_take_two_launches(settings):
+    assert_agrees("conv_linear", "triton", **settings)
+    call = made_of("conv_linear", "triton", gradient="none", **settings).call.record
+    assert launched(call) == ["conv_projection_sliding_fwd", "grouped_linear"]
+
+
+def launched(call):
+    """Returns the names of the kernels that serve a call."""
+    with launching.recorded_launches(H200) as recorded, torch.no_grad():
+        forward.conv_linear(call)
+    return [launch.kernel.__name__.strip("_").removesuffix("_kernel") for launch in recorded]
+
+
+@pytest.mark.parametrize(
+    ("images", "grid", "channels", "launches"),
+    [(256, (56, 56), 64, 1), (32, (28, 28), 192, 1), (256, (28, 28), 192, 2), (1, (14, 14), 384, 2)],
+)
+def test_launches_by_size(images, grid, channels, launches):
+    with torch.device("meta"):
+        x = torch.empty(images, grid[0] * grid[1], channels, dtype=torch.bfloat16)
+        conv = made_of("conv_linear", "reference").call.record.convs[0]
+        vector = torch.empty(channels, dtype=torch.bfloat16)
+        convs = [
+            conv._replace(
+                weight=vector.new_empty(channels, 1, 3, 3), bn_weight=vector, bn_bias=vector,
+                running_mean=vector, running_var=vector, stride=stride,
+            )
+            for stride in (1, 2, 2)
+        ]  # fmt: skip
+        linears = [(vector.new_empty(channels, channels), vector)] * 3
+    assert len(launched(backends.operators["conv_linear"].bind(x, grid, convs, linears))) == launches
+
+
 @pytest.mark.parametrize("strides", [(1, 1, 1), (2, 2, 2), (2, 1, 2), (2, 1)], ids=str)
 def test_strides(strides):
     """Each branch has as many outputs as its layer."""
@@ -97,7 +139,7 @@ def test_tiles_of_other_sizes(dtype, changes):
         ({"stride": 2}, {}, "only up to three 3×3 convolutions"),
         ({"kernel": 1}, {}, "only up to three 3×3 convolutions"),
         ({}, {"running_mean": None, "running_var": None}, "a branch has no running statistics"),
-        ({"channels": 516}, {}, "tokens have 516 channels, more than 512"),
+        ({"channels": 516, "dtype": "float64"}, {}, "tokens have 516 channels, more than 512"),
         ({"outputs": 600}, {}, "tokens have 600 channels, more than 512"),
         ({"outputs": 0}, {}, "the batch or an output is empty"),
     ],

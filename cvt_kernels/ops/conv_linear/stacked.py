@@ -1,0 +1,168 @@
+"""``conv_linear`` in two launches: the projection, then one product of all branches.
+
+The projection writes the tokens of all branches below one another into one matrix, each branch from a
+multiple of ``GROUP_ROWS`` rows on. The product multiplies each group of rows by the weight of its branch. The
+few rows between two groups are never read by anybody else.
+
+Bytes, in units of one B·T·C activation, for CvT's q (stride 1), k and v (stride 2): 2.5 of the projection, 3
+of the product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backends import Record
+from ...records import ConvBatchNorm
+from .. import planned_launches, weight_cache
+from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
+from ..conv_projection.triton.sliding import has_sliding_kernel
+from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
+
+Linear = tuple[Tensor, Tensor | None]
+#: Rows of which each group of rows begins at a multiple; no tile of a product has more.
+GROUP_ROWS = 128
+
+
+class Projection(NamedTuple):
+    """The launches of a call.
+
+    Attributes:
+        x, grid, convs: As of ``conv_linear``.
+        weight: (branches · outputs, C), the weights of the linear layers below one another.
+        bias: (branches · outputs,), or None for 0.
+        norm: LayerNorm of x before the convolutions, if any.
+    """
+
+    x: Tensor
+    grid: tuple[int, int]
+    convs: tuple[ConvBatchNorm, ...]
+    weight: Tensor
+    bias: Tensor | None
+    norm: NormOfRows | None = None
+
+
+#: Writes the product of groups of rows, each by a weight and a bias of its own: takes x (M, C), the weights
+#: (groups · N, C), the biases (groups · N,) or None, the result (M, N), and where the second and third group
+#: begin.
+Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, ...]], Any]
+
+
+def project(multiply: Multiply, call: Projection) -> Tensor:
+    """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it."""
+    x, grid, convs, weight, bias, norm = call
+    x, geometry = maybe_contiguous(x), Geometry.of(grid, convs)
+    first_rows, rows = _rows_of(x, geometry)
+    ones, zeros = (None, None)
+    if any(conv.bn_weight is None or conv.bn_bias is None for conv in convs):
+        ones, zeros = x.new_ones(x.shape[2]), x.new_zeros(x.shape[2])
+    tokens = x.new_empty(rows, x.shape[2])
+    sliding_forward(
+        x, geometry,
+        [conv.weight.contiguous() for conv in convs],
+        _contiguous([ones if conv.bn_weight is None else conv.bn_weight for conv in convs]),
+        _contiguous([zeros if conv.bn_bias is None else conv.bn_bias for conv in convs]),
+        _contiguous([conv.running_mean for conv in convs]), _contiguous([conv.running_var for conv in convs]),
+        [tokens] * len(convs), norm=norm, first_rows=first_rows,
+    )  # fmt: skip
+    out = x.new_empty(rows, weight.shape[0] // len(convs))
+    multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
+    return out
+
+
+def branches_of(
+    out: Tensor, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm]
+) -> list[Tensor]:
+    """Returns the result of each branch (B, Tᵢ, outputs), a part of what :func:`project` has returned."""
+    geometry = Geometry.of(grid, convs)
+    first_rows, _ = _rows_of(x, geometry)
+    batch, tokens = x.shape[0], class_tokens(x, geometry)
+    return [
+        out[first : first + batch * (height * width + tokens)].view(batch, -1, out.shape[1])
+        for first, (height, width) in zip(first_rows, geometry.output_grids, strict=True)
+    ]
+
+
+def _rows_of(x: Tensor, geometry: Geometry) -> tuple[list[int], int]:
+    """Returns the first row of each branch, and the number of rows."""
+    first_rows, rows = [], 0
+    for height, width in geometry.output_grids:
+        first_rows.append(-(-rows // GROUP_ROWS) * GROUP_ROWS)
+        rows = first_rows[-1] + x.shape[0] * (height * width + class_tokens(x, geometry))
+    return first_rows, rows
+
+
+def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors if tensor is not None]
+
+
+def packed_linears(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+    """Returns the weights and the biases of linear layers below one another, kept until one changes."""
+    weights, biases = [weight for weight, _ in linears], [bias for _, bias in linears]
+
+    def pack() -> tuple[Tensor, Tensor | None]:
+        if all(bias is None for bias in biases):
+            return torch.cat(weights), None
+        lengths = [weight.new_zeros(weight.shape[0]) for weight in weights]
+        return torch.cat(weights), torch.cat(
+            [zeros if bias is None else bias for zeros, bias in zip(lengths, biases, strict=True)]
+        )
+
+    return weight_cache.packed(weights[0], "conv_linear", pack, others=[*weights[1:], *biases])
+
+
+# Calls ----------------------------------------------------------------------------------------------------
+
+
+def serve(multiply: Multiply, call: Record) -> tuple[Tensor, ...]:
+    """Computes ``cvt_kernels.conv_linear``."""
+    x, grid, convs, linears = call
+    out = project(multiply, Projection(x, grid, convs, *packed_linears(linears)))
+    return tuple(branches_of(out, x, grid, convs))
+
+
+def prepare(multiply: Multiply, call: Record) -> Callable[..., Any] | None:
+    """Returns a function that serves calls of a key by planned launches, or None."""
+    x, grid, convs, linears = call
+    projection = Projection(x, grid, convs, *packed_linears(linears))
+    plan = planned_launches.plan(functools.partial(project, multiply), projection)
+    if plan is None:
+        return None
+
+    def serve_planned(
+        x: Tensor, grid: tuple[int, int], convs: Any, linears: Sequence[Linear]
+    ) -> tuple[Tensor, ...]:
+        out = plan(x, grid, convs, *packed_linears(linears), None)
+        return tuple(branches_of(out, x, grid, convs))
+
+    return serve_planned
+
+
+def why_unsupported(call: Record) -> str | None:
+    """Returns why a call is not served in two launches, or None."""
+    x, grid, convs, linears = call
+    parameters = [t for conv in convs if type(conv) is ConvBatchNorm for t in conv[:5]]
+    reason = weight_cache.why_unpackable(x, *parameters, *(t for each in linears for t in each))
+    return reason or why_not_projected(x, grid, convs, linears)
+
+
+def why_not_projected(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Any], linears: Sequence[Linear]
+) -> str | None:
+    """Returns why a call is not served in two launches, or None."""
+    if any(type(branch) is not ConvBatchNorm for branch in convs):
+        return "a branch is a sum of convolutions"
+    if any(conv.running_mean is None for conv in convs):
+        return "a branch has no running statistics"
+    if not has_sliding_kernel(Geometry.of(grid, convs)):
+        return "only up to three 3×3 convolutions with padding 1, dilation 1 and stride 1 or 2 are supported"
+    if len({weight.shape[0] for weight, _ in linears}) > 1:
+        return "the linear layers have different numbers of outputs"
+    if x.shape[1] * x.shape[2] >= 2**31:
+        return "one image has 2³¹ elements or more"
+    return None

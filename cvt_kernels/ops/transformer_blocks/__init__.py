@@ -1,0 +1,112 @@
+"""Several transformer blocks, one after the other, as one operator for inference.
+
+What a block leaves behind for the next one besides the tokens stays within the operator. ``gluon`` has
+CvT's blocks on sm_90, without a launch for LayerNorm. ``composed`` computes block by block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ... import backends, checks, dispatch, reference
+from ...backends import Implementation, Record
+from ...declaration import gluon_kernels, operator
+from ...records import TransformerBlock
+from ..transformer_block import checking, composed, facts_of_block
+
+
+def _blocks_of(call: Any) -> list[Record]:
+    """Returns the records of ``transformer_block`` of a call's blocks."""
+    bind = backends.operators["transformer_block"].bind
+    return [bind(call.x, call.grid, block, inplace=call.inplace) for block in call.blocks]
+
+
+def _check(call: Any) -> None:
+    if not call.blocks:
+        raise ValueError("blocks: got none, expected at least one block")
+    for i, each in enumerate(_blocks_of(call)):
+        try:
+            checking.check(each)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            raise type(error)(
+                f"blocks[{i}]{message.removeprefix('block')}" if message.startswith("block") else message
+            ) from None
+
+
+def _with_tuple(call: Any) -> Any:
+    return call._replace(blocks=checks.as_tuple("blocks", call.blocks, "a sequence of TransformerBlock"))
+
+
+def _facts_of_blocks(blocks: Sequence[TransformerBlock], grad: bool) -> tuple[Any, ...]:
+    if blocks.__class__ not in (tuple, list):
+        raise TypeError
+    return blocks.__class__, *[facts_of_block(block, grad) for block in blocks]
+
+
+def _kind(call: Record) -> str:
+    kinds = map(backends.operators["transformer_block"].kind, _blocks_of(call))
+    return "; ".join(f"{len([*alike])} blocks, {kind}" for kind, alike in itertools.groupby(kinds))
+
+
+def _sample(factor: int, call: Record) -> Record:
+    cut = backends.operators["transformer_block"].sample(factor, _blocks_of(call)[0])
+    return call._replace(x=cut.x, grid=cut.grid)
+
+
+def _instead(call: Any) -> Callable[..., Tensor] | None:
+    return None if dispatch.may_be_ours("transformer_blocks", call.x.device.type) else _compose
+
+
+def _compose(call: Record) -> Tensor:
+    x = call.x
+    for each in _blocks_of(call):
+        x = composed.transformer_block(each._replace(x=x))
+    return x
+
+
+def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> str | None:
+    """Returns why the kernels in Gluon, which this machine has, cannot compute a block, or None."""
+    from . import gluon  # which imports Triton
+
+    return gluon.why_not_served(x, grid, block)
+
+
+@operator(
+    backends={"gluon": gluon_kernels(), "composed": Implementation(_compose, ("cpu", "cuda"))},
+    kind=_kind,
+    sample=_sample,
+    defaults=("composed", "reference"),
+    arguments=_with_tuple,
+    check=_check,
+    instead=_instead,
+    facts={"blocks": (_facts_of_blocks,)},
+)
+def transformer_blocks(
+    x: Tensor, grid: tuple[int, int], blocks: Sequence[TransformerBlock], *, inplace: bool = False
+) -> Tensor:
+    """Computes transformer blocks one after the other, in evaluation.
+
+    Args:
+        x: Tokens ``(B, T, C)`` as in :func:`cvt_kernels.transformer_block`.
+        grid: ``(H, W)`` of the spatial tokens.
+        blocks: The parameters of each block, in their order. Kernels may cache packed copies of the weights
+            until these change or die.
+        inplace: Whether the result overwrites ``x``. Autograd does not track it.
+
+    Returns:
+        The shape and dtype of ``x``; ``x`` itself if ``inplace``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, an invalid setting, no block, ``inplace`` or quantized layers
+            where a gradient is required, or ``inplace`` where ``x`` is not contiguous.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    for block in blocks:
+        x = reference.transformer_block(x, grid, block, inplace=inplace)
+    return x

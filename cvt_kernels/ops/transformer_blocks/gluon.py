@@ -1,0 +1,206 @@
+"""Blocks of CvT on sm_90 in six launches each, none of them for LayerNorm.
+
+    projection       normalizes the tokens as it reads them, for Q, K and V
+    Q, K and V       one product
+    attention
+    proj             adds to the tokens in place, and writes their statistics
+    fc1              with LayerNorm folded in, then GELU
+    fc2              adds to the tokens in place, and writes their statistics for the next block
+
+Statistics are the sums of each part of a token's channels and of their squared deviations from its mean; see
+``linear.gluon``. LayerNorm's weight is part of a copy of fc1's, its bias of fc1's bias. Only the first block
+needs a launch for its first LayerNorm, since nobody has written statistics for it.
+
+Bytes, in units of one B·T·C activation: 2.5 of the projection, 3 of Q, K and V, 3 of attention, 3 of proj, 5
+of fc1, 6 of fc2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backends import Record, prepared_by
+from ...records import Linear, TransformerBlock
+from .. import planned_launches, weight_cache
+from ..attention import attention
+from ..autograd import count_change
+from ..conv_linear.gluon import multiply
+from ..conv_linear.stacked import Projection, branches_of, packed_linears, project, why_not_projected
+from ..conv_projection.triton.sliding_forward import NormOfRows
+from ..layer_norm_gelu import layer_norm
+from ..linear import gluon
+from ..transformer_block import facts_of_block
+
+# The second half of a block ---------------------------------------------------------------------------------
+
+
+class SecondHalf(NamedTuple):
+    """The launches from the result of attention to the end of a block.
+
+    Attributes:
+        y: (M, channels of all heads).
+        stream: (M, C), the tokens, which are overwritten.
+        proj_weight, proj_bias: The linear layer after attention.
+        fc1_weight, fc1_bias, column_sums: The first layer of the MLP, with LayerNorm folded into it.
+        fc2_weight, fc2_bias: The second layer of the MLP.
+        eps: LayerNorm's.
+        approximate: GELU's variant.
+        has_statistics: Whether the statistics of the result are written, for a next block.
+    """
+
+    y: Tensor
+    stream: Tensor
+    proj_weight: Tensor
+    proj_bias: Tensor | None
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    column_sums: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor | None
+    eps: float
+    approximate: str
+    has_statistics: bool
+
+
+def finish(call: SecondHalf) -> Tensor:
+    """Overwrites the stream; returns its statistics, or itself without them."""
+    stream, hidden = call.stream, call.y.new_empty(call.y.shape[0], call.fc1_weight.shape[0])
+    proj, fc2 = gluon.aligned(call.proj_weight), gluon.aligned(call.fc2_weight)
+    y = gluon.aligned(call.y)
+    statistics = gluon.product(y, proj, call.proj_bias, stream, residual=stream, has_statistics=True)
+    assert statistics is not None
+    norm = gluon.FoldedNorm(statistics, call.column_sums, call.eps)
+    gluon.product(stream, call.fc1_weight, call.fc1_bias, hidden, approximate=call.approximate, norm=norm)
+    statistics = gluon.product(
+        hidden, fc2, call.fc2_bias, stream, residual=stream, has_statistics=call.has_statistics
+    )
+    return stream if statistics is None else statistics.sums
+
+
+def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns weight, bias and column sums of fc1 with LayerNorm folded in, kept until one changes."""
+    weight, bias = block.fc1[:2]
+    gamma, beta, _ = block.norm2
+
+    def fold() -> tuple[Tensor, Tensor, Tensor]:
+        exact = weight.double()
+        folded = weight.clone() if gamma is None else (exact * gamma).to(weight.dtype)
+        # They are the sums of the weight as it is rounded: a large mean then cancels.
+        column_sums = folded.double().sum(1).float()
+        shift = exact.new_zeros(weight.shape[0]) if beta is None else exact @ beta.double()
+        return folded, (shift if bias is None else shift + bias).float(), column_sums
+
+    return weight_cache.packed(weight, "fc1 with LayerNorm", fold, others=[bias, gamma, beta])
+
+
+# The blocks -------------------------------------------------------------------------------------------------
+
+
+_PROJECT = functools.partial(project, multiply)
+
+
+def _projection(
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, sums: Tensor | None, width: int
+) -> Projection:
+    """Returns the launches of Q, K and V; x is normalized unless there are its statistics."""
+    norm, linears = None, packed_linears(block.linears)  # type: ignore[arg-type]
+    if sums is not None:
+        weight, bias, eps = block.norm1
+        assert weight is not None
+        assert bias is not None
+        norm = NormOfRows(sums, width, weight, bias, eps)
+    return Projection(x, grid, block.convs, *linears, norm)
+
+
+def _second_half(y: Tensor, stream: Tensor, block: TransformerBlock, has_statistics: bool) -> SecondHalf:
+    return SecondHalf(
+        y, stream, *block.proj[:2], *_folded_fc1(block), *block.fc2[:2],
+        eps=block.norm2.eps, approximate=block.approximate, has_statistics=has_statistics,
+    )  # fmt: skip
+
+
+def _serve(
+    call: Record, projects: Sequence[Callable[..., Tensor]], finishes: Sequence[Callable[..., Tensor]]
+) -> Tensor:
+    """Computes a call; the functions take the fields of the records, with and without statistics."""
+    x, grid, blocks, inplace = call
+    stream = x if inplace and x.data_ptr() % 16 == 0 else x.clone()
+    rows, sums, width = stream.view(-1, x.shape[2]), None, _width(x, blocks)
+    for i, block in enumerate(blocks):
+        weight, bias, eps = block.norm1
+        tokens = layer_norm(stream, weight, bias, eps=eps) if sums is None else stream
+        out = projects[sums is None](*_projection(tokens, grid, block, sums, width))
+        q, k, v = (
+            each.unflatten(2, (block.num_heads, -1)) for each in branches_of(out, stream, grid, block.convs)
+        )
+        y = attention(q, k, v, scale=block.scale).reshape(rows.shape[0], -1)
+        is_last = i + 1 == len(blocks)
+        sums = finishes[is_last](*_second_half(y, rows, block, not is_last))
+    if not inplace:
+        return stream
+    if stream is not x:
+        return x.copy_(stream)
+    count_change(x)
+    return x
+
+
+def _width(x: Tensor, blocks: Sequence[TransformerBlock]) -> int:
+    """Returns the channels of a part of the statistics that the second layer of each block's MLP writes."""
+    outputs, inputs = blocks[0].fc2.weight.shape
+    return gluon.part_width(x.numel() // outputs, outputs, inputs, x.device)
+
+
+def _prepare(call: Record) -> Callable[..., Any] | None:
+    """Returns a function that serves calls of a key by planned launches, or None."""
+    x, grid, blocks, _ = call
+    first, rows = blocks[0], x.view(-1, x.shape[2])
+    if len({facts_of_block(block, False) for block in blocks}) > 1:
+        return None  # the plans hold for all blocks
+    width = _width(x, blocks)
+    sums = x.new_empty(2, -(-x.shape[2] // width), rows.shape[0], dtype=torch.float32)
+    y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
+    projects = [
+        planned_launches.plan(_PROJECT, _projection(x, grid, first, each, width)) for each in (sums, None)
+    ]
+    finishes = [planned_launches.plan(finish, _second_half(y, rows, first, each)) for each in (True, False)]
+    if None in projects or None in finishes:
+        return None
+    record = type(call)
+    return lambda *values: _serve(record(*values), projects, finishes)  # type: ignore[arg-type]
+
+
+@prepared_by(_prepare)
+def transformer_blocks(call: Record) -> Tensor:
+    """Computes ``cvt_kernels.transformer_blocks`` for checked arguments."""
+    projects = [lambda *fields: _PROJECT(Projection(*fields))] * 2
+    return _serve(call, projects, [lambda *fields: finish(SecondHalf(*fields))] * 2)
+
+
+def why_unsupported(call: Record) -> str | None:
+    """Returns why these kernels cannot serve a call, or None."""
+    x, grid, blocks, _ = call
+    reason = weight_cache.why_unpackable(x, *(t for block in blocks for t in block.tensors()))
+    if reason is None and not x.is_contiguous():
+        reason = "the tokens are not contiguous"
+    if reason is None and x.numel() >= 2**34:
+        reason = "there are 2³⁴ elements or more, whose statistics may be 2³¹"
+    whys = (why_not_served(x, grid, block) for block in blocks)
+    return reason or next((why for why in whys if why is not None), None)
+
+
+def why_not_served(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> str | None:
+    """Returns why these kernels cannot compute a block of tokens like x (B, T, C), or None."""
+    if not block.convs or block.mix is not None:
+        return "a block is not one of CvT's"
+    if not all(isinstance(layer, Linear) for layer in block.layers()):
+        return "a linear layer is quantized"
+    if block.norm1.weight is None or block.norm1.bias is None:
+        return "the first LayerNorm of a block has no weight or no bias"
+    whys = (gluon.why_not_multiplied(x, layer.weight) for layer in (block.proj, block.fc1, block.fc2))
+    linears: Any = block.linears
+    return why_not_projected(x, grid, block.convs, linears) or next(filter(None, whys), None)

@@ -1,0 +1,147 @@
+"""Blocks of CvT in Gluon: what they refuse, their plans, their copies of weights; the emulator runs them."""
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import backends, launching
+from tests.cvt_kernels.ops.test_accesses import random_conv
+from tests.processes import run_python
+
+gluon = pytest.importorskip(
+    "cvt_kernels.ops.transformer_blocks.gluon", reason="this Triton has no Gluon", exc_type=ImportError
+)
+
+CHANNELS, GRID = 128, (5, 4)
+
+
+def layer(inputs, outputs, dtype=torch.bfloat16):
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    return ck.Linear(weight, torch.randn(outputs).to(dtype))
+
+
+def block(dtype=torch.bfloat16, **changes):
+    c = CHANNELS
+    norms = [ck.Norm(torch.rand(c).add(0.5).to(dtype), torch.randn(c).to(dtype), 1e-5) for _ in range(2)]
+    made = ck.TransformerBlock(
+        norm1=norms[0],
+        reduce=tuple(random_conv(c, dtype=dtype, stride=n, padding=1) for n in (1, 2, 2)),
+        linears=tuple(layer(c, c, dtype) for _ in range(3)),
+        num_heads=2,
+        scale=None,
+        proj=layer(c, c, dtype),
+        norm2=norms[1],
+        fc1=layer(c, 4 * c, dtype),
+        approximate="quick",
+        fc2=layer(4 * c, c, dtype),
+    )
+    return made._replace(**changes)
+
+
+def call(blocks=2, dtype=torch.bfloat16, tokens=1, inplace=False, **changes):
+    x = torch.randn(3, tokens + GRID[0] * GRID[1], CHANNELS).to(dtype)
+    made = [block(dtype, **changes) for _ in range(blocks)]
+    return backends.operators["transformer_blocks"].bind(x, GRID, made, inplace=inplace)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda: call(), None),
+        (lambda: call(dtype=torch.float16), None),
+        (lambda: call(dtype=torch.float32), "not float32"),
+        (lambda: call(reduce=None), "not one of CvT's"),
+        (lambda: call(norm1=ck.Norm(None, None, 1e-5)), "has no weight or no bias"),
+        (lambda: call(fc1=layer(CHANNELS, 100)), "rows do not begin at multiples of 16 bytes"),
+        (lambda: call()._replace(x=torch.empty(0, 20, CHANNELS).bfloat16()), "the batch is empty"),
+        (lambda: call()._replace(x=torch.empty(3, 42, CHANNELS).bfloat16()[:, ::2]), "not contiguous"),
+    ],
+)
+def test_what_it_refuses(made, reason):
+    with launching.recorded_launches(launching.Chip(90, 132)):
+        found = gluon.why_unsupported(made())
+    assert found is None if reason is None else reason in found
+
+
+def test_a_gradient_is_refused():
+    record = call()
+    record.x.requires_grad_()
+    with launching.recorded_launches(launching.Chip(90, 132)):
+        assert gluon.why_unsupported(record) == "has no gradients"
+
+
+def launched(record):
+    """Returns the names of the kernels that a call launches."""
+    with launching.recorded_launches(launching.Chip(90, 132)) as launches, ck.use_backend("reference"):
+        gluon.transformer_blocks(record)
+    return [launch.kernel.__name__.strip("_").removesuffix("_kernel") for launch in launches]
+
+
+def test_a_block_is_six_launches():
+    projected, product = "conv_projection_sliding_fwd", "pingpong_product"
+    # Attention is served by PyTorch here, and so is LayerNorm before the first block.
+    assert launched(call()) == [projected, *[product] * 4] * 2
+
+
+def test_changes_of_weights_are_noticed():
+    made = block()
+    before, (packed, _) = gluon._folded_fc1(made), gluon.packed_linears(made.linears)
+    assert gluon._folded_fc1(made)[0] is before[0]
+    assert gluon.packed_linears(made.linears)[0] is packed
+    made.norm2.bias.add_(1)
+    made.linears[2].weight.mul_(2)
+    after = gluon._folded_fc1(made)
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+    assert torch.equal(
+        gluon.packed_linears(made.linears)[0], torch.cat([each.weight for each in made.linears])
+    )
+
+
+#: A plan starts the kernels of the function, which the emulator runs; in the second call as in the first.
+PLANNED = """
+import torch
+from triton.runtime.jit import KernelInterface
+import cvt_kernels as ck
+from cvt_kernels import launching
+from tests.cvt_kernels.ops.transformer_blocks.test_gluon import call, gluon
+from tests.emulator.launches import Runner
+
+
+def started(kernel, grid):
+    def start(*arguments, **options):
+        named = dict(zip(kernel.arg_names, arguments, strict=True))
+        runner.run(launching.Launch(kernel, grid, named, options))
+
+    return start
+
+
+torch.manual_seed(0)
+runner, chip = Runner(90), launching.Chip(90, 5)
+first = call(3, inplace=True)
+second = first._replace(x=torch.randn_like(first.x))
+with torch.no_grad(), ck.use_backend("reference"):
+    wanted = []
+    for record in (first, second):
+        with launching.intercepted_launches(runner.run, chip):
+            wanted.append(gluon.transformer_blocks(record._replace(x=record.x.clone())))
+    launching.chip, KernelInterface.__getitem__ = lambda device: chip, started
+    launched = len(runner.ran)
+    plan = gluon._prepare(first)
+    assert plan is not None
+    assert len(runner.ran) == launched
+    with launching.planned_launches(lambda launch: 1 / 0):  # a plan launches by itself
+        for record, result in zip((first, second), wanted):
+            version = record.x._version
+            out = plan(*record)
+            assert out is record.x
+            assert out._version > version
+            assert torch.equal(out, result)
+assert [ran.kernel for ran in runner.ran[launched:]] == [ran.kernel for ran in runner.ran[:launched]]
+assert not any(ran.result.faults for ran in runner.ran)
+"""
+
+
+def test_a_plan_computes_the_same_bits():
+    child = run_python(PLANNED, TRITON_INTERPRET="0")
+    assert child.returncode == 0, child.stderr
