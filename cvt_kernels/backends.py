@@ -83,12 +83,15 @@ class Implementation:
             called once for each type.
         why_unsupported: Takes the record of a call; returns why it cannot serve the call, or None. A function
             or its path. The result must depend only on the key of the call (``declaration``).
+        is_partial: Whether it is for some calls of the operator only. A request for it, like one for kernels
+            that the operator has not, leaves the other calls to the operator's defaults.
     """
 
     function: Any
     devices: tuple[str, ...] | None = None
     why_unavailable: Callable[[str], str | None] | None = None
     why_unsupported: Any = None
+    is_partial: bool = False
 
     def load(self) -> Implementation:
         """Imports the functions that are given by their paths; returns this object."""

@@ -258,13 +258,14 @@ def _register(declared: Declaration, given: Mapping[str, Implementation]) -> Non
     backends.register(declared.name, "reference", Implementation(declared.reference))
 
 
-def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
+def triton_kernels(why_unsupported: str = "why_unsupported", *, is_partial: bool = False) -> Implementation:
     """Returns the Triton implementation for NVIDIA GPUs: ``triton``'s function of the operator's name."""
     return Implementation(
         function=".triton:{name}",
         devices=("cuda",),
         why_unavailable=machine.why_triton_unavailable,
         why_unsupported=f".triton:{why_unsupported}",
+        is_partial=is_partial,
     )
 
 

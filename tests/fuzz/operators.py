@@ -372,11 +372,16 @@ def _linear_gelu(m: Any) -> Any:
 
 def _linear_add(m: Any) -> Any:
     args = _linear(m)[0]
-    return (*args, m.activation(*_shape(m)[:-1], m.outputs)), {"inplace": m.inplace}
+    residual, settings = m.activation(*_shape(m)[:-1], m.outputs), {"inplace": m.inplace}
+    if m.scaled and not m.inplace and residual.ndim > 1:
+        scale = torch.rand(residual.shape[0], generator=m._generator, dtype=torch.float32)
+        settings |= {"scale": scale, "scales_sum": m.scales_sum}
+    return (*args, residual), settings
 
 
 def _linear_add_layer_norm(m: Any) -> Any:
-    args, settings = _linear_add(m)
+    args = _linear(m)[0]
+    args, settings = (*args, m.activation(*_shape(m)[:-1], m.outputs)), {"inplace": m.inplace}
     shift = m.parameter(m.outputs) if m.shifted else None
     return (*args, *m.norm(m.outputs)[:2]), {"eps": m.eps, "shift": shift, **settings}
 
@@ -554,7 +559,9 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     "layer_norm_gelu": _COMMON | _LEADING | _NORM | _APPROXIMATE,
     "linear": _COMMON | _LEADING | _OUTPUTS | {"bare": _BOTH},
     "linear_gelu": _COMMON | _LEADING | _OUTPUTS | {"bare": _BOTH} | _APPROXIMATE,
-    "linear_add": _COMMON | _LEADING | _OUTPUTS | {"bare": _BOTH} | _INPLACE,
+    "linear_add": _COMMON | _LEADING | _OUTPUTS | _INPLACE | {
+        "bare": _BOTH, "scaled": _BOTH, "scales_sum": _BOTH,
+    },
     "linear_add_layer_norm": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _INPLACE,
     "layer_norm_mlp": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _APPROXIMATE,
     "conv_linear": _COMMON | _PROJECTION | _OUTPUTS,

@@ -450,6 +450,8 @@ def why_unsupported(call: Record) -> str | None:
         return f"there are fewer than {_FEWEST_OUTPUTS} outputs"
     if x.numel() // inputs >= 2**31 - 2**10 or weight.numel() >= 2**31:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
+    if call._asdict().get("scale") is not None:
+        return "takes no factors of images"
     return "has no gradients" if modes.wants_gradient(*call) else None
 
 
@@ -500,7 +502,7 @@ def linear_gelu(call: Record) -> Tensor:
 @planned
 def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
-    x, weight, bias, residual, inplace = call
+    x, weight, bias, residual, inplace, *_ = call
     operands = matrices(x, weight, bias)
     rows = residual.contiguous().view(operands[0].shape[0], -1)
     compiling = torch.compiler.is_compiling()
