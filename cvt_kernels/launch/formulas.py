@@ -331,7 +331,7 @@ def _region(need: Need) -> list[Regions]:
 
 
 def _partial(need: Need) -> list[Pixels]:
-    """Returns the configuration of sums of partial sums: few programs, whose loads are all there is to wait for."""
+    """Returns the configuration of sums of partial sums, by few programs that wait for their loads."""
     many = need.rows > 512
     return [Pixels(pixels=256 if many else 64, channels=16, num_warps=8 if many else 4)]
 

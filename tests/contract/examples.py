@@ -92,7 +92,7 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
                      "key_width": 2, "stride": 2, "class_token": True, "heads": 2, "channels": 16},
     },
     "layer_norm": _of_rows("bare=True", "shifted=True", "result=bfloat16"),
-    "add_layer_norm": _of_rows("bare=True", "result=bfloat16"),
+    "add_layer_norm": _of_rows("bare=True", "result=bfloat16", "added=False"),
     "gelu": _of_rows(*_GELUS),
     "bias_gelu": _of_rows(*_GELUS),
     "layer_norm_gelu": _of_rows("bare=True", *_GELUS),

@@ -346,7 +346,7 @@ def _layer_norm(m: Any) -> Any:
 
 
 def _add_layer_norm(m: Any) -> Any:
-    x, residual = (m.activation(*_shape(m)) for _ in range(2))
+    x, residual = m.activation(*_shape(m)), m.activation(*_shape(m)) if m.added else None
     return (x, residual, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": _out_dtype(m)}
 
 
@@ -553,7 +553,7 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "class_token": _BOTH, **_ABSENT,
     },
     "layer_norm": _COMMON | _LEADING | _NORM | _SHIFTED | _RESULT,
-    "add_layer_norm": _COMMON | _LEADING | _NORM | _RESULT,
+    "add_layer_norm": _COMMON | _LEADING | _NORM | _RESULT | {"added": (True, False)},
     "gelu": _COMMON | _LEADING | _APPROXIMATE,
     "bias_gelu": _COMMON | _LEADING | _APPROXIMATE,
     "layer_norm_gelu": _COMMON | _LEADING | _NORM | _APPROXIMATE,

@@ -138,9 +138,11 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if x.is_cuda and not (modes.wants_gradient(bias) and dispatch.may_be_ours("linear", "cuda")):
         return False
     dtype, device, layout = x.dtype, x.device, x.layout
-    casts = modes.autocast_dtype(x) is not None and x.is_cuda  # which all backends on a GPU do
-    differ = casts and weight.dtype != torch.float64 and (bias is None or bias.dtype == weight.dtype)
-    if type(weight) not in _PLAIN or (weight.dtype != dtype and not differ) or weight.layout is not layout or weight.ndim != 2:
+    if type(weight) not in _PLAIN or weight.layout is not layout or weight.ndim != 2:
+        return False
+    if weight.dtype != dtype and not (x.is_cuda and modes.autocast_enabled(x)):
+        return False
+    if torch.float64 in (dtype, weight.dtype) and weight.dtype != dtype:  # which autocast leaves
         return False
     if weight.device != device or weight.is_nested or weight.shape[1] != x.shape[-1]:
         return False

@@ -25,9 +25,10 @@ chip's own tanh, whose error of 2⁻¹¹ is within the rounding of the largest r
 variants: erf is a tanh of a polynomial, with a much smaller error. A call of erf would take three times
 the instructions after the products, which nothing hides.
 
-Gradients: ``linear``, ``linear_gelu`` and ``linear_add`` have them. The products of the backward are PyTorch's,
-as are those of the forward of ``linear`` and ``linear_add``; ``backward`` has the kernels around them. The forward of
-``linear_gelu`` also writes ``pre``, GELU's input, in the same pass; the backward needs only ``pre``, not y.
+Gradients: ``linear``, ``linear_gelu`` and ``linear_add`` have them. The products of the backward are
+PyTorch's, as are those of the forward of ``linear`` and ``linear_add``; ``backward`` has the kernels around
+them. The forward of ``linear_gelu`` also writes ``pre``, GELU's input, in the same pass; the backward needs
+only ``pre``, not y.
 
 No atomics; every sum has a fixed order. Bytes per launch, with e per element, the weight's N·K·e apart:
 

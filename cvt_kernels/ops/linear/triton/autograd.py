@@ -24,8 +24,8 @@ from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_g
 
 # Autograd -------------------------------------------------------------------------------------------------
 #
-# The functions take the tensors of the call and cast them themselves: what autocast casts outside would be two
-# more nodes of autograd for each, and gradients of biases come in the dtype of the model's own.
+# The functions take the tensors of the call and cast them: casts outside would be nodes of autograd, and
+# gradients of biases come in the dtype of the model's own.
 
 
 class _Linear(torch.autograd.Function):
@@ -110,7 +110,9 @@ def _rows_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-def _products(ctx: Any, dproduct: Tensor, rows: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _products(
+    ctx: Any, dproduct: Tensor, rows: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of x and weight, None where they are not needed; autograd casts them."""
     need_x, need_weight, *_ = ctx.needs_input_grad
     dx = (dproduct @ weight).view(ctx.shape) if need_x else None

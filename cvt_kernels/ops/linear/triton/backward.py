@@ -108,17 +108,19 @@ def _linear_ends_kernel(
     residual = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
     if scale_ptr is not None:
         factors = _factors(scale_ptr, row, rows, tokens, SPEC)
-        if SPEC.scales_sum:
-            value = (residual + value) * factors
-        else:
-            value = residual + value * factors
+        value = (residual + value) * factors if SPEC.scales_sum else residual + value * factors
     else:
         value += residual
     tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def linear_ends(
-    product: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None, scales_sum: bool, out: Tensor
+    product: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    scale: Tensor | None,
+    scales_sum: bool,
+    out: Tensor,
 ) -> None:
     """Writes the end of a branch to ``out``; its tensors are contiguous matrices (M, N), scale (B,)."""
     spec, config = RowsSpec.of("linear_ends", product, scales_sum=scales_sum)
