@@ -371,6 +371,8 @@ _WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
     "layer_norm_mlp_fwd_resident": _layer_norm_mlp,
     "linear_gelu": functools.partial(_linear, results="out pre"),
     "linear_add": functools.partial(_linear, results="out"),
+    "linear_ends": functools.partial(_once, names="product residual out"),
+    "linear_starts": functools.partial(_once, names="dout pre dproduct dresidual partial"),
     "linear_add_layer_norm": functools.partial(_linear, results="h y"),
     "linear_int8": functools.partial(_linear, results="out"),
     "quantize_rows": _ROUNDING,

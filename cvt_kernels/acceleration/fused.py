@@ -152,9 +152,21 @@ def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     return tokens.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
 
 
+def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
+    """Returns an image on a GPU as the convolution's tensor cores read it, in autocast's dtype.
+
+    With channels first, cuDNN has no kernel of tensor cores for three channels, and converts all gradients.
+    """
+    if not image.is_cuda or type(projection) is not nn.Conv2d or is_watched(projection):
+        return image
+    if modes.convolves_in_tf32(image):  # which may depend on the layout, and so would the precision
+        return image
+    return image.to(dtype=modes.autocast_dtype(image) or image.dtype, memory_format=torch.channels_last)
+
+
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
-    image = projection(image)
+    image = projection(_channels_last(projection, image))
     tokens = normalize(norm, image.flatten(2).transpose(1, 2))
     return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
 

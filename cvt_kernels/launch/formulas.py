@@ -381,9 +381,9 @@ def _rows_backward(need: Need) -> list[Rows]:
 def _linear_rows(need: Need) -> list[Rows]:
     """Returns the configuration of a pass beside the products of a linear layer.
 
-    A program has 16 elements of each thread under way, and a multiprocessor as many programs as its threads.
+    A thread has 16 elements under way, and a multiprocessor as many programs as its registers hold.
     """
-    return [Rows(elements=2048, num_warps=4, resident_programs=8)]
+    return [Rows(elements=2048, num_warps=4, resident_programs=5 if need.numbers == "single" else 8)]
 
 
 def _quantize(need: Need) -> list[Rows]:

@@ -79,8 +79,10 @@ class RowsSpec(NamedTuple):
 @triton.jit
 def _places(first_row, rows, SPEC: tl.constexpr):
     """Returns the rows of a tile, the offsets of its elements and their mask."""
-    row = first_row + tl.arange(0, SPEC.rows)
-    column = tl.program_id(0) * SPEC.width + tl.arange(0, SPEC.width)
+    ROWS: tl.constexpr = SPEC.rows
+    WIDTH: tl.constexpr = SPEC.width
+    row = first_row + tl.arange(0, ROWS)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     offset = row.to(tl.int64)[:, None] * SPEC.columns + column[None, :]
     return row, offset, (row < rows)[:, None] & (column < SPEC.columns)[None, :]
 
@@ -99,10 +101,11 @@ def _linear_ends_kernel(
     product_ptr, bias_ptr, residual_ptr, scale_ptr, out_ptr, rows, tokens, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes a tile of the residual plus the product and its bias, with the factors of images."""
+    WIDTH: tl.constexpr = SPEC.width
     row, offset, mask = _places(tl.program_id(1) * SPEC.rows, rows, SPEC)
     value = tl.load(product_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
     if bias_ptr is not None:
-        column = tl.program_id(0) * SPEC.width + tl.arange(0, SPEC.width)
+        column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         bias = tl.load(bias_ptr + column, mask=column < SPEC.columns, other=0.0)
         value += bias.to(SPEC.accumulator)[None, :]
     residual = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
@@ -143,9 +146,11 @@ def _linear_starts_kernel(
 ):  # fmt: skip
     """Writes the gradients of a share of the rows of some columns, and their sums: partial (shares, N)."""
     APPROXIMATE: tl.constexpr = SPEC.approximate
+    ROWS: tl.constexpr = SPEC.rows
+    WIDTH: tl.constexpr = SPEC.width
     first = tl.program_id(1) * share
-    sums = tl.zeros([SPEC.rows, SPEC.width], SPEC.accumulator)
-    for first_row in range(first, tl.minimum(first + share, rows), SPEC.rows):
+    sums = tl.zeros([ROWS, WIDTH], SPEC.accumulator)
+    for first_row in range(first, tl.minimum(first + share, rows), ROWS):
         row, offset, mask = _places(first_row, rows, SPEC)
         value = tl.load(dout_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
         if scale_ptr is not None:
@@ -160,7 +165,7 @@ def _linear_starts_kernel(
         if partial_ptr is not None:
             sums += value
     if partial_ptr is not None:
-        column = tl.program_id(0) * SPEC.width + tl.arange(0, SPEC.width)
+        column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
         place = partial_ptr + tl.program_id(1).to(tl.int64) * SPEC.columns + column
         tl.store(place, tl.sum(sums, axis=0), mask=column < SPEC.columns)
 
