@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .... import modes
 from ....backends import Record
 from ...autograd import count_change
-from ...planned_launches import planned
+from ...planned_launches import planned, planned_part
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
 from .common import MAX_NORMALIZED
@@ -55,7 +55,7 @@ class _LinearGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         """Saves x and weight in the dtype of the product, and GELU's input."""
         rows, weight, narrow = matrices(x, weight, bias)
-        out, pre = linear_gelu_forward(rows, weight, narrow, approximate, need_pre=True)
+        out, pre = _activate(rows, weight, narrow, approximate)
         _save(ctx, x, bias, rows, weight, pre)
         ctx.approximate = approximate
         return out.view(*x.shape[:-1], -1)
@@ -70,6 +70,14 @@ class _LinearGelu(torch.autograd.Function):
         return *_products(ctx, start.product, rows, weight), start.bias, None
 
 
+@planned_part
+def _activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    """Returns GELU of the product, and its input."""
+    out, pre = linear_gelu_forward(rows, weight, bias, approximate, need_pre=True)
+    assert pre is not None
+    return out, pre
+
+
 class _LinearAdd(torch.autograd.Function):
     """Autograd function of linear_add: (x, weight, bias, residual, scale, scales_sum)."""
 
@@ -79,13 +87,13 @@ class _LinearAdd(torch.autograd.Function):
         scales_sum: bool,
     ) -> Tensor:  # fmt: skip
         """Saves x and weight in the dtype of the product, and the factors of images."""
-        out = torch.empty_like(residual, dtype=sum_dtype(x, residual), memory_format=torch.contiguous_format)
+        dtype = sum_dtype(x, residual)
         rows, weight, _ = matrices(x, weight, None)
         bias = contiguous(bias)
-        linear_ends(F.linear(rows, weight), bias, _rows_of(residual), scale, scales_sum, _rows_of(out))
+        out = linear_ends(F.linear(rows, weight), bias, _rows_of(residual), scale, scales_sum, dtype)
         _save(ctx, x, bias, rows, weight, scale)
         ctx.scales_sum = scales_sum
-        return out
+        return out.view(residual.shape)
 
     @staticmethod
     @once_differentiable

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .... import launch, launching, machine
 from ...conv_projection.triton.backward import sum_regions
+from ...planned_launches import planned_part
 from ...triton_gelu import derivative_half
 from ...triton_launch import accumulator_dtype
 from .common import part_width
@@ -117,15 +118,17 @@ def _linear_ends_kernel(
     tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@planned_part
 def linear_ends(
     product: Tensor,
     bias: Tensor | None,
     residual: Tensor,
     scale: Tensor | None,
     scales_sum: bool,
-    out: Tensor,
-) -> None:
-    """Writes the end of a branch to ``out``; its tensors are contiguous matrices (M, N), scale (B,)."""
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the end of a branch in a dtype, for contiguous matrices (M, N) and factors (B,)."""
+    out = torch.empty_like(product, dtype=dtype)
     spec, config = RowsSpec.of("linear_ends", product, scales_sum=scales_sum)
     rows = product.shape[0]
     launching.launch(
@@ -134,6 +137,7 @@ def linear_ends(
         product_ptr=product, bias_ptr=bias, residual_ptr=residual, scale_ptr=scale, out_ptr=out, rows=rows,
         tokens=1 if scale is None else rows // scale.shape[0], SPEC=spec,
     )  # fmt: skip
+    return out
 
 
 # The start of the backward --------------------------------------------------------------------------------
@@ -202,6 +206,18 @@ def linear_starts(
     changes = pre is not None or scale is not None or dout.dtype != dtype
     if not changes and bias is None:
         return Start(dout, dout, None)
+    dproduct, dresidual, dbias = _launch_starts(
+        dout, dtype if changes else None, bias, pre, approximate, scale, scales_sum
+    )
+    return Start(dout if dproduct is None else dproduct, dout if dresidual is None else dresidual, dbias)
+
+
+@planned_part
+def _launch_starts(
+    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
+    scale: Tensor | None, scales_sum: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Returns the new ones among the gradients of :class:`Start`, else None."""
     rows, columns = dout.shape
     spec, config = RowsSpec.of("linear_starts", dout if pre is None else pre, approximate)
     groups = -(-columns // spec.width)
@@ -209,7 +225,7 @@ def linear_starts(
     programs = config.resident_programs * launching.chip(dout.device).multiprocessors
     share = -(-tiles // max(1, min(tiles, programs // groups))) * spec.rows
     shares = -(-rows // share)
-    dproduct = dout.new_empty(dout.shape, dtype=dtype) if changes else None
+    dproduct = None if dtype is None else dout.new_empty(dout.shape, dtype=dtype)
     dresidual = torch.empty_like(dout) if scales_sum and scale is not None else None
     partial = None if bias is None else dout.new_empty(1, shares, columns, dtype=accumulator_dtype(dout))
     launching.launch(
@@ -219,4 +235,4 @@ def linear_starts(
         SPEC=spec,
     )  # fmt: skip
     total = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
-    return Start(dout if dproduct is None else dproduct, dout if dresidual is None else dresidual, total)
+    return dproduct, dresidual, total
