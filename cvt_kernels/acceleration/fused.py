@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .. import dispatch, modes
 from ..ops.attention import attention
+from ..ops.autograd import cast_together
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_projection import conv_projection
 from ..ops.conv_projection.modules import project
@@ -22,7 +23,7 @@ from ..ops.linear_int8.modules import LinearInt8
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
-from ..records import GeluVariant, Linear, QuantizedRows, trains
+from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
 from .blocks import BlockParts, gelu_variant
 from .watching import is_plain_linear, is_watched
 
@@ -231,6 +232,7 @@ def forward_block(
     Returns:
         Tokens like ``x``, and their scores (B, H·W) or None.
     """
+    parts = _narrowed(parts, modes.dtype_for_layers(x))
     x, y = pass_on_and_normalize(parts.norm1, x)
     heads, scores = _attend(parts, y, grid, rows, with_scores)
     norm, proj = parts.norm2, _End(parts.proj, parts.drops[0], parts.layer_scales[0])
@@ -253,6 +255,32 @@ def forward_block(
         branch = call(fc2.scale, branch, parts.drop_path)
     out = stream + branch if rows is None else scatter_rows(x, rows, stream, branch)
     return call(parts.drop_path, out) if parts.drops_sum else out, scores
+
+
+def _narrowed(parts: BlockParts, dtype: torch.dtype | None) -> BlockParts:
+    """Returns parts with the weights of their layers in autocast's dtype, for gradients.
+
+    Autocast would start a kernel for each of them, and for each of their gradients.
+    """
+    if dtype is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return parts
+    layers = parts.layers()  # modules where they must be called
+    tensors = [each for own in layers if type(own) is Linear for each in own if each is not None]
+    tensors += [conv.weight for conv in parts.convs if isinstance(conv, ConvBatchNorm)]
+    if not all(type(each) is nn.Parameter and each.dtype == torch.float32 for each in tensors) or not tensors:
+        return parts
+    casts = dict(zip(tensors, cast_together(tensors, dtype), strict=True))
+    q, k, v, proj, fc1, fc2 = (
+        Linear(casts[own.weight], None if own.bias is None else casts[own.bias])
+        if type(own) is Linear
+        else own
+        for own in layers
+    )
+    convs = tuple(
+        conv._replace(weight=casts[conv.weight]) if isinstance(conv, ConvBatchNorm) else conv
+        for conv in parts.convs
+    )
+    return parts._replace(linears=(q, k, v), proj=proj, fc1=fc1, fc2=fc2, convs=convs)
 
 
 class _End(NamedTuple):

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt.factory import randomize
-from cvt_kernels import backends
+from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import matching
 from cvt_kernels.autotune import tuner
+from cvt_kernels.ops import autograd
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_all_calls, record_calls
 from tests.conftest import DATA
@@ -173,6 +174,26 @@ def test_partly_frozen_batch_norm(make):
     for model in (own, fused):
         [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)][1].eval()
     assert_same_step(own, fused, images(), 2e-5)
+
+
+@every_upstream
+def test_weights_of_a_block_are_cast_together(make, monkeypatch):
+    """On a GPU; here the dtype of autocast is taken for that of the layers, too."""
+    own, fused = pair(make, "train")
+    calls, cast = [], autograd._cast_all
+    monkeypatch.setattr(autograd, "_cast_all", lambda *args: calls.append(len(args[0])) or cast(*args))
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
+    gradients = []
+    for model in (own, fused):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits(model(images())).float().square().mean().backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    blocks = 6 if make is huggingface else 4
+    # Six layers with their biases and three convolutions, in the forward and in the backward.
+    assert calls == 2 * blocks * [15]
+    for name, expected in gradients[0].items():
+        assert gradients[1][name].dtype == torch.float32
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05)
 
 
 @every_upstream
