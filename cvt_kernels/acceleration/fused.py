@@ -264,7 +264,7 @@ def _narrowed(parts: BlockParts, dtype: torch.dtype | None) -> BlockParts:
     """
     if dtype is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return parts
-    layers = parts.layers()  # modules where they must be called
+    layers: list[Any] = list(parts.layers())  # modules where they must be called
     tensors = [each for own in layers if type(own) is Linear for each in own if each is not None]
     tensors += [conv.weight for conv in parts.convs if isinstance(conv, ConvBatchNorm)]
     if not all(type(each) is nn.Parameter and each.dtype == torch.float32 for each in tensors) or not tensors:

@@ -56,7 +56,7 @@ def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Casts tensors of one dtype, and in the backward their gradients, by one launch for all on a GPU."""
-    return _CastTogether.apply(dtype, *tensors)  # type: ignore[no-any-return]
+    return _CastTogether.apply(dtype, *tensors)
 
 
 def count_change(written: Tensor) -> None:

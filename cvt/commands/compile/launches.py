@@ -278,9 +278,7 @@ def linear_add_launches(step: _Step) -> None:
     factors = torch.empty(step.batch, dtype=torch.float32, device=step.device)
     as_images = [each.unflatten(0, (step.batch, -1)) for each in (x, stream)]
     for scale, scales_sum in ((None, False), (factors, False), (factors, True)):
-        step.call(
-            "linear_add", as_images[0], weight, bias, as_images[1], scale=scale, scales_sum=scales_sum
-        )
+        step.call("linear_add", as_images[0], weight, bias, as_images[1], scale=scale, scales_sum=scales_sum)
 
 
 @_operator

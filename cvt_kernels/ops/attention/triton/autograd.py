@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .... import modes
 from ....backends import Record
 from ....records import PositionBias
+from ...autograd import once_differentiable
 from ...planned_launches import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .. import why_scale_too_small

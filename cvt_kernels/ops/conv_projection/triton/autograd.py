@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .... import modes
 from ....backends import Record
 from ....records import ConvBatchNorm, flattened
+from ...autograd import once_differentiable
 from ...planned_launches import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums

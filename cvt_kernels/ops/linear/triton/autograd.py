@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .... import modes
 from ....backends import Record
-from ...autograd import count_change
+from ...autograd import count_change, once_differentiable
 from ...planned_launches import planned, planned_part
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
