@@ -83,12 +83,15 @@ class Implementation:
             called once for each type.
         why_unsupported: Takes the record of a call; returns why it cannot serve the call, or None. A function
             or its path. The result must depend only on the key of the call (``declaration``).
+        is_partial: Whether it is for some calls of the operator only. A request for it, like one for kernels
+            that the operator has not, leaves the other calls to the operator's defaults.
     """
 
     function: Any
     devices: tuple[str, ...] | None = None
     why_unavailable: Callable[[str], str | None] | None = None
     why_unsupported: Any = None
+    is_partial: bool = False
 
     def load(self) -> Implementation:
         """Imports the functions that are given by their paths; returns this object."""
@@ -174,6 +177,8 @@ operators: dict[str, Operator] = {}
 implementations: dict[str, dict[str, Implementation]] = {}
 #: The plans of this process (``declaration``): key of a call → function.
 plans: dict[Any, Callable[..., Any]] = {}
+#: The number of plans at which all are dropped, so that ever new shapes do not fill the memory.
+MOST_PLANS = 10_000
 #: The choices that process groups have agreed on; groups are weak keys.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _fallbacks: dict[tuple[str, str], str] = {}
@@ -510,6 +515,13 @@ def _ask_why_unavailable(implementation: Implementation, device_type: str) -> st
     if reason is None and (devices is None or device_type in devices or machine.INTERPRETING):
         implementation.load()
     return reason
+
+
+def keep_plan(table: dict[Any, Callable[..., Any]], key: Any, plan: Callable[..., Any]) -> None:
+    """Adds a plan to the table that ``plans`` was when its call began."""
+    if len(table) >= MOST_PLANS:
+        table.clear()
+    table[key] = plan
 
 
 def forget() -> None:

@@ -28,9 +28,6 @@ from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: The number of plans at which all are dropped, so that ever new shapes do not fill the memory.
-_MOST_PLANS = 10_000
-
 
 class Declaration(backends.Operator):
     """A declared operator.
@@ -83,9 +80,7 @@ class Declaration(backends.Operator):
         if key is not None and key[1] is not None and _may_be_kept(key):
             plan = self._plan(self._record(*values), choice)
             if plan is not None:
-                if len(table) >= _MOST_PLANS:
-                    table.clear()
-                table[key] = plan
+                backends.keep_plan(table, key, plan)
         return out
 
     def bound(self, call: Record) -> Callable[[Any], Any] | None:
@@ -258,13 +253,14 @@ def _register(declared: Declaration, given: Mapping[str, Implementation]) -> Non
     backends.register(declared.name, "reference", Implementation(declared.reference))
 
 
-def triton_kernels(why_unsupported: str = "why_unsupported") -> Implementation:
+def triton_kernels(why_unsupported: str = "why_unsupported", *, is_partial: bool = False) -> Implementation:
     """Returns the Triton implementation for NVIDIA GPUs: ``triton``'s function of the operator's name."""
     return Implementation(
         function=".triton:{name}",
         devices=("cuda",),
         why_unavailable=machine.why_triton_unavailable,
         why_unsupported=f".triton:{why_unsupported}",
+        is_partial=is_partial,
     )
 
 

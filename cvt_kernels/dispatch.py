@@ -124,9 +124,9 @@ def wants_gradient(call: Record) -> bool:
 def _names_requested(operator: str) -> tuple[str, ...]:
     requested = backends.requested_backends()
     known = backends.implementations[operator]
-    # A request for our kernels does not concern operators that have none.
-    if not any(name in known for name in (*OURS, *requested)):
-        return backends.operators[operator].defaults
+    # A request for our kernels does not concern operators that have none, or for some calls only.
+    if not any(name in known and not known[name].is_partial for name in (*OURS, *requested)):
+        return *(name for name in requested if name in known), *backends.operators[operator].defaults
     return requested
 
 

@@ -108,6 +108,11 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
         kernel[grid](**arguments, **options)
 
 
+def is_taken() -> bool:
+    """Returns whether a hook gets this thread's launches."""
+    return interception is not None or _planning.take is not None
+
+
 def is_descriptor(value: object) -> bool:
     """Returns whether a kernel's argument is a tensor descriptor, of Triton or Gluon."""
     return hasattr(value, "block_shape")

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import modes
+from .. import dispatch, modes
 from ..ops.attention import attention
+from ..ops.autograd import cast_together
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_projection import conv_projection
 from ..ops.conv_projection.modules import project
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
-from ..ops.linear import linear, linear_gelu
+from ..ops.linear import linear, linear_add, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
-from ..records import GeluVariant, Linear, QuantizedRows, trains
+from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
 from .blocks import BlockParts, gelu_variant
 from .watching import is_plain_linear, is_watched
 
@@ -54,6 +55,13 @@ def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVarian
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Computes LayerNorm for the layers after it, on a GPU in the dtype that autocast has for them."""
     return normalize(norm, x, modes.dtype_for_layers(x))
+
+
+def pass_on_and_normalize(norm: nn.LayerNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the residual stream and its LayerNorm for layers; one kernel adds up their gradients."""
+    if type(norm) is not nn.LayerNorm or not modes.wants_gradient(x) or _dtypes_differ(x, norm.weight):
+        return x, normalize_for_layers(norm, x)
+    return add_layer_norm(x, None, norm.weight, norm.bias, eps=norm.eps, dtype=modes.dtype_for_layers(x))
 
 
 def add_and_normalize(norm: nn.LayerNorm, branch: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +153,21 @@ def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     return tokens.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
 
 
+def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
+    """Returns an image on a GPU as the convolution's tensor cores read it, in autocast's dtype.
+
+    With channels first, cuDNN has no kernel of tensor cores for three channels, and converts all gradients.
+    """
+    if not image.is_cuda or type(projection) is not nn.Conv2d or is_watched(projection):
+        return image
+    if modes.convolves_in_tf32(image):  # which may depend on the layout, and so would the precision
+        return image
+    return image.to(dtype=modes.autocast_dtype(image) or image.dtype, memory_format=torch.channels_last)
+
+
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
-    image = projection(image)
+    image = projection(_channels_last(projection, image))
     tokens = normalize(norm, image.flatten(2).transpose(1, 2))
     return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
 
@@ -212,24 +232,127 @@ def forward_block(
     Returns:
         Tokens like ``x``, and their scores (B, H·W) or None.
     """
-    branch, scores = _attention_branch(parts, normalize_for_layers(parts.norm1, x), grid, rows, with_scores)
-    branch = call(parts.layer_scales[0], branch, parts.drop_path)
-    norm = parts.norm2
-    if rows is not None:
-        stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
+    parts = _narrowed(parts, modes.dtype_for_layers(x))
+    x, y = pass_on_and_normalize(parts.norm1, x)
+    heads, scores = _attend(parts, y, grid, rows, with_scores)
+    norm, proj = parts.norm2, _End(parts.proj, parts.drops[0], parts.layer_scales[0])
+    stream = None if rows is not None else proj.with_residual(parts.drop_path, heads, x)
+    if stream is not None:
+        stream, y = pass_on_and_normalize(norm, stream)
     else:
-        stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
-    branch = _mlp_branch(parts, y, grid)
+        branch = call(proj.scale, call(proj.drop, apply_linear(proj.layer, heads)), parts.drop_path)
+        if rows is not None:
+            stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
+        else:
+            stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
+    hidden, fc2 = _activate(parts, y, grid), _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
+    if rows is None:
+        out = fc2.with_residual(parts.drop_path, hidden, stream, drops_sum=parts.drops_sum, always=True)
+        if out is not None:
+            return out, scores
+    branch = call(fc2.drop, apply_linear(fc2.layer, hidden))
     if not parts.drops_sum:
-        branch = call(parts.layer_scales[1], branch, parts.drop_path)
+        branch = call(fc2.scale, branch, parts.drop_path)
     out = stream + branch if rows is None else scatter_rows(x, rows, stream, branch)
     return call(parts.drop_path, out) if parts.drops_sum else out, scores
 
 
-def _attention_branch(
+def _narrowed(parts: BlockParts, dtype: torch.dtype | None) -> BlockParts:
+    """Returns parts with the weights of their layers in autocast's dtype, for gradients.
+
+    Autocast would start a kernel for each of them, and for each of their gradients.
+    """
+    if dtype is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return parts
+    layers: list[Any] = list(parts.layers())  # modules where they must be called
+    tensors = [each for own in layers if type(own) is Linear for each in own if each is not None]
+    tensors += [conv.weight for conv in parts.convs if isinstance(conv, ConvBatchNorm)]
+    if not all(type(each) is nn.Parameter and each.dtype == torch.float32 for each in tensors) or not tensors:
+        return parts
+    casts = dict(zip(tensors, cast_together(tensors, dtype), strict=True))
+    q, k, v, proj, fc1, fc2 = (
+        Linear(casts[own.weight], None if own.bias is None else casts[own.bias])
+        if type(own) is Linear
+        else own
+        for own in layers
+    )
+    convs = tuple(
+        conv._replace(weight=casts[conv.weight]) if isinstance(conv, ConvBatchNorm) else conv
+        for conv in parts.convs
+    )
+    return parts._replace(linears=(q, k, v), proj=proj, fc1=fc1, fc2=fc2, convs=convs)
+
+
+class _End(NamedTuple):
+    """The end of a residual branch: a linear layer, dropout and a layer scale."""
+
+    layer: Any
+    drop: Any
+    scale: Any
+
+    def with_residual(
+        self, drop_path: Any, x: Tensor, stream: Tensor, *, drops_sum: bool = False, always: bool = False
+    ) -> Tensor | None:
+        """Returns the stream plus the layer of x with stochastic depth, in one operator with gradients.
+
+        It is None where modules must be called for it, without gradients, and, unless ``always``, where no
+        image is dropped: there the sum is part of the LayerNorm.
+        """
+        layer, rate = self.layer, _drop_rate(drop_path)
+        if rate is None or self.scale is not None or (rate == 0 and not always) or not _is_idle(self.drop):
+            return None
+        if not modes.wants_gradient(x, stream) or not (type(layer) is Linear or is_plain_linear(layer)):
+            return None
+        if torch.compiler.is_compiling() or not dispatch.may_be_ours("linear_add", x.device.type):
+            return None
+        if _dtypes_differ(x, stream) or _dtypes_differ(x, layer.weight):
+            return None
+        factors = None
+        if rate > 0:
+            branch = modes.autocast_dtype(x) or x.dtype
+            dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
+            factors = _factors_of_images(drop_path, rate, x, dtype)
+        return linear_add(x, layer.weight, layer.bias, stream, scale=factors, scales_sum=drops_sum)
+
+
+def _is_idle(drop: Any) -> bool:
+    """Returns whether a dropout is none or drops nothing now, and nobody watches it."""
+    if drop is None:
+        return True
+    return type(drop) in (nn.Dropout, nn.Identity) and not is_watched(drop) and _probability(drop) == 0
+
+
+def _probability(drop: Any) -> float:
+    return drop.p if drop.training and type(drop) is nn.Dropout else 0.0
+
+
+def _drop_rate(drop_path: Any) -> float | None:
+    """Returns the rate of stochastic depth now; None if the module must be called."""
+    if drop_path is None:
+        return 0.0
+    if is_watched(drop_path):
+        return None
+    if type(drop_path) is nn.Identity:
+        return 0.0
+    known = vars(drop_path)
+    rate = known.get("drop_prob", known.get("rate"))
+    if not type(drop_path).__name__.endswith("DropPath") or not isinstance(rate, float) or rate >= 1:
+        return None
+    return rate if drop_path.training else 0.0
+
+
+def _factors_of_images(drop_path: Any, rate: float, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the factors (B,) of stochastic depth, by the random numbers for a tensor of a dtype."""
+    kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)) != 0
+    factor = 1 / (1 - rate) if getattr(drop_path, "scale_by_keep", True) else 1.0
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return kept.view(-1).to(wide).mul_(factor)
+
+
+def _attend(
     parts: BlockParts, y: Tensor, grid: tuple[int, int], rows: Tensor | None, with_scores: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention of normalized tokens and the linear layer after it; if wanted, scores of tokens."""
+    """Computes attention of normalized tokens and, if wanted, scores of tokens."""
     tokens = _tokens_of_heads(parts, y, grid)
     if rows is not None:
         tokens[0] = gather_rows(tokens[0], rows)
@@ -240,13 +363,12 @@ def _attention_branch(
     v = apply_linear(of_v, tokens[2]).unflatten(2, heads)
     dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
     position = None if parts.position_for is None else parts.position_for(grid, rows)
-    y = attention(q, k, v, scale=parts.scale, dropout_p=dropout_p, position=position).flatten(2)
-    branch = call(parts.drops[0], apply_linear(parts.proj, y))
+    heads_of_all = attention(q, k, v, scale=parts.scale, dropout_p=dropout_p, position=position).flatten(2)
     if not with_scores:
-        return branch, None
+        return heads_of_all, None
     stride = parts.pairs()[2][0].stride[0]
     settings: dict[str, Any] = {"stride": stride, "scale": parts.scale, "pool": parts.pool, "rows": rows}
-    return branch, score_tokens(q, k, grid, **settings)
+    return heads_of_all, score_tokens(q, k, grid, **settings)
 
 
 def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor]:
@@ -269,12 +391,11 @@ def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> lis
     return [y, kept, kept]
 
 
-def _mlp_branch(parts: BlockParts, y: Any, grid: tuple[int, int]) -> Tensor:
+def _activate(parts: BlockParts, y: Any, grid: tuple[int, int]) -> Tensor:
+    """Computes the hidden features of the MLP."""
     mix, approximate = parts.mix, parts.approximate
     if mix is None:
-        hidden = call(parts.drops[1], apply_linear_and_gelu(parts.fc1, y, approximate=approximate))
-    else:
-        hidden = call(parts.relu, apply_linear(parts.fc1, y))
-        hidden = depthwise_conv_gelu(hidden, grid, mix.weight, mix.bias, approximate=approximate)
-        hidden = drop(parts.drops[1], hidden)
-    return call(parts.drops[2], apply_linear(parts.fc2, hidden))
+        return call(parts.drops[1], apply_linear_and_gelu(parts.fc1, y, approximate=approximate))
+    hidden = call(parts.relu, apply_linear(parts.fc1, y))
+    hidden = depthwise_conv_gelu(hidden, grid, mix.weight, mix.bias, approximate=approximate)
+    return drop(parts.drops[1], hidden)

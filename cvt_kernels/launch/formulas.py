@@ -330,6 +330,12 @@ def _region(need: Need) -> list[Regions]:
     return [Regions(pixels=16, channels=64, rows=outputs, region_rows=rows, region_cols=32, num_warps=4)]
 
 
+def _partial(need: Need) -> list[Pixels]:
+    """Returns the configuration of sums of partial sums, by few programs that wait for their loads."""
+    many = need.rows > 512
+    return [Pixels(pixels=256 if many else 64, channels=16, num_warps=8 if many else 4)]
+
+
 # A lane of depthwise_conv_gelu has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2 of
 # 32 bits. More would save little, and the taps of 8 channels take 72 registers. The backward holds the
 # gradients of the taps beside them.
@@ -370,6 +376,14 @@ def _rows_backward(need: Need) -> list[Rows]:
     if need.sizes[0] <= 1024:
         return [Rows(elements=1024, num_warps=4, resident_programs=3)]
     return [Rows(elements=2048, num_warps=8, resident_programs=2)]
+
+
+def _linear_rows(need: Need) -> list[Rows]:
+    """Returns the configuration of a pass beside the products of a linear layer.
+
+    A thread has 16 elements under way, and a multiprocessor as many programs as its registers hold.
+    """
+    return [Rows(elements=2048, num_warps=4, resident_programs=5 if need.numbers == "single" else 8)]
 
 
 def _quantize(need: Need) -> list[Rows]:
@@ -416,6 +430,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_gelu": Kernel((Product,), _fitting(_linear_gelu)),
     "linear_add": Kernel((Product,), _fitting(_linear_add)),
     "linear_add_layer_norm": Kernel((Product,), _fitting(_linear_add_layer_norm)),
+    **{f"linear_{kernel}": Kernel((Rows,), _linear_rows) for kernel in ("ends", "starts")},
     "linear_int8": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
@@ -431,12 +446,7 @@ KERNELS: dict[str, Kernel] = {
         f"conv_projection_{kernel}": Kernel((Regions,), _region)
         for kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
     },
-    **{
-        f"conv_projection_{kernel}": Kernel(
-            (Pixels,), lambda need: [Pixels(pixels=64, channels=16, num_warps=4)]
-        )
-        for kernel in ("merge_stats", "sum_regions")
-    },
+    **{f"conv_projection_{kernel}": Kernel((Pixels,), _partial) for kernel in ("merge_stats", "sum_regions")},
     "conv_projection_update_running": Kernel(
         (Pixels,), lambda need: [Pixels(pixels=1, channels=256, num_warps=1)]
     ),

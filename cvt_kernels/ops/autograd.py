@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,38 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return checked(*args) if torch.is_grad_enabled() else backward(*args)
 
     return choose
+
+
+class _CastTogether(torch.autograd.Function):
+    """Autograd function of casts of tensors of one dtype: (dtype, *tensors)."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Casts the tensors; saves nothing."""
+        ctx.dtype = tensors[0].dtype
+        ctx.set_materialize_grads(False)
+        return tuple(_cast_all(tensors, dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Casts the gradients that there are."""
+        given = [each for each in gradients if each is not None]
+        wide = iter(_cast_all(given, ctx.dtype))
+        return None, *(None if each is None else next(wide) for each in gradients)
+
+
+def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if not tensors:
+        return []
+    made = [torch.empty_like(each, dtype=dtype) for each in tensors]
+    torch._foreach_copy_(made, list(tensors))
+    return made
+
+
+def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Casts tensors of one dtype, and in the backward their gradients, by one launch for all on a GPU."""
+    return _CastTogether.apply(dtype, *tensors)
 
 
 def count_change(written: Tensor) -> None:

@@ -9,6 +9,9 @@ kernels directly.
 
 from __future__ import annotations
 
+import collections
+import functools
+import inspect
 import linecache
 import types
 from collections.abc import Callable
@@ -19,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import launching
+from .. import backends, launching
 from ..backends import Record, prepared_by
 
 _Function = TypeVar("_Function", bound=Callable[[Record], Any])
+_Part = TypeVar("_Part", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -34,6 +38,43 @@ _ALLOCATIONS = {
 def planned(function: _Function) -> _Function:
     """Marks a backend's function: its launches are planned after the first call of a key."""
     return prepared_by(lambda call: plan(function, call))(function)
+
+
+def planned_part(function: _Part) -> _Part:
+    """Plans the launches of a part of an operator, such as of its backward, after the first call of a key.
+
+    The function takes tensors, sequences of them, None and hashable settings, by position. It only allocates,
+    casts and launches. Its results may be views of what it allocates, None, and sequences of these, but no
+    arguments.
+    """
+    record: Any = collections.namedtuple(function.__name__, inspect.signature(function).parameters)  # type: ignore[misc]
+
+    def of_record(call: Record) -> Any:
+        return function(*call)
+
+    @functools.wraps(function)
+    def call(*values: Any) -> Any:
+        if launching.is_taken():
+            return function(*values)
+        table, first = backends.plans, values[0]
+        tf32 = first.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
+        key = function, first.get_device(), tf32, *map(_fact, values)
+        known = table.get(key)
+        if known is not None:
+            return known(*values)
+        out = function(*values)
+        backends.keep_plan(table, key, plan(of_record, record(*values)) or function)
+        return out
+
+    return call  # type: ignore[return-value]
+
+
+def _fact(value: Any) -> Any:
+    """Returns the part of a key for an argument of a part."""
+    kind = value.__class__
+    if kind is Tensor or kind is nn.Parameter:
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_fact, value)) if kind is tuple or kind is list else value
 
 
 class _Noted(TorchDispatchMode):
@@ -119,8 +160,11 @@ class _Writer:
 
     def plan(self, launches: list[launching.Launch], out: Any) -> Callable[..., Any]:
         """Returns the plan: a function of the values of a call's record."""
-        results = self._results(out)  # first, since results have shapes of their own
+        for each in pytree.tree_leaves(out):  # first, since results have shapes of their own
+            if isinstance(each, Tensor) and _is_whole(each):
+                self._source(each)
         starts = [self._start(i, launch) for i, launch in enumerate(launches)]
+        results = self._results(out)
         names = ", ".join(self._record._fields)
         pointers = [f"{pointer} = {each}.data_ptr()" for each, pointer in self._pointers.items()]
         lines = [
@@ -218,21 +262,43 @@ class _Writer:
 
     def _results(self, out: Any) -> list[str]:
         """Returns the last lines of the function."""
-        if not isinstance(out, tuple):
-            return [*self._changes(out), f"return {self._source(out)}"]
-        sources = ", ".join(map(self._source, out))
-        changes = [line for each in out for line in self._changes(each)]
+        changes = [line for each in pytree.tree_leaves(out) for line in self._changes(each)]
+        return [*changes, f"return {self._result(out)}"]
+
+    def _result(self, out: Any) -> str:
+        """Returns the expression of a result, or of several."""
+        if out is None:
+            return "None"
+        if isinstance(out, Tensor):
+            return self._source(out) if _is_whole(out) else self._view(out)
+        results = ", ".join(map(self._result, out))
         if hasattr(out, "_fields"):
             self._scope["_results"] = type(out)
-            return [*changes, f"return _results({sources})"]
-        return [*changes, f"return {sources},"]
+            return f"_results({results})"
+        return f"[{results}]" if isinstance(out, list) else f"({results},)"
 
-    def _changes(self, result: Tensor) -> list[str]:
+    def _view(self, result: Tensor) -> str:
+        """Returns the expression of a view of a new tensor."""
+        base = self._sources.get(_storage(result))
+        if base is None or base.expression in self._of_call or base.like.dtype != result.dtype:
+            raise _CannotBePlannedError
+        layout = tuple(result.shape), result.stride(), result.storage_offset()
+        return f"{base.expression}.as_strided({', '.join(map(str, layout))})"
+
+    def _changes(self, result: Tensor | None) -> list[str]:
         """Returns the lines that bump the version counter of an argument written in place."""
+        if result is None or not _is_whole(result):
+            return []
         source = self._source(result)
         if source not in self._of_call:
             return []
         return [f"if not {source}.is_inference():", f"    _changed({source})"]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Returns whether a tensor is all that its storage holds, or may be written in place."""
+    begins = tensor.data_ptr() == _storage(tensor)
+    return begins and (not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes)
 
 
 def _descriptor(like: Any, base: Tensor | None) -> Any:

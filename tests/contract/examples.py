@@ -60,6 +60,7 @@ def _of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
     return examples
 
 
+_SCALED = _ROWS | {"outputs": 33, "scaled": True}
 _GELUS = ("approximate=tanh", "approximate=quick")
 
 #: The settings of the examples of each operator (``tests/fuzz/operators.py``), by name. The names that all
@@ -91,13 +92,15 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
                      "key_width": 2, "stride": 2, "class_token": True, "heads": 2, "channels": 16},
     },
     "layer_norm": _of_rows("bare=True", "shifted=True", "result=bfloat16"),
-    "add_layer_norm": _of_rows("bare=True", "result=bfloat16"),
+    "add_layer_norm": _of_rows("bare=True", "result=bfloat16", "added=False"),
     "gelu": _of_rows(*_GELUS),
     "bias_gelu": _of_rows(*_GELUS),
     "layer_norm_gelu": _of_rows("bare=True", *_GELUS),
     "linear": _of_rows("bare=True", outputs=33),
     "linear_gelu": _of_rows("bare=True", *_GELUS, outputs=33),
-    "linear_add": _of_rows("bare=True", "inplace=True", outputs=33),
+    "linear_add": _of_rows("bare=True", "inplace=True", outputs=33) | {
+        "scaled": _SCALED, "scaled sum": _SCALED | {"scales_sum": True},
+    },
     "linear_add_layer_norm": _of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
     "layer_norm_mlp": _of_rows("bare=True", "shifted=True", *_GELUS, outputs=33),
     "conv_linear": {
@@ -185,7 +188,6 @@ WITHOUT_GRADIENTS = frozenset({
     ("conv_linear", "triton"),
     ("layer_norm_mlp", "triton"),
     ("linear", "float32"),
-    ("linear_add", "triton"),
     ("linear_add_layer_norm", "triton"),
     ("segmentation_head", "cpu"),
     ("transformer_block", "cpu"),

@@ -241,7 +241,9 @@ def test_the_kernels_do_the_work(operator, backend):
         ours = [name for name in called if name.startswith("cvt_kernels.")]
         found.append(len(ours) + len(started))
         # The extension's operators are C++, which PyTorch dispatches to its kernels for the tensors' device.
-        assert started if backend == "triton" else ours
+        found_ours = started if backend == "triton" else ours
+        # A linear layer has kernels for its backward only.
+        assert found_ours or (len(found) == 1 and (operator, backend) == ("linear", "triton"))
     forward, both = found
     assert (both > forward) == made.call.gradient
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, declaration, machine
+from cvt_kernels import backends, machine
 from cvt_kernels.declaration import facts_of
 from cvt_kernels.machine import why_extension_unavailable
 from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
@@ -147,7 +147,7 @@ def test_plans_keep_no_tensors(first):
 
 
 def test_plans_are_bounded(first, monkeypatch):
-    monkeypatch.setattr(declaration, "_MOST_PLANS", 5)
+    monkeypatch.setattr(backends, "MOST_PLANS", 5)
     for size in range(1, 20):
         ck.gelu(torch.randn(size))
     assert len(backends.plans) <= 5

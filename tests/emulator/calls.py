@@ -59,6 +59,9 @@ def _of_cvt_13() -> dict[str, Call]:
             f"stage {stage}: projection": _call(_project_only, grid, channels, BFLOAT16, 1, 0),
             f"stage {stage}: linear_gelu": _call(tests.linear_gelu, tokens, channels, hidden, **settings),
             f"stage {stage}: linear_add": _call(tests.linear_add, tokens, hidden, channels, **settings),
+            f"stage {stage}: end of a branch": _call(
+                tests.train_linear_add, tokens, 8, channels, BFLOAT16, batch=1, scales_sum=True
+            ),
         }
     mlp = {"stage 1: layer_norm_mlp": _call(tests.mlp, 3136, 64, 256, BFLOAT16)}
     embedding = {"stage 1: embedding": _call(tests.embed, (3, 64), 7, 4, (224, 224), dtype=BFLOAT16)}
@@ -88,6 +91,10 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
             f"{name}: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, dtype=dtype),
             f"{name}: linear_add": _call(tests.linear_add, 150, 264, 136, dtype=dtype),
+            f"{name}: linear, training": _call(tests.train_linear, 2099, 8, 136, dtype=dtype),
+            f"{name}: linear_add, training": _call(
+                tests.train_linear_add, 150, 24, 136, dtype, batch=3, scales_sum=True
+            ),
             f"{name}: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 150, 264, 192, dtype),
             f"{name}: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, dtype),
             f"{name}: int8 layer": _call(tests.linear_int8, 150, 272, 136, dtype),
@@ -156,6 +163,7 @@ _ONES = {
     "ones: depthwise_conv_gelu": _call(tests.convolve_and_activate, (1, 1), 1),
     "ones: linear_gelu": _call(tests.linear_gelu, 1, 1, 1),
     "ones: linear_add": _call(tests.linear_add, 1, 1, 1),
+    "ones: linear_add, training": _call(tests.train_linear_add, 1, 1, 1, BFLOAT16, batch=1),
     "ones: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 1, 1, 1),
     "ones: layer_norm_mlp": _call(tests.mlp, 1, 1, 1),
     "ones: int8 layer": _call(tests.linear_int8, 1, 1, 1),

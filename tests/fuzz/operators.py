@@ -346,7 +346,7 @@ def _layer_norm(m: Any) -> Any:
 
 
 def _add_layer_norm(m: Any) -> Any:
-    x, residual = (m.activation(*_shape(m)) for _ in range(2))
+    x, residual = m.activation(*_shape(m)), m.activation(*_shape(m)) if m.added else None
     return (x, residual, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": _out_dtype(m)}
 
 
@@ -372,11 +372,16 @@ def _linear_gelu(m: Any) -> Any:
 
 def _linear_add(m: Any) -> Any:
     args = _linear(m)[0]
-    return (*args, m.activation(*_shape(m)[:-1], m.outputs)), {"inplace": m.inplace}
+    residual, settings = m.activation(*_shape(m)[:-1], m.outputs), {"inplace": m.inplace}
+    if m.scaled and not m.inplace and residual.ndim > 1:
+        scale = torch.rand(residual.shape[0], generator=m._generator, dtype=torch.float32)
+        settings |= {"scale": scale, "scales_sum": m.scales_sum}
+    return (*args, residual), settings
 
 
 def _linear_add_layer_norm(m: Any) -> Any:
-    args, settings = _linear_add(m)
+    args = _linear(m)[0]
+    args, settings = (*args, m.activation(*_shape(m)[:-1], m.outputs)), {"inplace": m.inplace}
     shift = m.parameter(m.outputs) if m.shifted else None
     return (*args, *m.norm(m.outputs)[:2]), {"eps": m.eps, "shift": shift, **settings}
 
@@ -555,13 +560,15 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "class_token": _BOTH, **_ABSENT,
     },
     "layer_norm": _COMMON | _LEADING | _NORM | _SHIFTED | _RESULT,
-    "add_layer_norm": _COMMON | _LEADING | _NORM | _RESULT,
+    "add_layer_norm": _COMMON | _LEADING | _NORM | _RESULT | {"added": (True, False)},
     "gelu": _COMMON | _LEADING | _APPROXIMATE,
     "bias_gelu": _COMMON | _LEADING | _APPROXIMATE,
     "layer_norm_gelu": _COMMON | _LEADING | _NORM | _APPROXIMATE,
     "linear": _COMMON | _LEADING | _OUTPUTS | {"bare": _BOTH},
     "linear_gelu": _COMMON | _LEADING | _OUTPUTS | {"bare": _BOTH} | _APPROXIMATE,
-    "linear_add": _COMMON | _LEADING | _OUTPUTS | {"bare": _BOTH} | _INPLACE,
+    "linear_add": _COMMON | _LEADING | _OUTPUTS | _INPLACE | {
+        "bare": _BOTH, "scaled": _BOTH, "scales_sum": _BOTH,
+    },
     "linear_add_layer_norm": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _INPLACE,
     "layer_norm_mlp": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _APPROXIMATE,
     "conv_linear": _COMMON | _PROJECTION | _OUTPUTS,

@@ -260,14 +260,31 @@ def layer_norm_mlp_launches(step: _Step) -> None:
 def linear_gelu_launches(step: _Step) -> None:
     """Runs a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
     x, weight, bias, _ = step.linear(1, 4)
-    step.call("linear_gelu", x, weight, bias, approximate="quick", backward=False)  # has no Triton kernel
+    step.call("linear_gelu", x, weight, bias, approximate="quick")
 
 
 @_operator
 def linear_add_launches(step: _Step) -> None:
-    """Runs a CvT block's layers that end its residual branches, attention's and the MLP's."""
-    for width in (1, 4):
-        step.call("linear_add", *step.linear(width, 1))
+    """Runs a CvT block's layers that end its residual branches, attention's and the MLP's.
+
+    Training is beside a stream of float32, as under autocast, with stochastic depth and without.
+    """
+    if not step.training:
+        for width in (1, 4):
+            step.call("linear_add", *step.linear(width, 1))
+        return
+    x, weight, bias, residual = step.linear(1, 1)
+    stream = step.tensor(*residual.shape, dtype=torch.float32)
+    factors = torch.empty(step.batch, dtype=torch.float32, device=step.device)
+    as_images = [each.unflatten(0, (step.batch, -1)) for each in (x, stream)]
+    for scale, scales_sum in ((None, False), (factors, False), (factors, True)):
+        step.call("linear_add", as_images[0], weight, bias, as_images[1], scale=scale, scales_sum=scales_sum)
+
+
+@_operator
+def linear_launches(step: _Step) -> None:
+    """Runs a CvT block's layers of queries, keys and values, which have kernels in training only."""
+    step.call("linear", *step.linear(1, 1)[:3])
 
 
 @_operator

@@ -53,6 +53,7 @@ def _kind(call: Record) -> str:
     if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU it is the dtype of x by default
         words += f", to {checks.dtype_name(dtype)}"
     words += "" if given.get("shift") is None else ", shifted"
+    words += ", of no sum" if "residual" in given and call.residual is None else ""
     return words + ("" if x.is_contiguous() else ", strided")
 
 
@@ -127,9 +128,10 @@ def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def _check_add_layer_norm(call: Any) -> None:
     check_layer_norm(call.x, call.weight, call.bias, call.eps)
-    checks.check_float_tensor("residual", call.residual, "of the shape of x")
-    checks.check_shape("residual", call.residual, tuple(call.x.shape), "as x")
-    checks.check_like("residual", call.residual, "x", call.x)
+    if call.residual is not None:
+        checks.check_float_tensor("residual", call.residual, "of the shape of x")
+        checks.check_shape("residual", call.residual, tuple(call.x.shape), "as x")
+        checks.check_like("residual", call.residual, "x", call.x)
     if call.dtype is not None:
         checks.check_float_dtype("dtype", call.dtype)
 
@@ -137,7 +139,7 @@ def _check_add_layer_norm(call: Any) -> None:
 @operator(check=_check_add_layer_norm, **_OF_NORMS)
 def add_layer_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
@@ -148,7 +150,8 @@ def add_layer_norm(
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
-        residual: The shape and dtype of ``x``.
+        residual: The shape and dtype of ``x``; None for h = x. The backward then adds the gradients of both
+            results in its kernel, where two uses of ``x`` would take another pass.
         weight: ``(C,)``, or None for 1.
         bias: ``(C,)``, or None for 0.
         eps: Added to the (biased) variance.
@@ -162,7 +165,7 @@ def add_layer_norm(
         ValueError: A wrong shape or device, or ``eps`` not positive.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    h = x + residual
+    h = x if residual is None else x + residual
     return h, reference.layer_norm(h, weight, bias, eps=eps, dtype=dtype)
 
 

@@ -82,6 +82,28 @@ class _AddLayerNorm(torch.autograd.Function):
         return dbranch, dx, dweight, dbias, None, None
 
 
+class _StreamLayerNorm(torch.autograd.Function):
+    """Autograd function of a LayerNorm that passes its rows on, whose other gradient the kernel then adds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, "identity", dtype)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.activation = "identity"
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return dh, None, None, None, None
+        dx, _, dweight, dbias = _gradients(ctx, dout, dh)
+        return dx, dweight, dbias, None, None
+
+
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
@@ -222,7 +244,7 @@ def layer_norm_gelu(call: Record) -> Tensor:
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype, shift: Any = None
 ) -> Tensor:
-    if dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64):
+    if _writes(x, dtype):
         return _call_layer_norm(x, weight, bias, eps, "identity", dtype, shift)
     return _call_layer_norm(x, weight, bias, eps, "identity", x.dtype, shift).to(dtype)
 
@@ -243,6 +265,8 @@ def _call_layer_norm(
 
 def _prepare_add_layer_norm(call: Record) -> Callable[..., tuple[Tensor, Tensor]] | None:
     eps, dtype = call.eps, call.x.dtype
+    if call.residual is None:
+        return None
     result = _result_dtype(call.x.device, dtype, call.dtype)
     if not dtype == call.residual.dtype == result:
         return None
@@ -254,6 +278,8 @@ def _prepare_add_layer_norm(call: Record) -> Callable[..., tuple[Tensor, Tensor]
 def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.add_layer_norm``."""
     x, residual, weight, bias, eps, dtype = call
+    if residual is None:
+        return _pass_on_and_normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
     stream = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
     result = _result_dtype(x.device, stream, dtype)
     if not _reads_as_they_are(x, residual, result):
@@ -264,6 +290,19 @@ def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     if modes.wants_gradient(x, residual, weight, bias):
         return _AddLayerNorm.apply(x, residual, weight, bias, eps, result)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps, result)
+
+
+def _pass_on_and_normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if modes.wants_gradient(x, weight, bias) and _writes(x, dtype):
+        return _StreamLayerNorm.apply(x, weight, bias, eps, dtype)
+    return x, _normalize(x, weight, bias, eps, dtype)
+
+
+def _writes(x: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether a kernel of LayerNorm writes a dtype for rows like x."""
+    return dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64)
 
 
 def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool:

@@ -8,6 +8,8 @@ of these three is a backend of the operator:
   than MKL on AMD CPUs with AVX-512.
 - ``float32``: 16 bits converted to float32 and back, for CPUs without 16-bit products.
 
+On a GPU, ``triton`` serves calls whose bias needs a gradient: the products are PyTorch's there too.
+
 :func:`linear_gelu`, :func:`linear_add` and :func:`linear_add_layer_norm` have fused kernels on a GPU.
 Elsewhere, and where the cache entry says so, they run the separate operators one after the other.
 """
@@ -60,6 +62,11 @@ def _plain_linear(call: Record) -> Tensor:
         raise
 
 
+def _kind_of_linear(call: Record) -> str:
+    words = _kind(call)
+    return words + (", a bias in training" if call.x.is_cuda and modes.wants_gradient(call.bias) else "")
+
+
 def _kind(call: Record) -> str:
     outputs, inputs = call.weight.shape
     return f"{size_class(rows_of(call.x.shape))} rows, {inputs} to {outputs} channels"
@@ -71,6 +78,8 @@ def _kind_of_fused(call: Record) -> str:
     words += _kind(call)
     words += ", without bias" if call.bias is None else ""
     words += ", in place" if given.get("inplace") else ""
+    words += "" if given.get("scale") is None else ", scaled by image"
+    words += ", with the sum" if given.get("scales_sum") else ""
     return words + ("" if call.x.is_contiguous() else ", strided")
 
 
@@ -79,7 +88,7 @@ def _sample(factor: int, call: Record) -> Record:
     if x.ndim < 2:
         return call._replace(residual=call.residual.clone()) if getattr(call, "inplace", False) else call
     images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
-    fields = [name for name in ("x", "residual") if name in call._fields]
+    fields = [name for name in ("x", "residual", "scale") if name in call._fields]
     copied = "residual" if getattr(call, "inplace", False) else None
     return first_images(call, images, *fields, copied=copied)
 
@@ -92,8 +101,9 @@ def _sample(factor: int, call: Record) -> Record:
         "float32": Implementation(
             primitives.by_float32, ("cpu",), why_unsupported=primitives.why_float32_unsupported
         ),
+        "triton": triton_kernels("why_linear_unsupported", is_partial=True),
     },
-    kind=_kind,
+    kind=_kind_of_linear,
     sample=_sample,
     check=_check_plain,
     instead=_without_choice,
@@ -102,7 +112,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
     On a CPU it uses the fastest of PyTorch's primitives, by autotuning; results may differ from ``F.linear``
-    in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``.
+    in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``; on a GPU, the gradient of the
+    bias has a kernel.
 
     Args:
         x: ``(..., inputs)``.
@@ -122,10 +133,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # Tensor subclasses implement F.linear themselves, and wrong arguments are left to F.linear's errors.
-    if type(x) is not Tensor or x.is_cuda or not checks.is_dense(x) or x.ndim == 0:
+    if type(x) is not Tensor or not checks.is_dense(x) or x.ndim == 0:
+        return False
+    if x.is_cuda and not (modes.wants_gradient(bias) and dispatch.may_be_ours("linear", "cuda")):
         return False
     dtype, device, layout = x.dtype, x.device, x.layout
-    if type(weight) not in _PLAIN or weight.dtype != dtype or weight.layout is not layout or weight.ndim != 2:
+    if type(weight) not in _PLAIN or weight.layout is not layout or weight.ndim != 2:
+        return False
+    if weight.dtype != dtype and not (x.is_cuda and modes.autocast_enabled(x)):
+        return False
+    if torch.float64 in (dtype, weight.dtype) and weight.dtype != dtype:  # which autocast leaves
         return False
     if weight.device != device or weight.is_nested or weight.shape[1] != x.shape[-1]:
         return False
@@ -133,7 +150,7 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if bias is None:
         return True
-    if type(bias) not in _PLAIN or bias.dtype != dtype or bias.layout is not layout or bias.is_nested:
+    if type(bias) not in _PLAIN or bias.dtype != weight.dtype or bias.layout is not layout or bias.is_nested:
         return False
     return bias.device == device and bias.shape == weight.shape[:1]
 
@@ -178,7 +195,9 @@ def _bias_gelu_of_linear(call: Record) -> Tensor:
 
 
 def _compose_add(call: Record) -> Tensor:
-    x, weight, bias, residual, inplace = call
+    x, weight, bias, residual, inplace, scale, scales_sum = call
+    if scale is not None:
+        return _scaled_sum(linear(x, weight, bias), residual, scale, scales_sum)
     if not inplace:
         return residual + linear(x, weight, bias)
     differ = residual.dtype != x.dtype or weight.dtype != x.dtype
@@ -187,6 +206,13 @@ def _compose_add(call: Record) -> Tensor:
     rows = residual.view(-1, residual.shape[-1])
     rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())  # the sum is part of the product
     return residual
+
+
+def _scaled_sum(branch: Tensor, residual: Tensor, scale: Tensor, scales_sum: bool) -> Tensor:
+    """Returns the sum with the factors of images, in the dtype of a sum without them."""
+    factors = scale.view(-1, *(1,) * (residual.ndim - 1))
+    out = (residual + branch) * factors if scales_sum else residual + branch * factors
+    return out.to(torch.promote_types(residual.dtype, branch.dtype))
 
 
 def _compose_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
@@ -255,20 +281,45 @@ def _check_linear_add(call: Any) -> None:
         check_inplace("residual", residual, x, weight, bias, residual)
 
 
+def _check_scaled_sum(call: Any) -> None:
+    _check_linear_add(call)
+    checks.check_flag("scales_sum", call.scales_sum)
+    scale = call.scale
+    if scale is None:
+        return
+    if call.x.ndim < 2:
+        raise ValueError("scale: got factors of images for a single row, expected None")
+    checks.check_tensor_like("scale", scale, call.x.shape[:1], "(images,)", call.x, (torch.float32,))
+    if scale.requires_grad:
+        raise ValueError("scale: requires a gradient, expected a constant")
+    if call.inplace:
+        raise ValueError("scale: got factors of images with inplace=True, expected None")
+
+
 @operator(
     backends={
         "gluon": gluon_kernels(),
         "triton": triton_kernels(),
         "composed": Implementation(_compose_add, ("cuda",)),
     },
-    check=_check_linear_add,
+    check=_check_scaled_sum,
     instead=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
     **_OF_FUSED,
 )
 def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, inplace: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    inplace: bool = False,
+    scale: Tensor | None = None,
+    scales_sum: bool = False,
 ) -> Tensor:
     """Computes residual + x · weightᵀ + bias, a linear layer that ends a residual branch.
+
+    With ``scale``, whose numbers are 0 or 1 / (1 − p) for stochastic depth (Huang et al. 2016), the branch of
+    each image is multiplied by its factor, or the whole sum.
 
     Args:
         x: ``(..., inputs)``; float16, bfloat16, float32 or float64.
@@ -276,17 +327,22 @@ def linear_add(
         bias: ``(outputs,)``, or None for 0.
         residual: ``(..., outputs)``, of the dtype of ``x``.
         inplace: Whether the result overwrites ``residual``. Autograd does not track it.
+        scale: ``(B,)``, a factor of each image, that is, of all with the same first index; float32 or of the
+            dtype of ``x``, without a gradient. None for 1.
+        scales_sum: Whether ``scale`` is a factor of the residual too.
 
     Returns:
         ``(..., outputs)``; ``residual`` itself if ``inplace``.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, or ``inplace`` where a gradient is required or ``residual`` is
-            not contiguous.
+        ValueError: A wrong shape or device, ``inplace`` where a gradient is required, ``scale`` is given or
+            ``residual`` is not contiguous, or a ``scale`` that requires a gradient.
         BackendUnavailable: The requested backend cannot serve the call.
     """
     product = F.linear(x, weight, bias)
+    if scale is not None:
+        return _scaled_sum(product, residual, scale, scales_sum)
     return residual.add_(product) if inplace else residual + product
 
 

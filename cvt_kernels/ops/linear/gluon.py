@@ -505,6 +505,8 @@ def why_unsupported(call: Record) -> str | None:
     reason = why_not_multiplied(x, weight)
     if reason is not None:
         return reason
+    if call._asdict().get("scale") is not None:
+        return "takes no factors of images"
     dtype = modes.autocast_dtype(x) or x.dtype
     if residual is not None and sum_dtype(x, residual) != dtype:
         return f"the sum is {str(sum_dtype(x, residual)).removeprefix('torch.')}"
@@ -578,7 +580,7 @@ def linear_gelu(call: Record) -> Tensor:
 @planned
 def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
-    x, weight, bias, residual, inplace = call
+    x, weight, bias, residual, inplace, *_ = call
     operands = matrices(x, weight, bias)
     rows = residual.contiguous().view(operands[0].shape[0], -1)
     compiling = torch.compiler.is_compiling()

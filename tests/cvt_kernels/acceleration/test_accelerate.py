@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt.factory import randomize
-from cvt_kernels import backends
+from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import matching
 from cvt_kernels.autotune import tuner
+from cvt_kernels.ops import autograd
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_all_calls, record_calls
 from tests.conftest import DATA
@@ -49,7 +50,7 @@ every_model = pytest.mark.parametrize("make", [*UPSTREAMS, *PYRAMIDS])
 #: The operators of one block, in the order in which they are called.
 BLOCK = [
     *["layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"],
-    *["add_layer_norm", "linear_gelu", "linear"],
+    *["add_layer_norm", "linear_gelu", "linear_add"],
 ]
 
 
@@ -176,12 +177,34 @@ def test_partly_frozen_batch_norm(make):
 
 
 @every_upstream
+def test_weights_of_a_block_are_cast_together(make, monkeypatch):
+    """On a GPU; here the dtype of autocast is taken for that of the layers, too."""
+    own, fused = pair(make, "train")
+    calls, cast = [], autograd._cast_all
+    monkeypatch.setattr(autograd, "_cast_all", lambda *args: calls.append(len(args[0])) or cast(*args))
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
+    gradients = []
+    for model in (own, fused):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits(model(images())).float().square().mean().backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    blocks = 6 if make is huggingface else 4
+    # Six layers with their biases and three convolutions, in the forward and in the backward.
+    assert calls == 2 * blocks * [15]
+    for name, expected in gradients[0].items():
+        assert gradients[1][name].dtype == torch.float32
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05)
+
+
+@every_upstream
 def test_every_block_calls_the_operators(make):
     _, fused = pair(make)
     called = record_all_calls()
     fused(images())
     depths = (1, 2, 3) if make is huggingface else (1, 1, 2)  # blocks of each stage
-    assert called == [operator for depth in depths for operator in ["layer_norm", *depth * BLOCK]]
+    # A LayerNorm of PyTorch's passes the stream on, so that its backward adds up both gradients.
+    block = ["add_layer_norm", *BLOCK[1:]] if make is huggingface else BLOCK
+    assert called == [operator for depth in depths for operator in ["layer_norm", *depth * block]]
     called.clear()
     ck.restore(fused)(images())
     assert called == []

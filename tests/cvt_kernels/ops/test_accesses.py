@@ -204,6 +204,23 @@ def linear_add(*sizes, dtype=FLOAT32, inplace=False):
     return ck.linear_add(*layer(*sizes, dtype), inplace=inplace)
 
 
+def train_linear(*sizes, dtype=FLOAT32):
+    x, weight, bias, _ = layer(*sizes, dtype, grad=True)
+    return gradients(ck.linear(x, weight, bias), x, weight, bias)
+
+
+def train_linear_add(rows, inputs, outputs, dtype=FLOAT32, stream=FLOAT32, *, batch=0, scales_sum=False):
+    """Ends a branch of ``dtype`` beside a stream of another one, in a ``batch`` with factors of images."""
+    x, weight, bias, _ = layer(rows, inputs, outputs, dtype, grad=True)
+    residual = randn(rows, outputs, dtype=stream, grad=True)
+    scale, shape = (torch.rand(batch), (batch, rows // batch, -1)) if batch else (None, (rows, -1))
+    with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype, enabled=stream != dtype):
+        out = ck.linear_add(
+            x.view(shape), weight, bias, residual.view(shape), scale=scale, scales_sum=scales_sum
+        )
+    return gradients(out, x, weight, bias, residual)
+
+
 def linear_add_layer_norm(rows, inputs, outputs, dtype=FLOAT32, inplace=False):
     tensors = layer(rows, inputs, outputs, dtype)
     gamma, beta, shift = (randn(outputs, dtype=dtype) for _ in range(3))
@@ -233,10 +250,20 @@ def linear_int8(rows, inputs, outputs, dtype=FLOAT32, number=torch.int8, residua
 
 
 FLOAT8 = torch.float8_e4m3fn
+OF_BIAS = "linear_starts sum_regions"
 LINEAR = {
-    "GELU": Case(lambda: linear_gelu(131, 5, 67), "linear_gelu"),
-    "GELU by descriptors": Case(lambda: linear_gelu(259, 72, 264, dtype=FLOAT16), "linear_gelu"),
-    "GELU of half a tile": Case(lambda: linear_gelu(5, 20, 384, dtype=FLOAT16), "linear_gelu"),
+    "GELU": Case(lambda: linear_gelu(131, 5, 67), f"linear_gelu {OF_BIAS}"),
+    "GELU by descriptors": Case(lambda: linear_gelu(259, 72, 264, dtype=FLOAT16), f"linear_gelu {OF_BIAS}"),
+    "GELU of half a tile": Case(lambda: linear_gelu(5, 20, 384, dtype=FLOAT16), f"linear_gelu {OF_BIAS}"),
+    "gradient of a bias": Case(lambda: train_linear(131, 5, 67), OF_BIAS),
+    "gradient of a bias, many rows": Case(lambda: train_linear(2099, 3, 192, dtype=FLOAT16), OF_BIAS),
+    "end of a branch": Case(lambda: train_linear_add(131, 5, 67), f"linear_ends {OF_BIAS}"),
+    "end of a branch of 16 bits": Case(
+        lambda: train_linear_add(262, 24, 192, BFLOAT16, batch=2), f"linear_ends {OF_BIAS}"
+    ),
+    "scaled sum": Case(
+        lambda: train_linear_add(201, 5, 67, BFLOAT16, batch=3, scales_sum=True), f"linear_ends {OF_BIAS}"
+    ),
     "sum of two thirds of a tile": Case(lambda: linear_add(5, 24, 1024, dtype=FLOAT16), "linear_add"),
     "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
     "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", launching.Chip(80, 2)),
@@ -359,6 +386,7 @@ DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
     lambda n: mlp(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
     lambda n: linear_add_layer_norm(n(SIZES), n(SIZES), n(SIZES), n(DTYPES), n([False, True])),
     lambda n: linear_gelu(n(SIZES), n(SIZES), n(SIZES), dtype=n(DTYPES)),
+    lambda n: train_linear_add(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
     lambda n: linear_int8(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
     lambda n: scatter(n([1, 3]), 67, n(SIZES), n(SIZES), n(DTYPES)),
 ]
@@ -383,6 +411,8 @@ NOT_COUNTED = {
     "depthwise_conv_gelu": "w bias",
     "gather_add_layer_norm": "gamma beta",
     "gelu_quantize": "bias",
+    "linear_ends": "bias scale",
+    "linear_starts": "scale",
     "layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift",
     "layer_norm_quantize": "gamma beta shift",
 }

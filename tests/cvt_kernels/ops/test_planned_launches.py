@@ -10,12 +10,13 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching
+from tests.checks import precision_of
 from tests.contract.examples import served, tensors_of
 
 pytest.importorskip("triton")
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cvt_kernels.ops.planned_launches import planned
+from cvt_kernels.ops.planned_launches import planned, planned_part
 
 TRITON = [name for name, known in backends.implementations.items() if "triton" in known]
 Call = collections.namedtuple("Call", ["x", "parts", "scale"])
@@ -235,3 +236,56 @@ def test_every_operator_of_triton_kernels_is_planned(operator, starts):
             assert (ours.dtype, ours.stride()) == (same.dtype, same.stride())
             assert torch.equal(ours, same)
     assert starts == [True, True]
+
+
+# Parts of operators ---------------------------------------------------------------------------------------
+
+
+def test_a_part_is_planned_for_each_key(kernel):
+    """Its results may be views of what it allocates, None, and lists of these."""
+
+    @planned_part
+    def part(x, parts, scale, dtype):
+        out = torch.empty(2, 3, dtype=dtype)
+        launch(kernel, x, parts, out)
+        first, second = out.unbind()
+        return [first.view(3, 1), second], None, torch.empty_like(x)
+
+    calls = [make_call() for _ in range(3)]
+    results = [part(call.x, call.parts, 0.5, torch.float32) for call in calls]
+    assert (len(kernel.bound), len(kernel.direct)) == (2, 1)  # as it is, compiled, and by pointers
+    assert kernel.direct[0][0] == calls[2].x.data_ptr()
+    for views, nothing, other in results:
+        assert (views[0].shape, views[1].shape, nothing, other.shape) == ((3, 1), (3,), None, (16,))
+        assert views[1].data_ptr() == views[0].data_ptr() + 12
+        assert views[0].data_ptr() != results[0][0][0].data_ptr() or views is results[0][0]
+    part(calls[0].x, calls[0].parts, 0.5, torch.float16)  # another setting
+    part(torch.zeros(16)[::2], calls[0].parts, 0.5, torch.float32)  # another layout
+    with precision_of(torch.backends.cuda.matmul, "tf32"):
+        part(calls[0].x, calls[0].parts, 0.5, torch.float32)
+    assert (len(kernel.bound), len(kernel.direct)) == (5, 1)
+
+
+def test_a_part_that_computes_has_no_plan(kernel):
+    @planned_part
+    def part(x):
+        launch(kernel, x, (x, x), x)
+        return x + 1
+
+    for _ in range(3):
+        assert torch.equal(part(torch.ones(16)), torch.full((16,), 2.0))
+    assert (len(kernel.bound), len(kernel.direct)) == (3, 0)
+
+
+def test_launches_of_a_part_are_recorded(kernel):
+    @planned_part
+    def part(x):
+        launch(kernel, x, (x, x), x)
+
+    part(torch.zeros(16))
+    with launching.recorded_launches(launching.Chip(90, 2)) as launches:
+        part(torch.zeros(16))
+    assert len(launches) == 1
+    backends.forget()  # as after another launch configuration
+    part(torch.zeros(16))
+    assert (len(kernel.bound), len(kernel.direct)) == (2, 0)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .... import modes
 from ....backends import Record
 from ....records import PositionBias
-from ...planned_launches import planned
+from ...autograd import once_differentiable
+from ...planned_launches import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .. import why_scale_too_small
 from .backward import attention_backward
@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
         table: Tensor | None, rows: Tensor | None, places: list[int] | None, scale: float,
     ) -> Tensor:  # fmt: skip
         """Saves the inputs, the output and ``stats``."""
-        out, stats = attention_forward(q, k, v, bias, scale, position=_position_of(table, rows, places))
+        out, stats = _forward(q, k, v, bias, table, rows, places, scale)
         ctx.save_for_backward(q, k, v, bias, out, stats, table, rows)
         ctx.places, ctx.scale = places, scale
         return out
@@ -63,11 +63,29 @@ class _Attention(torch.autograd.Function):
         """Computes the gradients that are needed; dk and dv come together."""
         _, need_k, need_v, need_bias, need_table, *_ = ctx.needs_input_grad
         q, k, v, bias, out, stats, table, rows = ctx.saved_tensors
-        gradients = attention_backward(
-            q, k, v, bias, out, stats, dout, ctx.scale, need_kv=need_k or need_v, need_bias=need_bias,
-            position=_position_of(table, rows, ctx.places), need_table=need_table,
-        )  # fmt: skip
+        settings = ctx.scale, need_k or need_v, need_bias, need_table
+        gradients = _backward(q, k, v, bias, out, stats, dout, table, rows, ctx.places, *settings)
         return *gradients, None, None, None
+
+
+@planned_part
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Tensor | None, rows: Tensor | None,
+    places: list[int] | None, scale: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    return attention_forward(q, k, v, bias, scale, position=_position_of(table, rows, places))
+
+
+@planned_part
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
+    table: Tensor | None, rows: Tensor | None, places: list[int] | None, scale: float, need_kv: bool,
+    need_bias: bool, need_table: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return attention_backward(
+        q, k, v, bias, out, stats, dout, scale, need_kv=need_kv, need_bias=need_bias,
+        position=_position_of(table, rows, places), need_table=need_table,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("cvt_kernels::attention", mutates_args=())

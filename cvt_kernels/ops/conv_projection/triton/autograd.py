@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .... import modes
 from ....backends import Record
 from ....records import ConvBatchNorm, flattened
-from ...planned_launches import planned
+from ...autograd import once_differentiable
+from ...planned_launches import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums
 from .common import Geometry
@@ -78,7 +78,7 @@ class _ConvProjection(torch.autograd.Function):
         weights, gammas, betas, means, variances = _divided(tensors, 5)
         ctx.settings = geometry, batch_stats, synchronized
         ctx.save_for_backward(x, *weights, *gammas, *means, *variances)
-        return tuple(projection_forward(x, geometry, weights, gammas, betas, means, variances))
+        return _project(x, geometry, weights, gammas, betas, means, variances)
 
     @staticmethod
     @once_differentiable
@@ -100,17 +100,42 @@ def _gradients(
 ) -> list[Tensor]:  # fmt: skip
     """Returns [dx, *dweights, *dgammas, *dbetas]; parameters' gradients are this process's share."""
     dys = geometry.of_each([dy.contiguous() for dy in dys])
-    sums = backward_sums(x, geometry, weights, means, variances, dys)
+    sums = _sums(x, geometry, weights, means, variances, dys)
     all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
     if batch_stats and synchronized is not None:
         all_sums, counts = synchronized.mean_of(sums), [1.0] * len(weights)
-    dconvs, dweights = backward_conv(
+    dx, dweights = _of_convolutions(
         x, geometry, weights, gammas, means, variances, dys, all_sums if batch_stats else None, counts
     )
-    dx = backward_input(geometry, weights, dconvs, dys)
     dgammas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 1].unbind(), gammas, strict=True)]
     dbetas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 0].unbind(), gammas, strict=True)]
     return [dx, *dweights, *dgammas, *dbetas]
+
+
+@planned_part
+def _project(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(projection_forward(x, geometry, weights, gammas, betas, means, variances))
+
+
+_batch_statistics = planned_part(batch_statistics)
+_update = planned_part(update_running_statistics)
+_sums = planned_part(backward_sums)
+
+
+@planned_part
+def _of_convolutions(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
+    counts: Sequence[float],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Returns the gradients of x and of the weights."""
+    dconvs, dweights = backward_conv(
+        x, geometry, weights, gammas, means, variances, dys, sums, counts
+    )  # fmt: skip
+    return backward_input(geometry, weights, dconvs, dys), dweights
 
 
 def _counts(batch: int, geometry: Geometry) -> list[int]:
@@ -275,7 +300,7 @@ def _statistics(
     if compiling:
         mean, variance = _statistics_op(x, list(weights), _pack_geometry(geometry), list(geometry.epss))
     else:
-        mean, variance = batch_statistics(x, geometry, weights)
+        mean, variance = _batch_statistics(x, geometry, weights)
     counts, synchronized = _counts(x.shape[0], geometry), None
     corrections, unbiased = [n / max(n - 1, 1) for n in counts], variance
     if training and convs[0].process_group is not None:
@@ -288,7 +313,7 @@ def _statistics(
         running_means, running_vars = zip(
             *((conv.running_mean, conv.running_var) for conv in tracking), strict=True
         )
-        (_update_op if compiling else update_running_statistics)(
+        (_update_op if compiling else _update)(
             mean, unbiased, rows, list(running_means), list(running_vars),
             [_tracked(conv) for conv in tracking], [_momentum(conv) for conv in tracking],
             [corrections[i] for i in rows],

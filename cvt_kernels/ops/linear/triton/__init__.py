@@ -25,17 +25,32 @@ chip's own tanh, whose error of 2⁻¹¹ is within the rounding of the largest r
 variants: erf is a tanh of a polynomial, with a much smaller error. A call of erf would take three times
 the instructions after the products, which nothing hides.
 
-Gradients: ``linear_gelu`` has them, the others do not. Its forward then also writes ``pre``, GELU's input, in
-the same pass. The backward needs only ``pre``, not y: dpre = dy · gelu'(pre) by the operator of the compiled
-extension (PyTorch's formula without it), then two products and a sum of rows by PyTorch.
+Gradients: ``linear``, ``linear_gelu`` and ``linear_add`` have them. The products of the backward are
+PyTorch's, as are those of the forward of ``linear`` and ``linear_add``; ``backward`` has the kernels around
+them. The forward of ``linear_gelu`` also writes ``pre``, GELU's input, in the same pass; the backward needs
+only ``pre``, not y.
 
 No atomics; every sum has a fixed order. Bytes per launch, with e per element, the weight's N·K·e apart:
 
 - ``linear_gelu``: (M·K + M·N)·e, and M·N·e for ``pre``
-- ``linear_add``: (M·K + 2·M·N)·e
+- ``linear_add``: (M·K + 2·M·N)·e; with gradients (M·K + M·N)·e by PyTorch, then 3·M·N·e
 - ``linear_add_layer_norm``: (M·K + 3·M·N)·e
 """
 
-from .autograd import linear_add, linear_add_layer_norm, linear_gelu, why_unsupported
+from .autograd import (
+    linear,
+    linear_add,
+    linear_add_layer_norm,
+    linear_gelu,
+    why_linear_unsupported,
+    why_unsupported,
+)
 
-__all__ = ["linear_add", "linear_add_layer_norm", "linear_gelu", "why_unsupported"]
+__all__ = [
+    "linear",
+    "linear_add",
+    "linear_add_layer_norm",
+    "linear_gelu",
+    "why_linear_unsupported",
+    "why_unsupported",
+]

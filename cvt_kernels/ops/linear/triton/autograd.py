@@ -10,36 +10,123 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from .... import machine, modes
+from .... import modes
 from ....backends import Record
-from ...autograd import count_change
-from ...planned_launches import planned
-from ...triton_launch import accumulator_dtype, contiguous
+from ...autograd import count_change, once_differentiable
+from ...planned_launches import planned, planned_part
+from ...triton_launch import contiguous
+from .backward import linear_ends, linear_starts
 from .common import MAX_NORMALIZED
 from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_gelu_forward
 
-# Linear and GELU: autograd and torch.compile --------------------------------------------------------------
+# Autograd -------------------------------------------------------------------------------------------------
+#
+# The functions take the tensors of the call and cast them: casts outside would be nodes of autograd, and
+# gradients of biases come in the dtype of the model's own.
 
 
-class _LinearGelu(torch.autograd.Function):
-    """Autograd function of linear_gelu: (x, weight, bias, approximate), x of shape (M, K)."""
+class _Linear(torch.autograd.Function):
+    """Autograd function of linear: (x, weight, bias)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        """Saves x, weight, and GELU's input."""
-        out, pre = linear_gelu_forward(x, weight, bias, approximate, need_pre=True)
-        ctx.save_for_backward(x, weight, pre)
-        ctx.approximate = approximate
-        return out
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Saves x and weight in the dtype of the product."""
+        rows, weight, narrow = matrices(x, weight, bias)
+        _save(ctx, x, bias, rows, weight)
+        return F.linear(rows, weight, narrow).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed."""
-        x, weight, pre = ctx.saved_tensors
-        return *_gradients(x, weight, pre, dout, ctx.approximate, ctx.needs_input_grad[:3]), None
+        rows, weight = ctx.saved_tensors
+        dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
+        start = linear_starts(_rows_of(dout), weight.dtype, dbias)
+        return *_products(ctx, start.product, rows, weight), start.bias
+
+
+class _LinearGelu(torch.autograd.Function):
+    """Autograd function of linear_gelu: (x, weight, bias, approximate)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        """Saves x and weight in the dtype of the product, and GELU's input."""
+        rows, weight, narrow = matrices(x, weight, bias)
+        out, pre = _activate(rows, weight, narrow, approximate)
+        _save(ctx, x, bias, rows, weight, pre)
+        ctx.approximate = approximate
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients that are needed."""
+        rows, weight, pre = ctx.saved_tensors
+        dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
+        start = linear_starts(_rows_of(dout), pre.dtype, dbias, pre=pre, approximate=ctx.approximate)
+        return *_products(ctx, start.product, rows, weight), start.bias, None
+
+
+@planned_part
+def _activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    """Returns GELU of the product, and its input."""
+    out, pre = linear_gelu_forward(rows, weight, bias, approximate, need_pre=True)
+    assert pre is not None
+    return out, pre
+
+
+class _LinearAdd(torch.autograd.Function):
+    """Autograd function of linear_add: (x, weight, bias, residual, scale, scales_sum)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None,
+        scales_sum: bool,
+    ) -> Tensor:  # fmt: skip
+        """Saves x and weight in the dtype of the product, and the factors of images."""
+        dtype = sum_dtype(x, residual)
+        rows, weight, _ = matrices(x, weight, None)
+        bias = contiguous(bias)
+        out = linear_ends(F.linear(rows, weight), bias, _rows_of(residual), scale, scales_sum, dtype)
+        _save(ctx, x, bias, rows, weight, scale)
+        ctx.scales_sum = scales_sum
+        return out.view(residual.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients that are needed; autograd casts that of the residual to its dtype."""
+        rows, weight, scale = ctx.saved_tensors
+        dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
+        start = linear_starts(
+            _rows_of(dout), weight.dtype, dbias, scale=scale, scales_sum=ctx.scales_sum
+        )  # fmt: skip
+        dresidual = start.residual.view_as(dout) if ctx.needs_input_grad[3] else None
+        return *_products(ctx, start.product, rows, weight), start.bias, dresidual, None, None
+
+
+def _save(ctx: Any, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor as a contiguous matrix of rows."""
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def _products(
+    ctx: Any, dproduct: Tensor, rows: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of x and weight, None where they are not needed; autograd casts them."""
+    need_x, need_weight, *_ = ctx.needs_input_grad
+    dx = (dproduct @ weight).view(ctx.shape) if need_x else None
+    return dx, dproduct.t() @ rows if need_weight else None
+
+
+# torch.compile: linear and GELU ---------------------------------------------------------------------------
 
 
 def _gradients(
@@ -47,32 +134,10 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of x, weight and bias, None where they are not needed."""
     need_x, need_weight, need_bias = needed
-    dpre = _gelu_backward(dout.contiguous(), pre, approximate)
-    return (
-        dpre @ weight if need_x else None,
-        dpre.t() @ x if need_weight else None,
-        dpre.sum(0, dtype=accumulator_dtype(dpre)).to(dpre.dtype) if need_bias else None,
-    )
-
-
-def _is_served_by_extension(pre: Tensor) -> bool:
-    if machine.why_extension_unavailable(pre.device.type) is not None:
-        return False
-    if not pre.is_cuda:
-        return True
-    return pre.dtype != torch.float64 and machine.why_gpu_unsupported("cuda", pre.device.index) is None
-
-
-def _gelu_backward(dout: Tensor, pre: Tensor, approximate: str) -> Tensor:
-    """Returns ``dout`` times GELU's derivative at ``pre``, by the compiled extension if available."""
-    if _is_served_by_extension(pre):
-        machine.load_extension()
-        return torch.ops.cvt_kernels.gelu_backward.default(dout, pre, None, approximate)[0]
-    if approximate != "quick":
-        return torch.ops.aten.gelu_backward(dout, pre, approximate=approximate)
-    wide = pre.to(accumulator_dtype(pre))
-    sigmoid = torch.sigmoid(1.702 * wide)
-    return (dout * (sigmoid + 1.702 * wide * sigmoid * (1 - sigmoid))).to(pre.dtype)
+    dbias = pre.dtype if need_bias else None
+    start = linear_starts(dout.contiguous(), pre.dtype, dbias, pre=pre, approximate=approximate)
+    dpre = start.product
+    return dpre @ weight if need_x else None, dpre.t() @ x if need_weight else None, start.bias
 
 
 @torch.library.custom_op("cvt_kernels::linear_gelu", mutates_args=())
@@ -177,7 +242,7 @@ def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, norm_dtype)
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call of one of the three operators, or None."""
     x, weight, given = call.x, call.weight, call._asdict()
-    residual = given.get("residual")
+    residual, scale = given.get("residual"), given.get("scale")
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"
     if x.is_cuda and x.dtype == torch.float64:
@@ -186,10 +251,31 @@ def why_unsupported(call: Record) -> str | None:
         return "there are 2³¹ rows, or as many elements of the weight, or more"
     if "eps" in given and weight.shape[0] > MAX_NORMALIZED:
         return f"rows of {weight.shape[0]} channels, more than {MAX_NORMALIZED}, do not fit on the chip"
-    if residual is not None and modes.wants_gradient(*call):
-        return "has no gradients"
+    if scale is not None or (residual is not None and modes.wants_gradient(*call)):
+        return "has no gradients" if "eps" in given else _why_not_training(call)
     if residual is not None and call.inplace and sum_dtype(x, residual) != residual.dtype:
         return "autocast would round the sum before it is written in place"
+    return None
+
+
+def why_linear_unsupported(call: Record) -> str | None:
+    """Returns why :func:`linear` cannot serve a call, or None."""
+    x, weight, bias = call
+    if not modes.wants_gradient(bias):
+        return "is for gradients of a bias; PyTorch's own does all else"
+    if x.numel() == 0 or weight.numel() == 0:
+        return "the batch is empty" if weight.numel() else "the weight is empty"
+    return _why_not_training(call)
+
+
+def _why_not_training(call: Record) -> str | None:
+    """Returns why the kernels around the products of gradients cannot serve a call, or None."""
+    if torch.compiler.is_compiling():
+        return "has no gradients under torch.compile"
+    if modes.forward_mode_enabled():
+        return "has no derivatives in forward mode"
+    if call.x.is_cuda and call.x.dtype == torch.float64:
+        return "float64 is computed in Triton's interpreter only"
     return None
 
 
@@ -200,17 +286,22 @@ def matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return x, weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype).contiguous()
 
 
+def linear(call: Record) -> Tensor:
+    """Computes ``cvt_kernels.linear`` for checked arguments of which the bias needs a gradient."""
+    return _Linear.apply(*call)
+
+
 @planned
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
     shape = (*x.shape[:-1], weight.shape[0])
-    x, weight, bias = matrices(x, weight, bias)
     needs_gradient = modes.wants_gradient(x, weight, bias)
+    if needs_gradient and not torch.compiler.is_compiling():
+        return _LinearGelu.apply(*call)
+    x, weight, bias = matrices(x, weight, bias)
     if torch.compiler.is_compiling():
         out, _ = _linear_gelu_op(x, weight, bias, approximate, needs_gradient)
-    elif needs_gradient:
-        out = _LinearGelu.apply(x, weight, bias, approximate)
     else:
         out, _ = linear_gelu_forward(x, weight, bias, approximate)
     return out.view(shape)
@@ -224,7 +315,9 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
 @planned
 def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
-    x, weight, bias, residual, inplace = call
+    x, weight, bias, residual, inplace, scale, scales_sum = call
+    if scale is not None or modes.wants_gradient(x, weight, bias, residual):
+        return _LinearAdd.apply(x, weight, bias, residual, contiguous(scale), scales_sum)
     dtype = sum_dtype(x, residual)
     x, weight, bias = matrices(x, weight, bias)
     if not inplace:

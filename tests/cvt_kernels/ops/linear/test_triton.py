@@ -191,7 +191,7 @@ def test_calls_that_are_refused():
     for function, call, reason in (
         (ck.linear_gelu, (x[:0], weight, bias), "the batch is empty"),
         (ck.linear_gelu, (x, weight[:0], bias[:0]), "the weight is empty"),
-        (ck.linear_add, (x, live, bias, residual), "has no gradients"),
+        (ck.linear_add_layer_norm, (x, live, bias, residual), "has no gradients"),
         (ck.linear_add_layer_norm, make_layer(2, 8, 513), "513 channels, more than 512"),
     ):
         with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):

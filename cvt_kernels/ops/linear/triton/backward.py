@@ -1,0 +1,238 @@
+"""The kernels between the products of a linear layer and of its gradients.
+
+The products are PyTorch's. A residual branch ends in one pass, ``out = (residual + branch) · scale`` or
+``residual + branch · scale`` with ``branch = product + bias``; without it the bias is part of the product.
+
+The backward has one pass before its products. It reads the gradient of the output (and GELU's input), writes
+the gradient of the product where that differs, and sums it over the rows, which is the gradient of the bias.
+A program sums its share of the rows of some columns in registers, and ``sum_regions`` adds up the shares, in
+a fixed order. PyTorch's sum would read the gradient once more, at a fifth of the memory's rate.
+
+=================  ====================================================  ====================
+pass               reads                                                 writes
+=================  ====================================================  ====================
+``linear_ends``    product, residual                                     out
+``linear_starts``  gradient of the output; of GELU also its input        gradient of the product, if it is
+                                                                         another one; of the residual, if
+                                                                         the sum is scaled
+=================  ====================================================  ====================
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .... import launch, launching, machine
+from ...conv_projection.triton.backward import sum_regions
+from ...planned_launches import planned_part
+from ...triton_gelu import derivative_half
+from ...triton_launch import accumulator_dtype
+from .common import part_width
+
+#: The most columns of a tile: a row of it is 256 bytes in half precision.
+_WIDEST = 128
+
+
+class RowsSpec(NamedTuple):
+    """The compile-time constants of a pass over rows.
+
+    Attributes:
+        columns: N.
+        rows, width: Of a tile.
+        accumulator: float32, or float64 for float64.
+        approximate: GELU's variant.
+        is_half: Whether gradients have 16 bits.
+        hardware: Whether GELU's derivative uses the GPU's instructions for powers and reciprocals.
+        scales_sum: Whether the factor of an image scales the residual too.
+    """
+
+    columns: int
+    rows: int
+    width: int
+    accumulator: Any
+    approximate: str
+    is_half: bool
+    hardware: bool
+    scales_sum: bool
+
+    @classmethod
+    def of(
+        cls, kernel: str, like: Tensor, approximate: str = "none", *, scales_sum: bool = False
+    ) -> tuple[RowsSpec, Any]:
+        """Returns the specification and the configuration of a pass over rows like (M, N)."""
+        rows, columns = like.shape
+        config = launch.configuration(kernel, like.dtype, (columns,), rows, launching.chip(like.device))
+        width = part_width(columns, min(_WIDEST, config.elements), -(-columns // 16))
+        is_half = like.element_size() == 2
+        spec = cls(
+            columns, max(1, config.elements // width), width,
+            tl.float64 if like.dtype == torch.float64 else tl.float32,
+            approximate, is_half, is_half and not machine.INTERPRETING, scales_sum,
+        )  # fmt: skip
+        return spec, config
+
+
+@triton.jit
+def _places(first_row, rows, SPEC: tl.constexpr):
+    """Returns the rows of a tile, the offsets of its elements and their mask."""
+    ROWS: tl.constexpr = SPEC.rows
+    WIDTH: tl.constexpr = SPEC.width
+    row = first_row + tl.arange(0, ROWS)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    offset = row.to(tl.int64)[:, None] * SPEC.columns + column[None, :]
+    return row, offset, (row < rows)[:, None] & (column < SPEC.columns)[None, :]
+
+
+@triton.jit
+def _factors(scale_ptr, row, rows, tokens, SPEC: tl.constexpr):
+    """Returns the factors (rows, 1) of the images that rows belong to."""
+    return tl.load(scale_ptr + row // tokens, mask=row < rows, other=0.0).to(SPEC.accumulator)[:, None]
+
+
+# The end of a branch --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _linear_ends_kernel(
+    product_ptr, bias_ptr, residual_ptr, scale_ptr, out_ptr, rows, tokens, SPEC: tl.constexpr
+):  # fmt: skip
+    """Writes a tile of the residual plus the product and its bias, with the factors of images."""
+    WIDTH: tl.constexpr = SPEC.width
+    row, offset, mask = _places(tl.program_id(1) * SPEC.rows, rows, SPEC)
+    value = tl.load(product_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
+    if bias_ptr is not None:
+        column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        bias = tl.load(bias_ptr + column, mask=column < SPEC.columns, other=0.0)
+        value += bias.to(SPEC.accumulator)[None, :]
+    residual = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
+    if scale_ptr is not None:
+        factors = _factors(scale_ptr, row, rows, tokens, SPEC)
+        value = (residual + value) * factors if SPEC.scales_sum else residual + value * factors
+    else:
+        value += residual
+    tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@planned_part
+def linear_ends(
+    product: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    scale: Tensor | None,
+    scales_sum: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns the end of a branch in a dtype, for contiguous matrices (M, N) and factors (B,)."""
+    out = torch.empty_like(product, dtype=dtype)
+    spec, config = RowsSpec.of("linear_ends", product, scales_sum=scales_sum)
+    rows = product.shape[0]
+    launching.launch(
+        _linear_ends_kernel, (-(-spec.columns // spec.width), -(-rows // spec.rows)),
+        on=product, options=config.options,
+        product_ptr=product, bias_ptr=bias, residual_ptr=residual, scale_ptr=scale, out_ptr=out, rows=rows,
+        tokens=1 if scale is None else rows // scale.shape[0], SPEC=spec,
+    )  # fmt: skip
+    return out
+
+
+# The start of the backward --------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "share"])
+def _linear_starts_kernel(
+    dout_ptr, pre_ptr, scale_ptr, dproduct_ptr, dresidual_ptr, partial_ptr, rows, tokens, share,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of a share of the rows of some columns, and their sums: partial (shares, N)."""
+    APPROXIMATE: tl.constexpr = SPEC.approximate
+    ROWS: tl.constexpr = SPEC.rows
+    WIDTH: tl.constexpr = SPEC.width
+    first = tl.program_id(1) * share
+    sums = tl.zeros([ROWS, WIDTH], SPEC.accumulator)
+    for first_row in range(first, tl.minimum(first + share, rows), ROWS):
+        row, offset, mask = _places(first_row, rows, SPEC)
+        value = tl.load(dout_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
+        if scale_ptr is not None:
+            value *= _factors(scale_ptr, row, rows, tokens, SPEC)
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + offset, value.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        if pre_ptr is not None:
+            half = 0.5 * tl.load(pre_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
+            value *= derivative_half(half, APPROXIMATE, SPEC.is_half, SPEC.hardware)
+        if dproduct_ptr is not None:
+            tl.store(dproduct_ptr + offset, value.to(dproduct_ptr.dtype.element_ty), mask=mask)
+        if partial_ptr is not None:
+            sums += value
+    if partial_ptr is not None:
+        column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        place = partial_ptr + tl.program_id(1).to(tl.int64) * SPEC.columns + column
+        tl.store(place, tl.sum(sums, axis=0), mask=column < SPEC.columns)
+
+
+class Start(NamedTuple):
+    """What the backward begins with: gradients of the product, of a residual, and of the bias if needed."""
+
+    product: Tensor
+    residual: Tensor
+    bias: Tensor | None
+
+
+def linear_starts(
+    dout: Tensor,
+    dtype: torch.dtype,
+    bias: torch.dtype | None,
+    *,
+    pre: Tensor | None = None,
+    approximate: str = "none",
+    scale: Tensor | None = None,
+    scales_sum: bool = False,
+) -> Start:
+    """Returns the gradients of a product with what follows it, for a contiguous one of the output (M, N).
+
+    Args:
+        dout: The gradient of the output.
+        dtype: Of the product.
+        bias: The dtype of the bias; None if its gradient is not needed.
+        pre: GELU's input (M, N), if GELU follows.
+        approximate: GELU's variant.
+        scale: The factors of images (B,), float32.
+        scales_sum: Whether they scale the residual too, whose gradient is then not ``dout`` itself.
+    """
+    changes = pre is not None or scale is not None or dout.dtype != dtype
+    if not changes and bias is None:
+        return Start(dout, dout, None)
+    dproduct, dresidual, dbias = _launch_starts(
+        dout, dtype if changes else None, bias, pre, approximate, scale, scales_sum
+    )
+    return Start(dout if dproduct is None else dproduct, dout if dresidual is None else dresidual, dbias)
+
+
+@planned_part
+def _launch_starts(
+    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
+    scale: Tensor | None, scales_sum: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Returns the new ones among the gradients of :class:`Start`, else None."""
+    rows, columns = dout.shape
+    spec, config = RowsSpec.of("linear_starts", dout if pre is None else pre, approximate)
+    groups = -(-columns // spec.width)
+    tiles = -(-rows // spec.rows)
+    programs = config.resident_programs * launching.chip(dout.device).multiprocessors
+    share = -(-tiles // max(1, min(tiles, programs // groups))) * spec.rows
+    shares = -(-rows // share)
+    dproduct = None if dtype is None else dout.new_empty(dout.shape, dtype=dtype)
+    dresidual = torch.empty_like(dout) if scales_sum and scale is not None else None
+    partial = None if bias is None else dout.new_empty(1, shares, columns, dtype=accumulator_dtype(dout))
+    launching.launch(
+        _linear_starts_kernel, (groups, shares), on=dout, options=config.options,
+        dout_ptr=dout, pre_ptr=pre, scale_ptr=scale, dproduct_ptr=dproduct, dresidual_ptr=dresidual,
+        partial_ptr=partial, rows=rows, tokens=1 if scale is None else rows // scale.shape[0], share=share,
+        SPEC=spec,
+    )  # fmt: skip
+    total = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
+    return dproduct, dresidual, total
