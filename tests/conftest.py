@@ -175,7 +175,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     pytest.importorskip("triton")
     from cvt_kernels.ops import planned_launches
 
-    served, left, plan = [], [], planned_launches._plan
+    served, left, plan = [], [], planned_launches.plan
 
     def noted(function, call):
         run = plan(lambda call: left.append(call) or function(call), call)
@@ -191,5 +191,5 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return start
 
-    monkeypatch.setattr(planned_launches, "_plan", noted)
+    monkeypatch.setattr(planned_launches, "plan", noted)
     return served
