@@ -155,7 +155,7 @@ SWEEPS = {
     "gelu": "linear_gelu:3,linear_gelu:2",
     "add": "linear_add:3,linear_add:2,linear_add:1",
     "add_layer_norm": "linear_add_layer_norm:3,linear_add_layer_norm:2",
-    "conv_linear": "conv_linear:3,conv_linear:2,conv_linear:1",
+    "conv_linear": "conv_linear:1",
     "attention": "attention fwd_loop:1,attention fwd:2,attention fwd:3,attention bwd:3,attention bwd_dq:1",
     "projection": "conv_projection fwd:1,conv_projection bwd_conv:1,conv_projection bwd_conv:2",
     "mlp": "layer_norm_mlp:1",

@@ -13,10 +13,10 @@ from torch import Tensor
 from .... import launching, modes
 from ....backends import Record, prepared_by
 from ....records import ConvBatchNorm
+from ... import planned_launches
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...linear.triton.forward import grouped_linear_forward
-from ...planned_launches import plan
 from ...triton_tf32 import rounded
 from .. import stacked
 from .common import MAX_CHANNELS, Plan
@@ -461,7 +461,9 @@ def _is_in_two(call: Record) -> bool:
 
 
 def _prepare(call: Record) -> Callable[..., Any] | None:
-    return stacked.prepare(grouped_linear_forward, call) if _is_in_two(call) else plan(_in_one, call)
+    if _is_in_two(call):
+        return stacked.prepare(grouped_linear_forward, call)
+    return planned_launches.plan(_in_one, call)
 
 
 @prepared_by(_prepare)
