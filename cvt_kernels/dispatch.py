@@ -163,7 +163,8 @@ def _first_able(operator: str, names: Sequence[str], call: Record, *, notes: boo
         reason = why_unsupported(operator, backend, call)
         if reason is None:
             return backend
-        if notes:
+        known = backends.implementations[operator].get(backend)
+        if notes and not (known is not None and known.is_partial):
             backends.note_fallback(operator, backend, reason)
     raise BackendUnavailable(operator, backend, str(reason))
 
@@ -509,8 +510,7 @@ def chosen_backends(operator: str, device_type: str) -> dict[str, int]:
     """
     if not backends.is_auto():
         known = backends.implementations[operator]
-        concerned = any(name in known for name in (*OURS, *backends.requested_backends()))
-        names = backends.requested_backends() if concerned else backends.operators[operator].defaults
+        names = [n for n in _names_requested(operator) if n not in known or not known[n].is_partial]
         able = (name for name in names if why_unavailable(operator, name, device_type) is None)
         return dict.fromkeys(itertools.islice(able, 1), 0)
     entries = autotune.cache_for(torch.device(device_type)).entries().items()

@@ -332,8 +332,7 @@ def _region(need: Need) -> list[Regions]:
 
 def _partial(need: Need) -> list[Pixels]:
     """Returns the configuration of sums of partial sums, by few programs that wait for their loads."""
-    many = need.rows > 512
-    return [Pixels(pixels=256 if many else 64, channels=16, num_warps=8 if many else 4)]
+    return [Pixels(pixels=256, channels=16, num_warps=8)]
 
 
 # A lane of depthwise_conv_gelu has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2 of

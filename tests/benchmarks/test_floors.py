@@ -33,9 +33,11 @@ def test_every_large_kernel_has_its_work_described(operator):
 
 
 def test_work_of_linear_layers():
-    (gelu,) = works_of("linear_gelu", 3, training=True)
+    gelu, start, _ = works_of("linear_gelu", 3, training=True)
     assert gelu.bytes == 2 * (ROWS * 384 * (1 + 4 + 4) + 4 * 384**2 + 4 * 384)
     assert gelu.flops == 2 * ROWS * 4 * 384**2
+    # Three tensors of hidden features, and a row of partial sums of 88 programs for each 128 columns.
+    assert start.bytes == 3 * 2 * ROWS * 4 * 384 + 88 * 4 * 4 * 384
     narrow, _ = works_of("linear_add_layer_norm", 3)
     assert narrow.bytes == 2 * (ROWS * 384 * 4 + 384**2 + 3 * 384)
     assert works_of("linear_gelu", 3, dtype=torch.float32)[0].flops == 0  # without tensor cores

@@ -221,7 +221,7 @@ LINEARS = each(parts(LINEAR), [], [1, 2], [None, None], [(), ()])
 SELECTED = of_values("a", 1.5, [1.5], [], [T], -T - 1, [True], torch.ones(2), [None], ["a"])
 OPERATORS = {
     "accelerate": {"freeze": (lambda: False, optional(flag()))},
-    "add_layer_norm": {},
+    "add_layer_norm": {"residual": (USUAL["residual"][0], optional(tensor((C,), (B, T, 3))))},
     "attention": ATTENTION,
     "attention_map": ATTENTION
     | {
@@ -263,7 +263,11 @@ OPERATORS = {
     },
     "layer_norm_quantize": ROUNDED,
     "linear": LAYER,
-    "linear_add": LAYER,
+    "linear_add": LAYER
+    | {
+        "scale": (lambda: torch.rand(B), optional(tensor((B + 1,), (B, 1)))),
+        "scales_sum": (lambda: False, flag()),
+    },
     "linear_add_layer_norm": LAYER,
     "linear_gelu": LAYER,
     "linear_int8": {

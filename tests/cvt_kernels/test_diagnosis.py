@@ -171,7 +171,7 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch, tuning):
     report = ck.doctor()
     assert table(report)["attention"][1] == "not used yet"
     assert table(report, "cuda")["attention"] == ("triton, sdpa, reference", "triton 1")
-    assert table(report, "cuda")["linear"] == ("reference", "reference")
+    assert table(report, "cuda")["linear"] == ("triton, reference", "not used yet")
     assert table(report)["gelu"][0] == "cpu, reference"
     assert table(report, "cuda")["gelu"] == ("reference", "reference")
     lacking = section(report, "not available here")

@@ -175,7 +175,7 @@ def _linear_starts_kernel(
 
 
 class Start(NamedTuple):
-    """What the backward begins with: gradients of the product, of a residual, and of the bias if needed."""
+    """The gradients with which the backward begins: of the product, of a residual, of the bias if needed."""
 
     product: Tensor
     residual: Tensor
