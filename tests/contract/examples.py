@@ -177,6 +177,7 @@ WITHOUT_GRADIENTS = frozenset({
     ("linear_add", "triton"),
     ("linear_add_layer_norm", "triton"),
     ("segmentation_head", "cpu"),
+    ("segmentation_head", "triton"),
     ("transformer_block", "cpu"),
     ("transformer_block", "onednn"),
 })  # fmt: skip
