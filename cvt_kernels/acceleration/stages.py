@@ -1,7 +1,7 @@
 """Folding and forward of a whole stage, or a layer of a pyramid, for inference.
 
-On a CPU a block is one operator, ``transformer_block``. Stages of SegFormer and PVT v2 are served there
-only. Each block of a CvT overwrites the residual stream. Elsewhere it is a few launches, whose matrix
+On a CPU a block is one operator, ``transformer_block``, as are the blocks of SegFormer, PVT and PVT v2
+everywhere. Each block of a CvT overwrites the residual stream. Elsewhere it is a few launches, whose matrix
 products accumulate into the stream without biases: the stream contains the biases of all blocks from its
 start, by the embedding's LayerNorm bias and class token, and each inner LayerNorm subtracts the biases of
 later blocks (``shift``). Quantized products add their own biases. A stage that drops tokens runs on a CPU
@@ -95,7 +95,7 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     # A copy: swap_tensors refuses a tensor that has a view.
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
-    if device_type == "cpu":
+    if device_type == "cpu" or not all(block.branches for block in parts.blocks):
         blocks = tuple(block.as_operator() for block in parts.blocks)
     else:
         blocks, due = _fold_blocks(parts)
