@@ -2,7 +2,8 @@
 
 :func:`work_of` says what a launch of a Triton kernel has to move and to multiply, by a function for each
 kernel. :class:`Recorder` notes all launches of a block, PyTorch's too, on a GPU or on tensors without memory.
-:func:`forward_launches` lists those of a frozen model's forward without a GPU.
+:func:`forward_launches` lists those of a frozen CvT's forward without a GPU, :func:`pyramid_launches` those
+of SegFormer, PVT and PVT v2.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from cvt.commands.compile.gpus import LIMITS
+from cvt.commands.pyramids import PYRAMIDS, build_pyramid
 from cvt.config import default_image_size
 from cvt.factory import create_model
 from cvt_kernels import accelerate, backends, launching
@@ -233,7 +236,42 @@ def forward_launches(
     return recorder.launches
 
 
-_OURS: tuple[backends.Backend, ...] = ("gluon", "triton", "cuda", "reference")
+def pyramid_launches(
+    model: str = "segformer_b0",
+    *,
+    batch: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: int = 90,
+    freeze: bool | None = True,
+) -> list[ForwardLaunch]:
+    """Lists the launches of a warm forward of a model of transformers, by this project's kernels.
+
+    Args:
+        model: A name of ``cvt.commands.pyramids.PYRAMIDS``.
+        batch: Images of the batch.
+        dtype: Of weights and images.
+        arch: Compute capability of the GPU, 90 for sm_90.
+        freeze: As of ``accelerate``; None for a live model in evaluation.
+    """
+    size = PYRAMIDS[model].image_size
+    built = accelerate(build_pyramid(model, None, size).to(dtype).eval(), freeze=freeze).to("meta")
+    images = torch.empty(batch, 3, size, size, dtype=dtype, device="meta")
+    recorder, chip = Recorder(), launching.Chip(arch, LIMITS[arch].multiprocessors)
+    with torch.no_grad(), backends.replaced(_serving_everywhere), backends.requesting(*_OURS):
+        with launching.intercepted_launches(lambda launch: None, chip):
+            built(images)  # examines the modules
+        with mock.patch.object(weight_cache, "packed", _packed_before), recorder.recording(chip):
+            built(images)
+    return recorder.launches
+
+
+def _packed_before(weight: Tensor, key: Any, make: Callable[[], Any], others: Any = ()) -> Any:
+    """Returns a packed copy without noting launches; by their addresses those on meta are not told apart."""
+    with _disable_current_modes():
+        return make()
+
+
+_OURS: tuple[backends.Backend, ...] = ("gluon", "triton", "cuda", "composed", "reference")
 
 
 def _serving_everywhere(
@@ -353,6 +391,19 @@ def _embedding_in_one(arguments: dict[str, Any]) -> Work:
     return Work(_bytes(image, weight, out), 2 * weight.numel() * image.shape[0] * arguments["tokens"])
 
 
+def _embedding_of_patches(arguments: dict[str, Any]) -> Work:
+    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
+    return Work(_bytes(image, weight, out), 2 * weight.numel() * arguments["rows"])
+
+
+def _segmentation_head(arguments: dict[str, Any]) -> Work:
+    x, spec = arguments["x_ptr"], arguments["SPEC"]
+    tensors = [arguments[f"{name}_ptr"] for name in ("w", "classifier", "out")]
+    flops = 2 * x.numel() // spec.inputs * spec.channels * (spec.inputs + spec.classes)
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    return Work(_bytes(x, arguments["map_ptrs"], tensors), 0 if is_exact else flops)
+
+
 def _once(arguments: dict[str, Any], names: str) -> Work:
     """Describes a kernel that reads or writes each element of its tensors once; one named twice, twice."""
     return Work(sum(_bytes(arguments.get(f"{name}_ptr")) for name in names.split()))
@@ -383,8 +434,10 @@ _WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
     "merge_stats": _STATISTICS,
     "sum_regions": functools.partial(_once, names="partial sum"),
     "conv_embedding_embed": _embedding_in_one,
+    "conv_embedding_patches": _embedding_of_patches,
     "conv_embedding_normalize": functools.partial(_once, names="x out"),
     "conv_linear_fwd": _conv_linear,
+    "segmentation_head": _segmentation_head,
     "depthwise_conv_gelu_fwd": functools.partial(_once, names="x y"),
     "depthwise_conv_gelu_bwd_conv": functools.partial(_once, names="x dy da partial"),
     "attention_fwd": functools.partial(_attention, names="q k v out stats", products=2),

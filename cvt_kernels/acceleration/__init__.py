@@ -65,8 +65,9 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: None runs whole stages and layers as one on a CPU in evaluation. True does so everywhere, for
-            inference only; the model must be in evaluation mode. False runs block by block.
+        freeze: None runs whole stages and layers as one on a CPU in evaluation, and layers of pyramids
+            everywhere. True does so everywhere, for inference only; the model must be in evaluation mode.
+            False runs block by block.
 
     Returns:
         The same object.
@@ -282,7 +283,7 @@ _IN_EVALUATION = ", in evaluation"
 def _serving_class(original: Any, key: str) -> Any:
     """Returns the subclass of ``original`` that serves the stage or layer of an entry as one in evaluation.
 
-    It is on a CPU, and without gradients; ``torch.compile`` traces the modules.
+    It is without gradients, and a stage on a CPU; ``torch.compile`` traces the modules.
     """
     entry = freezing.STAGES[key.removesuffix(_IN_EVALUATION)]
 

@@ -272,12 +272,20 @@ def try_to_serve(stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwar
 def try_to_serve_in_evaluation(
     stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a stage or layer as one on a CPU without gradients; None where its own forward has to run."""
+    """Runs a stage or layer as one without gradients; None where its own forward has to run."""
     call = entry.call_of(args, kwargs)
-    if call is None or call[0].device.type != "cpu" or has_gradient(stage, call[0]):
+    if call is None or not serves_on(entry, call[0].device.type) or has_gradient(stage, call[0]):
         return None
     served = tokens_served(stage, entry, *call)
     return None if served is None else entry.result(stage, *served)
+
+
+def serves_on(entry: ServedEntry, device_type: str) -> bool:
+    """Returns whether a stage or layer that is not frozen runs as one on a type of device.
+
+    A stage does on a CPU only: elsewhere a CUDA graph would read its folded weights, and not notice new ones.
+    """
+    return device_type == "cpu" or isinstance(entry, BlockEntry)
 
 
 def is_serving(module: nn.Module) -> bool:

@@ -68,17 +68,17 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
 
 
 def _is_served(head: Any, linears: list[Any], states: Sequence[Tensor]) -> bool:
-    """Returns whether one operator serves the call: on a CPU, without gradients, and with nothing watched."""
+    """Returns whether one operator serves the call: without gradients, and with nothing watched."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or modes.is_transformed():
         return False
     activation, dropout, layer, first = head.activation, head.dropout, head.classifier, states[0]
     plain = type(activation) is nn.ReLU and type(dropout) is nn.Dropout and not dropout.training
-    if not plain or is_watched(activation) or is_watched(dropout) or first.device.type != "cpu":
+    if not plain or is_watched(activation) or is_watched(dropout):
         return False
     tensors = *states, *_tensors_of(head, linears), layer.weight, layer.bias
     if any(tensor is not None and tensor.dtype != first.dtype for tensor in tensors):
         return False
-    ours = dispatch.may_be_ours("segmentation_head", "cpu", gradient=False)
+    ours = dispatch.may_be_ours("segmentation_head", first.device.type, gradient=False)
     return ours and weight_cache.why_unpackable(*tensors) is None
 
 
@@ -411,6 +411,16 @@ def _stage(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return as_map(tokens, (height, width)) if self.reshape else tokens
 
 
+def _stage_of_pvt_v2(self: Any, hidden_states: Tensor, output_attentions: Any) -> Any:
+    tokens, height, width = self.patch_embedding(hidden_states)
+    maps: tuple[Any, ...] = ()
+    for block in self.blocks:
+        tokens, *others = block(tokens, height, width, output_attentions)
+        maps += tuple(others)
+    tokens = normalize(self.layer_norm, tokens)
+    return ((tokens, maps) if output_attentions else (tokens,)), height, width
+
+
 def _head_entry(projections: str, *arguments: str) -> BlockEntry:
     """Returns the entry of the decode head whose linear layers are called ``projections``."""
     others = ("linear_fuse", "batch_norm", "activation", "dropout", "classifier")
@@ -471,6 +481,14 @@ _NAMED = named(
     _block_entry("PvtLayer", _pvt_block),
     _embeddings_entry("PvtV2OverlapPatchEmbeddings"),
     _block_entry("PvtV2BlockLayer", _pvt_v2_block, layers=_LAYERS_OF_V2),
+    BlockEntry(
+        upstream=HUGGING_FACE,
+        name="PvtV2EncoderLayer",
+        arguments=("hidden_states", "output_attentions"),
+        children=frozenset(("patch_embedding", "blocks", "layer_norm")),
+        forward=_stage_of_pvt_v2,
+        parts=lambda self: parts_of_norm(self.layer_norm),
+    ),
 )
 #: Every entry.
 ENTRIES = tuple(entry for variants in _NAMED.values() for entry in variants)
@@ -510,13 +528,7 @@ def _stage_entry(
         result=result,
         tokens=tokens,
         others=others,
-        why_unsupported=_why_not_on_cpu,
     )
-
-
-def _why_not_on_cpu(stage: nn.Module) -> str | None:
-    on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
-    return None if on_cpu else "is not on a CPU, where its layers run one by one"
 
 
 #: Every entry of a stage.

@@ -1,7 +1,7 @@
 """Folding and forward of a whole stage, or a layer of a pyramid, for inference.
 
-On a CPU a block is one operator, ``transformer_block``. Stages of SegFormer and PVT v2 are served there
-only. Each block of a CvT overwrites the residual stream. On sm_90 all blocks are one operator,
+On a CPU a block is one operator, ``transformer_block``, as are the blocks of SegFormer, PVT and PVT v2
+everywhere. Each block of a CvT overwrites the residual stream. On sm_90 all blocks are one operator,
 ``transformer_blocks``, in 16 bits and where the MLP is not one already. Elsewhere a block is a few launches,
 whose matrix products accumulate into the stream without biases: the stream contains the biases of all blocks
 from its start, by the embedding's LayerNorm bias and class token, and each inner LayerNorm subtracts the
@@ -101,7 +101,7 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
     are_one = device_type != "cpu" and _are_one_operator(parts)
-    if device_type == "cpu" or are_one:
+    if device_type == "cpu" or are_one or not all(block.branches for block in parts.blocks):
         blocks = tuple(block.as_operator() for block in parts.blocks)
     else:
         blocks, due = _fold_blocks(parts)

@@ -156,6 +156,24 @@ def _linear_add_layer_norm(need: Need) -> list[Product]:
     return [many, short] if is_full else [short, many]
 
 
+def _patches(need: Need) -> list[Product]:
+    """Returns products of whole rows with long pipelines: there are many inputs, and often few tiles."""
+    ranked = _linear_add_layer_norm(need)
+    if need.sizes[1] > 192:
+        return [replace(each, num_warps=8) for each in ranked]
+    return [replace(each, num_warps=4, num_stages=3) for each in ranked]
+
+
+def _segmentation_head(need: Need) -> list[Product]:
+    """Returns tiles of pixels; a step is as many channels as can be interpolated in registers."""
+    if need.numbers == "single":
+        return [Product(block_m=32, width=32, parts=4, block_k=16, num_stages=1)]
+    wide = Product(block_m=64, width=64, parts=4, block_k=32, num_stages=2)
+    if need.generation == 80:
+        return [replace(wide, block_m=32)]
+    return [replace(wide, width=32, parts=5) if need.sizes[1] <= 160 else wide]
+
+
 # Other kernels --------------------------------------------------------------------------------------------
 
 
@@ -433,6 +451,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
+    "segmentation_head": Kernel((Product,), _segmentation_head),
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
     "layer_norm_mlp": Kernel((Mlp,), _mlp),
     **{f"attention_{kernel}": Kernel((Attention,), _attention) for kernel in _ATTENTION["half", 80, 64]},
@@ -453,6 +472,7 @@ KERNELS: dict[str, Kernel] = {
     "depthwise_conv_gelu_bwd_conv": Kernel((Sliding,), _depthwise_bwd_conv),
     "conv_embedding_embed": Kernel((Rows,), _embed),
     "conv_embedding_normalize": Kernel((Rows,), _normalize),
+    "conv_embedding_patches": Kernel((Product,), _fitting(_patches)),
     "quantize_rows": Kernel((Rows,), _quantize),
     **{f"rows_{kernel}": Kernel((Rows,), _rows) for kernel in ("gather", "normalize", "scatter")},
     "rows_backward": Kernel((Rows,), _rows_backward),

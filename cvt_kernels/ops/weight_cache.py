@@ -230,7 +230,8 @@ def packed(
 ) -> _Packed:
     """Returns the packed copy that ``make`` makes of a weight, cached until the weight changes or dies.
 
-    An inference tensor is packed in every call, since it has no version counter.
+    An inference tensor is packed in every call, since it has no version counter; so is a weight without a
+    copy while a CUDA graph is captured, which computes nothing until it is replayed.
 
     Args:
         weight: A tensor.
@@ -246,6 +247,8 @@ def packed(
     except RuntimeError:  # of inference mode
         return make()
     if copy.made is None:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return make()
         copy = _pack(copy, tensors, make)
     uses = getattr(_noted, "uses", None)
     if uses is not None:

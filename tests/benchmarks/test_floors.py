@@ -1,5 +1,7 @@
 """The least that launches have to move and to multiply."""
 
+import collections
+
 import pytest
 import torch
 
@@ -56,6 +58,18 @@ def test_work_of_the_mlp():
     rows = 256 * 56 * 56
     assert described.bytes == 2 * (2 * rows * 64 + 2 * 64 * 256)
     assert described.flops == 4 * rows * 64 * 256
+
+
+def test_work_of_the_reduction_and_of_the_segmentation_head():
+    stage = launches.stages_of("segformer_b0", 512)[0]
+    pixels = 256 * 128**2
+    (reduction,) = works_of("token_reduction", stage)
+    assert reduction.bytes == 2 * 32 * (pixels + pixels // 64 + 32 * 64)
+    assert reduction.flops == 2 * pixels * 32 * 32
+    (head,) = works_of("segmentation_head", stage)
+    maps = pixels // 4 + pixels // 16 + pixels // 64
+    assert head.bytes == 2 * (pixels * (32 + 150) + 256 * (maps + 32 + 150))
+    assert head.flops == 2 * pixels * 256 * (32 + 150)
 
 
 def test_work_of_depthwise_conv_gelu():
@@ -123,6 +137,45 @@ def test_layer_norm_takes_no_launch_within_a_stage_on_sm_90():
         assert together == (
             [] if settings else ["conv_projection_sliding_fwd", *["pingpong_product"] * 4] * 11
         )
+
+
+@pytest.mark.parametrize("freeze", [True, None])
+def test_a_segformer_runs_on_kernels_alone(freeze):
+    """Besides them there are products, and the convolutions of the later embeddings."""
+    noted = floors.pyramid_launches("segformer_b0", freeze=freeze)
+    kernels = collections.Counter(map(str, noted))
+    reducing, others, stages = 6, 2, 4
+    products = {"linear: addmm": 3 * reducing + 2 * others, "segmentation_head: mm": stages - 1}
+    embeddings = {
+        "conv_embedding_embed": 1,
+        "conv_embedding: convolution": stages - 1,
+        "conv_embedding_normalize": stages - 1,
+    }
+    of_blocks = (
+        "attention_fwd_loop", "linear_add_layer_norm", "depthwise_conv_gelu_fwd",
+        "linear_add: pingpong_product",
+    )  # fmt: skip
+    assert kernels == {
+        **products,
+        **embeddings,
+        **dict.fromkeys(of_blocks, reducing + others),
+        "layer_norm_inference": reducing + others + stages,
+        "conv_embedding_patches": reducing,
+        "segmentation_head": 1,
+    }
+    assert sum(each.floor() for each in noted) <= 600
+
+
+@pytest.mark.parametrize("freeze", [True, None])
+def test_a_pvt_v2_runs_on_kernels_alone(freeze):
+    """Besides them there are its head, and upstream's copies of the map behind each stage."""
+    noted = floors.pyramid_launches("pvt_v2_b2", freeze=freeze, batch=64)
+    kernels = collections.Counter(map(str, noted))
+    assert kernels["layer_norm_inference"] == 16 + 4
+    assert kernels["conv_embedding_patches"] == 13
+    assert kernels["linear: addmm"] == 3 * 13 + 2 * 3
+    of_pytorch = {name for name in kernels if name.startswith("PyTorch")}
+    assert of_pytorch == {"PyTorch: clone", "PyTorch: mean", "PyTorch: addmm"}
 
 
 def test_another_model_and_size():

@@ -190,6 +190,7 @@ WITHOUT_GRADIENTS = frozenset({
     ("linear", "float32"),
     ("linear_add_layer_norm", "triton"),
     ("segmentation_head", "cpu"),
+    ("segmentation_head", "triton"),
     ("transformer_block", "cpu"),
     ("transformer_block", "onednn"),
     ("transformer_blocks", "gluon"),

@@ -88,6 +88,10 @@ def _of_every_dtype() -> dict[str, Call]:
             ),
             f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
             f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
+            f"{name}: patches": _call(tests.reduce_tokens, (40, 136), 4, (13, 27), dtype=dtype),
+            f"{name}: segmentation head": _call(
+                tests.segment, [(9, 33), (5, 17), (3, 9), (1, 1)], 72, 150, inputs=40, dtype=dtype
+            ),
             f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
             f"{name}: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, dtype=dtype),
             f"{name}: linear_add": _call(tests.linear_add, 150, 264, 136, dtype=dtype),
@@ -160,6 +164,8 @@ _ONES = {
     "ones: regions, frozen": _call(tests.project, (1, 1), 1, (3, 5), (1, 3), batch=1, training=False),
     "ones: conv_linear": _call(tests.project_linearly, (1, 1), 1, (1, 1, 1)),
     "ones: embedding": _call(tests.embed, (1, 1), 3, 2, (1, 1)),
+    "ones: patches": _call(tests.reduce_tokens, (1, 1), 1, (1, 1)),
+    "ones: segmentation head": _call(tests.segment, [(1, 1), (1, 1)], 1, 1, inputs=1),
     "ones: depthwise_conv_gelu": _call(tests.convolve_and_activate, (1, 1), 1),
     "ones: linear_gelu": _call(tests.linear_gelu, 1, 1, 1),
     "ones: linear_add": _call(tests.linear_add, 1, 1, 1),

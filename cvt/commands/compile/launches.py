@@ -39,30 +39,42 @@ class Stage(NamedTuple):
         grid: Height and width, in tokens.
         channels: Channels of a token; of a pyramid, those between the two linear layers of the Mix-FFN.
         class_tokens: 1 where a class token precedes the grid, else 0.
-        embedding: What makes these tokens; None for a pyramid.
+        embedding: What makes these tokens; of a pyramid, what makes fewer of them for keys and values, or
+            None.
+        decoder: Channels of the decode head whose logits have this grid, or 0.
     """
 
     grid: tuple[int, int]
     channels: int
     class_tokens: int
     embedding: Embedding | None
+    decoder: int = 0
 
 
 class Pyramid(NamedTuple):
-    """A model with Mix-FFNs, by its image size and the channels between their linear layers in each stage."""
+    """A model with Mix-FFNs, by its image size and, in each stage, channels of tokens and between layers.
+
+    A block of ``RATIOS`` squared tokens makes one of keys and values. ``decoder`` are the channels of the
+    decode head, or 0.
+    """
 
     image_size: int
+    channels: tuple[int, ...]
     hidden: tuple[int, ...]
+    decoder: int = 0
 
 
+#: Of each stage.
+RATIOS = (8, 4, 2, 1)
+_WIDE = (64, 128, 320, 512)
 #: SegFormer-B1 to B5 have the same Mix-FFNs, as have PVT v2-B2 to B4.
 PYRAMIDS = {
-    "segformer_b0": Pyramid(512, (128, 256, 640, 1024)),
-    "segformer_b5": Pyramid(512, (256, 512, 1280, 2048)),
-    "pvt_v2_b2": Pyramid(224, (512, 1024, 1280, 2048)),
+    "segformer_b0": Pyramid(512, (32, 64, 160, 256), (128, 256, 640, 1024), 256),
+    "segformer_b5": Pyramid(512, _WIDE, (256, 512, 1280, 2048), 768),
+    "pvt_v2_b2": Pyramid(224, _WIDE, (512, 1024, 1280, 2048)),
 }
 #: The operators of these models; all others are of ``PRESETS``.
-PYRAMID_OPERATORS = ("depthwise_conv_gelu",)
+PYRAMID_OPERATORS = ("depthwise_conv_gelu", "token_reduction", "segmentation_head")
 
 
 def image_size_of(model: str) -> int:
@@ -80,8 +92,13 @@ def stages_of(model: str, image_size: int) -> list[Stage]:
     if model not in PYRAMIDS:
         return stages(model, image_size)
     sides = (-(-image_size // (4 << i)) for i in itertools.count())
-    hidden = PYRAMIDS[model].hidden
-    return [Stage((side, side), channels, 0, None) for side, channels in zip(sides, hidden, strict=False)]
+    _, widths, hidden, decoder = PYRAMIDS[model]
+    stages_of_pyramid = []
+    for side, channels, between, ratio in zip(sides, widths, hidden, RATIOS, strict=False):
+        reduction = None if ratio == 1 else Embedding((side, side), channels, ratio, ratio, 0)
+        stages_of_pyramid.append(Stage((side, side), between, 0, reduction, decoder))
+        decoder = 0  # of the first stage's grid
+    return stages_of_pyramid
 
 
 def stages(model: str, image_size: int | None = None) -> list[Stage]:
@@ -210,6 +227,36 @@ def conv_embedding_launches(step: _Step) -> None:
         "conv_embedding", image, weight, vector, vector, vector, stride=stride, padding=padding,
         class_token=vector if step.stage.class_tokens else None,
     )  # fmt: skip
+
+
+@_operator
+def token_reduction_launches(step: _Step) -> None:
+    """Runs a pyramid's reduction of the tokens of keys and values, where it has one."""
+    if step.stage.embedding is None:
+        return
+    (height, width), channels, ratio, _, _ = step.stage.embedding
+    image = step.tensor(step.batch, height, width, channels).permute(0, 3, 1, 2)
+    weight = step.tensor(channels, channels, ratio, ratio).to(memory_format=torch.channels_last)
+    vector = step.tensor(channels)
+    step.call("conv_embedding", image, weight, vector, vector, vector, stride=ratio, padding=0)
+
+
+@_operator
+def segmentation_head_launches(step: _Step) -> None:
+    """Runs SegFormer's decode head for 150 classes, with maps of a half, a quarter and an eighth."""
+    if not step.stage.decoder:
+        return
+    assert step.stage.embedding is not None
+    (height, width), inputs, channels = step.stage.grid, step.stage.embedding.in_channels, step.stage.decoder
+
+    def map_and_weight(shift: int) -> tuple[Tensor, Tensor]:
+        size = -(-height >> shift), -(-width >> shift)
+        image = step.tensor(step.batch, *size, inputs << shift).permute(0, 3, 1, 2)
+        return image, step.tensor(channels, inputs << shift)
+
+    first, *others = map(map_and_weight, range(4))
+    classifier = step.tensor(150, channels), step.tensor(150)
+    step.call("segmentation_head", *first, step.tensor(channels), tuple(others), *classifier)
 
 
 @_operator

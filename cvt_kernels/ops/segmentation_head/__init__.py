@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ... import checks
 from ...backends import Record
-from ...declaration import extension_kernels, facts_of_pairs, operator
+from ...declaration import extension_kernels, facts_of_pairs, operator, triton_kernels
 from ..kinds import first_images, images_within, size_class
 
 _MAP, _WEIGHT, _CLASSIFIER = "(batch, C, height, width)", "(channels, C)", "(classes, channels)"
@@ -77,7 +77,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 @operator(
-    backends={"cpu": extension_kernels()},
+    backends={"triton": triton_kernels(), "cpu": extension_kernels()},
     kind=_kind,
     sample=_sample,
     check=_check,

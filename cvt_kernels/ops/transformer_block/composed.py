@@ -1,4 +1,11 @@
-"""A transformer block composed of other operators of this package, each with its own cache entry."""
+"""A transformer block composed of other operators of this package, each with its own cache entry.
+
+Without convolutional projections and gradients, linear layers that read the same tokens are one product, of
+weights that are packed side by side: K and V behind a reduction, else Q, K and V. The reduction is one
+``conv_embedding`` then. So a block of SegFormer or PVT v2 is nine launches of kernels on a GPU, seven without
+a reduction: LayerNorm, reduction, Q, K and V, attention, the layer behind it with residual and LayerNorm, and
+the MLP's two layers with the convolution between them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,9 @@ from ... import modes
 from ...backends import Record
 from ...records import AnyLinear, Linear, QuantizedLinear, Reduction, TransformerBlock
 from ...reference import attended_keys
+from .. import weight_cache
 from ..attention import attention
+from ..conv_embedding import conv_embedding
 from ..conv_linear import conv_linear
 from ..conv_projection import conv_projection
 from ..depthwise_conv_gelu import depthwise_conv_gelu
@@ -55,9 +64,58 @@ def _project(
     plain = [layer for layer in block.linears if isinstance(layer, Linear)]
     if block.convs and rows is None and len(plain) == len(block.linears):
         return conv_linear(y, grid, block.convs, plain)
+    is_packable = weight_cache.why_unpackable(y, *block.tensors()) is None
+    if not block.convs and len(plain) == len(block.linears) and is_packable:
+        return _project_packed(y, grid, block, plain, rows)
     queries, *kept = _tokens_to_project(y, grid, block)
     queries = queries if rows is None else gather_rows(queries, rows)
     return [_apply(tokens, layer) for tokens, layer in zip((queries, *kept), block.linears, strict=True)]
+
+
+def _project_packed(
+    y: Tensor, grid: tuple[int, int], block: TransformerBlock, layers: Sequence[Linear], rows: Tensor | None
+) -> Sequence[Tensor]:
+    """Returns queries, keys and values by packed weights."""
+    if block.reduce is None and rows is None:
+        return linear(y, *_side_by_side(layers)).chunk(3, dim=2)
+    kept = _reduce(y, grid, block.reduce) if isinstance(block.reduce, Reduction) else y
+    queries = linear(y if rows is None else gather_rows(y, rows), *layers[0])
+    return queries, *linear(kept, *_side_by_side(layers[1:])).chunk(2, dim=2)
+
+
+def _side_by_side(layers: Sequence[Linear]) -> Linear:
+    """Returns layers of the same tokens as one, packed."""
+
+    @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
+    @torch.no_grad()
+    def pack() -> Linear:
+        weight = torch.cat([layer.weight for layer in layers])
+        if all(layer.bias is None for layer in layers):
+            return Linear(weight)
+        return Linear(weight, torch.cat([_bias_of(layer) for layer in layers]))
+
+    first, *others = (tensor for layer in layers for tensor in layer)
+    assert first is not None
+    return weight_cache.packed(first, f"{len(layers)} layers side by side", pack, others)
+
+
+def _bias_of(layer: Linear) -> Tensor:
+    return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
+
+
+def _reduce(y: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Reduces tokens as they lie, by a weight packed with channels last."""
+    weight, bias, norm = reduction
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def pack() -> Tensor:
+        return weight.clone(memory_format=torch.channels_last)
+
+    packed = weight_cache.packed(weight, "channels last", pack)
+    image = y.unflatten(1, grid).permute(0, 3, 1, 2)
+    stride = weight.shape[-1]
+    return conv_embedding(image, packed, bias, norm.weight, norm.bias, stride=stride, padding=0, eps=norm.eps)
 
 
 def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""accelerate() without settings: stages and layers as one in evaluation on a CPU, the blocks elsewhere."""
+"""accelerate() without settings: stages and layers as one in evaluation, those of a CvT on a CPU only."""
 
 import copy
 import gc
@@ -9,9 +9,20 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels.acceleration import freezing
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
-from tests.upstream import huggingface, images, logits, microsoft, ours, relative, segformer
+from tests.upstream import (
+    huggingface,
+    images,
+    logits,
+    microsoft,
+    ours,
+    pvt,
+    pvt_v2,
+    relative,
+    segformer,
+)
 
 every_model = pytest.mark.parametrize("make", MODELS)
 
@@ -155,3 +166,38 @@ def test_nothing_is_packed_before_the_first_call_in_evaluation():
     with torch.no_grad(), ck.use_backend("onednn", "cpu", "reference"):
         model(images())
     assert weight_cache.packed_bytes() > 0
+
+
+# On a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [segformer, pvt, pvt_v2])
+@torch.no_grad()
+def test_layers_of_pyramids_are_served_where_there_is_no_cpu(make, served):
+    """Tensors without memory stand for a GPU's."""
+    model = accelerated(make).to("meta")
+    model(inputs(make).to("meta"))
+    layers = [layer for _, layer, entry in freezing.find_stages(model) if entry.noun == "layer"]
+    assert [args[0] for args in served] == layers
+    assert len(layers) > 1
+    assert all(row.fused for row in ck.coverage(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("freeze", [True, None])
+@pytest.mark.parametrize("make", [segformer, pvt, pvt_v2])
+@torch.no_grad()
+def test_pyramids_on_a_gpu(make, freeze, graphs):
+    """Whatever serves them, the logits are the model's own, after a change of its weights too."""
+    own = make().eval().cuda()
+    served = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    served = ck.graphed(served) if graphs else served
+    for _ in range(3):
+        x = torch.randn_like(inputs(make), device="cuda")
+        for _ in range(3):
+            expected, actual = (logits(model(x)) for model in (own, served))
+            assert relative(actual, expected) < 1e-3
+        for mine, theirs in zip(own.parameters(), served.parameters(), strict=True):
+            mine.mul_(0.9)
+            theirs.mul_(0.9)

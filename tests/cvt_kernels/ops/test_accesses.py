@@ -142,6 +142,23 @@ def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT
     )  # fmt: skip
 
 
+def reduce_tokens(channels, ratio, size, *, gap=0, dtype=FLOAT16):
+    inputs, outputs = channels
+    image = randn(2, size[0], size[1] * inputs, dtype=dtype, gap=gap).unflatten(2, (size[1], inputs))
+    weight = randn(outputs, inputs, ratio, ratio, dtype=dtype)
+    vectors = (randn(outputs, dtype=dtype) for _ in range(3))
+    return ck.conv_embedding(image.permute(0, 3, 1, 2), weight, *vectors, stride=ratio, padding=0)
+
+
+def segment(sizes, channels, classes, *, inputs=5, gap=0, dtype=FLOAT16):
+    maps = [randn(2, inputs + i, *size, dtype=dtype, gap=gap) for i, size in enumerate(sizes)]
+    (x, weight), *others = [(each, randn(channels, each.shape[1], dtype=dtype)) for each in maps]
+    bias, classifier, of_classifier = (
+        randn(*shape, dtype=dtype) for shape in ((channels,), (classes, channels), (classes,))
+    )
+    return ck.segmentation_head(x, weight, bias, tuple(others), classifier, of_classifier)
+
+
 def convolve_and_activate(grid, channels, dtype=FLOAT32):
     x, weight, bias = (
         randn(*shape, dtype=dtype, grad=True)
@@ -177,6 +194,17 @@ CONVOLUTIONS = {
         lambda: embed((3, 20), 7, 4, (11, 16), dtype=FLOAT16, token=False), "conv_embedding_embed"
     ),
     "embedding of many channels": Case(lambda: embed((40, 13), 3, 2, (5, 3)), "conv_embedding_normalize"),
+    "patches": Case(lambda: reduce_tokens((5, 13), 3, (9, 6), gap=1), "conv_embedding_patches"),
+    "patches of many channels": Case(
+        lambda: reduce_tokens((40, 300), 2, (4, 18), dtype=BFLOAT16), "conv_embedding_patches"
+    ),
+    "segmentation head": Case(
+        lambda: segment([(5, 7), (3, 4), (2, 2), (1, 1)], 13, 6, gap=1, dtype=BFLOAT16), "segmentation_head"
+    ),
+    "segmentation head of many classes": Case(
+        lambda: segment([(3, 2), (1, 3)], 40, 301, inputs=35, dtype=FLOAT32), "segmentation_head"
+    ),
+    "segmentation head of one map": Case(lambda: segment([(1, 19)], 5, 2), "segmentation_head"),
     "convolution and GELU": Case(
         lambda: convolve_and_activate((3, 5), 5),
         "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions",
@@ -415,6 +443,7 @@ NOT_COUNTED = {
     "linear_starts": "scale",
     "layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift",
     "layer_norm_quantize": "gamma beta shift",
+    "segmentation_head": "bias classifier_bias",
 }
 
 

@@ -7,11 +7,15 @@ class token too. There are no gradients, and nothing is saved.
 the image once from memory (neighboring windows share it in L1) and writes the tokens once. In 16 bits,
 windows go straight to the registers that the tensor cores read; on sm_100, by way of shared memory.
 
+``patches`` is one kernel too, a product over windows side by side (stride k, no padding) of an image with
+channels last: it reads the image once and writes the tokens once.
+
 ``normalize`` runs behind PyTorch's convolution without bias, of an image with channels last: it reads the
 convolution's result once and writes the tokens once, where PyTorch would run a kernel for the bias, one for
 LayerNorm and one for the class token.
 
-``embed.why_not_embedded`` chooses between the two. Float64 is for Triton's interpreter only.
+``patches.why_not_gathered`` and ``embed.why_not_embedded`` choose among them. Float64 is for Triton's
+interpreter only.
 """
 
 from .operator import conv_embedding, why_unsupported

@@ -14,6 +14,7 @@ from ...planned_launches import planned
 from .common import MAX_CHANNELS
 from .embed import embed, why_not_embedded
 from .normalize import normalize
+from .patches import gather, why_not_gathered
 
 
 def _embedding(
@@ -25,6 +26,8 @@ def _embedding(
         None if vector is None else vector.contiguous()
         for vector in (bias, norm_weight, norm_bias, class_token)
     ]
+    if why_not_gathered(image, weight, stride, padding, class_token) is None:
+        return gather(image, weight, *vectors[:3], eps=eps, dtype=dtype)
     if why_not_embedded(image, weight, stride, padding) is None:
         return embed(image, weight, *vectors, stride=stride, padding=padding, eps=eps, dtype=dtype)
     if not modes.convolves_in_tf32(image):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Rows
-from cvt_kernels.ops.conv_embedding.triton import embed, operator
+from cvt_kernels.ops.conv_embedding.triton import embed, operator, patches
 from tests.checks import needs_float64, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
@@ -22,6 +22,10 @@ def sizes(height, width, **settings):
 #: CvT's first stage, and one whose windows have too many values for one kernel.
 FIRST = sizes(15, 20, inputs=3, channels=64, kernel=7, stride=4, padding=2)
 LATER = sizes(9, 14, inputs=40, channels=24, kernel=3, stride=2, padding=1)
+#: A pyramid's reduction of keys and values: windows side by side.
+PATCHES = sizes(
+    9, 14, inputs=40, channels=24, kernel=4, stride=4, padding=0, channels_last=True, class_token=False
+)
 each_stage = pytest.mark.parametrize(
     ("stage", "kernel"), [(FIRST, "embed"), (LATER, "normalize")], ids=["first", "later"]
 )
@@ -143,6 +147,66 @@ def test_programs_share_an_image(chip, monkeypatch):
 )
 def test_division_of_images(batch, tiles, programs, splits):
     assert embed._splits(batch, tiles, programs) == splits
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PATCHES,
+        PATCHES | sizes(8, 8, kernel=8, stride=8, inputs=32, channels=32),
+        PATCHES | sizes(7, 5, kernel=2, stride=2, inputs=5, channels=300),
+        PATCHES | sizes(5, 3, kernel=1, stride=1, inputs=1, channels=1),
+        PATCHES | sizes(3, 22, kernel=3, stride=3, inputs=7, channels=160, bare=True),
+    ],
+    ids=str,
+)
+def test_windows_side_by_side(settings, dtype):
+    assert kernels_of(call_of(**settings, dtype=dtype)) == ["_conv_embedding_patches_kernel"]
+    assert_agrees("conv_embedding", "triton", **settings, batch=3, dtype=dtype)
+
+
+def test_pixels_apart_are_not_gathered():
+    call = call_of(**PATCHES | {"inputs": 1}, dtype="float16")
+    assert kernels_of(call) == ["_conv_embedding_patches_kernel"]
+    apart = call._replace(image=torch.cat([call.image, call.image], dim=3)[..., ::2])
+    assert "_conv_embedding_patches_kernel" not in kernels_of(apart)
+    expected = backends.operators["conv_embedding"].reference(apart)
+    torch.testing.assert_close(run(apart), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_tokens_are_read_as_they_lie():
+    """A view of tokens is read in place, and a weight with channels last too."""
+    call = call_of(**PATCHES, dtype="float16")
+    weight = call.weight.contiguous(memory_format=torch.channels_last)
+    spread = torch.cat([call.image, call.image], dim=0)[::2].permute(0, 2, 3, 1)  # images apart
+    wide = torch.cat([spread, spread], dim=2)[:, :, :14].permute(0, 3, 1, 2)  # rows apart
+    changed = call._replace(image=wide, weight=weight)
+    torch.testing.assert_close(
+        run(changed), run(call._replace(image=wide.contiguous(memory_format=torch.channels_last)))
+    )
+    (launch_of_view,) = launched_by(changed)
+    assert launch_of_view.arguments["image_ptr"] is wide
+    assert launch_of_view.arguments["w_ptr"].data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (PATCHES, None),
+        (PATCHES | {"stride": 3}, "windows overlap or are apart"),
+        (PATCHES | {"padding": 1}, "windows overlap or are apart"),
+        (PATCHES | {"channels_last": False}, "channels are not last"),
+        (PATCHES | {"channels": 513}, "tokens have 513 channels, more than 512"),
+        (PATCHES | {"class_token": True}, "there is a class token"),
+        (PATCHES | {"dtype": "float32"}, "float32 would need more registers than there are"),
+    ],
+    ids=str,
+)
+def test_which_windows_are_gathered(settings, reason):
+    call = call_of(**{"dtype": "float16"} | settings)
+    told = patches.why_not_gathered(call.image, call.weight, call.stride, call.padding, call.class_token)
+    assert told == reason
 
 
 @each_stage

@@ -1,0 +1,134 @@
+"""transformer_block by other operators: layers of the same tokens as one product, and packed weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import cvt_kernels as ck
+from cvt_kernels import launching, machine, reference
+from cvt_kernels.ops import weight_cache
+from tests.cvt_kernels.ops.transformer_block.calls import call, check, in_float64, pyramid
+
+
+def products_of(arguments, monkeypatch):
+    """Returns the outputs of the linear layers that a call makes by ``linear``."""
+    from cvt_kernels.ops.transformer_block import composed
+
+    outputs, own = [], composed.linear
+    monkeypatch.setattr(
+        composed, "linear", lambda x, weight, bias=None: outputs.append(len(weight)) or own(x, weight, bias)
+    )
+    call("composed", arguments)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(2, [24, 48, 72]), (0, [72, 72])],
+    ids=["Q, then K and V, then fc1", "Q, K and V, then fc1"],
+)
+def test_layers_of_the_same_tokens_are_one_product(ratio, expected, monkeypatch):
+    assert products_of(pyramid(ratio=ratio), monkeypatch) == expected
+
+
+@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_some_layers_without_a_bias(ratio, which):
+    x, grid, block = pyramid(ratio=ratio)
+    linears = tuple(
+        layer._replace(bias=None) if i == which else layer for i, layer in enumerate(block.linears)
+    )
+    check("composed", (x, grid, block._replace(linears=linears)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ratio", [0, 2])
+def test_changed_parameters_are_packed_anew(ratio):
+    x, grid, block = pyramid(ratio=ratio)
+    tensors = [tensor for layer in block.linears for tensor in layer]
+    tensors += [] if block.reduce is None else [block.reduce.weight]
+    for tensor in tensors:
+        before = call("composed", (x, grid, block))
+        tensor.mul_(1.5)
+        out = call("composed", (x, grid, block))
+        torch.testing.assert_close(out, reference.transformer_block(x, grid, block), rtol=1e-4, atol=1e-4)
+        assert not torch.equal(out, before)
+
+
+def test_weights_are_packed_once(monkeypatch):
+    packs, own = [], weight_cache._pack
+    monkeypatch.setattr(
+        weight_cache, "_pack", lambda copy, *args: packs.append(copy.place[1]) or own(copy, *args)
+    )
+    arguments = pyramid()
+    for _ in range(3):
+        call("composed", arguments)
+    of_block = "channels last", "2 layers side by side"
+    assert [key for key in packs if key in of_block] == [*of_block]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_nothing_that_a_graph_captures_is_kept():
+    """Its copies are not computed until it is replayed."""
+    x, grid, block = pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, pyramid())
+    expected = reference.transformer_block(x, grid, block)
+    with ck.use_backend("composed", "reference"):
+        ck.transformer_block(x, grid, block)  # which loads cuBLAS
+        weight_cache.release_memory()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ck.transformer_block(x, grid, block)
+        torch.testing.assert_close(ck.transformer_block(x, grid, block), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_optimizer_step_is_noticed():
+    x, grid, block = pyramid()
+    weight = nn.Parameter(block.linears[1].weight)
+    key = block.linears[1]._replace(weight=weight)
+    block = block._replace(linears=(block.linears[0], key, block.linears[2]))
+    before = call("composed", (x, grid, block))
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=0.1).step()
+    after = call("composed", (x, grid, block))
+    assert not torch.equal(after, before)
+    with torch.no_grad():
+        torch.testing.assert_close(after, reference.transformer_block(x, grid, block), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_go_to_the_layers_own_weights():
+    arguments = in_float64(pyramid())
+    x, grid, block = arguments
+    tensors = [tensor.requires_grad_() for layer in block.linears for tensor in layer]
+    tensors.append(block.reduce.weight.requires_grad_())
+    with ck.use_backend("composed", "reference"):
+        ours = torch.autograd.grad(ck.transformer_block(x, grid, block).sum(), tensors)
+    theirs = torch.autograd.grad(reference.transformer_block(x, grid, block).sum(), tensors)
+    for own, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.skipif(not machine.INTERPRETING, reason="the kernels are compiled, not interpreted")
+@torch.no_grad()
+def test_launches_of_triton_kernels_of_a_block():
+    """The rest are four or three products, and LayerNorm, which has no Triton kernel."""
+    mlp = ["_depthwise_conv_gelu_fwd_kernel", "_linear_add_kernel"]
+    behind = ["_attention_fwd_kernel", "_linear_add_layer_norm_kernel", *mlp]
+    for ratio, expected in ((2, ["_conv_embedding_patches_kernel", *behind]), (0, behind)):
+        x, grid, block = pyramid(ratio=ratio, dtype=torch.float16)
+        recorded = launching.recorded_launches(launching.Chip(90, 132))
+        with recorded as launches, ck.use_backend("triton", "composed", "reference"):
+            ck.transformer_block(x, grid, block)
+        assert [each.kernel.__name__ for each in launches] == expected
+
+
+@pytest.mark.skipif(not machine.INTERPRETING, reason="the kernels are compiled, not interpreted")
+@pytest.mark.parametrize("grid", [(8, 8), (9, 7)])
+@torch.no_grad()
+def test_by_triton_kernels(grid):
+    x, grid, block = pyramid(grid=grid, ratio=4, dtype=torch.float16)
+    exact = reference.transformer_block(*in_float64((x, grid, block)))
+    with ck.use_backend("triton", "composed", "reference"):
+        out = ck.transformer_block(x, grid, block)
+    error = (out.double() - exact).abs().max()
+    assert error <= 2 * (reference.transformer_block(x, grid, block).double() - exact).abs().max()
