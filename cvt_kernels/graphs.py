@@ -22,7 +22,6 @@ import copyreg
 import enum
 import functools
 import itertools
-import operator
 import sys
 import threading
 import warnings
@@ -40,7 +39,7 @@ from . import backends, caller, checks, machine, modes
 from .autotune import unlimited
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
-from .structure import Structure
+from .structure import Structure, looks
 from .training_graph import TrainingGraph, Turn
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -219,14 +218,15 @@ class _Graphs:
     def why_not(self, model: nn.Module, call: _Call) -> str | None:
         """Returns why a call runs without a graph, or None."""
         reason, snapshot = _why_not_of_call(model, call), _Snapshot(model)
-        reason = reason or snapshot.why_not(model, call)
+        reason = reason or snapshot.why_not(model, call, snapshot.wants_gradient(call))
         if reason is not None:
             return reason
         with self._lock:
-            known, key = self._snapshot, _key(model, snapshot, call)
+            with_gradients = snapshot.wants_gradient(call)
+            known, key = self._snapshot, _key(model, snapshot, call, with_gradients)
             if known is not None and not (known.has_keys_of(model) and known.holds()):
                 return "weights or modules were replaced; the call after this one is captured"
-            if snapshot.wants_gradient(call):
+            if with_gradients:
                 if key not in self._seen:
                     return "a call with gradients is captured when it comes for the second time"
                 if self._is_waiting():
@@ -250,14 +250,14 @@ class _Graphs:
     def _replayed(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Returns the outputs of a replay, after a capture if need be, or ``_NOTHING``."""
         snapshot = self._snapshot = self._snapshot or _Snapshot(model)
-        key = _key(model, snapshot, call)
-        graph, outputs = self._graphs.get(key), _NOTHING
         with_gradients = snapshot.wants_gradient(call)
+        key = _key(model, snapshot, call, with_gradients)
+        graph, outputs = self._graphs.get(key), _NOTHING
         if graph is not None and not with_gradients:
-            self._graphs.move_to_end(key)
             outputs = graph.replay(call.tensors)  # the GPU computes while the host asks
+            self._graphs.move_to_end(key)
         if snapshot.holds_for(model, None if graph is None else graph.copies):
-            if key in self._failures or snapshot.why_not(model, call) is not None:
+            if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
                 return _NOTHING
             if with_gradients:
                 return self._replayed_with_gradients(key, snapshot, model, forward, call)
@@ -352,7 +352,10 @@ class _Call:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args, self.kwargs = args, kwargs
-        self.leaves, self.form = pytree.tree_flatten((args, kwargs))
+        self.leaves: list[Any] = [*args, *kwargs.values()]
+        self.form: Any = len(args), *kwargs  # of arguments without containers
+        if not _LEAVES.issuperset(map(type, self.leaves)):
+            self.leaves, self.form = pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -364,7 +367,11 @@ class _Call:
         """Returns ``args`` and ``kwargs`` with ``tensors`` instead of the call's."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.form)
+        if isinstance(self.form, tuple):
+            count, *names = self.form
+            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        args, kwargs = pytree.tree_unflatten(leaves, self.form)
+        return args, kwargs
 
     def kind(self) -> Any:
         """Returns the call's key: a hashable value that is the same for calls of the same graph."""
@@ -378,6 +385,8 @@ def _kind_of(leaf: Any) -> Any:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
 
+#: Types of arguments that are no containers; others may be, and pytree knows them.
+_LEAVES = {Tensor, nn.Parameter, type(None), bool, int, float, str}
 #: Types of arguments that are compared by value.
 _SETTINGS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _SETTINGS += (torch.dtype, torch.device, torch.memory_format, torch.layout)  # type: ignore[assignment]
@@ -411,10 +420,10 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
     return None
 
 
-def _key(model: nn.Module, snapshot: _Snapshot, call: _Call) -> Any:
+def _key(model: nn.Module, snapshot: _Snapshot, call: _Call, with_gradients: bool) -> Any:
     """Returns the key of the graph that serves a call."""
     key = call.kind(), _settings(model, call.device)
-    return (*key, snapshot.modes_of(model)) if snapshot.wants_gradient(call) else key
+    return (*key, snapshot.modes_of(model)) if with_gradients else key
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -468,7 +477,7 @@ class _Snapshot(Structure):
         self._tensors = tensors
         with torch.no_grad():
             self._memory = [] if self._why_unknown else [tensor.detach() for tensor in tensors]
-        self._dtypes = [*map(_dtype_of, tensors)]
+            self._layouts = looks().layouts(self._memory)
         self._devices = {tensor.device for tensor in tensors}
         self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
         self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
@@ -517,14 +526,12 @@ class _Snapshot(Structure):
 
     def holds(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""
-        return (
-            not self.is_changed()
-            and all(map(Tensor.is_set_to, self._tensors, self._memory))
-            and [*map(_dtype_of, self._tensors)] == self._dtypes
-        )
+        return not self.is_changed() and bool(looks().layouts(self._tensors) == self._layouts)
 
     def wants_gradient(self, call: _Call) -> bool:
         """Returns whether autograd has to record a call."""
+        if not (torch.is_grad_enabled() or modes.forward_mode_enabled()):
+            return False  # before hundreds of tensors become arguments
         return modes.wants_gradient(*call.tensors, *self._tensors)
 
     def modes_of(self, model: nn.Module) -> tuple[Any, ...]:
@@ -535,7 +542,7 @@ class _Snapshot(Structure):
             *(tensor.requires_grad for tensor in self._tensors),
         )
 
-    def why_not(self, model: nn.Module, call: _Call) -> str | None:
+    def why_not(self, model: nn.Module, call: _Call, with_gradients: bool) -> str | None:
         """Returns why the model cannot be replayed with such arguments, or None."""
         device = call.device
         if self._why_unknown is not None:
@@ -543,7 +550,7 @@ class _Snapshot(Structure):
         if not self._devices <= {device}:
             other = next(each for each in self._devices if each != device)
             return f"a parameter or buffer of the model is on {other}, the arguments are on {device}"
-        if self.wants_gradient(call):
+        if with_gradients:
             reason = self._why_no_gradients(model)
             if reason is not None:
                 return reason
@@ -551,13 +558,16 @@ class _Snapshot(Structure):
             return "the model is in training mode, and no gradient is wanted; call its eval() before"
         elif self.is_training():
             return "a module of the model is in training mode, and no gradient is wanted"
-        if any(self._hooks) and not all(map(_is_idle, itertools.chain(*map(dict.values, self._hooks)))):
+        if looks().any_full(self._hooks) and not all(map(_is_idle, self._every_hook())):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
-        if any(map(operator.contains, self.spaces, itertools.repeat("forward"))):
+        if self.has_own_forward():
             return "a module of the model has a forward of its own on the object"
         return None
+
+    def _every_hook(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(hooks.values() for hooks in self._hooks)
 
     def _why_no_gradients(self, model: nn.Module) -> str | None:
         """Returns why calls of the model with gradients cannot be replayed, or None."""
@@ -578,7 +588,6 @@ class _Snapshot(Structure):
 _KEY = "_cvt_kernels_graph_key"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_dtype_of = operator.attrgetter("dtype")
 
 
 def _is_idle(hook: Any) -> bool:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import graphs
+from cvt_kernels import graphs, structure
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
@@ -367,7 +367,11 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_is_replaced_is_captured_again(cuda, name):
+@pytest.mark.parametrize("look", ["extension", "python"])
+def test_what_is_replaced_is_captured_again(cuda, monkeypatch, name, look):
+    if look == "python":
+        monkeypatch.setattr(structure, "looks", lambda: structure.InPython)
+        monkeypatch.setattr(graphs, "looks", structure.looks)
     model, x = toy(), torch.randn(2, 4)
     before = model(x)
     REPLACED[name](model)
@@ -378,6 +382,55 @@ def test_what_is_replaced_is_captured_again(cuda, name):
     for _ in range(2):
         assert not torch.equal(assert_same(model, x), before)
     assert captures(cuda) == 2
+
+
+#: Changes that rule out a replay, and what the call has to compute then.
+DURING = REPLACED | {
+    "hook": lambda model: hook(model),
+    "pre-hook": lambda model: pre_hook(model),
+    "forward": lambda model: own_forward(model),
+    "double": lambda model: model.first.to(torch.float64).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", DURING)
+def test_a_change_during_a_replay_drops_its_result(cuda, monkeypatch, name):
+    model, x = toy(), torch.randn(2, 4)
+    before = model(x)
+    replay, changes = graphs._Graph.replay, [DURING[name]]
+
+    def changing_replay(self, tensors):
+        outputs = replay(self, tensors)
+        if changes:
+            changes.pop()(model)
+        return outputs
+
+    monkeypatch.setattr(graphs._Graph, "replay", changing_replay)
+    got = model(x)
+    assert not changes
+    assert torch.equal(got, plain(model)(x))
+    assert name in ("double", "pre-hook") or not torch.equal(got, before)
+    for _ in range(2):
+        assert_same(model, x)
+
+
+def test_another_thread_moves_the_model_after_a_replay(cuda, monkeypatch):
+    model, x = toy(), torch.randn(2, 4)
+    before, replay = model(x), graphs._Graph.replay
+    threads = []
+
+    def replay_beside_a_move(self, tensors):
+        if not threads:
+            threads.append(threading.Thread(target=model.double))
+            threads[0].start()
+            threads[0].join(0.2)  # .double() waits for the call
+            assert threads[0].is_alive()
+        return replay(self, tensors)
+
+    monkeypatch.setattr(graphs._Graph, "replay", replay_beside_a_move)
+    assert torch.equal(model(x), before)
+    threads[0].join()
+    assert assert_same(model, x.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("patched", [Toy, nn.BatchNorm1d])
