@@ -203,13 +203,18 @@ class _Graphs:
         """Drops all graphs and the snapshot of the model."""
         with self._lock:
             while self._graphs:
-                self._drop_oldest()
+                self._drop(next(iter(self._graphs)))
             self._failures.clear()
             self._seen.clear()
             self._snapshot = None
 
-    def _drop_oldest(self) -> None:
-        _, graph = self._graphs.popitem(last=False)
+    def _forget_kind(self, with_gradients: bool) -> None:
+        """Drops the graphs with or without gradients."""
+        for key in [key for key, graph in self._graphs.items() if graph.has_backward is with_gradients]:
+            self._drop(key)
+
+    def _drop(self, key: Any) -> None:
+        graph = self._graphs.pop(key)
         graph.cuda.release(*graph.recorded)
         for with_gradients, cuda in list(self._captures.items()):
             if all(other.cuda is not cuda for other in self._graphs.values()):
@@ -224,7 +229,7 @@ class _Graphs:
         with self._lock:
             with_gradients = snapshot.wants_gradient(call)
             known, key = self._snapshot, _key(model, snapshot, call, with_gradients)
-            if known is not None and not (known.has_keys_of(model) and known.holds()):
+            if known is not None and not (known.holds() and known.has_keys_of(model, with_gradients)):
                 return "weights or modules were replaced; the call after this one is captured"
             if with_gradients:
                 if key not in self._seen:
@@ -256,19 +261,24 @@ class _Graphs:
         if graph is not None and not with_gradients:
             outputs = graph.replay(call.tensors)  # the GPU computes while the host asks
             self._graphs.move_to_end(key)
-        if snapshot.holds_for(model, None if graph is None else graph.copies):
-            if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
-                return _NOTHING
-            if with_gradients:
-                return self._replayed_with_gradients(key, snapshot, model, forward, call)
-            if graph is not None:
-                return outputs
-            with unlimited():  # a graph keeps the backends of its capture
-                return self._capture(key, snapshot, model, forward, call)
-        # This call runs without a graph, so that a model with other weights in every call is never captured.
-        self.forget()
-        self._snapshot = _Snapshot(model)
-        return _NOTHING
+        # Where it does not hold, this call runs without a graph, so that a model with other weights in every
+        # call is never captured.
+        if not snapshot.holds():
+            self.forget()
+            self._snapshot = _Snapshot(model)
+            return _NOTHING
+        if not snapshot.holds_for(model, with_gradients, graph):
+            self._forget_kind(with_gradients)
+            snapshot.take_keys(model, with_gradients)
+            return _NOTHING
+        if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
+            return _NOTHING
+        if with_gradients:
+            return self._replayed_with_gradients(key, snapshot, model, forward, call)
+        if graph is not None:
+            return outputs
+        with unlimited():  # a graph keeps the backends of its capture
+            return self._capture(key, snapshot, model, forward, call)
 
     def _replayed_with_gradients(
         self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
@@ -302,10 +312,10 @@ class _Graphs:
                 # As the user called it: this autotunes the kernels, and raises the user's errors.
                 outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
-                if not (snapshot.has_keys_of(model) and snapshot.holds()):
+                if not (snapshot.holds() and snapshot.has_keys_of(model, with_gradients)):
                     return outputs
             while len(self._graphs) >= self.most:
-                self._drop_oldest()
+                self._drop(next(iter(self._graphs)))
             cuda = self._captures.get(with_gradients)
             if cuda is None or cuda.device != call.device:
                 cuda = self._captures[with_gradients] = _CudaCapture(call.device)
@@ -482,41 +492,53 @@ class _Snapshot(Structure):
         self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
         self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
         self._keyed = [module for module in inner if hasattr(module, _KEY)]
-        self._keys = self._keys_of(model)
-        self._values = self._snapshot_of_values()
+        self._keys: dict[bool, list[Any]] = {}  # with or without gradients
 
-    def _keys_of(self, model: nn.Module) -> list[Any]:
-        keyed = [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
-        return [getattr(module, _KEY)() for module in keyed]
+    def take_keys(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+        """Takes the keys of modules that have one of their own (``_KEY``) as what they should be."""
+        self._keys[with_gradients] = keys = self._keys_of(model, with_gradients)
+        return keys
 
-    def has_keys_of(self, model: nn.Module) -> bool:
-        """Returns whether the modules with a key of their own (``_KEY``) still have the same key."""
-        return self._keys_of(model) == self._keys
+    def _keys_of(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+        with torch.set_grad_enabled(with_gradients):  # as in the capture
+            return [getattr(module, _KEY)() for module in self._keyed_of(model)]
 
-    def holds_for(self, model: nn.Module, copies: weight_cache.Uses | None) -> bool:
-        """Returns whether the model still computes as a graph did that has read some packed copies.
+    def _keyed_of(self, model: nn.Module) -> list[nn.Module]:
+        return [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
 
-        Where no tensor has changed, frozen stages and packed copies need not look at theirs.
+    def has_keys_of(self, model: nn.Module, with_gradients: bool) -> bool:
+        """Returns whether modules with a key of their own still have it; any will do if none was taken."""
+        known = self._keys.get(with_gradients)
+        return known is None or self._keys_of(model, with_gradients) == known
+
+    def holds_for(self, model: nn.Module, with_gradients: bool, graph: Any) -> bool:
+        """Returns whether the same modules and tensors still compute as they did for a graph, or None.
+
+        Where no tensor has changed since the graph was asked last, frozen stages and packed copies need not
+        look at theirs.
         """
-        if not self.holds():
-            return False
-        if self._values is not None and self._values.has_versions_of(self._tensors):
-            return self._has_keys_for_same_tensors(model) and (
-                copies is None or copies.hold_for_same_tensors()
+        keys = self._keys.get(with_gradients)
+        if keys is None:
+            keys = self.take_keys(model, with_gradients)
+        if graph is None:
+            return self.has_keys_of(model, with_gradients)
+        if graph.values is not None and graph.values.has_versions_of(self._tensors):
+            return self._has_keys_for_same_tensors(model, keys, with_gradients) and (
+                graph.copies.hold_for_same_tensors()
             )
-        if not self.has_keys_of(model) or not (copies is None or copies.hold()):
+        if not self.has_keys_of(model, with_gradients) or not graph.copies.hold():
             return False
-        self._values = self._snapshot_of_values()
+        graph.values = self._snapshot_of_values()
         return True
 
-    def _has_keys_for_same_tensors(self, model: nn.Module) -> bool:
-        keyed = [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
-        return all(
-            key.holds_for_same_tensors()
-            if hasattr(key, "holds_for_same_tensors")
-            else getattr(module, _KEY)() == key
-            for module, key in zip(keyed, self._keys, strict=True)
-        )
+    def _has_keys_for_same_tensors(self, model: nn.Module, keys: list[Any], with_gradients: bool) -> bool:
+        with torch.set_grad_enabled(with_gradients):
+            return all(
+                key.holds_for_same_tensors()
+                if hasattr(key, "holds_for_same_tensors")
+                else getattr(module, _KEY)() == key
+                for module, key in zip(self._keyed_of(model), keys, strict=True)
+            )
 
     def _snapshot_of_values(self) -> weight_cache.Snapshot | None:
         """Returns a snapshot of all tensors; None for inference tensors, which have no versions."""
@@ -611,8 +633,12 @@ class _Graph:
         copies: The packed copies of weights that the captured call has read.
         recorded: The graph.
         leaves: The leaves of the results, with the tensors of the graph.
+        values: The model's tensors when the graph was last found up to date.
         why_not: Why a replay would not do the same as the call, or None.
     """
+
+    has_backward = False
+    values: weight_cache.Snapshot | None = None
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
         self.cuda = cuda

@@ -22,7 +22,7 @@ from ..classes import is_fused
 from ..graphs import ungraphed
 from ..tables import aligned
 from .blocks import BlockEntry
-from .freezing import find_stages, is_frozen, is_serving, why_not_served
+from .freezing import find_stages, is_frozen, is_serving, serves_on, why_not_served
 from .matching import find_blocks, why_mismatched, why_not_now
 from .watching import LENT
 
@@ -151,8 +151,8 @@ def _rows_of(model: nn.Module) -> list[BlockCoverage]:
         rows[path] = _row(path, block, _why_not_fused(block, entry))
     for path, stage, stage_entry in find_stages(model):
         reason = why_not_served(stage, stage_entry) if is_frozen(stage) or is_serving(stage) else None
-        on_cpu = all(parameter.device.type == "cpu" for parameter in stage.parameters())
-        if is_frozen(stage) or (is_serving(stage) and on_cpu and reason is None):
+        is_here = all(serves_on(stage_entry, parameter.device) for parameter in stage.parameters())
+        if is_frozen(stage) or (is_serving(stage) and is_here and reason is None):
             rows[path] = _row(path, stage, reason)
     return [rows[path] for path, _ in model.named_modules() if path in rows]
 

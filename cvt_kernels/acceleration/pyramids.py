@@ -511,6 +511,7 @@ def _stage_entry(
         tokens=tokens,
         others=others,
         why_unsupported=_why_not_on_cpu,
+        is_on_gpu=False,
     )
 
 

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, structure
+from cvt_kernels.acceleration import freezing, stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
@@ -491,11 +492,16 @@ def test_a_graph_that_reads_a_packed_weight_is_captured_again_when_that_changes(
 @pytest.mark.parametrize(
     "make", [lambda: ours().eval(), lambda: ours().eval().stage1], ids=["stages of a model", "a stage"]
 )
-@pytest.mark.parametrize("first", [ck.graphed, functools.partial(ck.accelerate, freeze=True)])
-def test_frozen_stages_are_captured_again_when_they_are_folded_again(cuda, first, make):
+@pytest.mark.parametrize("freeze", [True, None])
+@pytest.mark.parametrize("is_graphed_first", [True, False])
+def test_served_stages_are_captured_again_when_they_are_folded_again(
+    cuda, monkeypatch, is_graphed_first, freeze, make
+):
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
     model = make()
     x = torch.randn(1, 3, 32, 32) if hasattr(model, "stage1") else torch.randn(1, 16, 8, 8)
-    ck.graphed(ck.accelerate(first(model), freeze=True))
+    first = ck.graphed if is_graphed_first else functools.partial(ck.accelerate, freeze=freeze)
+    ck.graphed(ck.accelerate(first(model), freeze=freeze))
     before = pytree.tree_leaves(assert_same(model, x))[0]
     assert_same(model, x)
     assert captures(cuda) == 1
@@ -508,6 +514,43 @@ def test_frozen_stages_are_captured_again_when_they_are_folded_again(cuda, first
     for _ in range(3):
         assert not torch.equal(pytree.tree_leaves(assert_same(model, x))[0], after)
     assert captures(cuda) == 2
+
+
+def test_every_graph_notices_that_a_packed_weight_has_changed(cuda):
+    """Checks that one graph's look at the weights does not stand for another's, which has read copies."""
+    layer = LinearInt8.from_float(nn.Linear(16, 8))
+    model, few, many = ck.graphed(nn.Sequential(layer).eval()), torch.randn(1, 16), torch.randn(4, 16)
+    with ck.use_backend("reference"):
+        model(few)
+    with ck.use_backend("dequantized"):
+        model(many)
+    layer.weight_scale.mul_(2)
+    with ck.use_backend("reference"):
+        assert_same(model, few)
+    with ck.use_backend("dequantized"):
+        for _ in range(3):
+            torch.testing.assert_close(model(many), plain(model)(many), rtol=0, atol=0)
+
+
+def test_evaluation_between_steps_keeps_the_graphs_of_training(cuda, monkeypatch):
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+    model, x = ck.graphed(ck.accelerate(ours())), torch.randn(2, 3, 32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train():
+        with torch.enable_grad():
+            model.train()(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    for count in (3, 4, 5):  # a forward and a backward of training, then one of evaluation each time
+        train()
+        model.eval()
+        for _ in range(3):
+            assert_same(model, x)
+        assert captures(cuda) == count
+    assert [tape.replays for tape in cuda.tapes[:2]] == [3, 3]
 
 
 # Calls that are left alone --------------------------------------------------------------------------------
