@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import cvt_kernels as ck
 from tests import upstream
-from tests.tape import taped
+from tests.tape import forget_tapes, taped
 
 from .worker import Answer
 
@@ -326,6 +326,7 @@ class _Pair:
         change = _CHANGES[name]
         if self.is_graphed and name in _SWAPPING:
             ck.graphed(self.accelerated)
+            forget_tapes()
         self.own, self.accelerated = self._run_both(lambda model: change(model, random.Random(seed)) or model)
         if self.is_graphed and name in _UNGRAPHED:
             ck.graphed(self.accelerated)
