@@ -485,9 +485,10 @@ class _Snapshot(Structure):
         elif any(tensor.is_meta for tensor in tensors):
             self._why_unknown = "a parameter or buffer of the model is on the meta device"
         self._tensors = tensors
+        self._placed = [] if self._why_unknown else tensors
         with torch.no_grad():
-            self._memory = [] if self._why_unknown else [tensor.detach() for tensor in tensors]
-            self._layouts = looks().layouts(self._memory)
+            self._memory = [tensor.detach() for tensor in self._placed]
+        self._layouts = looks().layouts(self._memory)
         self._devices = {tensor.device for tensor in tensors}
         self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
         self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
@@ -548,7 +549,7 @@ class _Snapshot(Structure):
 
     def holds(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""
-        return not self.is_changed() and bool(looks().layouts(self._tensors) == self._layouts)
+        return not self.is_changed() and bool(looks().layouts(self._placed) == self._layouts)
 
     def wants_gradient(self, call: _Call) -> bool:
         """Returns whether autograd has to record a call."""

@@ -607,8 +607,11 @@ def test_parameters_that_no_graph_can_read(cuda):
     assert graphs.why_not_graphed(model, x) == "a parameter or buffer of the model is on the meta device"
     model.second.bias = nn.Parameter(torch.zeros(3).as_subclass(Elsewhere))
     assert "is a subclass of a tensor" in graphs.why_not_graphed(model, x)
-    for _ in range(2):
+    snapshots = set()
+    for _ in range(3):
         assert model(x).shape == (2, 3)
+        snapshots.add(graphs._graphs_of(model)._snapshot)
+    assert len(snapshots) == 1  # it takes milliseconds
     assert captures(cuda) == 0
 
 
