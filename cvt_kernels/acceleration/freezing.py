@@ -329,14 +329,16 @@ def _drop_copies_on_gpu(stage: nn.Module) -> None:
 def _may_be_folded(stage: nn.Module, entry: ServedEntry, x: Tensor) -> bool:
     """Returns whether folded copies of weights may serve a call in evaluation.
 
-    On a GPU with gradients off only. A CUDA graph of the user's would read those copies for ever; replicas of
-    ``DataParallel`` live for one call.
+    On a GPU with gradients off only, and where nobody counts operators or computes shapes alone. A CUDA graph
+    of the user's would read those copies for ever; replicas of ``DataParallel`` live for one call.
     """
     if not serves_on(entry, x.device):
         return False
     if x.device.type == "cpu":
         return True
-    if torch.is_grad_enabled() or getattr(stage, "_is_replica", False):
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
+        return False
+    if getattr(stage, "_is_replica", False):
         return False
     return is_noting() or not machine.is_capturing(x)
 

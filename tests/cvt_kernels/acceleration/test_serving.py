@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
@@ -198,6 +199,7 @@ def test_where_folded_copies_may_serve(monkeypatch):
     stage, entry, pyramid = ours().eval().stage0, cvt.STAGES[-1], pyramids.STAGES[0]
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     cuda = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
+    monkeypatch.setattr(freezing, "Tensor", types.SimpleNamespace)
     may = freezing._may_be_folded
     assert may(stage, entry, cpu)
     assert may(stage, pyramid, cpu)
@@ -212,6 +214,8 @@ def test_where_folded_copies_may_serve(monkeypatch):
         with weight_cache.noted_uses():  # by graphed, which asks for them
             assert may(stage, entry, cuda)
         is_capturing.clear()
+        with FlopCounterMode(display=False):
+            assert not may(stage, entry, cuda)
         stage._is_replica = True
         assert not may(stage, entry, cuda)
 
