@@ -298,8 +298,10 @@ def _serving_class(original: Any, key: str) -> Any:
     def _cvt_kernels_graph_key(self: nn.Module) -> Any:
         return freezing.graph_key_in_evaluation(self, entry)
 
-    members = {"forward": forward, "_cvt_kernels_graph_key": _cvt_kernels_graph_key}
-    return _derived(original, key, **members, _cvt_kernels_serves=True)
+    members: dict[str, Any] = {"forward": forward, "_cvt_kernels_serves": True}
+    if freezing.serves_on(entry, torch.device("cuda")):  # every replay asks every key
+        members["_cvt_kernels_graph_key"] = _cvt_kernels_graph_key
+    return _derived(original, key, **members)
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

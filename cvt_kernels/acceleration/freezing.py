@@ -404,10 +404,7 @@ def graph_key_in_evaluation(stage: nn.Module, entry: ServedEntry) -> Any:
 
     A graph of the blocks reads all weights where they lie.
     """
-    device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
-    if stage.training or torch.is_grad_enabled() or not serves_on(entry, device):
-        return None
-    return graph_key(stage, entry)
+    return None if stage.training or torch.is_grad_enabled() else graph_key(stage, entry)
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------
