@@ -1,16 +1,12 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
-// The Python module `_C` itself holds the facts of its build, and a switch for autotuning.
-
-// torch 2.11 refuses to share its pybind11 with users of the stable ABI, which has nothing to do with it.
-#pragma push_macro("TORCH_TARGET_VERSION")
-#undef TORCH_TARGET_VERSION
-#include <pybind11/pybind11.h>
-#pragma pop_macro("TORCH_TARGET_VERSION")
+// The Python module `_C` itself holds the facts of its build, a switch for autotuning, and what snapshots of models ask.
 
 #include <torch/csrc/stable/library.h>
 
+#include "common/pybind.h"
 #include "common/tensors.h"
 #include "common/workspace.h"
+#include "snapshots/objects.h"
 
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // layer_norm_gelu/, on the CPU and on the GPU. An activation is "identity" or one of GELU's "none", "tanh" and
@@ -145,6 +141,13 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def(
       "segmentation_head_packed(Tensor[] maps, Tensor[] packed, Tensor bias, Tensor classifier, Tensor classifier_bias) "
       "-> Tensor");
+
+  // snapshots/: whether a tensor is the address of this pointer.
+  m.def("holds_pointer(int pointer, Tensor tensor) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  IMPLEMENT(m, "holds_pointer", &cvt_kernels::snapshots::holds_pointer);
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -161,4 +164,5 @@ PYBIND11_MODULE(_C, m) {
         "Returns the bytes that the operators of the CPU keep for later calls.");
   m.def("release_workspace", [] { cvt_kernels::WorkspacePool::instance().release(); },
         "Frees the memory that the operators of the CPU keep for later calls and that none uses now.");
+  cvt_kernels::snapshots::define(m);
 }

@@ -22,7 +22,6 @@ import copyreg
 import enum
 import functools
 import itertools
-import operator
 import sys
 import threading
 import warnings
@@ -40,7 +39,7 @@ from . import backends, caller, checks, machine, modes
 from .autotune import unlimited
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
-from .structure import Structure
+from .structure import Structure, looks
 from .training_graph import TrainingGraph, Turn
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -204,13 +203,18 @@ class _Graphs:
         """Drops all graphs and the snapshot of the model."""
         with self._lock:
             while self._graphs:
-                self._drop_oldest()
+                self._drop(next(iter(self._graphs)))
             self._failures.clear()
             self._seen.clear()
             self._snapshot = None
 
-    def _drop_oldest(self) -> None:
-        _, graph = self._graphs.popitem(last=False)
+    def _forget_kind(self, with_gradients: bool) -> None:
+        """Drops the graphs with or without gradients."""
+        for key in [key for key, graph in self._graphs.items() if graph.has_backward is with_gradients]:
+            self._drop(key)
+
+    def _drop(self, key: Any) -> None:
+        graph = self._graphs.pop(key)
         graph.cuda.release(*graph.recorded)
         for with_gradients, cuda in list(self._captures.items()):
             if all(other.cuda is not cuda for other in self._graphs.values()):
@@ -219,14 +223,15 @@ class _Graphs:
     def why_not(self, model: nn.Module, call: _Call) -> str | None:
         """Returns why a call runs without a graph, or None."""
         reason, snapshot = _why_not_of_call(model, call), _Snapshot(model)
-        reason = reason or snapshot.why_not(model, call)
+        reason = reason or snapshot.why_not(model, call, snapshot.wants_gradient(call))
         if reason is not None:
             return reason
         with self._lock:
-            known, key = self._snapshot, _key(model, snapshot, call)
-            if known is not None and not (known.has_keys_of(model) and known.holds()):
+            with_gradients = snapshot.wants_gradient(call)
+            known, key = self._snapshot, _key(model, snapshot, call, with_gradients)
+            if known is not None and not (known.holds() and known.has_keys_of(model, with_gradients)):
                 return "weights or modules were replaced; the call after this one is captured"
-            if snapshot.wants_gradient(call):
+            if with_gradients:
                 if key not in self._seen:
                     return "a call with gradients is captured when it comes for the second time"
                 if self._is_waiting():
@@ -250,25 +255,30 @@ class _Graphs:
     def _replayed(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Returns the outputs of a replay, after a capture if need be, or ``_NOTHING``."""
         snapshot = self._snapshot = self._snapshot or _Snapshot(model)
-        key = _key(model, snapshot, call)
-        graph, outputs = self._graphs.get(key), _NOTHING
         with_gradients = snapshot.wants_gradient(call)
+        key = _key(model, snapshot, call, with_gradients)
+        graph, outputs = self._graphs.get(key), _NOTHING
         if graph is not None and not with_gradients:
-            self._graphs.move_to_end(key)
             outputs = graph.replay(call.tensors)  # the GPU computes while the host asks
-        if snapshot.holds_for(model, None if graph is None else graph.copies):
-            if key in self._failures or snapshot.why_not(model, call) is not None:
-                return _NOTHING
-            if with_gradients:
-                return self._replayed_with_gradients(key, snapshot, model, forward, call)
-            if graph is not None:
-                return outputs
-            with unlimited():  # a graph keeps the backends of its capture
-                return self._capture(key, snapshot, model, forward, call)
-        # This call runs without a graph, so that a model with other weights in every call is never captured.
-        self.forget()
-        self._snapshot = _Snapshot(model)
-        return _NOTHING
+            self._graphs.move_to_end(key)
+        # Where it does not hold, this call runs without a graph, so that a model with other weights in every
+        # call is never captured.
+        if not snapshot.holds():
+            self.forget()
+            self._snapshot = _Snapshot(model)
+            return _NOTHING
+        if not snapshot.holds_for(model, with_gradients, graph):
+            self._forget_kind(with_gradients)
+            snapshot.take_keys(model, with_gradients)
+            return _NOTHING
+        if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
+            return _NOTHING
+        if with_gradients:
+            return self._replayed_with_gradients(key, snapshot, model, forward, call)
+        if graph is not None:
+            return outputs
+        with unlimited():  # a graph keeps the backends of its capture
+            return self._capture(key, snapshot, model, forward, call)
 
     def _replayed_with_gradients(
         self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
@@ -302,10 +312,10 @@ class _Graphs:
                 # As the user called it: this autotunes the kernels, and raises the user's errors.
                 outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
-                if not (snapshot.has_keys_of(model) and snapshot.holds()):
+                if not (snapshot.holds() and snapshot.has_keys_of(model, with_gradients)):
                     return outputs
             while len(self._graphs) >= self.most:
-                self._drop_oldest()
+                self._drop(next(iter(self._graphs)))
             cuda = self._captures.get(with_gradients)
             if cuda is None or cuda.device != call.device:
                 cuda = self._captures[with_gradients] = _CudaCapture(call.device)
@@ -352,7 +362,10 @@ class _Call:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.args, self.kwargs = args, kwargs
-        self.leaves, self.form = pytree.tree_flatten((args, kwargs))
+        self.leaves: list[Any] = [*args, *kwargs.values()]
+        self.form: Any = len(args), *kwargs  # of arguments without containers
+        if not _LEAVES.issuperset(map(type, self.leaves)):
+            self.leaves, self.form = pytree.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -364,7 +377,11 @@ class _Call:
         """Returns ``args`` and ``kwargs`` with ``tensors`` instead of the call's."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.form)
+        if isinstance(self.form, tuple):
+            count, *names = self.form
+            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        args, kwargs = pytree.tree_unflatten(leaves, self.form)
+        return args, kwargs
 
     def kind(self) -> Any:
         """Returns the call's key: a hashable value that is the same for calls of the same graph."""
@@ -378,6 +395,8 @@ def _kind_of(leaf: Any) -> Any:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
 
+#: Types of arguments that are no containers; others may be, and pytree knows them.
+_LEAVES = {Tensor, nn.Parameter, type(None), bool, int, float, str}
 #: Types of arguments that are compared by value.
 _SETTINGS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _SETTINGS += (torch.dtype, torch.device, torch.memory_format, torch.layout)  # type: ignore[assignment]
@@ -411,10 +430,10 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
     return None
 
 
-def _key(model: nn.Module, snapshot: _Snapshot, call: _Call) -> Any:
+def _key(model: nn.Module, snapshot: _Snapshot, call: _Call, with_gradients: bool) -> Any:
     """Returns the key of the graph that serves a call."""
     key = call.kind(), _settings(model, call.device)
-    return (*key, snapshot.modes_of(model)) if snapshot.wants_gradient(call) else key
+    return (*key, snapshot.modes_of(model)) if with_gradients else key
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -466,48 +485,61 @@ class _Snapshot(Structure):
         elif any(tensor.is_meta for tensor in tensors):
             self._why_unknown = "a parameter or buffer of the model is on the meta device"
         self._tensors = tensors
+        self._placed = [] if self._why_unknown else tensors
         with torch.no_grad():
-            self._memory = [] if self._why_unknown else [tensor.detach() for tensor in tensors]
-        self._dtypes = [*map(_dtype_of, tensors)]
+            self._memory = [tensor.detach() for tensor in self._placed]
+        self._layouts = looks().layouts(self._memory)
         self._devices = {tensor.device for tensor in tensors}
         self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
         self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
         self._keyed = [module for module in inner if hasattr(module, _KEY)]
-        self._keys = self._keys_of(model)
-        self._values = self._snapshot_of_values()
+        self._keys: dict[bool, list[Any]] = {}  # with or without gradients
 
-    def _keys_of(self, model: nn.Module) -> list[Any]:
-        keyed = [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
-        return [getattr(module, _KEY)() for module in keyed]
+    def take_keys(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+        """Takes the keys of modules that have one of their own (``_KEY``) as what they should be."""
+        self._keys[with_gradients] = keys = self._keys_of(model, with_gradients)
+        return keys
 
-    def has_keys_of(self, model: nn.Module) -> bool:
-        """Returns whether the modules with a key of their own (``_KEY``) still have the same key."""
-        return self._keys_of(model) == self._keys
+    def _keys_of(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+        with torch.set_grad_enabled(with_gradients):  # as in the capture
+            return [getattr(module, _KEY)() for module in self._keyed_of(model)]
 
-    def holds_for(self, model: nn.Module, copies: weight_cache.Uses | None) -> bool:
-        """Returns whether the model still computes as a graph did that has read some packed copies.
+    def _keyed_of(self, model: nn.Module) -> list[nn.Module]:
+        return [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
 
-        Where no tensor has changed, frozen stages and packed copies need not look at theirs.
+    def has_keys_of(self, model: nn.Module, with_gradients: bool) -> bool:
+        """Returns whether modules with a key of their own still have it; any will do if none was taken."""
+        known = self._keys.get(with_gradients)
+        return known is None or self._keys_of(model, with_gradients) == known
+
+    def holds_for(self, model: nn.Module, with_gradients: bool, graph: Any) -> bool:
+        """Returns whether the same modules and tensors still compute as they did for a graph, or None.
+
+        Where no tensor has changed since the graph was asked last, frozen stages and packed copies need not
+        look at theirs.
         """
-        if not self.holds():
-            return False
-        if self._values is not None and self._values.has_versions_of(self._tensors):
-            return self._has_keys_for_same_tensors(model) and (
-                copies is None or copies.hold_for_same_tensors()
+        keys = self._keys.get(with_gradients)
+        if keys is None:
+            keys = self.take_keys(model, with_gradients)
+        if graph is None:
+            return self.has_keys_of(model, with_gradients)
+        if graph.values is not None and graph.values.has_versions_of(self._tensors):
+            return self._has_keys_for_same_tensors(model, keys, with_gradients) and (
+                graph.copies.hold_for_same_tensors()
             )
-        if not self.has_keys_of(model) or not (copies is None or copies.hold()):
+        if not self.has_keys_of(model, with_gradients) or not graph.copies.hold():
             return False
-        self._values = self._snapshot_of_values()
+        graph.values = self._snapshot_of_values()
         return True
 
-    def _has_keys_for_same_tensors(self, model: nn.Module) -> bool:
-        keyed = [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
-        return all(
-            key.holds_for_same_tensors()
-            if hasattr(key, "holds_for_same_tensors")
-            else getattr(module, _KEY)() == key
-            for module, key in zip(keyed, self._keys, strict=True)
-        )
+    def _has_keys_for_same_tensors(self, model: nn.Module, keys: list[Any], with_gradients: bool) -> bool:
+        with torch.set_grad_enabled(with_gradients):
+            return all(
+                key.holds_for_same_tensors()
+                if hasattr(key, "holds_for_same_tensors")
+                else getattr(module, _KEY)() == key
+                for module, key in zip(self._keyed_of(model), keys, strict=True)
+            )
 
     def _snapshot_of_values(self) -> weight_cache.Snapshot | None:
         """Returns a snapshot of all tensors; None for inference tensors, which have no versions."""
@@ -517,14 +549,12 @@ class _Snapshot(Structure):
 
     def holds(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""
-        return (
-            not self.is_changed()
-            and all(map(Tensor.is_set_to, self._tensors, self._memory))
-            and [*map(_dtype_of, self._tensors)] == self._dtypes
-        )
+        return not self.is_changed() and bool(looks().layouts(self._placed) == self._layouts)
 
     def wants_gradient(self, call: _Call) -> bool:
         """Returns whether autograd has to record a call."""
+        if not (torch.is_grad_enabled() or modes.forward_mode_enabled()):
+            return False  # before hundreds of tensors become arguments
         return modes.wants_gradient(*call.tensors, *self._tensors)
 
     def modes_of(self, model: nn.Module) -> tuple[Any, ...]:
@@ -535,7 +565,7 @@ class _Snapshot(Structure):
             *(tensor.requires_grad for tensor in self._tensors),
         )
 
-    def why_not(self, model: nn.Module, call: _Call) -> str | None:
+    def why_not(self, model: nn.Module, call: _Call, with_gradients: bool) -> str | None:
         """Returns why the model cannot be replayed with such arguments, or None."""
         device = call.device
         if self._why_unknown is not None:
@@ -543,7 +573,7 @@ class _Snapshot(Structure):
         if not self._devices <= {device}:
             other = next(each for each in self._devices if each != device)
             return f"a parameter or buffer of the model is on {other}, the arguments are on {device}"
-        if self.wants_gradient(call):
+        if with_gradients:
             reason = self._why_no_gradients(model)
             if reason is not None:
                 return reason
@@ -551,13 +581,16 @@ class _Snapshot(Structure):
             return "the model is in training mode, and no gradient is wanted; call its eval() before"
         elif self.is_training():
             return "a module of the model is in training mode, and no gradient is wanted"
-        if any(self._hooks) and not all(map(_is_idle, itertools.chain(*map(dict.values, self._hooks)))):
+        if looks().any_full(self._hooks) and not all(map(_is_idle, self._every_hook())):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
-        if any(map(operator.contains, self.spaces, itertools.repeat("forward"))):
+        if self.has_own_forward():
             return "a module of the model has a forward of its own on the object"
         return None
+
+    def _every_hook(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(hooks.values() for hooks in self._hooks)
 
     def _why_no_gradients(self, model: nn.Module) -> str | None:
         """Returns why calls of the model with gradients cannot be replayed, or None."""
@@ -578,7 +611,6 @@ class _Snapshot(Structure):
 _KEY = "_cvt_kernels_graph_key"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_dtype_of = operator.attrgetter("dtype")
 
 
 def _is_idle(hook: Any) -> bool:
@@ -602,8 +634,12 @@ class _Graph:
         copies: The packed copies of weights that the captured call has read.
         recorded: The graph.
         leaves: The leaves of the results, with the tensors of the graph.
+        values: The model's tensors when the graph was last found up to date.
         why_not: Why a replay would not do the same as the call, or None.
     """
+
+    has_backward = False
+    values: weight_cache.Snapshot | None = None
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
         self.cuda = cuda

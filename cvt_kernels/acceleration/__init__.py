@@ -52,22 +52,22 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
     Second derivatives need the reference backend.
 
-    On a CPU, in evaluation and without gradients, each stage of a CvT, a SegFormer or a PVT v2, and each
-    layer of the other models, runs as one step with weights packed for this CPU. The packed copies take as
-    much memory as the weights (:func:`release_memory` frees them). Changed weights are detected and packed
+    In evaluation and without gradients, each stage of a CvT runs as one step. On a CPU each stage of a
+    SegFormer or a PVT v2 and each layer of the other models does too, with weights packed for this CPU; the
+    packed copies take as much memory as the weights (:func:`release_memory` frees them). On a GPU it takes
+    ``torch.no_grad()`` or ``torch.inference_mode()``; biases are folded, matrix products accumulate into the
+    residual stream, and a CvT-13 takes half the launches. Changed weights are detected and packed or folded
     again, unless they were changed through ``.data`` in place, which PyTorch does not count
     (:func:`refresh`).
 
-    With ``freeze=True`` the model is for inference only, on GPUs too: biases are folded, matrix products
-    accumulate into the residual stream, and a CvT-13 takes half the launches. In training mode it raises.
-    With gradients, under autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by
-    one.
+    With ``freeze=True`` the model is for inference only: in training mode it raises. With gradients, under
+    autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one. On a GPU,
+    :func:`graphed` launches all of a forward at once.
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: None runs whole stages and layers as one on a CPU in evaluation, and layers of pyramids
-            everywhere. True does so everywhere, for inference only; the model must be in evaluation mode.
-            False runs block by block.
+        freeze: None runs whole stages and layers as one in evaluation. True does so for inference only, in
+            CUDA graphs of yours too; the model must be in evaluation mode. False runs block by block.
 
     Returns:
         The same object.
@@ -283,19 +283,25 @@ _IN_EVALUATION = ", in evaluation"
 def _serving_class(original: Any, key: str) -> Any:
     """Returns the subclass of ``original`` that serves the stage or layer of an entry as one in evaluation.
 
-    It is without gradients, and a stage on a CPU; ``torch.compile`` traces the modules.
+    It is without gradients; ``torch.compile`` traces the modules.
     """
     entry = freezing.STAGES[key.removesuffix(_IN_EVALUATION)]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training or torch.compiler.is_compiling() or _is_recorded(args, kwargs)):
+        if not (torch.compiler.is_compiling() or _is_recorded(args, kwargs)):
             result = freezing.try_to_serve_in_evaluation(self, entry, args, kwargs)
             if result is not None:
                 return result
         return original.forward(self, *args, **kwargs)
 
-    return _derived(original, key, forward=forward, _cvt_kernels_serves=True)
+    def _cvt_kernels_graph_key(self: nn.Module) -> Any:
+        return freezing.graph_key_in_evaluation(self, entry)
+
+    members: dict[str, Any] = {"forward": forward, "_cvt_kernels_serves": True}
+    if freezing.serves_on(entry, torch.device("cuda")):  # every replay asks every key
+        members["_cvt_kernels_graph_key"] = _cvt_kernels_graph_key
+    return _derived(original, key, **members)
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -151,9 +151,8 @@ def _rows_of(model: nn.Module) -> list[BlockCoverage]:
         rows[path] = _row(path, block, _why_not_fused(block, entry))
     for path, stage, stage_entry in find_stages(model):
         reason = why_not_served(stage, stage_entry) if is_frozen(stage) or is_serving(stage) else None
-        devices = {parameter.device.type for parameter in stage.parameters()}
-        serves = is_serving(stage) and all(serves_on(stage_entry, device) for device in devices)
-        if is_frozen(stage) or (serves and reason is None):
+        is_here = all(serves_on(stage_entry, parameter.device) for parameter in stage.parameters())
+        if is_frozen(stage) or (is_serving(stage) and is_here and reason is None):
             rows[path] = _row(path, stage, reason)
     return [rows[path] for path, _ in model.named_modules() if path in rows]
 

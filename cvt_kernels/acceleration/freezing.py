@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .. import modes
+from .. import machine, modes
 from ..caller import stacklevel_of_caller
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Programs
+from ..ops.weight_cache import is_noting
 from ..records import FROZEN_BATCH_NORMS, TransformerBlock
 from . import cvt, pyramids
 from .blocks import (
@@ -195,19 +196,21 @@ class _Frozen(Examined):
     """A stage or a layer as it is served.
 
     Attributes:
-        folded: The stage, or the layer.
+        folded: The stage, or the layer; or why it cannot be served.
         programs: Its operators as they serve calls like earlier ones.
+        is_dropped: Whether it was trained since.
     """
 
     attribute = "_cvt_kernels_frozen"
+    is_dropped = False
 
-    def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock):
+    def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock | str):
         super().__init__(stage, watch)
         self.folded, self.programs = folded, Programs()
 
     def holds_for_same_tensors(self) -> bool:
         """Returns whether it is up to date if no module and no tensor of the model has changed."""
-        return not self.watch.are_settings_changed()
+        return not self.is_dropped and not self.watch.are_settings_changed()
 
 
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
@@ -216,22 +219,48 @@ def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     if known is None:
         vars(stage)[_Frozen.attribute] = None
         reason = why_not_freezable(stage, entry)
-        if reason is not None:
+        known = _examined(stage, entry) if reason is None else _refused(stage, reason)
+        if known is None:
+            assert reason is not None
             return reason
-        parts: Any = entry.parts(stage)
-        modules = list(itertools.islice(stage.modules(), 1, None))
-        for module in modules:
-            if is_frozen(module) or is_serving(module):
-                vars(module).setdefault(
-                    _Frozen.attribute, None
-                )  # a layer examined later is no change of its stage
-        watch = Watch(stage, modules, _folded_of(parts))  # first: what changes while it folds is noticed
-        is_layer = isinstance(parts, BlockParts)
-        folded = parts.as_operator() if is_layer else fold(parts, parts.conv.weight.device.type)
-        known = vars(stage)[_Frozen.attribute] = _Frozen(stage, watch, folded)
+        vars(stage)[_Frozen.attribute] = known
+    if isinstance(known.folded, str):
+        return known.folded
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
+
+
+def _examined(stage: nn.Module, entry: ServedEntry) -> _Frozen:
+    """Folds a stage that can be served."""
+    parts: Any = entry.parts(stage)
+    watch = _watch(stage, _folded_of(parts))  # first: what changes while it folds is noticed
+    if isinstance(parts, BlockParts):
+        return _Frozen(stage, watch, parts.as_operator())
+    return _Frozen(stage, watch, fold(parts, parts.conv.weight.device.type))
+
+
+def _refused(stage: nn.Module, reason: str) -> _Frozen | None:
+    """Keeps the reason why a stage cannot be served, which takes milliseconds to find, until a change.
+
+    None where it may change unnoticed: by training mode, a hook on all modules, or uncounted tensors.
+    """
+    tensors = [*stage.parameters(), *stage.buffers()]
+    if torch_module._has_any_global_hook() or any(module.training for module in stage.modules()):
+        return None
+    if any(type(t) not in (Tensor, nn.Parameter) or t.is_inference() for t in tensors):
+        return None
+    return _Frozen(stage, _watch(stage, tensors), reason)
+
+
+def _watch(stage: nn.Module, tensors: Sequence[Tensor]) -> Watch:
+    modules = list(itertools.islice(stage.modules(), 1, None))
+    for module in modules:
+        if is_frozen(module) or is_serving(module):
+            vars(module).setdefault(
+                _Frozen.attribute, None
+            )  # a layer examined later is no change of its stage
+    return Watch(stage, modules, tensors)
 
 
 def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
@@ -240,6 +269,9 @@ def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
         return "is in training mode"
     if torch_module._has_any_global_hook():
         return "is seen by a hook on all modules"
+    known = vars(stage).get(_Frozen.attribute)
+    if known is not None and isinstance(known.folded, str):
+        vars(stage)[_Frozen.attribute] = None  # the present reason, even if no change was noticed
     found = _frozen_or_why_not(stage, entry)
     return found if isinstance(found, str) else None
 
@@ -274,18 +306,48 @@ def try_to_serve_in_evaluation(
 ) -> Any:
     """Runs a stage or layer as one without gradients; None where its own forward has to run."""
     call = entry.call_of(args, kwargs)
-    if call is None or not serves_on(entry, call[0].device.type) or has_gradient(stage, call[0]):
+    if stage.training or (call is not None and has_gradient(stage, call[0])):
+        _drop_copies_on_gpu(stage)
+        return None
+    if call is None or not _may_be_folded(stage, entry, call[0]):
         return None
     served = tokens_served(stage, entry, *call)
     return None if served is None else entry.result(stage, *served)
 
 
-def serves_on(entry: ServedEntry, device_type: str) -> bool:
-    """Returns whether a stage or layer that is not frozen runs as one on a type of device.
+def _drop_copies_on_gpu(stage: nn.Module) -> None:
+    """Drops the folded copies of a stage that is trained on a GPU, where not every trainer counts its writes.
 
-    A stage does on a CPU only: elsewhere a CUDA graph would read its folded weights, and not notice new ones.
+    On a CPU, where copies are large and seldom made, writes must be counted.
     """
-    return device_type == "cpu" or isinstance(entry, BlockEntry)
+    known = vars(stage).get(_Frozen.attribute)
+    if known is not None and isinstance(known.folded, FoldedStage) and known.folded.conv_weight.is_cuda:
+        known.is_dropped = True
+        vars(stage)[_Frozen.attribute] = None
+
+
+def _may_be_folded(stage: nn.Module, entry: ServedEntry, x: Tensor) -> bool:
+    """Returns whether folded copies of weights may serve a call in evaluation.
+
+    On a GPU with gradients off only, and where nobody counts operators or computes shapes alone. A CUDA graph
+    of the user's would read those copies for ever; replicas of ``DataParallel`` live for one call.
+    """
+    if not serves_on(entry, x.device):
+        return False
+    if x.device.type == "cpu" or isinstance(entry, BlockEntry):  # a layer has no folded copies
+        return True
+    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
+        return False
+    if getattr(stage, "_is_replica", False):
+        return False
+    return is_noting() or not machine.is_capturing(x)
+
+
+def serves_on(entry: ServedEntry, device: torch.device) -> bool:
+    """Returns whether modules of an entry are served as one on a device, if gradients are off."""
+    if isinstance(entry, BlockEntry) or device.type == "cpu":
+        return True
+    return device.type == "cuda" and entry.is_on_gpu
 
 
 def is_serving(module: nn.Module) -> bool:
@@ -314,6 +376,7 @@ def tokens_served(
     folded = found.folded
     if isinstance(folded, TransformerBlock):
         return serve_layer(folded, x, grid, found.programs)
+    assert isinstance(folded, FoldedStage)
     if not are_images(folded, x):
         return None  # its own forward raises the error
     return serve(folded, x, found.programs, class_token_only=is_stage_wanted(stage))
@@ -334,6 +397,14 @@ def graph_key(stage: nn.Module, entry: ServedEntry) -> Any:
     It keeps the folded weights, which the graph reads.
     """
     return _frozen_or_why_not(stage, entry)
+
+
+def graph_key_in_evaluation(stage: nn.Module, entry: ServedEntry) -> Any:
+    """Returns the same of a module that is served in evaluation; None where its blocks run one by one.
+
+    A graph of the blocks reads all weights where they lie.
+    """
+    return None if stage.training or torch.is_grad_enabled() else graph_key(stage, entry)
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------

@@ -528,6 +528,7 @@ def _stage_entry(
         result=result,
         tokens=tokens,
         others=others,
+        is_on_gpu=False,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -14,7 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.weight_cache import Snapshot
-from ..structure import Structure
+from ..structure import Structure, looks
 
 # One module -----------------------------------------------------------------------------------------------
 
@@ -151,14 +150,14 @@ class Watch(Structure):
         settings += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
         self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
         self._configs = [space["config"] for space in spaces if "config" in space]
+        self._values = [space.get(name) for space, name in settings]
         self._hooked = self._hook_numbers()
         self._before = self._attributes()
 
-    def _attributes(self) -> tuple[list[Any], ...]:
+    def _attributes(self) -> tuple[Any, ...]:
         return (
-            [*map(len, self.spaces)],  # an attribute may shadow a parameter
-            [*map(operator.contains, self.spaces, itertools.repeat("forward"))],
-            [*map(dict.get, self._settings_of, self._settings)],
+            looks().sizes(self.spaces),  # an attribute may shadow a parameter
+            looks().having(self.spaces, "forward"),
             [*map(getattr, self._configs, *_IMPLEMENTATION)],
         )
 
@@ -172,7 +171,9 @@ class Watch(Structure):
 
     def are_settings_changed(self) -> bool:
         """Returns whether hooks or attributes have changed, other than modules and tensors."""
-        if (self._hooked or any(self._hooks)) and self._hook_numbers() != self._hooked:
+        if (self._hooked or looks().any_full(self._hooks)) and self._hook_numbers() != self._hooked:
+            return True
+        if not looks().same_items(self._settings_of, self._settings, self._values):
             return True
         return self._attributes() != self._before
 

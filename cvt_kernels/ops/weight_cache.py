@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import modes
+from ..structure import looks
 
 _Packed = TypeVar("_Packed")
 
@@ -53,9 +54,9 @@ class Snapshot:
         """Returns whether these are the same tensors, unchanged."""
         return not self.is_outdated and self._facts == _facts_of(tensors)
 
-    def has_versions_of(self, tensors: Sequence[Tensor]) -> bool:
+    def has_versions_of(self, tensors: list[Tensor]) -> bool:
         """Returns whether these tensors, the same in the same memory, are unchanged."""
-        return not self.is_outdated and self._facts[1] == [*map(_version, tensors)]
+        return not self.is_outdated and bool(self._facts[1] == looks().versions(tensors))
 
     def outdate(self) -> None:
         """Marks the snapshot as outdated: a tensor was written, or its memory is gone."""
@@ -69,14 +70,14 @@ def _facts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     # One loop in C for each fact: every call of a served model compares hundreds of tensors.
     kinds = [*map(type, tensors)]
     absent = [i for i, kind in enumerate(kinds) if kind is NoneType] if NoneType in kinds else []
-    present: Sequence[Any] = [t for t in tensors if t is not None] if absent else tensors
+    present: list[Any] = [t for t in tensors if t is not None] if absent else list(tensors)
     address = Tensor.data_ptr if _PLAIN.issuperset(kinds) else _address
-    seen = _version, address, _shape, Tensor.stride, _dtype
-    return absent, *[[*map(look, present)] for look in seen]
+    seen = address, _shape, Tensor.stride, _dtype
+    return absent, looks().versions(present), *[[*map(look, present)] for look in seen]
 
 
 _PLAIN = {Tensor, nn.Parameter, NoneType}
-_version, _shape, _dtype = map(operator.attrgetter, ("_version", "shape", "dtype"))
+_shape, _dtype = map(operator.attrgetter, ("shape", "dtype"))
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,8 +1,4 @@
-"""Tests of CUDA graphs: on a CPU with a tape of PyTorch's operators in the place of CUDA, and on a GPU.
-
-The tape, like a graph, computes what was recorded from the memory that was recorded, whatever has become of
-the model since.
-"""
+"""Tests of CUDA graphs: on a CPU with a tape of PyTorch's operators in the place of CUDA, and on a GPU."""
 
 import concurrent.futures
 import contextlib
@@ -15,86 +11,20 @@ import pickle
 import threading
 import warnings
 import weakref
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import graphs
+from cvt_kernels import graphs, structure
+from cvt_kernels.acceleration import freezing, stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from tests.tape import FakeCapture, Tape
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
-
-
-class Tape(TorchDispatchMode):
-    """A recording of operators, which replays them into the memory of the recorded results."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.made, self.replays = [], set(), 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
-        leaves, form = pytree.tree_flatten((args, kwargs or {}))
-        # An alias of the weights: it does not follow the parameter to other memory.
-        leaves = [self._kept(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.made.update(id(each) for each in pytree.tree_leaves(outputs))
-        self.calls.append((function, leaves, form, outputs))
-        return outputs
-
-    def _kept(self, tensor):
-        return tensor if id(tensor) in self.made else tensor.detach()
-
-    def replay(self):
-        self.replays += 1
-        for function, leaves, form, outputs in self.calls:
-            args, kwargs = pytree.tree_unflatten(leaves, form)
-            again = function(*args, **kwargs)
-            if all(each.alias_info is None for each in function._schema.returns):
-                for old, new in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True):
-                    if isinstance(old, torch.Tensor):
-                        old.copy_(new)
-
-
-class FakeCapture:
-    """A stand-in for the calls of CUDA, which takes CPU tensors and notes what is asked of it."""
-
-    device_type = "cpu"
-    tapes: ClassVar[list[Tape]] = []
-    released: ClassVar[list[Tape]] = []
-
-    def __init__(self, device):
-        self.device = device
-
-    def record(self, *functions):
-        outputs = ()
-        for function in functions:
-            outputs = (function(*outputs),)
-        recorded = []
-        for function in functions:
-            before = [outputs for outputs, _ in recorded[-1:]]
-            with Tape() as tape:
-                recorded.append((function(*before), tape))
-            self.tapes.append(tape)
-        return recorded
-
-    def random_state(self):
-        return torch.get_rng_state()
-
-    def set_random_state(self, state):
-        torch.set_rng_state(state)
-
-    @contextlib.contextmanager
-    def turn(self, memory):
-        yield
-
-    def release(self, *tapes):
-        self.released.extend(tapes)
 
 
 @pytest.fixture
@@ -367,7 +297,11 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_is_replaced_is_captured_again(cuda, name):
+@pytest.mark.parametrize("look", ["extension", "python"])
+def test_what_is_replaced_is_captured_again(cuda, monkeypatch, name, look):
+    if look == "python":
+        monkeypatch.setattr(structure, "looks", lambda: structure.InPython)
+        monkeypatch.setattr(graphs, "looks", structure.looks)
     model, x = toy(), torch.randn(2, 4)
     before = model(x)
     REPLACED[name](model)
@@ -378,6 +312,55 @@ def test_what_is_replaced_is_captured_again(cuda, name):
     for _ in range(2):
         assert not torch.equal(assert_same(model, x), before)
     assert captures(cuda) == 2
+
+
+#: Changes that rule out a replay, and what the call has to compute then.
+DURING = REPLACED | {
+    "hook": lambda model: hook(model),
+    "pre-hook": lambda model: pre_hook(model),
+    "forward": lambda model: own_forward(model),
+    "double": lambda model: model.first.to(torch.float64).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", DURING)
+def test_a_change_during_a_replay_drops_its_result(cuda, monkeypatch, name):
+    model, x = toy(), torch.randn(2, 4)
+    before = model(x)
+    replay, changes = graphs._Graph.replay, [DURING[name]]
+
+    def changing_replay(self, tensors):
+        outputs = replay(self, tensors)
+        if changes:
+            changes.pop()(model)
+        return outputs
+
+    monkeypatch.setattr(graphs._Graph, "replay", changing_replay)
+    got = model(x)
+    assert not changes
+    assert torch.equal(got, plain(model)(x))
+    assert name in ("double", "pre-hook") or not torch.equal(got, before)
+    for _ in range(2):
+        assert_same(model, x)
+
+
+def test_another_thread_moves_the_model_after_a_replay(cuda, monkeypatch):
+    model, x = toy(), torch.randn(2, 4)
+    before, replay = model(x), graphs._Graph.replay
+    threads = []
+
+    def replay_beside_a_move(self, tensors):
+        if not threads:
+            threads.append(threading.Thread(target=model.double))
+            threads[0].start()
+            threads[0].join(0.2)  # .double() waits for the call
+            assert threads[0].is_alive()
+        return replay(self, tensors)
+
+    monkeypatch.setattr(graphs._Graph, "replay", replay_beside_a_move)
+    assert torch.equal(model(x), before)
+    threads[0].join()
+    assert assert_same(model, x.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("patched", [Toy, nn.BatchNorm1d])
@@ -438,11 +421,16 @@ def test_a_graph_that_reads_a_packed_weight_is_captured_again_when_that_changes(
 @pytest.mark.parametrize(
     "make", [lambda: ours().eval(), lambda: ours().eval().stage1], ids=["stages of a model", "a stage"]
 )
-@pytest.mark.parametrize("first", [ck.graphed, functools.partial(ck.accelerate, freeze=True)])
-def test_frozen_stages_are_captured_again_when_they_are_folded_again(cuda, first, make):
+@pytest.mark.parametrize("freeze", [True, None])
+@pytest.mark.parametrize("is_graphed_first", [True, False])
+def test_served_stages_are_captured_again_when_they_are_folded_again(
+    cuda, monkeypatch, is_graphed_first, freeze, make
+):
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
     model = make()
     x = torch.randn(1, 3, 32, 32) if hasattr(model, "stage1") else torch.randn(1, 16, 8, 8)
-    ck.graphed(ck.accelerate(first(model), freeze=True))
+    first = ck.graphed if is_graphed_first else functools.partial(ck.accelerate, freeze=freeze)
+    ck.graphed(ck.accelerate(first(model), freeze=freeze))
     before = pytree.tree_leaves(assert_same(model, x))[0]
     assert_same(model, x)
     assert captures(cuda) == 1
@@ -455,6 +443,43 @@ def test_frozen_stages_are_captured_again_when_they_are_folded_again(cuda, first
     for _ in range(3):
         assert not torch.equal(pytree.tree_leaves(assert_same(model, x))[0], after)
     assert captures(cuda) == 2
+
+
+def test_every_graph_notices_that_a_packed_weight_has_changed(cuda):
+    """Checks that one graph's look at the weights does not stand for another's, which has read copies."""
+    layer = LinearInt8.from_float(nn.Linear(16, 8))
+    model, few, many = ck.graphed(nn.Sequential(layer).eval()), torch.randn(1, 16), torch.randn(4, 16)
+    with ck.use_backend("reference"):
+        model(few)
+    with ck.use_backend("dequantized"):
+        model(many)
+    layer.weight_scale.mul_(2)
+    with ck.use_backend("reference"):
+        assert_same(model, few)
+    with ck.use_backend("dequantized"):
+        for _ in range(3):
+            torch.testing.assert_close(model(many), plain(model)(many), rtol=0, atol=0)
+
+
+def test_evaluation_between_steps_keeps_the_graphs_of_training(cuda, monkeypatch):
+    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+    model, x = ck.graphed(ck.accelerate(ours())), torch.randn(2, 3, 32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def train():
+        with torch.enable_grad():
+            model.train()(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    for count in (3, 4, 5):  # a forward and a backward of training, then one of evaluation each time
+        train()
+        model.eval()
+        for _ in range(3):
+            assert_same(model, x)
+        assert captures(cuda) == count
+    assert [tape.replays for tape in cuda.tapes[:2]] == [3, 3]
 
 
 # Calls that are left alone --------------------------------------------------------------------------------
@@ -582,8 +607,11 @@ def test_parameters_that_no_graph_can_read(cuda):
     assert graphs.why_not_graphed(model, x) == "a parameter or buffer of the model is on the meta device"
     model.second.bias = nn.Parameter(torch.zeros(3).as_subclass(Elsewhere))
     assert "is a subclass of a tensor" in graphs.why_not_graphed(model, x)
-    for _ in range(2):
+    snapshots = set()
+    for _ in range(3):
         assert model(x).shape == (2, 3)
+        snapshots.add(graphs._graphs_of(model)._snapshot)
+    assert len(snapshots) == 1  # it takes milliseconds
     assert captures(cuda) == 0
 
 

@@ -11,7 +11,8 @@ from torch.utils import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import graphs
-from tests.cvt_kernels.test_graphs import FakeCapture, Toy, plain
+from tests.cvt_kernels.test_graphs import Toy, plain
+from tests.tape import FakeCapture
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import cvt_kernels as ck
 from tests import upstream
+from tests.tape import forget_tapes, taped
 
 from .worker import Answer
 
@@ -274,6 +275,10 @@ _CHANGES: dict[str, _Change] = {
     "threads": lambda model, source: torch.set_num_threads(source.choice((1, 2))),
 }
 
+#: Changes of attributes, which graphs do not look at: docs/serve.md.
+_UNGRAPHED = ("shadow", "unshadow", "set")
+#: Changes that may swap tensors, which none may refer to: a tape has views of weights, a CUDA graph has not.
+_SWAPPING = ("swap", "convert")
 #: What is done besides: with the accelerated model alone, or with both in a way of its own.
 _DEEDS = ("train", "accelerate_again", "functional_call", "in_a_thread", "under_autocast")
 _PLACES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
@@ -285,6 +290,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "backend": tuple(_KERNELS_FIRST),
     "no_grad": ("no_grad", "inference_mode", "grad"),
     **dict.fromkeys(_PLACES, (*_CHANGES, *_DEEDS)),
+    "graphed": (False, True),  # by a tape in the place of CUDA
 }
 
 
@@ -300,6 +306,9 @@ class _Pair:
         self.own = family().eval()
         self.freeze = case.settings["mode"] == "frozen" and family is not upstream.pvt_v2_linear
         self.accelerated = ck.accelerate(copy.deepcopy(self.own), freeze=self.freeze)
+        self.is_graphed = bool(case.settings["graphed"])
+        if self.is_graphed:
+            ck.graphed(self.accelerated)
         self.source = random.Random(case.seed)
         size = 70 if family is upstream.pvt else self.source.choice((64, 70))
         self.images = torch.randn(self.source.choice((1, 2)), 3, size, size)
@@ -315,7 +324,12 @@ class _Pair:
             getattr(self, f"_{name}")(seed)
             return
         change = _CHANGES[name]
+        if self.is_graphed and name in _SWAPPING:
+            ck.graphed(self.accelerated)
+            forget_tapes()
         self.own, self.accelerated = self._run_both(lambda model: change(model, random.Random(seed)) or model)
+        if self.is_graphed and name in _UNGRAPHED:
+            ck.graphed(self.accelerated)
 
     def _run_both(self, run: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
         """Returns what a function gives for the model and for its twin.
@@ -385,6 +399,8 @@ class _Pair:
             ck.accelerate(self.accelerated, freeze=self.freeze)
         except ValueError:  # what was changed can no longer be accelerated
             raise _End from None
+        if self.is_graphed:
+            ck.graphed(self.accelerated)
 
     def _functional_call(self, seed: int) -> None:
         source = random.Random(seed)
@@ -428,16 +444,18 @@ def judge(case: Case) -> Answer:
     threads, flaws, done = torch.get_num_threads(), [], []
     pair = _Pair(case)
     try:
-        with ck.use_backend(*_KERNELS_FIRST[case.settings["backend"]]):
+        with ck.use_backend(*_KERNELS_FIRST[case.settings["backend"]]), taped():
             for place in _PLACES:
                 done.append(case.settings[place])
                 pair.change(done[-1])
-                pair.compare()
+                for _ in range(3 if pair.is_graphed else 1):  # without a graph, by a capture, by a replay
+                    pair.compare()
     except _End:
         pass
     except _Flaw as flaw:
         changes = ", ".join(name for name in done if name != "nothing") or "no change"
-        flaws.append(f"a {case.settings['mode']} {case.settings['family']}, after {changes}, {flaw}")
+        kind = f"{case.settings['mode']}{' and graphed' if pair.is_graphed else ''}"
+        flaws.append(f"a {kind} {case.settings['family']}, after {changes}, {flaw}")
     finally:
         torch.set_num_threads(threads)
     return Answer(flaws, pair.compared)

@@ -32,8 +32,8 @@ from cvt.training.trainer import (
 )
 from cvt_kernels import graphs
 from tests.checks import Terminal
-from tests.cvt_kernels.test_graphs import FakeCapture
 from tests.processes import run_ranks
+from tests.tape import FakeCapture
 
 CLASSES = ["a", "b", "c"]
 TINY = dataclasses.replace(

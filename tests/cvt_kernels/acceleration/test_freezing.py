@@ -25,7 +25,7 @@ from tests.cvt_kernels.acceleration.served import (
     rows_of_stages,
     stages_of,
 )
-from tests.cvt_kernels.test_graphs import FakeCapture
+from tests.tape import FakeCapture
 from tests.upstream import (
     glpn,
     huggingface,

@@ -1,15 +1,18 @@
-"""accelerate() without settings: stages and layers as one in evaluation, those of a CvT on a CPU only."""
+"""accelerate() without settings: stages and layers as one in evaluation, the blocks elsewhere."""
 
 import copy
 import gc
 import pickle
+import types
 import weakref
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezing
+from cvt_kernels import graphs, machine
+from cvt_kernels.acceleration import cvt, freezing, pyramids
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
 from tests.upstream import (
@@ -168,7 +171,36 @@ def test_nothing_is_packed_before_the_first_call_in_evaluation():
     assert weight_cache.packed_bytes() > 0
 
 
-# On a GPU -------------------------------------------------------------------------------------------------
+# Where a stage cannot be served -----------------------------------------------------------------------------
+
+
+def test_why_a_stage_is_not_served_is_found_once_until_a_change(monkeypatch, served):
+    model, x = accelerated(ours), inputs(ours)
+    stage = model.stage1
+    handle = stage.blocks[0].norm1.register_forward_hook(lambda *args: None)
+    own, examined = freezing.why_not_freezable, []
+    monkeypatch.setattr(freezing, "why_not_freezable", lambda s, e: (examined.append(s), own(s, e))[1])
+    with torch.no_grad():
+        for _ in range(2):  # its blocks, which run alone, are examined in the first call
+            model(x)
+        assert stage in examined
+        examined.clear()
+        for _ in range(3):
+            model(x)
+        assert examined == []
+        next(stage.parameters()).mul_(2)
+        for _ in range(2):
+            model(x)
+        assert examined == [stage]
+        ck.coverage(model)  # whose reasons are those of now
+        assert examined.count(stage) == 2
+        handle.remove()
+        served.clear()
+        model(x)
+        assert len(served) == len(outermost_of(model))
+
+
+# On a GPU ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [segformer, pvt, pvt_v2])
@@ -201,3 +233,85 @@ def test_pyramids_on_a_gpu(make, freeze, graphs):
         for mine, theirs in zip(own.parameters(), served.parameters(), strict=True):
             mine.mul_(0.9)
             theirs.mul_(0.9)
+
+
+def test_where_folded_copies_may_serve(monkeypatch):
+    is_capturing = []
+    monkeypatch.setattr(machine, "is_capturing", lambda x: bool(is_capturing))
+    stage, entry, pyramid = ours().eval().stage0, cvt.STAGES[-1], pyramids.STAGES[0]
+    cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
+    cuda = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
+    monkeypatch.setattr(freezing, "Tensor", types.SimpleNamespace)
+    may = freezing._may_be_folded
+    assert may(stage, entry, cpu)
+    assert may(stage, pyramid, cpu)
+    assert not may(stage, entry, cuda)  # where gradients are on, those of others may be wanted
+    with torch.no_grad():
+        assert may(stage, entry, cuda)
+        assert not may(stage, pyramid, cuda)
+        assert may(stage, pyramids.ENTRIES[0], cuda)  # a layer, which has no folded copies
+        assert not may(stage, entry, meta)
+        is_capturing.append(True)
+        assert not may(stage, entry, cuda)  # by the user, whose graph would keep the copies
+        with weight_cache.noted_uses():  # by graphed, which asks for them
+            assert may(stage, entry, cuda)
+        is_capturing.clear()
+        with FlopCounterMode(display=False):
+            assert not may(stage, entry, cuda)
+        stage._is_replica = True
+        assert not may(stage, entry, cuda)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_without_tf32")
+def test_gpu_stages_are_served_and_changes_are_noticed():
+    model = accelerated(huggingface).cuda()
+    plain = ck.restore(copy.deepcopy(model))
+    x, stages = images(2).cuda(), model.cvt.encoder.stages
+
+    def folded():
+        known = [vars(stage).get("_cvt_kernels_frozen") for stage in stages]
+        return [each is not None and not isinstance(each.folded, str) for each in known]
+
+    def compare():
+        expected = logits(plain(x))
+        torch.testing.assert_close(logits(model(x)), expected, rtol=1e-3, atol=1e-3)
+
+    with ck.use_backend("triton", "cuda", "sdpa", "composed", "reference"):
+        model(x)
+        assert not any(folded())
+        with torch.no_grad():
+            compare()
+            assert all(folded())
+            for each in (model, plain):
+                each.cvt.encoder.stages[2].layers[0].output.dense.bias.add_(0.5)
+            compare()
+            for each in (ck.graphed(model), plain):
+                each.cvt.encoder.stages[1].layers[0].attention.output.dense.bias.mul_(2)
+            for _ in range(3):
+                compare()
+            assert graphs.why_not_graphed(model, x) is None
+        logits(model.train()(x)).sum().backward()
+        assert not any(folded())
+        plain.load_state_dict(model.eval().state_dict())
+        for each in (model, plain):  # by what PyTorch does not count
+            each.cvt.encoder.stages[2].layers[0].output.dense.bias.data.add_(0.5)
+        with torch.no_grad():
+            for _ in range(3):
+                compare()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_without_tf32")
+def test_gpu_a_graph_of_the_users_reads_the_weights_where_they_lie():
+    model = accelerated(huggingface).cuda()
+    x, graph = images(2).cuda(), torch.cuda.CUDAGraph()
+    with ck.use_backend("triton", "cuda", "sdpa", "composed", "reference"), torch.no_grad():
+        with machine.rehearsed_capture():
+            model(x)
+        with torch.cuda.graph(graph):
+            out = logits(model(x))
+        model.cvt.encoder.stages[2].layers[0].output.dense.bias.add_(0.5)
+        graph.replay()
+        expected = logits(ck.restore(model)(x))
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
