@@ -819,12 +819,22 @@ def runner_of(function: Function, call: Call) -> Callable[..., Any]:
 
     if not call.gradient:
         return _prepared(function, call) or run_forward
-    douts = [torch.ones_like(out) for out in _flat(run_forward())]
+    # With gradients here too: without them, other kernels would be compiled.
+    douts = [torch.ones_like(out) for out in _forward(function, call)]
 
     def run_both(call: Call = call) -> Any:
         _gradients(call, _flat(function(call.record)), douts)
 
     return run_both
+
+
+def rehearse(function: Function, call: Call) -> None:
+    """Runs a candidate on meta tensors, for the launches that its check and its timing make."""
+    with undisturbed(call.device):
+        call = call.detached()
+        outputs = _forward(function, call)
+        if call.gradient:
+            _gradients(call, outputs, [torch.empty_like(out) for out in outputs])
 
 
 def _prepared(function: Function, call: Call) -> Callable[..., Any] | None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 import cvt_kernels as ck
-from cvt.commands.compile.triton_kernels import source_of, specialize
+from cvt_kernels.compiling import source_of, specialize
 from cvt_kernels import backends, launching, machine
 from cvt_kernels.autotune import accuracy
 from tests import accesses
