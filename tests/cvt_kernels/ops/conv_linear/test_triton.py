@@ -122,7 +122,7 @@ def plan_of(stage, batch, dtype=torch.bfloat16):
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = shipped(channels, dtype, x.shape[0] * x.shape[1])
     with launching.recorded_launches(H200), launch.overridden("conv_linear", config):
-        return common.Plan.of(x, geometry, [], (channels,) * 3)
+        return common.Plan.of(x, geometry, [], (channels,) * 3, (True,) * 3)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])
@@ -132,11 +132,13 @@ def test_every_strip_has_one_program(stage, batch):
     plan = plan_of(stage, batch)
     arguments = plan.arguments
     spec = arguments["SPEC"]
-    for group in arguments["GROUPS"]:
+    assert [(group.branches, group.twins) for group in arguments["GROUPS"]] == [((0,), ()), ((1,), (2,))]
+    for group, twin in [(group, i) for group in arguments["GROUPS"] for i in range(1 + len(group.twins))]:
+        first_turn = group.first_turn + twin * group.turns
         jobs = [
-            number // spec.period * group.turns + number % spec.period - group.first_turn
+            number // spec.period * group.turns + number % spec.period - first_turn
             for number in range(plan.programs)
-            if group.first_turn <= number % spec.period < group.first_turn + group.turns
+            if first_turn <= number % spec.period < first_turn + group.turns
         ]
         assert jobs == list(range(len(jobs)))
         strips = batch * group.strip_rows * group.strip_columns
