@@ -269,7 +269,7 @@ atexit.register(lambda: _compilations.end())
 
 def begin(kernels: Iterable[TritonKernel]) -> list[str]:
     """Begins to compile kernels beside, where Triton's cache does not have them; returns the keys of these."""
-    return _compilations.begin(kernels)
+    return _compilations.begin(kernels) if workers() else []
 
 
 def pending(keys: Collection[str]) -> list[str]:

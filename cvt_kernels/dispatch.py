@@ -458,6 +458,12 @@ def _are_kernels_compiled(asked: str, able: list[str], operator: str, call: Reco
     return is_done
 
 
+def kernels_of(operator: str, *args: Any, **kwargs: Any) -> list[compiling.TritonKernel]:
+    """Returns the Triton kernels that tuning a call with these arguments launches, specialized."""
+    call = backends.operators[operator].bind(*args, **kwargs)
+    return _kernels_of(operator, _able(operator, call), call)
+
+
 def _kernels_of(operator: str, able: list[str], call: Record) -> list[compiling.TritonKernel]:
     """Returns the Triton kernels that tuning a call launches, specialized; its candidates run on meta tensors."""
     from .autotune import tuner
