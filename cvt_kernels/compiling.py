@@ -268,7 +268,7 @@ atexit.register(lambda: _compilations.end())
 
 
 def begin(kernels: Iterable[TritonKernel]) -> list[str]:
-    """Begins to compile kernels beside, where Triton's cache does not have them; returns the keys of these."""
+    """Begins to compile the kernels that Triton's cache does not have; returns the keys of these."""
     return _compilations.begin(kernels) if workers() else []
 
 
@@ -309,7 +309,7 @@ _IDLE = 60.0  # seconds after which a server without work ends
 
 
 def serve(descriptor: int, most: int) -> None:
-    """Compiles kernels that come through a connection, up to ``most`` at once, each in a fork of this process.
+    """Compiles kernels that come through a connection, up to ``most`` at once, in forks of this process.
 
     It ends with the connection, and after a minute without work. It leads a process group of its own. Servers
     of several processes that share a cache of Triton's take turns, and find there what others have compiled.

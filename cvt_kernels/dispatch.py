@@ -440,14 +440,14 @@ def _are_kernels_compiled(asked: str, able: list[str], operator: str, call: Reco
     over them.
     """
     device = call[0].device
-    if device.type != "cuda" or is_tuning() or not compiling.workers():
+    if is_tuning() or not _has_compilers(device):
         return True
     keys = _begun.get((device, asked))
     if keys is None:
         keys = _begun[device, asked] = compiling.begin(_kernels_of(operator, able, call))
     is_done = not compiling.pending(keys)
     if not is_done and not now.waits:
-        now.passed.append(keys)
+        now.passed[asked] = keys
     elif not is_done and now.is_limited:
         with now.spending():
             is_done = compiling.wait(keys, seconds=max(0.0, now.seconds))
@@ -458,6 +458,10 @@ def _are_kernels_compiled(asked: str, able: list[str], operator: str, call: Reco
     return is_done
 
 
+def _has_compilers(device: torch.device) -> bool:
+    return device.type == "cuda" and compiling.workers() > 0
+
+
 def kernels_of(operator: str, *args: Any, **kwargs: Any) -> list[compiling.TritonKernel]:
     """Returns the Triton kernels that tuning a call with these arguments launches, specialized."""
     call = backends.operators[operator].bind(*args, **kwargs)
@@ -465,18 +469,18 @@ def kernels_of(operator: str, *args: Any, **kwargs: Any) -> list[compiling.Trito
 
 
 def _kernels_of(operator: str, able: list[str], call: Record) -> list[compiling.TritonKernel]:
-    """Returns the Triton kernels that tuning a call launches, specialized; its candidates run on meta tensors."""
+    """Returns the Triton kernels that tuning a call launches; its candidates run on meta tensors."""
     from .autotune import tuner
 
     described, known = backends.operators[operator], backends.implementations[operator]
     chip, launches = launching.chip(call[0].device), list[launching.Launch]()
-    meta = tuner.Call(call, wants_gradient(call)).map(_on_meta)
-    with launching.rehearsed_launches(launches.append, chip):
-        for factor, backend in itertools.product((64, _ALL), ("gluon", "triton")):
-            if backend in able:
-                sample = meta._replace(record=described.sample(factor, meta.record))
-                with contextlib.suppress(Exception):  # which the candidate's check will describe
-                    tuner.rehearse(known[backend].function, sample)
+    gradient, names = wants_gradient(call), [name for name in ("gluon", "triton") if name in able]
+    for factor, name in itertools.product((64, _ALL) if names else (), names):
+        with tuner.undisturbed(call[0].device):
+            sample = tuner.Call(described.sample(factor, call), gradient).map(_on_meta)
+        # An error is described by the candidate's check.
+        with launching.rehearsed_launches(launches.append, chip), contextlib.suppress(Exception):
+            tuner.rehearse(known[name].function, sample)
     return [compiling.specialize(launch, chip.capability) for launch in launches]
 
 

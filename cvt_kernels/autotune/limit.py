@@ -38,14 +38,14 @@ class Call:
         is_requested: Whether it tunes even if autotuning at first use is off.
         tuned: What it has tuned: cache key → entry.
         waits: Whether it waits for kernels that are being compiled, rather than passes over their operators.
-        passed: The keys of these kernels (``compiling``), for each operator that it has passed over.
+        passed: What it has passed over: cache key → the keys of its kernels (``compiling``).
     """
 
     def __init__(self, seconds: float, *, is_requested: bool = False):
         self.seconds, self.is_requested = seconds, is_requested
         self.tuned: dict[str, Entry] = {}
         self.waits = True
-        self.passed: list[list[str]] = []
+        self.passed: dict[str, list[str]] = {}
         self._until: float | None = None
 
     @property
@@ -99,12 +99,12 @@ def run_until_tuned(run: Callable[[], _Result]) -> _Result:
         before, call.waits = call.waits, False
         try:
             while True:
-                call.passed = []
+                call.passed = {}
                 result = run()
                 if not call.passed:
                     return result
                 del result
-                compiling.wait(*call.passed, most_left=len(call.passed) // 2)
+                compiling.wait(*call.passed.values(), most_left=len(call.passed) // 2)
         finally:
             call.waits = before
 

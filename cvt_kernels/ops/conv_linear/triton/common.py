@@ -32,8 +32,8 @@ class Group:
     Attributes:
         stride: The stride of its convolutions.
         branches: Indices of the branches, whose outputs are computed from the same pixels.
-        twins: Indices of other branches of the same sizes as the only one in ``branches``. A program has one of
-            all these: the code of several would take a multiple of the time to compile.
+        twins: Indices of other branches of the same sizes as the only one in ``branches``. A program computes
+            one of all these: code for each would take a multiple of the time to compile.
         height, width: The output grid.
         rows, columns: Size of a strip of outputs, which a lane computes at once.
         strip_rows, strip_columns: Number of strips below and beside one another.

@@ -58,7 +58,7 @@ def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, LANES: t
 
 @triton.jit
 def _of_branch(values, twin, N: tl.constexpr, GROUPS: tl.constexpr, INDEX: tl.constexpr):
-    """Returns what belongs to a program's branch, the Nth of its group or a twin, of a tuple; None for None."""
+    """Returns the value of a program's branch, the Nth of its group or a twin of it; None for None."""
     GROUP: tl.constexpr = GROUPS[INDEX]
     value = values[GROUP.branches[N]]
     if value is not None:
@@ -383,8 +383,8 @@ def _conv_linear_fwd_kernel(
         job, twin = _job_of(number, GROUPS, g, SPEC)
         if job >= 0:
             _run_group(
-                job, twin, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs,
-                bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, LAYERS,
+                job, twin, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs,
+                linear_ptrs, bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, LAYERS,
                 GROUPS, g, LANES, SPEC,
             )  # fmt: skip
 

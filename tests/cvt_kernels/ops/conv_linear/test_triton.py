@@ -132,8 +132,8 @@ def test_every_strip_has_one_program(stage, batch):
     plan = plan_of(stage, batch)
     arguments = plan.arguments
     spec = arguments["SPEC"]
-    assert [(group.branches, group.twins) for group in arguments["GROUPS"]] == [((0,), ()), ((1,), (2,))]
-    for group, twin in [(group, i) for group in arguments["GROUPS"] for i in range(1 + len(group.twins))]:
+    assert [(each.branches, each.twins) for each in arguments["GROUPS"]] == [((0,), ()), ((1,), (2,))]
+    for group, twin in [(each, i) for each in arguments["GROUPS"] for i in range(1 + len(each.twins))]:
         first_turn = group.first_turn + twin * group.turns
         jobs = [
             number // spec.period * group.turns + number % spec.period - first_turn
