@@ -373,8 +373,7 @@ def _ended(running: Iterable[int]) -> list[int]:
 
 def _forked(kernel: TritonKernel, connection: Any) -> int:
     """Forks a process that compiles a kernel; returns its number. An error is left to the launch."""
-    with contextlib.suppress(Exception):
-        importlib.import_module(kernel.module)  # here, once for all
+    kernel.is_cached()  # imports, and computes keys of functions, here: once for all forks
     process = os.fork()
     if process:
         return process

@@ -1,7 +1,10 @@
-"""Triton kernels compiled in processes beside: they are found by launches, and nothing that fails there matters."""
+"""Triton kernels compiled in processes beside: launches find them, and what fails there does not matter."""
 
 import pytest
+import torch
+import transformers
 
+import cvt_kernels as ck
 from cvt_kernels import compiling
 from tests.processes import run_python
 
@@ -280,3 +283,34 @@ def test_a_wrong_number_of_processes_is_named(monkeypatch, wrong):
     monkeypatch.setenv("CVT_KERNELS_COMPILE_WORKERS", wrong)
     with pytest.raises(ValueError, match=f"CVT_KERNELS_COMPILE_WORKERS: got '{wrong}', expected a number"):
         compiling.workers()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "training", "most"), [(1, False, 36), (256, False, 38), (256, True, 34)])
+def test_a_first_call_asks_for_few_kernels(tuning, monkeypatch, batch, training, most):
+    """CvT-13 in bfloat16, frozen or under autocast; on 2026-11-27 32 and 36, and 36 in training, now 30."""
+    asked: dict[str, compiling.TritonKernel] = {}
+
+    def begin(kernels):
+        found = {repr(kernel): kernel for kernel in kernels}
+        asked.update(found)
+        return list(found)
+
+    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", "0")
+    monkeypatch.setattr(compiling, "workers", lambda: 2)
+    monkeypatch.setattr(compiling, "begin", begin)
+    monkeypatch.setattr(compiling, "pending", list)
+    monkeypatch.setattr(compiling, "wait", lambda *groups, **how: False)
+    model, x = (
+        transformers.CvtForImageClassification(transformers.CvtConfig()),
+        torch.randn(batch, 3, 224, 224),
+    )
+    if training:
+        model, x = ck.accelerate(model.train().cuda()), x.cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x)
+    else:
+        model, x = ck.accelerate(model.eval().bfloat16().cuda(), freeze=True), x.bfloat16().cuda()
+        with torch.inference_mode():
+            model(x)
+    assert 20 < len(asked) <= most
