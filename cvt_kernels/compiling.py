@@ -1,6 +1,6 @@
 """Triton kernels that are compiled before they are launched, several at once, in processes beside this one.
 
-A first call needs some thirty kernels, and Triton takes 0.2 to 10 seconds for each, one after the other. Here
+A first call needs some forty kernels, and Triton takes 0.2 to 10 seconds for each, one after the other. Here
 they are compiled into Triton's cache on disk, where their launches find them. A process beside this one, the
 server, imports PyTorch and Triton once, and forks a process for each kernel. Nothing is forked here, where
 there may be threads and a CUDA context. Threads would do without processes, but a fifth of a compilation is
