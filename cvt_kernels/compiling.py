@@ -127,7 +127,7 @@ def specialize(launch: launching.Launch, arch: int) -> TritonKernel:
 # In this process ------------------------------------------------------------------------------------------
 
 _MOST = 16  # processes by default
-_FEWEST = 3  # kernels for which a server is started
+_FEWEST = 3  # kernels for which a server is started, unless the call goes on meanwhile
 _SILENCE = 300.0  # seconds after which a server that has finished nothing is given up
 
 
@@ -211,8 +211,10 @@ class _Compilations:
 
     def wait(self, groups: Sequence[Collection[str]], seconds: float, most_left: int) -> bool:
         with self._lock:
-            if self._server is None:  # too few kernels to start one
+            if self._unsent and seconds == math.inf:  # too few to wait for the start of a server
                 self._give_up([key for key, _ in self._unsent])
+            elif self._unsent:
+                self._send()
         until = time.monotonic() + seconds
         while sum(1 for keys in groups if self.pending(keys)) > most_left:
             if time.monotonic() >= until:

@@ -454,7 +454,7 @@ def _are_kernels_compiled(asked: str, able: list[str], operator: str, call: Reco
     elif not is_done:
         is_done = compiling.wait(keys)
     if is_done:
-        del _begun[device, asked]
+        _begun.pop((device, asked), None)
     return is_done
 
 

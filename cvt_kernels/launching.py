@@ -145,8 +145,9 @@ def settle_key(kernel: Any) -> None:
         return
     _settled.add(id(kernel))
     if hasattr(type(kernel), "cache_key"):  # not in Triton's interpreter
-        for node in ast.walk(kernel.parse()):
-            called = _value_of(node, kernel.__globals__)
+        names = getattr(kernel, "__globals__", None)
+        for node in ast.walk(kernel.parse()) if names and hasattr(kernel, "parse") else ():
+            called = _value_of(node, names)
             if hasattr(type(called), "cache_key"):
                 settle_key(called)
         kernel.cache_key  # noqa: B018 (a property that keeps its value)

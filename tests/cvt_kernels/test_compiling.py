@@ -130,6 +130,7 @@ def test_without_a_process_the_launches_compile(tmp_path):
 
 
 def test_few_kernels_start_no_process(tmp_path):
+    """Unless the call goes on meanwhile."""
     run(
         tmp_path,
         """
@@ -137,6 +138,11 @@ keys = compiling.begin(kernels[:2])
 assert len(keys) == 2 and server() is None
 assert compiling.wait(keys) and server() is None
 launch_all()
+compiling._compilations = compiling._Compilations()
+wrong = [kernels[0]._replace(name="_no_such_kernel")]
+keys = compiling.begin(wrong)
+assert not compiling.wait(keys, seconds=0.0) and server() is not None
+assert compiling.wait(keys)
 """,
     )
 

@@ -64,7 +64,8 @@ def _parts_are_faster(x: Tensor) -> bool:
 
     Many channels leave no registers to hide the loads of a fused kernel. On an H200, the parts and the kernel
     take 100 and 185 µs for 256 images of CvT-13 at 384 channels, 16 and 49 for one; at 192 channels 175 and
-    189 for 256, 33 and 32 for 32; at 64 channels 199 and 130 for 256.
+    189 for 256, 33 and 32 for 32 (where the fused kernel is not worth its compilation), 21 and 14 for 8; at
+    64 channels 199 and 130 for 256.
     """
     return x.shape[2] > 192 or (x.shape[2] > 64 and x.shape[0] * x.shape[1] > 2**14)
 

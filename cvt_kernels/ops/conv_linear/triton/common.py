@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(
         cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...],
-        biased: tuple[bool, ...],
+        kinds: tuple[Any, ...],
     ) -> Plan:  # fmt: skip
         """Returns the plan for tokens ``x`` (B, T, C).
 
@@ -111,7 +111,7 @@ class Plan(NamedTuple):
             geometry: Of the convolutions.
             weights: Of the convolutions.
             outputs: The channels of each branch.
-            biased: Whether the linear layer of each branch has a bias.
+            kinds: Of each branch, what else must be the same in branches that are computed by the same code.
         """
         chip = launching.chip(x.device)
         sizes = (max(x.shape[2], *outputs),)
@@ -122,13 +122,13 @@ class Plan(NamedTuple):
             and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *weights))
         )
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return _plan(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, biased, chip)
+        return _plan(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, kinds, chip)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
     config: ConvLinear, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
-    geometry: Geometry, outputs: tuple[int, ...], biased: tuple[bool, ...], chip: launching.Chip,
+    geometry: Geometry, outputs: tuple[int, ...], kinds: tuple[Any, ...], chip: launching.Chip,
 ) -> Plan:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
@@ -136,7 +136,7 @@ def _plan(
     chunks = -(-channels // chunk)
     lanes = 32 * config.num_warps
     strips = lanes // (chunk // 2 if dtype.itemsize == 2 else chunk)  # a lane has one at a time
-    groups = _groups(config, geometry, strips, list(zip(outputs, biased, strict=True)))
+    groups = _groups(config, geometry, strips, list(zip(outputs, kinds, strict=True)))
     tiles = [-(-batch * g.strip_rows * g.strip_columns // strips) for g in groups]
     # Long jobs share the loading of the taps, short ones leave no multiprocessor idle.
     all_tiles = sum(n * (1 + len(g.twins)) for n, g in zip(tiles, groups, strict=True))
@@ -173,12 +173,10 @@ def _widths(outputs: int, most: int) -> tuple[int, ...]:
     return (most,) * whole + ((max(16, triton.next_power_of_2(rest)),) if rest else ())
 
 
-def _groups(
-    config: ConvLinear, geometry: Geometry, strips: int, layers: Sequence[tuple[int, bool]]
-) -> tuple[Group, ...]:
+def _groups(config: ConvLinear, geometry: Geometry, strips: int, kinds: Sequence[Any]) -> tuple[Group, ...]:
     """Returns the groups of branches: a branch of stride 1 alone, branches of stride 2 two by two.
 
-    ``layers`` has what else must be the same in branches that are computed by the same code.
+    ``kinds`` has what else must be the same in branches that are computed by the same code.
     """
     ones = [(i,) for i, stride in enumerate(geometry.strides) if stride == 1]
     twos = [i for i, stride in enumerate(geometry.strides) if stride == 2]
@@ -186,7 +184,7 @@ def _groups(
     alike: dict[Any, list[tuple[int, ...]]] = {}
     for branches in (*ones, *together):
         first = branches[0]
-        key = (geometry.strides[first], *layers[first]) if len(branches) == 1 else branches
+        key = (geometry.strides[first], kinds[first]) if len(branches) == 1 else branches
         alike.setdefault(key, []).append(branches)
     groups = []
     for branches, *others in alike.values():

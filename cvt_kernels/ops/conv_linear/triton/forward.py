@@ -398,8 +398,9 @@ def conv_linear_forward(
     x = maybe_contiguous(x)
     tokens = [h * w + class_tokens(x, geometry) for h, w in geometry.output_grids]
     outs = [x.new_empty(x.shape[0], n, w.shape[0]) for n, w in zip(tokens, linears, strict=True)]
-    outputs, biased = tuple([w.shape[0] for w in linears]), tuple([bias is not None for bias in biases])
-    plan = Plan.of(x, geometry, weights, outputs, biased)
+    pointers = zip(gammas, betas, means, variances, biases, strict=True)
+    kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in pointers])
+    plan = Plan.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
     launching.launch(
         _conv_linear_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),

@@ -42,7 +42,13 @@ def test_without_a_kernel_it_is_composed():
 
 @pytest.mark.parametrize(
     ("images", "tokens", "channels", "in_parts"),
-    [(256, 3136, 64, False), (32, 784, 192, False), (256, 784, 192, True), (1, 197, 384, True)],
+    [
+        (256, 3136, 64, False),
+        (8, 784, 192, False),
+        (32, 784, 192, True),
+        (256, 784, 192, True),
+        (1, 197, 384, True),
+    ],
 )
 def test_a_gpu_takes_the_parts_where_they_are_faster(images, tokens, channels, in_parts):
     x = types.SimpleNamespace(is_cuda=True, shape=torch.Size((images, tokens, channels)))
