@@ -145,8 +145,8 @@ def settle_key(kernel: Any) -> None:
         return
     _settled.add(id(kernel))
     if hasattr(type(kernel), "cache_key"):  # not in Triton's interpreter
-        names = getattr(kernel, "__globals__", None)
-        for node in ast.walk(kernel.parse()) if names and hasattr(kernel, "parse") else ():
+        names = getattr(kernel, "__globals__", {})
+        for node in ast.walk(kernel.parse()) if hasattr(kernel, "parse") else ():
             called = _value_of(node, names)
             if hasattr(type(called), "cache_key"):
                 settle_key(called)
