@@ -10,6 +10,7 @@ This module is plain Python over module globals and the requested backends, so t
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import math
 import re
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import autotune, backends, caller, checks, machine, modes
+from . import autotune, backends, caller, checks, compiling, launching, machine, modes
 from .autotune import limit
 from .backends import (
     ANY_SIZE,
@@ -208,7 +209,9 @@ def _choose(operator: str, call: Record) -> Choice:
                 return _choice(operator, default)
             if entry is None:
                 _note_passed_over(operator, able, default, _TIME_IS_UP)
-                return _choice(operator, default, lasts=False)
+                # The parts are operators too, whose kernels a later timing needs.
+                parts = "composed" if "composed" in able else default
+                return _choice(operator, parts, lasts=False)
         elif entry is None:
             _note_passed_over(operator, able, default, f"has no entry, and {lasting or passing}")
             return _choice(operator, default, lasts=passing is None)
@@ -395,6 +398,9 @@ def _tune(
 
     now = _call_to_tune_for()
     known = cache.get(asked)
+    if not _are_kernels_compiled(asked, able, operator, call, now):
+        backends.note_untuned(asked, _ARE_COMPILED)
+        return known
     if not now.has_time():
         default = _favored(backends.operators[operator].defaults, able)
         if default not in OURS or (known is not None and default in known.measurements):
@@ -421,6 +427,67 @@ def _tune(
     backends.note_untuned(asked, None if entry.timings else _TIME_IS_UP)
     _warn_of_wrong_kernels(asked, entry, known)
     return entry
+
+
+_ARE_COMPILED = "not tuned yet: its kernels are being compiled, a later call goes on"
+#: Device, cache key → the keys of the kernels that are being compiled for it (``compiling``).
+_begun: dict[tuple[torch.device, str], list[str]] = {}
+
+
+def _are_kernels_compiled(asked: str, able: list[str], operator: str, call: Record, now: limit.Call) -> bool:
+    """Returns whether the kernels that tuning a call launches are compiled, or are left to their launches.
+
+    The first time it begins to compile them. It waits for them within the call's time, unless the call passes
+    over them.
+    """
+    device = call[0].device
+    if is_tuning() or not _has_compilers(device):
+        return True
+    keys = _begun.get((device, asked))
+    if keys is None:
+        keys = _begun[device, asked] = compiling.begin(_kernels_of(operator, able, call))
+    is_done = not compiling.pending(keys)
+    if not is_done and not now.waits:
+        now.passed[asked] = keys
+    elif not is_done and now.is_limited:
+        with now.spending():
+            is_done = compiling.wait(keys, seconds=max(0.0, now.seconds))
+    elif not is_done:
+        is_done = compiling.wait(keys)
+    if is_done:
+        _begun.pop((device, asked), None)
+    return is_done
+
+
+def _has_compilers(device: torch.device) -> bool:
+    return device.type == "cuda" and compiling.workers() > 0
+
+
+def kernels_of(operator: str, *args: Any, **kwargs: Any) -> list[compiling.TritonKernel]:
+    """Returns the Triton kernels that tuning a call with these arguments launches, specialized."""
+    call = backends.operators[operator].bind(*args, **kwargs)
+    return _kernels_of(operator, _able(operator, call), call)
+
+
+def _kernels_of(operator: str, able: list[str], call: Record) -> list[compiling.TritonKernel]:
+    """Returns the Triton kernels that tuning a call launches; its candidates run on meta tensors."""
+    from .autotune import tuner
+
+    described, known = backends.operators[operator], backends.implementations[operator]
+    chip, launches = launching.chip(call[0].device), list[launching.Launch]()
+    gradient, names = wants_gradient(call), [name for name in ("gluon", "triton") if name in able]
+    for factor, name in itertools.product((64, _ALL) if names else (), names):
+        with tuner.undisturbed(call[0].device):
+            sample = tuner.Call(described.sample(factor, call), gradient).map(_on_meta)
+        # An error is described by the candidate's check.
+        with launching.rehearsed_launches(launches.append, chip), contextlib.suppress(Exception):
+            tuner.rehearse(known[name].function, sample)
+    return [compiling.specialize(launch, chip.capability) for launch in launches]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return like.requires_grad_(tensor.requires_grad)
 
 
 def _call_to_tune_for() -> limit.Call:

@@ -36,7 +36,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
-from .autotune import unlimited
+from .autotune import run_until_tuned, unlimited
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
 from .structure import Structure, looks
@@ -310,7 +310,7 @@ class _Graphs:
             outputs = _NOTHING
             if not with_gradients:
                 # As the user called it: this autotunes the kernels, and raises the user's errors.
-                outputs = forward(*call.args, **call.kwargs)
+                outputs = run_until_tuned(lambda: forward(*call.args, **call.kwargs))
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
                 if not (snapshot.holds() and snapshot.has_keys_of(model, with_gradients)):
                     return outputs

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from . import modes
 
 
 class Chip(NamedTuple):
@@ -30,6 +34,7 @@ class Launch(NamedTuple):
 
     def start(self) -> None:
         """Launches the kernel on the current GPU and stream."""
+        settle_key(self.kernel)
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
@@ -65,9 +70,10 @@ def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None
 
 
 class _Planning(threading.local):
-    """The hook of each thread for its launches."""
+    """The hook of each thread for its launches, and the chip that its meta tensors stand for."""
 
     take: Callable[[Launch], Any] | None = None
+    chip: Chip | None = None
 
 
 _planning = _Planning()
@@ -83,10 +89,26 @@ def planned_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
         _planning.take = previous
 
 
+@contextlib.contextmanager
+def rehearsed_launches(take: Callable[[Launch], Any], chip: Chip) -> Iterator[None]:
+    """Passes this thread's launches on meta tensors to ``take``, as they would be on a GPU with ``chip``.
+
+    Autograd computes gradients of meta tensors in the thread that asks for them.
+    """
+    previous, _planning.chip = _planning.chip, chip
+    try:
+        with planned_launches(take), modes.meta_stands_for("cuda"):
+            yield
+    finally:
+        _planning.chip = previous
+
+
 def chip(device: torch.device) -> Chip:
     """Returns the chip of a device; for Triton's interpreter on the CPU, sm_90 with one multiprocessor."""
     if interception is not None and interception.chip is not None:
         return interception.chip
+    if device.type == "meta" and _planning.chip is not None:
+        return _planning.chip
     return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
 
 
@@ -104,6 +126,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
     if take is not None:
         take(Launch(kernel, grid, arguments, options))
         return
+    settle_key(kernel)
     with current_device_of(on):
         kernel[grid](**arguments, **options)
 
@@ -111,6 +134,38 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
 def is_taken() -> bool:
     """Returns whether a hook gets this thread's launches."""
     return interception is not None or _planning.take is not None
+
+
+_settled: set[int] = set()  # ids, since the hash of a kernel is made of its key
+
+
+def settle_key(kernel: Any) -> None:
+    """Computes the keys of a kernel and of the functions that it calls in Triton's cache, the called first.
+
+    A function's key has the constants of a called one only if that has its key by then (Triton 3.6 and 3.7).
+    So the keys would depend on which kernel comes first, and another process would compile again what is
+    cached.
+    """
+    if id(kernel) in _settled:
+        return
+    _settled.add(id(kernel))
+    if hasattr(type(kernel), "cache_key"):  # not in Triton's interpreter
+        names = getattr(kernel, "__globals__", {})
+        for node in ast.walk(kernel.parse()) if hasattr(kernel, "parse") else ():
+            called = _value_of(node, names)
+            if hasattr(type(called), "cache_key"):
+                settle_key(called)
+        kernel.cache_key  # noqa: B018 (a property that keeps its value)
+
+
+def _value_of(node: ast.AST, names: dict[str, Any]) -> Any:
+    """Returns what a name, or an attribute of a module, stands for; None if that is nothing global."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        module = names.get(node.value.id)
+        return getattr(module, node.attr, None) if isinstance(module, types.ModuleType) else None
+    return None
 
 
 def is_descriptor(value: object) -> bool:

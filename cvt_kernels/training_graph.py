@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from . import modes
+from .autotune import run_until_tuned
 from .ops import weight_cache
 
 
@@ -69,7 +70,7 @@ class TrainingGraph:
             ]
             args, kwargs = arguments(self._inputs)
             versions = [each._version for each in self._inputs]
-            self._prepare(forward(*args, **kwargs))
+            self._prepare(run_until_tuned(lambda: forward(*args, **kwargs)))
             with _aliases(model) as aliases, weight_cache.noted_uses() as self.copies:
                 wanted = self._wanted([aliases[each] for each in self._parameters])
                 (outputs, first), (_, second) = cuda.record(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import backends, checks
-from .autotune import unlimited
+from .autotune import run_until_tuned, unlimited
 from .graphs import ungraphed
 
 
@@ -50,5 +50,6 @@ def tune(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
         backends.requesting("auto"),
         unlimited(is_requested=True) as call,
     ):
-        ungraphed(copy.deepcopy(model))(*args, **kwargs)
+        copied = ungraphed(copy.deepcopy(model))
+        run_until_tuned(lambda: copied(*args, **kwargs))
     return {cache_key: entry.chosen for cache_key, entry in call.tuned.items()}

@@ -18,7 +18,7 @@ from .cache import (
 )
 from .entries import FAILS_HERE, Entry, Measurement
 from .key import machine_key
-from .limit import unlimited
+from .limit import run_until_tuned, unlimited
 
 __all__ = (
     "FAILS_HERE",
@@ -29,6 +29,7 @@ __all__ = (
     "cache_for",
     "forget",
     "machine_key",
+    "run_until_tuned",
     "tuning_enabled",
     "tuning_seconds",
     "unlimited",

@@ -13,17 +13,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from torch import nn
 
+from .. import compiling
 from .cache import tuning_seconds
 from .entries import Entry
 
 # The limit ------------------------------------------------------------------------------------------------
 
+_Result = TypeVar("_Result")
 _MODULE_CALL = nn.Module._call_impl.__code__
 _NAME = "_cvt_kernels_call"
 
@@ -35,11 +37,15 @@ class Call:
         seconds: These seconds.
         is_requested: Whether it tunes even if autotuning at first use is off.
         tuned: What it has tuned: cache key → entry.
+        waits: Whether it waits for kernels that are being compiled, rather than passes over their operators.
+        passed: What it has passed over: cache key → the keys of its kernels (``compiling``).
     """
 
     def __init__(self, seconds: float, *, is_requested: bool = False):
         self.seconds, self.is_requested = seconds, is_requested
         self.tuned: dict[str, Entry] = {}
+        self.waits = True
+        self.passed: dict[str, list[str]] = {}
         self._until: float | None = None
 
     @property
@@ -75,12 +81,32 @@ def unlimited(*, is_requested: bool = False) -> Iterator[Call]:
     Args:
         is_requested: Whether they do so even if autotuning at first use is off.
     """
-    before, call = _here.unlimited, Call(math.inf, is_requested=is_requested)
-    _here.unlimited = call if before is None else before
+    before = _here.unlimited
+    _here.unlimited = Call(math.inf, is_requested=is_requested) if before is None else before
     try:
-        yield call
+        yield _here.unlimited
     finally:
         _here.unlimited = before
+
+
+def run_until_tuned(run: Callable[[], _Result]) -> _Result:
+    """Runs a call without a limit, again until everything in it is tuned; returns the last result.
+
+    The first run begins to compile all kernels that its operators need (``compiling``). Each later one comes
+    when half of what was left is compiled, tunes these operators, and passes over the others.
+    """
+    with unlimited() as call:
+        before, call.waits = call.waits, False
+        try:
+            while True:
+                call.passed = {}
+                result = run()
+                if not call.passed:
+                    return result
+                del result
+                compiling.wait(*call.passed.values(), most_left=len(call.passed) // 2)
+        finally:
+            call.waits = before
 
 
 def is_requested() -> bool:

@@ -31,6 +31,8 @@ from .entries import FAILS_HERE, Entry, Measurement
 #: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
 MARGIN = 1.1
+#: The same on a GPU, where calls are timed within CUDA graphs and the host makes no noise.
+_MARGIN_OF_GPU = 1.03
 
 #: The flaw of a kernel that may have spoilt the memory of its process.
 WRITES_OUTSIDE = "wrong: writes outside of its tensors"
@@ -50,7 +52,7 @@ _SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a ca
 #: this many times as long as another one. An interruption can multiply the time of short runs only.
 _CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
 _REPLAYED, _CALLS = 0.01, 200  # seconds that the calls of a CUDA graph take without it, and their number
-_ENOUGH = 5  # rounds after which a candidate has lost unless it wins against the default by MARGIN
+_ENOUGH = 5  # rounds after which a candidate has lost unless it wins against the default
 
 Function = Callable[..., Any]
 
@@ -93,7 +95,7 @@ class Task(NamedTuple):
         cache_key: The cache key of the entry.
         reference: The operator in plain PyTorch: the oracle in float64, and the measure in the call's dtypes.
         candidates: Backend → function.
-        default: The candidate that serves unless another wins by ``MARGIN``.
+        default: The candidate that serves unless another wins by :attr:`margin`.
         sample: The call on a few images, for the check, because float64 is slow.
         timed: The call on more images, for the timing.
         exact: Replaces the reference as the oracle, if given.
@@ -108,6 +110,11 @@ class Task(NamedTuple):
     timed: Call
     exact: Function | None = None
     unrounded: Function | None = None
+
+    @property
+    def margin(self) -> float:
+        """The factor by which another candidate must win against the default."""
+        return margin_of(self.timed.device)
 
     def expected(self) -> Expected:
         """Runs the reference and returns the results to compare candidates with."""
@@ -141,7 +148,7 @@ def tune(task: Task, known: Entry | None = None, has_time: Callable[[], bool] = 
             expected = task.expected()
             measurements |= {name: check(task.candidates[name], expected) for name in unchecked}
         if len(measurements) == len(task.candidates) and has_time():
-            return choose({**measurements, **_time_sound(task, measurements)}, task.default)
+            return choose({**measurements, **_time_sound(task, measurements)}, task.default, task.margin)
     chosen = next(
         (name for name in (task.default, *measurements) if measurements[name].flaw is None), "reference"
     )
@@ -162,7 +169,8 @@ def time_again(task: Task, entry: Entry) -> Entry:
     is_disturbed = any(measurement.is_disturbed for measurement in timed.values())
     if is_disturbed and all(measurement.flaw is None for measurement in timed.values()):
         return entry._replace(timings=entry.timings + 1)
-    return choose({**entry.measurements, **timed}, task.default)._replace(timings=entry.timings + 1)
+    chosen = choose({**entry.measurements, **timed}, task.default, task.margin)
+    return chosen._replace(timings=entry.timings + 1)
 
 
 def _time_sound(task: Task, measurements: Mapping[str, Measurement]) -> dict[str, Measurement]:
@@ -235,8 +243,13 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def choose(measurements: dict[str, Measurement], default: str) -> Entry:
-    """Returns the entry for measurements: the fastest candidate without a flaw wins, if by ``MARGIN``.
+def margin_of(device: torch.device) -> float:
+    """Returns the factor by which a candidate must win against the default on a device."""
+    return _MARGIN_OF_GPU if device.type == "cuda" else MARGIN
+
+
+def choose(measurements: dict[str, Measurement], default: str, margin: float = MARGIN) -> Entry:
+    """Returns the entry for measurements: the fastest candidate without a flaw wins, if by ``margin``.
 
     In a CUDA graph only device time counts; elsewhere the larger of host and device time.
     """
@@ -253,14 +266,15 @@ def choose(measurements: dict[str, Measurement], default: str) -> Entry:
         for name, measurement in measurements.items()
         if measurement.call_seconds is not None
     }
-    return Entry(_fastest(launched, default), _fastest(on_device, default), measurements)
+    chosen, in_graphs = (_fastest(seconds, default, margin) for seconds in (launched, on_device))
+    return Entry(chosen, in_graphs, measurements)
 
 
-def _fastest(seconds: dict[str, float], default: str) -> str:
+def _fastest(seconds: dict[str, float], default: str, margin: float) -> str:
     if not seconds:
         return default
     best = min(seconds, key=seconds.__getitem__)
-    return best if default not in seconds or MARGIN * seconds[best] < seconds[default] else default
+    return best if default not in seconds or margin * seconds[best] < seconds[default] else default
 
 
 # Correctness ----------------------------------------------------------------------------------------------
@@ -759,7 +773,11 @@ def time_in_turns(
         _SECONDS,
         fewest=_FEWEST,
         most=_MOST,
-        losers=functools.partial(_losers, default=names.index(default) if default in names else None),
+        losers=functools.partial(
+            _losers,
+            default=names.index(default) if default in names else None,
+            margin=margin_of(call.device),
+        ),
     )
     for name, times in zip(names, measured, strict=True):
         seconds, host_seconds = min(times.device, default=None), min(times.host, default=None)
@@ -786,7 +804,7 @@ def _replays(runners: list[Callable[..., Any]], call: Call) -> list[clock.Replay
     )
 
 
-def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[int]:
+def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None, margin: float = MARGIN) -> list[int]:
     """Returns the candidates that have lost against another one, after equally many rounds.
 
     It compares the fastest runs, as :func:`choose` does: other work on the machine only makes runs slower.
@@ -799,7 +817,7 @@ def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None) -> list[i
         return mine > factor * theirs and max(mine, my_host) > factor * max(theirs, their_host)
 
     def has_lost_to(i: int, other: int) -> bool:
-        if other == default and rounds >= _ENOUGH and is_behind(i, other, 1 / MARGIN):
+        if other == default and rounds >= _ENOUGH and is_behind(i, other, 1 / margin):
             return True
         clear = (factor for least, seconds, factor in _CLEAR if rounds >= least and best[i][0] >= seconds)
         return any(is_behind(i, other, factor) for factor in clear)
@@ -819,12 +837,22 @@ def runner_of(function: Function, call: Call) -> Callable[..., Any]:
 
     if not call.gradient:
         return _prepared(function, call) or run_forward
-    douts = [torch.ones_like(out) for out in _flat(run_forward())]
+    # With gradients here too: without them, other kernels would be compiled.
+    douts = [torch.ones_like(out) for out in _forward(function, call)]
 
     def run_both(call: Call = call) -> Any:
         _gradients(call, _flat(function(call.record)), douts)
 
     return run_both
+
+
+def rehearse(function: Function, call: Call) -> None:
+    """Runs a candidate on meta tensors, for the launches that its check and its timing make."""
+    with undisturbed(call.device):
+        call = call.detached()
+        outputs = _forward(function, call)
+        if call.gradient:
+            _gradients(call, outputs, [torch.empty_like(out) for out in outputs])
 
 
 def _prepared(function: Function, call: Call) -> Callable[..., Any] | None:

@@ -247,6 +247,7 @@ class _Writer:
         runs: list[Any] = [None]
 
         def compile_and_start(*arguments: Any) -> None:
+            launching.settle_key(kernel)
             compiled = kernel[grid](*arguments, **options)
             if compiled is not None:  # as in Triton's interpreter, which compiles nothing
                 runs[0] = compiled[grid]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,28 +40,23 @@ class Result(NamedTuple):
         return self.entry is not None and not any(name in backends.OURS for name in self.flaws)
 
 
-#: Number of compiling processes; each holds a CUDA context.
-_MOST_COMPILERS = 8
-
-
 def compile_ahead(cache_keys: Iterable[CacheKey], device: torch.device, until: float = math.inf) -> None:
     """Compiles the Triton kernels for cache keys in several processes, until a time of ``time.monotonic()``.
 
     So compilation does not count towards a kernel's time limit. A failure to compile shows when it is tuned.
     """
-    todo = [each for each in cache_keys if "triton" in backends.implementations[each.operator]]
-    processes = min(_MOST_COMPILERS, len(os.sched_getaffinity(0)), len(todo))
+    kernels = {"triton", "gluon"}
+    todo = [each for each in cache_keys if kernels & backends.implementations[each.operator].keys()]
+    with Worker(device, 0.0) as worker, contextlib.suppress(Failure):
+        for cache_key in todo:
+            if time.monotonic() < until:
+                with contextlib.suppress(Failure):
+                    worker.begin_to_compile(cache_key)
+        while todo and not worker.wait_for_compilers(_PART) and time.monotonic() < until:
+            pass
 
-    def compile_part(part: Sequence[CacheKey]) -> None:
-        with Worker(device, 0.0) as worker:
-            for cache_key in part:
-                if time.monotonic() < until:
-                    with contextlib.suppress(Failure):
-                        worker.compile(cache_key)
 
-    if todo:
-        with ThreadPoolExecutor(processes) as threads:
-            list(threads.map(compile_part, [todo[i::processes] for i in range(processes)]))
+_PART = 1.0  # seconds
 
 
 def tune_all(
@@ -98,7 +91,7 @@ def tune(cache_key: CacheKey, worker: Worker) -> Result | None:
         return Result(cache_key.text, None, "there is not enough memory")
     except Failure as failure:
         return Result(cache_key.text, None, f"the preparation {failure}")
-    return Result(cache_key.text, tuner.choose(measurements, candidates.default))
+    return Result(cache_key.text, tuner.choose(measurements, candidates.default, worker.margin))
 
 
 def _time(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cvt_kernels import autotune, backends, dispatch, launching
+from cvt_kernels import autotune, backends, compiling, dispatch
 from cvt_kernels.autotune import Measurement, tuner
 
 from .cache_keys import CacheKey
 
 _START_SECONDS = 300.0  # to import everything, from a slow disk too
-_COMPILE_SECONDS = 300.0  # to compile the kernels of one cache key
+_COMPILE_SECONDS = 300.0  # to begin to compile the kernels of one cache key, or to wait for a part of all
 _END_SECONDS = 10.0  # for a process that has been killed to be gone, which a GPU may delay
 
 #: Called in the process before its first cache key; for tests.
@@ -57,6 +56,11 @@ class Worker:
         self._connection: Connection | None = None
         self._prepared: str | None = None
 
+    @property
+    def margin(self) -> float:
+        """The factor by which a candidate must win against the default."""
+        return tuner.margin_of(self._device)
+
     def __enter__(self) -> Worker:
         return self
 
@@ -70,10 +74,14 @@ class Worker:
         self._prepared = cache_key.text
         return candidates
 
-    def compile(self, cache_key: CacheKey) -> None:
-        """Compiles the Triton kernels for a cache key into Triton's cache, without a launch."""
+    def begin_to_compile(self, cache_key: CacheKey) -> None:
+        """Begins to compile the Triton kernels for a cache key into Triton's cache, without a launch."""
         self._prepared = None
-        self._run("compile", cache_key, _COMPILE_SECONDS)
+        self._run("begin_to_compile", cache_key, _COMPILE_SECONDS)
+
+    def wait_for_compilers(self, seconds: float) -> bool:
+        """Waits until these kernels are compiled, for some seconds at most; returns whether they are."""
+        return self._run("wait_for_compilers", seconds, _COMPILE_SECONDS)
 
     def check(self, cache_key: CacheKey, name: str) -> Measurement:
         """Checks a candidate, and ends the process if it may be corrupted; a failure becomes the flaw."""
@@ -210,10 +218,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _compile(launch: launching.Launch) -> None:
-    launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
-
-
 class _Server:
     """The commands of the process, and its current cache key."""
 
@@ -222,6 +226,7 @@ class _Server:
         self._tuning: tuner.Task
         self._expected: tuner.Expected
         self._autocast: torch.dtype | None = None
+        self._compiled: list[str] = []  # keys of kernels
 
     def run(self, command: str, argument: Any) -> _Answer:
         """Runs the method named by a command."""
@@ -244,15 +249,14 @@ class _Server:
                 self._expected = task.expected()
         return Candidates(list(task.candidates), task.default)
 
-    def compile(self, cache_key: CacheKey) -> None:
-        task = self._task_of(cache_key)
-        if "triton" not in task.candidates:
-            return
-        # Without the path for repeated calls, whose launches cannot be intercepted.
-        function = functools.partial(task.candidates["triton"])
-        with self._undisturbed(), launching.intercepted_launches(_compile):
-            for call in (task.sample, task.timed):
-                tuner.runner_of(function, call.detached())()
+    def begin_to_compile(self, cache_key: CacheKey) -> None:
+        self._autocast = cache_key.autocast
+        arguments = cache_key.make_arguments(self._device)
+        with self._undisturbed():
+            self._compiled += compiling.begin(dispatch.kernels_of(cache_key.operator, **arguments))
+
+    def wait_for_compilers(self, seconds: float) -> bool:
+        return compiling.wait(self._compiled, seconds=seconds)
 
     def _task_of(self, cache_key: CacheKey) -> tuner.Task:
         self._autocast = cache_key.autocast

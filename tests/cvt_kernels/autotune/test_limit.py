@@ -197,3 +197,66 @@ def test_what_was_checked_is_not_checked_again(tuning):
     again = tuner.tune(unchecked, entry)
     assert again.timings == 1
     assert all(each.seconds is not None for each in again.measurements.values())
+
+
+# Kernels that are being compiled --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler whose kernels, one for each number of channels, are ready when a test says so."""
+    state = types.SimpleNamespace(begun=[], left=set(), waits=[])
+
+    def begin(kernels):
+        state.begun += kernels
+        state.left.update(kernels)
+        return list(kernels)
+
+    def wait(*groups, seconds=float("inf"), most_left=0):
+        state.waits.append(([*groups], seconds, most_left))
+        if seconds == float("inf"):  # the first ones are ready, as many as it waits for
+            for keys in groups[: len(groups) - most_left]:
+                state.left.difference_update(keys)
+        return not any(state.left.intersection(keys) for keys in groups)
+
+    monkeypatch.setattr(dispatch, "_has_compilers", lambda device: True)
+    monkeypatch.setattr(dispatch, "_begun", {})
+    monkeypatch.setattr(dispatch, "_kernels_of", lambda operator, able, call: [call.x.shape[-1]])
+    monkeypatch.setattr(dispatch.compiling, "begin", begin)
+    monkeypatch.setattr(dispatch.compiling, "wait", wait)
+    monkeypatch.setattr(dispatch.compiling, "pending", lambda keys: [k for k in keys if k in state.left])
+    return state
+
+
+def test_all_kernels_of_a_call_are_begun_before_it_waits_for_any(tuned, compiler):
+    """Each run tunes what half of the rest has become by then; the last one has everything."""
+    model, x = Model(), torch.randn(3, 16)
+    with torch.no_grad():
+        out = autotune.run_until_tuned(lambda: model(x))
+    assert compiler.begun == [16, 8, 4, 2]
+    assert [(groups, most_left) for groups, _, most_left in compiler.waits] == [
+        ([[16], [8], [4], [2]], 2),
+        ([[4], [2]], 1),
+        ([[2]], 0),
+    ]
+    assert tuned == [16, 8, 4, 2]
+    assert torch.equal(out, ck.gelu(x))
+
+
+def test_a_call_with_a_limit_waits_within_its_time_and_begins_everything(tuned, compiler):
+    model, x = Model(), torch.randn(3, 16)
+    with torch.no_grad():
+        model(x)
+        assert (compiler.begun, tuned) == ([16, 8, 4, 2], [])
+        assert all(0 <= seconds <= 2 for _, seconds, _ in compiler.waits)
+        assert "its kernels are being compiled" in str(ck.doctor())
+        compiler.left.clear()
+        model(x)
+    assert tuned == [16, 8]
+
+
+def test_without_a_limit_an_operator_waits_for_its_own_kernels(tuned, compiler):
+    with torch.no_grad(), limit.unlimited():
+        Model()(torch.randn(3, 16))
+    assert [groups for groups, *_ in compiler.waits] == [[[16]], [[8]], [[4]], [[2]]]
+    assert tuned == [16, 8, 4, 2]

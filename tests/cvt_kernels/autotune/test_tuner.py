@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, reference
+from cvt_kernels import autotune, backends, dispatch, reference
 from cvt_kernels.autotune import accuracy, clock, tuner
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of
@@ -753,3 +753,88 @@ def test_a_lack_of_memory_is_no_flaw():
     assert tuner.is_out_of_memory(caught.value)
     assert tuner.is_out_of_memory(torch.OutOfMemoryError())
     assert not tuner.is_out_of_memory(RuntimeError("no memory of it"))
+
+
+# The choice on a GPU --------------------------------------------------------------------------------------
+
+
+class GpuClock:
+    """A fake clock of a GPU: what a candidate takes is told, and replays of a graph take the host nothing."""
+
+    def __init__(self, monkeypatch):
+        self.host, self.on_device = 0.0, 0.0
+        monkeypatch.setattr(tuner.Call, "device", property(lambda call: torch.device("cuda", 0)))
+        monkeypatch.setattr(tuner, "_wait_for_stream", lambda device: None)
+        monkeypatch.setattr(clock, "now", lambda device: self.host + self.on_device)
+        monkeypatch.setattr(clock, "copies_that_fill_cache", lambda size, most: 2)
+        monkeypatch.setattr(clock, "replays", self.replays)
+
+    def candidate(self, host, on_device):
+        def function(call):
+            self.host += host
+            self.on_device += on_device
+            return call.x * 2
+
+        return function
+
+    def replays(self, functions):
+        captured = []
+        for calls in functions:
+            before = self.on_device
+            for call in calls:
+                call()
+            captured.append(Replayed((self.on_device - before) / len(calls)))
+        return captured
+
+
+class Replayed(clock.Replay):
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def seconds(self):
+        return self._seconds
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("fastest", ["gluon", "triton", "composed", "reference"])
+@pytest.mark.parametrize("host", [1e-6, 1e-4, 5e-3])
+def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, gradient, fastest, host):
+    """By 3 % and more, in graphs and outside of them: the fastest there takes the host the longest."""
+    gpu = GpuClock(monkeypatch)
+    names = ("gluon", "triton", "composed", "reference")
+    candidates = {
+        name: gpu.candidate(host if name == fastest else 1e-6, 1e-5 if name == fastest else 1.04e-5)
+        for name in names
+    }
+    call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), gradient)
+    if gradient:
+        call.record.x.requires_grad_()
+    measured = dict.fromkeys(names, autotune.Measurement(0.0, 1.0, None, None, None))
+    timed = tuner.time_in_turns(candidates, call, measured, "triton")
+    entry = tuner.choose(timed, "triton", tuner.margin_of(torch.device("cuda")))
+    assert (entry.chosen, entry.chosen_in_graphs) == (fastest, fastest)
+    assert all(each.host_seconds is None for each in entry.measurements.values())
+
+
+def test_on_a_gpu_the_favored_one_stays_where_another_is_hardly_faster(monkeypatch):
+    gpu = GpuClock(monkeypatch)
+    candidates = {"triton": gpu.candidate(1e-3, 1.02e-5), "composed": gpu.candidate(1e-6, 1e-5)}
+    call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), False)
+    measured = dict.fromkeys(candidates, autotune.Measurement(0.0, 1.0, None, None, None))
+    timed = tuner.time_in_turns(candidates, call, measured, "triton")
+    entry = tuner.choose(timed, "triton", tuner.margin_of(torch.device("cuda")))
+    assert (entry.chosen, entry.chosen_in_graphs) == ("triton", "triton")
+
+
+def test_gradients_are_timed_by_the_kernels_that_the_check_has_run():
+    """Without gradients a forward may have other kernels, which would be compiled for nothing."""
+    enabled = []
+
+    def function(call):
+        enabled.append(torch.is_grad_enabled())
+        return call.x * 2
+
+    record = backends.operators["gelu"].bind(torch.randn(4, 8, requires_grad=True))
+    run = tuner.runner_of(function, tuner.Call(record, True))
+    run()
+    assert enabled == [True, True]

@@ -32,14 +32,17 @@ class Group:
     Attributes:
         stride: The stride of its convolutions.
         branches: Indices of the branches, whose outputs are computed from the same pixels.
+        twins: Indices of other branches of the same sizes as the only one in ``branches``. A program computes
+            one of all these: code for each would take a multiple of the time to compile.
         height, width: The output grid.
         rows, columns: Size of a strip of outputs, which a lane computes at once.
         strip_rows, strip_columns: Number of strips below and beside one another.
-        first_turn, turns: The programs of a period that belong to the group.
+        first_turn, turns: The programs of a period that belong to the group, ``turns`` for each twin.
     """
 
     stride: int
     branches: tuple[int, ...]
+    twins: tuple[int, ...]
     height: int
     width: int
     rows: int
@@ -97,8 +100,19 @@ class Plan(NamedTuple):
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...]) -> Plan:
-        """Returns the plan for tokens ``x`` (B, T, C) and the ``outputs`` channels of each branch."""
+    def of(
+        cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...],
+        kinds: tuple[Any, ...],
+    ) -> Plan:  # fmt: skip
+        """Returns the plan for tokens ``x`` (B, T, C).
+
+        Args:
+            x: The tokens.
+            geometry: Of the convolutions.
+            weights: Of the convolutions.
+            outputs: The channels of each branch.
+            kinds: Of each branch, what else must be the same in branches that are computed by the same code.
+        """
         chip = launching.chip(x.device)
         sizes = (max(x.shape[2], *outputs),)
         config = launch.configuration("conv_linear", x.dtype, sizes, x.shape[0] * x.shape[1], chip)
@@ -108,13 +122,13 @@ class Plan(NamedTuple):
             and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *weights))
         )
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return _plan(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, chip)
+        return _plan(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, kinds, chip)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
     config: ConvLinear, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
-    geometry: Geometry, outputs: tuple[int, ...], chip: launching.Chip,
+    geometry: Geometry, outputs: tuple[int, ...], kinds: tuple[Any, ...], chip: launching.Chip,
 ) -> Plan:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
@@ -122,12 +136,13 @@ def _plan(
     chunks = -(-channels // chunk)
     lanes = 32 * config.num_warps
     strips = lanes // (chunk // 2 if dtype.itemsize == 2 else chunk)  # a lane has one at a time
-    groups = _groups(config, geometry, strips)
+    groups = _groups(config, geometry, strips, list(zip(outputs, kinds, strict=True)))
     tiles = [-(-batch * g.strip_rows * g.strip_columns // strips) for g in groups]
     # Long jobs share the loading of the taps, short ones leave no multiprocessor idle.
-    length = max(1, min(8, sum(tiles) // (4 * chip.multiprocessors))) if chunks == 1 else 1
+    all_tiles = sum(n * (1 + len(g.twins)) for n, g in zip(tiles, groups, strict=True))
+    length = max(1, min(8, all_tiles // (4 * chip.multiprocessors))) if chunks == 1 else 1
     jobs = [-(-n // length) for n in tiles]
-    period = sum(g.turns for g in groups)
+    period = sum(g.turns * (1 + len(g.twins)) for g in groups)
     rounds = max(-(-n // g.turns) for n, g in zip(jobs, groups, strict=True))
     spec = Spec(
         height=height, width=width, class_tokens=tokens - height * width, class_rows=config.tokens,
@@ -158,29 +173,38 @@ def _widths(outputs: int, most: int) -> tuple[int, ...]:
     return (most,) * whole + ((max(16, triton.next_power_of_2(rest)),) if rest else ())
 
 
-def _groups(config: ConvLinear, geometry: Geometry, strips: int) -> tuple[Group, ...]:
-    """Returns the groups of branches: a branch of stride 1 alone, branches of stride 2 two by two."""
+def _groups(config: ConvLinear, geometry: Geometry, strips: int, kinds: Sequence[Any]) -> tuple[Group, ...]:
+    """Returns the groups of branches: a branch of stride 1 alone, branches of stride 2 two by two.
+
+    ``kinds`` has what else must be the same in branches that are computed by the same code.
+    """
     ones = [(i,) for i, stride in enumerate(geometry.strides) if stride == 1]
     twos = [i for i, stride in enumerate(geometry.strides) if stride == 2]
     together = [tuple(twos[i : i + config.branches]) for i in range(0, len(twos), config.branches)]
-    groups = []
+    alike: dict[Any, list[tuple[int, ...]]] = {}
     for branches in (*ones, *together):
+        first = branches[0]
+        key = (geometry.strides[first], kinds[first]) if len(branches) == 1 else branches
+        alike.setdefault(key, []).append(branches)
+    groups = []
+    for branches, *others in alike.values():
         stride = geometry.strides[branches[0]]
         height, width = geometry.output_grids[branches[0]]
         tokens = max(1, config.tokens // (strips * len(branches)))
         rows, columns = _strip(tokens, height, width, stride)
         groups.append(
             Group(
-                stride=stride, branches=branches, height=height, width=width, rows=rows, columns=columns,
+                stride=stride, branches=branches, twins=tuple(i for (i,) in others),
+                height=height, width=width, rows=rows, columns=columns,
                 strip_rows=-(-height // rows), strip_columns=-(-width // columns), first_turn=0, turns=0,
             )
         )  # fmt: skip
     sizes = [group.strip_rows * group.strip_columns for group in groups]
-    turns = [max(1, round(n / min(sizes))) for n in sizes]
-    return tuple(
-        replace(group, turns=n, first_turn=sum(turns[:i]))
-        for i, (group, n) in enumerate(zip(groups, turns, strict=True))
-    )
+    placed, first_turn = [], 0
+    for group, n in zip(groups, sizes, strict=True):
+        placed.append(replace(group, turns=max(1, round(n / min(sizes))), first_turn=first_turn))
+        first_turn += placed[-1].turns * (1 + len(group.twins))
+    return tuple(placed)
 
 
 def _strip(tokens: int, height: int, width: int, stride: int) -> tuple[int, int]:

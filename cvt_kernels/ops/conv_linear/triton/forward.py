@@ -59,8 +59,19 @@ def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, LANES: t
 
 
 @triton.jit
+def _of_branch(values, twin, N: tl.constexpr, GROUPS: tl.constexpr, INDEX: tl.constexpr):
+    """Returns the value of a program's branch, the Nth of its group or a twin of it; None for None."""
+    GROUP: tl.constexpr = GROUPS[INDEX]
+    value = values[GROUP.branches[N]]
+    if value is not None:
+        for i in tl.static_range(len(GROUP.twins)):
+            value = tl.where(twin == i + 1, values[GROUP.twins[i]], value)
+    return value
+
+
+@triton.jit
 def _fold_group(
-    channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss,
+    channels, twin, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss,
     GROUPS: tl.constexpr, INDEX: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Returns the results of :func:`_fold` for each branch of a group, as two tuples."""
@@ -69,9 +80,15 @@ def _fold_group(
     taps = ()
     for n in tl.static_range(len(GROUP.branches)):
         start, folded = _fold(
-            channels, w_ptrs[GROUP.branches[n]], gamma_ptrs[GROUP.branches[n]], beta_ptrs[GROUP.branches[n]],
-            mean_ptrs[GROUP.branches[n]], var_ptrs[GROUP.branches[n]], epss[GROUP.branches[n]], LANES,
-        )  # fmt: skip
+            channels,
+            _of_branch(w_ptrs, twin, n, GROUPS, INDEX),
+            _of_branch(gamma_ptrs, twin, n, GROUPS, INDEX),
+            _of_branch(beta_ptrs, twin, n, GROUPS, INDEX),
+            _of_branch(mean_ptrs, twin, n, GROUPS, INDEX),
+            _of_branch(var_ptrs, twin, n, GROUPS, INDEX),
+            _of_branch(epss, twin, n, GROUPS, INDEX),
+            LANES,
+        )
         starts = starts + (start,)
         taps = taps + (folded,)
     return starts, taps
@@ -249,12 +266,12 @@ def _store(accs, bias_ptr, y_ptrs, row_mask, BRANCH: tl.constexpr, LAYERS: tl.co
 
 @triton.jit
 def _run_group(
-    job, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs, bias_ptrs,
-    y_ptrs, epss, stride_b,
+    job, twin, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs,
+    bias_ptrs, y_ptrs, epss, stride_b,
     STEP: tl.constexpr, CHANNELS: tl.constexpr, LAYERS: tl.constexpr,
     GROUPS: tl.constexpr, INDEX: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Computes the tiles of a job of a group of branches."""
+    """Computes the tiles of a job of a group of branches, or of a twin."""
     GROUP: tl.constexpr = GROUPS[INDEX]
     P: tl.constexpr = LANES.pairs
     BRANCHES: tl.constexpr = len(GROUP.branches)
@@ -265,7 +282,7 @@ def _run_group(
     if SPEC.chunks == 1:
         channels = _channels_at(0, CHANNELS, LANES)
         starts, taps = _fold_group(
-            channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, LANES
+            channels, twin, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, LANES
         )
     end = tl.minimum(job * length + length, tl.cdiv(strips, P))
     for tile in tl.range(job * length, end, num_stages=1):
@@ -279,8 +296,9 @@ def _run_group(
             if SPEC.chunks > 1:
                 channels = _channels_at(chunk, CHANNELS, LANES)
                 starts, taps = _fold_group(
-                    channels, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX, LANES
-                )
+                    channels, twin, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, epss, GROUPS, INDEX,
+                    LANES,
+                )  # fmt: skip
             sums = _convolve(
                 x_ptr, place, starts, taps, channels, stride_b, STEP, CHANNELS, GROUPS, INDEX, LANES, SPEC
             )
@@ -291,7 +309,7 @@ def _run_group(
             for n in tl.static_range(BRANCHES):
                 operand = _stacked(rounded[n * PER_STRIP : (n + 1) * PER_STRIP], LANES).to(SPEC.operand)
                 product = _multiply(
-                    accs[n], operand, chunk, linear_ptrs[GROUP.branches[n]],
+                    accs[n], operand, chunk, _of_branch(linear_ptrs, twin, n, GROUPS, INDEX),
                     GROUP.branches[n], CHANNELS, LAYERS, LANES, SPEC,
                 )  # fmt: skip
                 added = added + (product,)
@@ -305,11 +323,12 @@ def _run_group(
         first_image = tile * P // PER_IMAGE
         token = (place.image - first_image) * TOKENS + SPEC.class_tokens + row * GROUP.width + col
         for n in tl.static_range(BRANCHES):
-            y_ptr = y_ptrs[GROUP.branches[n]] + first_image.to(tl.int64) * (
+            y_ptr = _of_branch(y_ptrs, twin, n, GROUPS, INDEX) + first_image.to(tl.int64) * (
                 TOKENS * LAYERS[GROUP.branches[n]].outputs
             )
             y_rows = y_ptr + token * LAYERS[GROUP.branches[n]].outputs
-            _store(accs[n], bias_ptrs[GROUP.branches[n]], y_rows, mask, GROUP.branches[n], LAYERS, SPEC)
+            bias_ptr = _of_branch(bias_ptrs, twin, n, GROUPS, INDEX)
+            _store(accs[n], bias_ptr, y_rows, mask, GROUP.branches[n], LAYERS, SPEC)
 
 
 @triton.jit
@@ -337,14 +356,15 @@ def _run_class_tokens(
 
 @triton.jit
 def _job_of(number, GROUPS: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
-    """Returns the job of a program within a group, a negative number for none.
+    """Returns the job of a program within a group, a negative number for none, and its twin, 0 for the first.
 
     The programs of the groups alternate, so that they read the same images at the same time.
     """
     GROUP: tl.constexpr = GROUPS[INDEX]
     turn = number % SPEC.period - GROUP.first_turn
-    is_own = (turn >= 0) & (turn < GROUP.turns)
-    return tl.where(is_own, number // SPEC.period * GROUP.turns + turn, -1)
+    is_own = (turn >= 0) & (turn < GROUP.turns * (1 + len(GROUP.twins)))
+    job = number // SPEC.period * GROUP.turns + turn % GROUP.turns
+    return tl.where(is_own, job, -1), turn // GROUP.turns
 
 
 @triton.jit(do_not_specialize=("batch", "length", "stride_b"))
@@ -362,11 +382,11 @@ def _conv_linear_fwd_kernel(
                 block, batch, x_ptr, linear_ptrs, bias_ptrs, y_ptrs, stride_b, CHANNELS, LAYERS, LANES, SPEC
             )
     for g in tl.static_range(len(GROUPS)):
-        job = _job_of(number, GROUPS, g, SPEC)
+        job, twin = _job_of(number, GROUPS, g, SPEC)
         if job >= 0:
             _run_group(
-                job, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs, linear_ptrs,
-                bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, LAYERS,
+                job, twin, length, batch, x_ptr, w_ptrs, gamma_ptrs, beta_ptrs, mean_ptrs, var_ptrs,
+                linear_ptrs, bias_ptrs, y_ptrs, epss, stride_b, STEP, CHANNELS, LAYERS,
                 GROUPS, g, LANES, SPEC,
             )  # fmt: skip
 
@@ -380,7 +400,9 @@ def conv_linear_forward(
     x = maybe_contiguous(x)
     tokens = [h * w + class_tokens(x, geometry) for h, w in geometry.output_grids]
     outs = [x.new_empty(x.shape[0], n, w.shape[0]) for n, w in zip(tokens, linears, strict=True)]
-    plan = Plan.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]))
+    pointers = zip(gammas, betas, means, variances, biases, strict=True)
+    kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in pointers])
+    plan = Plan.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
     launching.launch(
         _conv_linear_fwd_kernel, (plan.programs,), on=x, options=plan.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
@@ -453,10 +475,11 @@ def _is_in_two(call: Record) -> bool:
 
     Many channels leave no registers to hide the loads of a fused kernel. On an H200, it takes 185 µs for 256
     images of CvT-13 at 384 channels, the projection and three products of cuBLAS 100, for one image 49 and
-    16; at 192 channels 189 and 175 for 256, 32 and 33 for 32; at 64 channels 130 and 199 for 256.
+    16; at 192 channels 189 and 175 for 256, 32 and 33 for 32 (where the one kernel is not worth the time to
+    compile it), 14 and 21 for 8; at 64 channels 130 and 199 for 256.
     """
     batch, tokens, channels = call.x.shape
-    is_slow = channels > 192 or (channels > 64 and batch * tokens > 2**16)
+    is_slow = channels > 192 or (channels > 64 and batch * tokens > 2**14)
     return is_slow and stacked.why_unsupported(call) is None
 
 

@@ -111,6 +111,23 @@ def test_strides(strides):
     torch.testing.assert_close(ours, ck.reference.conv_linear(x, grid, convs, linears), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("without_bias", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("strides", [(1, 1, 1), (2, 2, 2), (2, 1, 2)], ids=str)
+def test_branches_of_the_same_sizes_share_code_and_nothing_else(strides, without_bias):
+    x, grid, (conv, *_), _ = made_of("conv_linear", "triton").call.record
+    convs = [
+        conv._replace(stride=stride, eps=10.0**-i, weight=torch.randn_like(conv.weight))
+        for i, stride in enumerate(strides)
+    ]
+    linears = [
+        (torch.randn(40, x.shape[2], device=x.device), None if i in without_bias else torch.randn(40).to(x))
+        for i in range(3)
+    ]
+    with ck.use_backend("triton"):
+        ours = ck.conv_linear(x, grid, convs, linears)
+    torch.testing.assert_close(ours, ck.reference.conv_linear(x, grid, convs, linears), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("dtype", "channels"),
     [("float16", 48), ("float16", 66), ("float16", 260), ("float32", 20)],
@@ -164,7 +181,7 @@ def plan_of(stage, batch, dtype=torch.bfloat16):
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = shipped(channels, dtype, x.shape[0] * x.shape[1])
     with launching.recorded_launches(H200), launch.overridden("conv_linear", config):
-        return common.Plan.of(x, geometry, [], (channels,) * 3)
+        return common.Plan.of(x, geometry, [], (channels,) * 3, (None,) * 3)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])
@@ -174,11 +191,13 @@ def test_every_strip_has_one_program(stage, batch):
     plan = plan_of(stage, batch)
     arguments = plan.arguments
     spec = arguments["SPEC"]
-    for group in arguments["GROUPS"]:
+    assert [(each.branches, each.twins) for each in arguments["GROUPS"]] == [((0,), ()), ((1,), (2,))]
+    for group, twin in [(each, i) for each in arguments["GROUPS"] for i in range(1 + len(each.twins))]:
+        first_turn = group.first_turn + twin * group.turns
         jobs = [
-            number // spec.period * group.turns + number % spec.period - group.first_turn
+            number // spec.period * group.turns + number % spec.period - first_turn
             for number in range(plan.programs)
-            if group.first_turn <= number % spec.period < group.first_turn + group.turns
+            if first_turn <= number % spec.period < first_turn + group.turns
         ]
         assert jobs == list(range(len(jobs)))
         strips = batch * group.strip_rows * group.strip_columns
