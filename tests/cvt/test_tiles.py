@@ -169,6 +169,7 @@ def test_a_segformer_of_transformers():
     assert segment_in_tiles(ck.accelerate(model, freeze=True), x, tile=64, **sizes).shape == (2, 96, 128)
 
 
+@pytest.mark.rest
 def test_the_page_runs_as_it_stands():
     names = run_blocks(python_blocks(section_of("segmentation.md", "## Large images")))
     assert names["labels"].shape == (1, 800, 1200)
