@@ -87,7 +87,7 @@ class BuildWithNinja(build_ext):
     sets = "all"
 
     def run(self) -> None:
-        """Builds for this machine alone what stays in the checkout; setuptools resets ``inplace`` meanwhile."""
+        """Builds what stays in the checkout for this machine alone; setuptools resets ``inplace`` then."""
         self.sets = "native" if self.inplace or self.editable_mode else "all"
         super().run()
 
