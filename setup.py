@@ -84,6 +84,13 @@ class Step(NamedTuple):
 class BuildWithNinja(build_ext):
     """Compiles by ninja if it is installed, else one file after another."""
 
+    sets = "all"
+
+    def run(self) -> None:
+        """Builds what stays in the checkout for this machine alone; setuptools resets ``inplace`` then."""
+        self.sets = "native" if self.inplace or self.editable_mode else "all"
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         """Compiles and links the extension."""
         build = Path(self.build_temp)
@@ -92,7 +99,7 @@ class BuildWithNinja(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        sets = cpu_sets("native" if self.inplace or self.editable_mode else "all")
+        sets = cpu_sets(self.sets)
         try_compiler(build, sets)
         run(steps(build, target, self.distribution.get_version(), sets), build)
 

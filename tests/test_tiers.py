@@ -11,7 +11,9 @@ import pytest
 
 @pytest.mark.parametrize("a", [1, 2, 3])
 @pytest.mark.parametrize("b", ["x", "y"])
-@pytest.mark.parametrize("c", [pytest.param(0, marks=pytest.mark.slow), 4, 5])
+@pytest.mark.parametrize("c", [
+    pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.rest), 4, 5
+])
 def test_three(a, b, c):
     pass
 
@@ -34,7 +36,7 @@ def test_pairs(pair):
 
 @pytest.fixture
 def items(pytester):
-    pytester.makeini("[pytest]\nmarkers =\n    slow\n    sanitized\n    gpu\n    spread\n")
+    pytester.makeini("[pytest]\nmarkers =\n    rest\n    slow\n    sanitized\n    gpu\n    spread\n")
     return pytester.getitems(CASES)
 
 
@@ -54,7 +56,7 @@ def test_the_part_has_every_value_in_few_cases(items):
     of_three = [item.callspec.params for item in part if item.name.startswith("test_three")]
     assert {params["a"] for params in of_three} == {1, 2, 3}
     assert {params["b"] for params in of_three} == {"x", "y"}
-    assert {params["c"] for params in of_three} == {4, 5}  # 0 is slow
+    assert {params["c"] for params in of_three} == {4, 5}  # 0 is slow, and 1 for the rest
     assert len(of_three) == 3
     assert "test_plain" in names(part)
     assert "test_slow" not in names(part)

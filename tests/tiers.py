@@ -3,7 +3,7 @@
 Of a parametrized test the part has every value of every parameter at least once, but not every combination
 of them: three dtypes at five shapes are five cases, not fifteen. Of a test marked ``spread`` it has every
 part of a name once: of ``gelu-cpu``, ``gelu-triton`` and ``linear-cpu`` the last two. Cases that need a GPU
-stand for no others. Tests marked ``slow`` or ``sanitized`` are not in it.
+stand for no others. Tests marked ``rest``, ``slow`` or ``sanitized`` are not in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def split(items: list[pytest.Item], tier: str) -> tuple[list[pytest.Item], list[
         return items, []
     by_test = collections.defaultdict(list)
     for item in items:
-        if not any(map(item.get_closest_marker, ("slow", "sanitized"))):
+        if not any(map(item.get_closest_marker, ("rest", "slow", "sanitized"))):
             by_test[item.nodeid.partition("[")[0]].append(item)
     part = {item for cases in by_test.values() for item in _with_every_value(cases)}
     kept = [item for item in items if (item in part) == (tier == "test")]

@@ -411,7 +411,11 @@ def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 class _Sample(NamedTuple):
-    """The largest error of one run in one place over the largest exact value, and what it is an error of."""
+    """The largest error of one run in one place over the largest exact value, and what it is an error of.
+
+    ``values`` counts those of the tensor that has it: of all gradients of a block, a classifier's with a few
+    labels may decide, whose error is then a matter of luck.
+    """
 
     error: float
     dtype: torch.dtype
@@ -452,9 +456,10 @@ def _errors(record: _Record, exact: _Record) -> _Errors:
 
 def _sample(results: list[Tensor], oracle: list[Tensor]) -> _Sample:
     scale = _largest(oracle) or 1.0
-    error = _largest([t.double() - e for t, e in zip(results, oracle, strict=True)]) / scale
+    errors = [t.double() - e for t, e in zip(results, oracle, strict=True) if t.numel()]
+    largest = torch.stack([error.abs().max() for error in errors])
     coarsest = max((t.dtype for t in results), key=lambda dtype: torch.finfo(dtype).eps)
-    return _Sample(error, coarsest, sum(t.numel() for t in results))
+    return _Sample(largest.max().item() / scale, coarsest, errors[int(largest.argmax())].numel())
 
 
 def _compare(
@@ -474,7 +479,7 @@ def _error(name: str, path: str, accelerated: list[_Errors], eager: list[_Errors
         statistics.mean(errors[place].error for errors in samples if place in errors)
         for samples in (accelerated, eager)
     )
-    _, dtype, values = eager[0][name, path]
+    _, dtype, values = accelerated[0][place]
     factor = GRADIENT_FACTOR if name == "gradients" else VALUE_FACTOR
     units = accuracy.usual_units(values)
     return Error(ours, theirs, accuracy.allowed_error(theirs, 1.0, dtype, factor=factor, units=units))

@@ -90,13 +90,23 @@ PALETTE = two_halves().quantize(4)
     [
         (two_halves().convert("L"), {}, (82,) * 3, (55,) * 3),
         (of_16_bits(51 * 257, 204 * 257), {}, (51,) * 3, (204,) * 3),  # scaled, not clipped
+        (of_16_bits(0, 65535), {}, (0,) * 3, WHITE),
         (of_16_bits(7, 204 * 257), {"transparency": 7}, WHITE, (204,) * 3),
         (half_transparent("RGB"), {}, RED, WHITE),
         (half_transparent("L"), {}, (82,) * 3, WHITE),
         (PALETTE, {"transparency": PALETTE.getpixel((30, 10))}, RED, WHITE),
         (two_halves().convert("CMYK"), {"format": "JPEG"}, RED, BLUE),
     ],
-    ids=["gray", "16 bits", "a transparent gray", "RGBA", "LA", "palette", "CMYK"],
+    ids=[
+        "gray",
+        "16 bits",
+        "black and white of 16 bits",
+        "a transparent gray",
+        "RGBA",
+        "LA",
+        "palette",
+        "CMYK",
+    ],
 )
 def test_pixels_become_rgb_on_white(tmp_path, image, options, left, right):
     image.save(tmp_path / "a", **{"format": "PNG"} | options)

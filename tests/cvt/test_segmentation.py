@@ -197,6 +197,16 @@ def test_labels_are_cropped_and_flipped_with_their_images(label_maps):
     assert not torch.equal(*crops)
 
 
+@pytest.mark.parametrize("crop", [None, RandomCrop(0.2)])
+def test_no_label_is_between_two_others(label_maps, crop):
+    """A label map is resized without blending: a class between two others would be another one."""
+    path = label_maps / "train" / "labels" / "0.png"
+    stripes = np.tile(np.uint8([0, 0, 0, 2, 2, 255, 0, 2]), (48, 9))
+    Image.fromarray(stripes).save(path)
+    _, labels = open_label_maps(label_maps, "train", 40, random_crop=crop)[0]
+    assert labels.unique().tolist() == [0, 2, 255]
+
+
 def test_names_of_the_classes(label_maps):
     assert open_label_maps(label_maps, "val", 32, classes=list("abcd")).classes == list("abcd")
     (label_maps / "classes.txt").write_text("sky\nsea \n\nland\n")

@@ -1,6 +1,7 @@
 """Segmentation in tiles: what equals the whole image's, and what does not."""
 
 import dataclasses
+from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import create_model, segment_in_tiles
 from cvt.factory import randomize
+from cvt.tiles import Tiles
 from tests.checks import python_blocks, run_blocks, section_of
 from tests.cvt.models import SMALL
 
@@ -53,6 +55,7 @@ def test_a_local_model_computes_what_it_does_of_the_whole_image(height, width, o
     assert not out.requires_grad
     assert max(max(seen) for seen in model.seen) <= 128
     assert (len(model.seen) > 1) == (max(height, width) > 128)
+    assert Counter(model.seen) == Tiles(128, overlap, context).sizes(height, width)
     labels = segment_in_tiles(model, x, tile=128, overlap=overlap, context=context)
     assert labels.dtype == torch.uint8
     assert torch.equal(labels.long(), out.argmax(1))
@@ -169,6 +172,7 @@ def test_a_segformer_of_transformers():
     assert segment_in_tiles(ck.accelerate(model, freeze=True), x, tile=64, **sizes).shape == (2, 96, 128)
 
 
+@pytest.mark.rest
 def test_the_page_runs_as_it_stands():
     names = run_blocks(python_blocks(section_of("segmentation.md", "## Large images")))
     assert names["labels"].shape == (1, 800, 1200)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt import create_model, prune_weights, save_huggingface, weight_pruning
+from cvt.huggingface import Preprocessing
 from cvt.weight_pruning import hidden_units, pruned_config
 from tests.checks import assert_accurate
 from tests.cvt.models import SMALL, equal, small
@@ -132,6 +133,7 @@ def test_taylor_is_the_gradient_of_gates():
 def test_batches_do_not_matter_and_the_model_stays_as_it_is():
     model = small(num_classes=10).double().train()
     model.labels = [f"class {i}" for i in range(10)]
+    model.preprocessing = Preprocessing(48, 0.9)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     images, labels = labeled(4, 4)
     images = images.double()
@@ -145,7 +147,7 @@ def test_batches_do_not_matter_and_the_model_stays_as_it_is():
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert model.training
     assert together.training
-    assert together.labels == model.labels
+    assert (together.labels, together.preprocessing) == (model.labels, model.preprocessing)
     assert not prune_weights(model.eval(), heads=0.5).training
 
 

@@ -76,6 +76,7 @@ def test_the_python_of_the_page():
     assert smaller(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
 
 
+@pytest.mark.rest
 def test_the_other_commands_take_the_file(capsys, tmp_path):
     path = str(tmp_path / "p.safetensors")
     files = ["--output", path, "--json", str(tmp_path / "p.json")]

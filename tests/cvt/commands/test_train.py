@@ -67,6 +67,7 @@ def test_the_trained_checkpoint_says_what_it_is(digits):
     assert top1 == pytest.approx(best["metrics"]["top1"])
 
 
+@pytest.mark.rest
 def test_the_python_of_the_page(digits, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

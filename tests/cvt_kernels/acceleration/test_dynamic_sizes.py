@@ -48,11 +48,15 @@ SIZES = {name: [(2, 64, 96), (3, 96, 128), (9, 130, 70), (1, 64, 65)] for name i
 SIZES["pvt"] = [(2, 70, 70), (3, 70, 70), (9, 70, 70), (1, 70, 70)]
 SIZES["glpn"] = [(2, 64, 96), (3, 96, 128), (9, 128, 64), (1, 64, 64)]
 
-#: Of the others make test-all takes care.
+#: Those that make combinations runs besides those of make test; of the others make test-all takes care.
 QUICK = "huggingface", "segformer", "pvt_v2"
-every_family = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+
+
+def every_family(*quickest):
+    """Parametrizes by families, a few of them for ``make test``."""
+    tiers = dict.fromkeys(QUICK, pytest.mark.rest) | dict.fromkeys(quickest, ())
+    marks = {name: tiers.get(name, pytest.mark.slow) for name in FAMILIES}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in FAMILIES])
 
 
 class Logits(nn.Module):
@@ -79,7 +83,7 @@ def ways(name):
 
 
 @torch.no_grad()
-@every_family
+@every_family("huggingface", "segformer")
 def test_exported_programs_take_all_sizes_that_the_models_take(name, tuning):
     own, *fused = ways(name)
     first, *others = SIZES[name]
@@ -98,7 +102,7 @@ def test_exported_programs_take_all_sizes_that_the_models_take(name, tuning):
 
 
 @torch.no_grad()
-@every_family
+@every_family("segformer")
 def test_as_many_graphs_as_of_the_model(name, tuning):
     graphs = []
 

@@ -134,6 +134,31 @@ def test_an_error_that_is_too_large_by_chance_is_told_from_a_fault(runs):
     assert all(layer.statistics is None or layer.statistics.eager < 1e-5 for layer in report.layers)
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_the_tensor_with_the_largest_error_says_how_much_is_luck(few):
+    """Of all gradients of a block: one with few values, as a classifier's of two labels, or one with many."""
+    exact = [torch.ones(2, 32, dtype=torch.float64), torch.ones(64, 64, dtype=torch.float64)]
+    results = [gradient.float() for gradient in exact]
+    results[0 if few else 1][0, 0] += 5 * torch.finfo(torch.float32).eps
+    place = "gradients", "head"
+    ours, theirs = ({place: verify_module._sample(r, exact)} for r in (results, [e.float() for e in exact]))
+    error = verify_module._error(*place, [ours], [theirs])
+    assert error.accelerated == 5 * torch.finfo(torch.float32).eps
+    assert error.passed == few
+
+
+def test_a_segmenter_of_two_labels():
+    """Its classifier's gradient has 32 values, of sums over 1024 pixels, which differ in how PyTorch adds."""
+    import transformers
+
+    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16)
+    torch.manual_seed(3)
+    model = transformers.SegformerForSemanticSegmentation(config)
+    report = ck.verify(model, torch.randn(1, 3, 128, 128), rounds=1)
+    assert report.passed, str(report)
+
+
 @pytest.mark.parametrize("mode", ["evaluation", "training"])
 def test_only_what_had_a_large_error_runs_again(mode, monkeypatch):
     """A single value of each attention is off by 10 units in the last place, in one run of one mode."""

@@ -49,6 +49,7 @@ def test_bench_compares_on_real_photographs(capsys, tmp_path):
     assert "GELU" not in err  # the directory says which one was measured
 
 
+@pytest.mark.rest
 def test_bench_of_a_trained_model(capsys, tmp_path, photos):
     model = create_model(MODELS["cvt_nano"], num_classes=10)
     randomize(model)

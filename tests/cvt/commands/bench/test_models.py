@@ -104,7 +104,7 @@ def test_what_cannot_be_accelerated_is_no_note(monkeypatch):
         measured("pvt_tiny")
 
 
-@pytest.mark.parametrize("name", ["segformer_b1", "glpn"])
+@pytest.mark.parametrize("name", ["segformer_b1", pytest.param("glpn", marks=pytest.mark.rest)])
 @pytest.mark.usefixtures("accelerated")
 def test_training_step(name):
     results = measured(name, train=True)
@@ -126,7 +126,7 @@ def test_the_loss_has_a_class_for_every_pixel():
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_a_wrong_model_is_never_timed(train, monkeypatch):
     def accelerate(model, *, freeze):
         with torch.no_grad():

@@ -154,6 +154,7 @@ def test_one_of_ours_that_crashes_is_an_error(asked, monkeypatch):
         measurements.run(image_size=32, batch_sizes=(1,), rounds=1)
 
 
+@pytest.mark.rest
 def test_the_first_result_is_timed_with_and_without_entries(asked):
     results = measurements.run(image_size=32, batch_sizes=(2, 1), rounds=1)
     firsts = {key: about["first"] for key, about in results["contenders"].items()}
@@ -296,6 +297,7 @@ def test_a_runtime_that_is_not_installed(peer, package, stubs, capsys, monkeypat
     assert "'.[peers]'" in error
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("peer", peers.RUNTIMES)
 def test_the_runtimes_themselves(peer):

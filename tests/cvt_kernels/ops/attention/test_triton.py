@@ -48,6 +48,7 @@ def test_keys_and_heads_of_cvt_13(queries, keys, heads, dtype):
     assert_agrees("attention", "triton", **shape, scale=(heads * 64) ** -0.5)
 
 
+@pytest.mark.rest
 @settings(max_examples=10, deadline=None)
 @given(
     queries=st.sampled_from([1, 2, 15, 17, 33, 65, 80]),

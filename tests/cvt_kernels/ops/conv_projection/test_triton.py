@@ -78,6 +78,7 @@ def wide_tiles(channels):
         yield
 
 
+@pytest.mark.rest
 @settings(max_examples=4, deadline=None)
 @given(
     height=st.integers(1, 6),
