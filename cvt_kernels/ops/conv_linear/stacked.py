@@ -61,10 +61,12 @@ def project(multiply: Multiply, call: Projection) -> Tensor:
     ones, zeros = (None, None)
     if any(conv.bn_weight is None or conv.bn_bias is None for conv in convs):
         ones, zeros = x.new_ones(x.shape[2]), x.new_zeros(x.shape[2])
+    if norm is not None:
+        norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
     tokens = x.new_empty(rows, x.shape[2])
     sliding_forward(
         x, geometry,
-        [conv.weight.contiguous() for conv in convs],
+        [_aligned(conv.weight.contiguous()) for conv in convs],
         _contiguous([ones if conv.bn_weight is None else conv.bn_weight for conv in convs]),
         _contiguous([zeros if conv.bn_bias is None else conv.bn_bias for conv in convs]),
         _contiguous([conv.running_mean for conv in convs]), _contiguous([conv.running_var for conv in convs]),
@@ -95,6 +97,11 @@ def _rows_of(x: Tensor, geometry: Geometry) -> tuple[list[int], int]:
         first_rows.append(-(-rows // GROUP_ROWS) * GROUP_ROWS)
         rows = first_rows[-1] + x.shape[0] * (height * width + class_tokens(x, geometry))
     return first_rows, rows
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Returns a tensor of which the kernel can read two channels at once: itself or a copy."""
+    return tensor if tensor.data_ptr() % 4 == 0 else tensor.clone()
 
 
 def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -130,7 +130,7 @@ def _serve(
     """Computes a call; the functions take the fields of the records, with and without statistics."""
     x, grid, blocks, inplace = call
     stream = x if inplace and x.data_ptr() % 16 == 0 else x.clone()
-    rows, sums, width = stream.view(-1, x.shape[2]), None, _width(x, blocks)
+    rows, sums, width = stream.view(-1, x.shape[2]), None, 0
     for i, block in enumerate(blocks):
         weight, bias, eps = block.norm1
         tokens = layer_norm(stream, weight, bias, eps=eps) if sums is None else stream
@@ -140,7 +140,7 @@ def _serve(
         )
         y = attention(q, k, v, scale=block.scale).reshape(rows.shape[0], -1)
         is_last = i + 1 == len(blocks)
-        sums = finishes[is_last](*_second_half(y, rows, block, not is_last))
+        sums, width = finishes[is_last](*_second_half(y, rows, block, not is_last)), _width(x, block)
     if not inplace:
         return stream
     if stream is not x:
@@ -149,9 +149,9 @@ def _serve(
     return x
 
 
-def _width(x: Tensor, blocks: Sequence[TransformerBlock]) -> int:
-    """Returns the channels of a part of the statistics that the second layer of each block's MLP writes."""
-    outputs, inputs = blocks[0].fc2.weight.shape
+def _width(x: Tensor, block: TransformerBlock) -> int:
+    """Returns the channels of a part of the statistics that the second layer of a block's MLP writes."""
+    outputs, inputs = block.fc2.weight.shape
     return gluon.part_width(x.numel() // outputs, outputs, inputs, x.device)
 
 
@@ -161,7 +161,7 @@ def _prepare(call: Record) -> Callable[..., Any] | None:
     first, rows = blocks[0], x.view(-1, x.shape[2])
     if len({facts_of_block(block, False) for block in blocks}) > 1:
         return None  # the plans hold for all blocks
-    width = _width(x, blocks)
+    width = _width(x, first)
     sums = x.new_empty(2, -(-x.shape[2] // width), rows.shape[0], dtype=torch.float32)
     y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
     projects = [

@@ -83,6 +83,42 @@ def test_a_block_is_six_launches():
     assert launched(call()) == [projected, *[product] * 4] * 2
 
 
+#: Blocks of which the second has a narrower MLP, whose statistics have other parts, and parameters that begin
+#: between two words.
+UNLIKE = """
+import torch
+import cvt_kernels as ck
+from cvt_kernels import launching
+from tests.cvt_kernels.ops.transformer_blocks.test_gluon import CHANNELS, block, call, gluon, layer
+from tests.emulator.launches import Runner
+
+
+def shifted(tensor):
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+torch.manual_seed(0)
+narrow = block(fc1=layer(CHANNELS, 64), fc2=layer(64, CHANNELS))
+convs = tuple(conv._replace(weight=shifted(conv.weight)) for conv in narrow.reduce)
+norm = narrow.norm1._replace(weight=shifted(narrow.norm1.weight))
+record = call(1)._replace(blocks=[narrow, block(), narrow._replace(reduce=convs, norm1=norm)])
+chip, runner = launching.Chip(90, 1), Runner(90)
+with launching.intercepted_launches(runner.run, chip), torch.no_grad(), ck.use_backend("reference"):
+    out = gluon.transformer_blocks(record)
+    widths = [gluon._width(record.x, each) for each in record.blocks]
+assert not any(ran.result.faults for ran in runner.ran)
+assert len(set(widths)) == 2, widths
+with ck.use_backend("reference"):
+    plain = ck.transformer_blocks(*record[:3])
+assert (out.double() - plain.double()).norm() < 0.02 * plain.double().norm()
+"""
+
+
+def test_blocks_that_are_unlike():
+    child = run_python(UNLIKE, TRITON_INTERPRET="0")
+    assert child.returncode == 0, child.stderr
+
+
 def test_changes_of_weights_are_noticed():
     made = block()
     before, (packed, _) = gluon._folded_fc1(made), gluon.packed_linears(made.linears)
