@@ -154,15 +154,19 @@ def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
 
 
 def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
-    """Returns an image on a GPU as the convolution's tensor cores read it, in autocast's dtype.
+    """Returns an image of 16 bits, or under autocast to these, on a GPU as tensor cores read it.
 
     With channels first, cuDNN has no kernel of tensor cores for three channels, and converts all gradients.
     """
-    if not image.is_cuda or type(projection) is not nn.Conv2d or is_watched(projection):
+    dtype = modes.autocast_dtype(image) or image.dtype
+    if (
+        not image.is_cuda
+        or dtype.itemsize != 2
+        or type(projection) is not nn.Conv2d
+        or is_watched(projection)
+    ):
         return image
-    if modes.convolves_in_tf32(image):  # which may depend on the layout, and so would the precision
-        return image
-    return image.to(dtype=modes.autocast_dtype(image) or image.dtype, memory_format=torch.channels_last)
+    return image.to(dtype=dtype, memory_format=torch.channels_last)
 
 
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import backends, modes
-from cvt_kernels.acceleration import matching
+from cvt_kernels.acceleration import fused, matching
 from cvt_kernels.autotune import tuner
 from cvt_kernels.ops import autograd
 from tests import microsoft_cvt
@@ -174,6 +175,18 @@ def test_partly_frozen_batch_norm(make):
     for model in (own, fused):
         [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)][1].eval()
     assert_same_step(own, fused, images(), 2e-5)
+
+
+def test_images_on_a_gpu_become_channels_last():
+    conv = nn.Conv2d(3, 4, 3)
+    with FakeTensorMode():
+        for dtype, expected in ((torch.bfloat16, True), (torch.float32, False)):
+            image = torch.empty(2, 3, 8, 8, dtype=dtype, device="cuda")
+            made = fused._channels_last(conv, image)
+            assert made.is_contiguous(memory_format=torch.channels_last) == expected
+        conv.register_forward_hook(lambda *_: None)
+        assert fused._channels_last(conv, image.bfloat16()).is_contiguous()
+    assert fused._channels_last(nn.Conv2d(3, 4, 3), x := torch.ones(1, 3, 8, 8, dtype=torch.bfloat16)) is x
 
 
 @every_upstream
