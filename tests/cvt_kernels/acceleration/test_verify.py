@@ -136,7 +136,7 @@ def test_an_error_that_is_too_large_by_chance_is_told_from_a_fault(runs):
 
 @pytest.mark.parametrize("few", [True, False])
 def test_the_tensor_with_the_largest_error_says_how_much_is_luck(few):
-    """Of all gradients of a block: one with few values, as a classifier's of two labels, or one with many."""
+    """A gradient of few values, as a classifier's of two labels, is judged as such, whatever is beside it."""
     exact = [torch.ones(2, 32, dtype=torch.float64), torch.ones(64, 64, dtype=torch.float64)]
     results = [gradient.float() for gradient in exact]
     results[0 if few else 1][0, 0] += 5 * torch.finfo(torch.float32).eps
