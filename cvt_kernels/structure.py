@@ -92,8 +92,8 @@ def looks() -> Any:
         extension = machine.load_extension()
     except machine.ExtensionError:  # which every other use of the extension reports
         return InPython
-    tensor = torch.empty(0, device="cpu")
-    with _disable_current_modes():
+    with _disable_current_modes():  # or the first look within one would be at a fake tensor
+        tensor = torch.empty(0, device="cpu")
         is_known = torch.ops.cvt_kernels.holds_pointer(tensor._cdata, tensor)
     return extension if is_known else InPython
 

@@ -127,7 +127,8 @@ def plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] 
 
 
 def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return like if tensor.is_floating_point() else like.zero_()  # a function may compute with it as an index
 
 
 class _CannotBePlannedError(Exception):

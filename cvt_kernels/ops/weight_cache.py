@@ -226,6 +226,9 @@ def noted_uses() -> Iterator[Uses]:
         _noted.uses = previous
 
 
+_packs_fakes = False
+
+
 def packed(
     weight: Tensor, key: Hashable, make: Callable[[], _Packed], others: Sequence[Tensor | None] = ()
 ) -> _Packed:
@@ -240,6 +243,8 @@ def packed(
         make: Makes the copy, which must not refer to the tensors.
         others: Other tensors packed with it, whose changes count too.
     """
+    if _packs_fakes:
+        return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     try:
         copy = _known.get(place)
@@ -266,13 +271,25 @@ def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
     """
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None):
+    plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None)
+    if not plain and not _packs_fakes:
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
     if modes.autocast_enabled(x):
         return "is not for autocast: convert the model to bfloat16 instead"
     return "has no gradients" if modes.wants_gradient(x, *others) else None
+
+
+@contextlib.contextmanager
+def packing_fakes() -> Iterator[None]:
+    """Packs fake tensors within a block too, anew in every call, to see what would be done with plain ones."""
+    global _packs_fakes
+    before, _packs_fakes = _packs_fakes, True
+    try:
+        yield
+    finally:
+        _packs_fakes = before
 
 
 def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> _Copy:

@@ -278,7 +278,7 @@ print(found)
 
 
 def test_what_a_call_will_launch_is_known_before():
-    """Of every operator with Triton kernels, with gradients or without; and all of it can be pickled."""
+    """It is known of every operator with Triton kernels, with gradients or without, and can be pickled."""
     result = run_python(REHEARSED, TRITON_INTERPRET="0")
     assert result.returncode == 0, result.stderr[-3000:]
     assert int(result.stdout) > 60

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cvt_kernels import machine, structure
 
@@ -16,6 +17,12 @@ def look(request):
         return structure.InPython
     assert structure.looks() is machine.load_extension()  # or both would be the same
     return structure.looks()
+
+
+def test_the_first_look_may_be_among_fake_tensors():
+    structure.looks.cache_clear()
+    with FakeTensorMode():
+        assert structure.looks() is machine.load_extension()
 
 
 class Odd(torch.Tensor):

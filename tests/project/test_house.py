@@ -26,6 +26,7 @@ FLOORS = (
     {"cvt_kernels.reference"},
     {"cvt_kernels.machine"},
     {"cvt_kernels.launching", "cvt_kernels.missing", "cvt_kernels.structure"},
+    {"cvt_kernels.compiling"},
     {"cvt_kernels.autotune"},
     {"cvt_kernels.backends"},
     {"cvt_kernels.launch"},

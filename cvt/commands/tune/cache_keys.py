@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cvt_kernels import LinearInt8, accelerate, backends, dispatch, restore
 from cvt_kernels.acceleration.class_token import with_class_token_only
-from cvt_kernels.acceleration.pyramids import HEAD, call_of_head
+from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import replace
 from cvt_kernels.quantization.layers import find_layers
 
@@ -175,6 +175,7 @@ class _Collector:
                 _quantize(model, weights)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
+            weight_cache.packing_fakes(),
             backends.replaced(self._recording),
             backends.requesting(*COMPOSED),
             torch.set_grad_enabled(train),
@@ -203,9 +204,6 @@ class _Collector:
         instead = linear.instead
         if images.device.type == "cpu":  # or fake tensors would bypass the registry
             linear.instead = None
-            for module in model.modules() if not train else ():
-                if type(module).__name__ == HEAD:
-                    module.register_forward_pre_hook(self._record_head, with_kwargs=True)
         try:
             for freeze in (False,) if train else (False, None, True):
                 with contextlib.suppress(ValueError):  # not every model can be frozen
@@ -279,11 +277,6 @@ class _Collector:
         x, weight, bias = args[0], module.weight, module.bias
         if x.dtype == weight.dtype:
             self._record("linear", x, weight, bias)
-
-    def _record_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records the call of a decode head, which packs no fake tensors."""
-        states = args[0] if args else kwargs["encoder_hidden_states"]
-        self._record("segmentation_head", *call_of_head(module, states))
 
     def _record(self, operator: str, *args: Any, **kwargs: Any) -> None:
         text = dispatch.cache_key(operator, *args, **kwargs)

@@ -7,6 +7,7 @@ CvT's blocks on sm_90, without a launch for LayerNorm. ``composed`` computes blo
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,13 +30,13 @@ def _check(call: Any) -> None:
     if not call.blocks:
         raise ValueError("blocks: got none, expected at least one block")
     for i, each in enumerate(_blocks_of(call)):
+        error = None
         try:
             checking.check(each)
-        except (TypeError, ValueError) as error:
-            message = str(error)
-            raise type(error)(
-                f"blocks[{i}]{message.removeprefix('block')}" if message.startswith("block") else message
-            ) from None
+        except (TypeError, ValueError) as wrong:
+            error = wrong
+        if error is not None:
+            raise type(error)(re.sub(r"^block\b", f"blocks[{i}]", str(error)))
 
 
 def _with_tuple(call: Any) -> Any:

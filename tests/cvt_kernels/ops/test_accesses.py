@@ -189,6 +189,10 @@ CONVOLUTIONS = {
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
     ),
+    "with linear layers, grouped": Case(  # without rows between two groups, which nobody writes
+        lambda: project_linearly((127, 1), 200, (24, 24, 24), strides=(1, 1, 1), dtype=FLOAT16),
+        "conv_projection_sliding_fwd grouped_linear",
+    ),
     "embedding": Case(lambda: embed((3, 5), 7, 4, (9, 13), gap=1, dtype=BFLOAT16), "conv_embedding_embed"),
     "embedding of pairs": Case(
         lambda: embed((3, 20), 7, 4, (11, 16), dtype=FLOAT16, token=False), "conv_embedding_embed"

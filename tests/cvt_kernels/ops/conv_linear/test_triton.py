@@ -82,7 +82,7 @@ def launched(call):
 
 @pytest.mark.parametrize(
     ("images", "grid", "channels", "launches"),
-    [(256, (56, 56), 64, 1), (32, (28, 28), 192, 1), (256, (28, 28), 192, 2), (1, (14, 14), 384, 2)],
+    [(256, (56, 56), 64, 1), (8, (28, 28), 192, 1), (32, (28, 28), 192, 2), (1, (14, 14), 384, 2)],
 )
 def test_launches_by_size(images, grid, channels, launches):
     with torch.device("meta"):
@@ -176,7 +176,7 @@ def test_what_is_refused(settings, changes, reason):
 
 def plan_of(stage, batch, dtype=torch.bfloat16):
     """Returns the plan of CvT's projection with the configuration that ships."""
-    (height, width), channels, class_tokens, _ = stage
+    (height, width), channels, class_tokens, *_ = stage
     geometry = Geometry((height, width), (3,) * 3, (1, 2, 2), (1,) * 3, (1,) * 3, (1e-5,) * 3)
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = shipped(channels, dtype, x.shape[0] * x.shape[1])

@@ -96,7 +96,7 @@ def plan_of(grid, channels, batch, class_tokens=0):
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_pixel_has_one_program(stage, batch):
     """At batch 256 a program reads few rows twice, and has no lane without columns."""
-    (height, width), channels, class_tokens, _ = stage
+    (height, width), channels, class_tokens, *_ = stage
     plan = plan_of((height, width), channels, batch, class_tokens)
     groups, strips, rows, blocks = (
         plan.arguments[n] for n in ("groups", "strips", "strip_rows", "col_blocks")

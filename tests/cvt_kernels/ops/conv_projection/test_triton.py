@@ -56,7 +56,7 @@ def replaced(made, **fields):
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
 @pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage):
-    grid, channels, class_tokens, _ = stage
+    grid, channels, class_tokens, *_ = stage
     # Training at the larger ones would take the interpreter long.
     how = {"training": True} if class_tokens or torch.cuda.is_available() else {"gradient": "none"}
     made = made_with((1, 2, 2), **sizes(grid, channels, batch=1, class_token=class_tokens), **how)
