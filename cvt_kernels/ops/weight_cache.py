@@ -283,7 +283,7 @@ def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
 
 @contextlib.contextmanager
 def packing_fakes() -> Iterator[None]:
-    """Packs fake tensors within a block too, anew in every call, to see what would be done with plain ones."""
+    """Packs fake tensors within a block too, anew in every call, to see what plain ones would do."""
     global _packs_fakes
     before, _packs_fakes = _packs_fakes, True
     try:
