@@ -334,7 +334,7 @@ def _may_be_folded(stage: nn.Module, entry: ServedEntry, x: Tensor) -> bool:
     """
     if not serves_on(entry, x.device):
         return False
-    if x.device.type == "cpu" or isinstance(entry, BlockEntry):  # a layer has no folded copies
+    if not x.is_cuda:
         return True
     if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
         return False

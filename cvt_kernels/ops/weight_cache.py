@@ -234,8 +234,9 @@ def packed(
 ) -> _Packed:
     """Returns the packed copy that ``make`` makes of a weight, cached until the weight changes or dies.
 
-    An inference tensor is packed in every call, since it has no version counter; so is a weight without a
-    copy while a CUDA graph is captured, which computes nothing until it is replayed.
+    An inference tensor is packed in every call, since it has no version counter. So is a weight in a CUDA
+    graph of the user's, in every replay: it would read a cached copy for ever. ``graphed`` asks for its
+    copies (:func:`noted_uses`), but keeps none that is made during a capture, which computes nothing.
 
     Args:
         weight: A tensor.
@@ -243,7 +244,9 @@ def packed(
         make: Makes the copy, which must not refer to the tensors.
         others: Other tensors packed with it, whose changes count too.
     """
-    if _packs_fakes:
+    uses = getattr(_noted, "uses", None)
+    is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    if _packs_fakes or (is_capturing and uses is None):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     try:
@@ -253,10 +256,9 @@ def packed(
     except RuntimeError:  # of inference mode
         return make()
     if copy.made is None:
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing:
             return make()
         copy = _pack(copy, tensors, make)
-    uses = getattr(_noted, "uses", None)
     if uses is not None:
         uses.note(copy, tensors)
     return copy.made

@@ -249,7 +249,7 @@ def test_where_folded_copies_may_serve(monkeypatch):
     with torch.no_grad():
         assert may(stage, entry, cuda)
         assert not may(stage, pyramid, cuda)
-        assert may(stage, pyramids.ENTRIES[0], cuda)  # a layer, which has no folded copies
+        assert may(stage, pyramids.ENTRIES[0], cuda)  # a layer
         assert not may(stage, entry, meta)
         is_capturing.append(True)
         assert not may(stage, entry, cuda)  # by the user, whose graph would keep the copies

@@ -265,3 +265,31 @@ def test_tensors_are_swapped(make, freeze):
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
         assert relative(logits(model(images.double())).float(), logits(other(images))) < 1e-4
+
+
+# CUDA graphs ----------------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_graph_of_the_users_reads_no_cached_copy(monkeypatch):
+    """It would read it for ever; graphed looks at the weights before each replay."""
+    weight, made, capturing = torch.randn(3).as_subclass(OnGpu), [], [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def copy():
+        return weight_cache.packed(weight, "a test", lambda: made.append(0) or len(made))
+
+    assert [copy(), copy()] == [1, 1]
+    capturing[0] = True
+    assert [copy(), copy()] == [2, 3]
+    with weight_cache.noted_uses():
+        assert copy() == 1
+        weight.add_(1)
+        assert [copy(), copy()] == [4, 5]  # made in the capture, and not kept
+    capturing[0] = False
+    assert [copy(), copy()] == [6, 6]
