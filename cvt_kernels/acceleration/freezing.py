@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .. import machine, modes
+from .. import modes
 from ..caller import stacklevel_of_caller
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
@@ -216,19 +216,32 @@ class _Frozen(Examined):
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
     known = known_of(stage, _Frozen)
-    if known is None:
+    if known is not None and _is_folded_in_replays(stage, known.folded):
+        known = _examined(stage, entry)
+    elif known is None:
         vars(stage)[_Frozen.attribute] = None
         reason = why_not_freezable(stage, entry)
         known = _examined(stage, entry) if reason is None else _refused(stage, reason)
         if known is None:
             assert reason is not None
             return reason
-        vars(stage)[_Frozen.attribute] = known
+        if not _is_folded_in_replays(stage, known.folded):
+            vars(stage)[_Frozen.attribute] = known
     if isinstance(known.folded, str):
         return known.folded
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
+
+
+def _is_folded_in_replays(stage: nn.Module, folded: FoldedStage | TransformerBlock | str) -> bool:
+    """Returns whether a CUDA graph of the user's folds a stage anew in every replay, and no copy is kept.
+
+    It would read a kept copy for ever, as it does of a model that is frozen for good.
+    """
+    if not isinstance(folded, FoldedStage) or not folded.conv_weight.is_cuda or is_frozen(stage):
+        return False
+    return torch.cuda.is_current_stream_capturing() and not is_noting()
 
 
 def _examined(stage: nn.Module, entry: ServedEntry) -> _Frozen:
@@ -329,8 +342,8 @@ def _drop_copies_on_gpu(stage: nn.Module) -> None:
 def _may_be_folded(stage: nn.Module, entry: ServedEntry, x: Tensor) -> bool:
     """Returns whether folded copies of weights may serve a call in evaluation.
 
-    On a GPU with gradients off only, and where nobody counts operators or computes shapes alone. A CUDA graph
-    of the user's would read those copies for ever; replicas of ``DataParallel`` live for one call.
+    On a GPU with gradients off only, and where nobody counts operators or computes shapes alone. Replicas of
+    ``DataParallel`` live for one call.
     """
     if not serves_on(entry, x.device):
         return False
@@ -338,9 +351,7 @@ def _may_be_folded(stage: nn.Module, entry: ServedEntry, x: Tensor) -> bool:
         return True
     if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
         return False
-    if getattr(stage, "_is_replica", False):
-        return False
-    return is_noting() or not machine.is_capturing(x)
+    return not getattr(stage, "_is_replica", False)
 
 
 def serves_on(entry: ServedEntry, device: torch.device) -> bool:

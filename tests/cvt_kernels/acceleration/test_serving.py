@@ -236,8 +236,6 @@ def test_pyramids_on_a_gpu(make, freeze, graphs):
 
 
 def test_where_folded_copies_may_serve(monkeypatch):
-    is_capturing = []
-    monkeypatch.setattr(machine, "is_capturing", lambda x: bool(is_capturing))
     stage, entry, pyramid = ours().eval().stage0, cvt.STAGES[-1], pyramids.STAGES[0]
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     cuda = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
@@ -251,15 +249,41 @@ def test_where_folded_copies_may_serve(monkeypatch):
         assert not may(stage, pyramid, cuda)
         assert may(stage, pyramids.ENTRIES[0], cuda)  # a layer
         assert not may(stage, entry, meta)
-        is_capturing.append(True)
-        assert not may(stage, entry, cuda)  # by the user, whose graph would keep the copies
-        with weight_cache.noted_uses():  # by graphed, which asks for them
-            assert may(stage, entry, cuda)
-        is_capturing.clear()
         with FlopCounterMode(display=False):
             assert not may(stage, entry, cuda)
         stage._is_replica = True
         assert not may(stage, entry, cuda)
+
+
+def test_a_graph_of_the_users_folds_in_every_replay(monkeypatch):
+    """It keeps no copy, not even where it is the first to need one; graphed asks for its copies."""
+    capturing, folds = [True], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def fold(parts, device_type):
+        folds.append(None)
+        return own(parts, device_type)._replace(conv_weight=types.SimpleNamespace(is_cuda=True))
+
+    own = freezing.fold
+    monkeypatch.setattr(freezing, "fold", fold)
+    live, frozen = (ck.accelerate(ours().eval(), freeze=freeze).stage0 for freeze in (None, True))
+
+    def served(stage):
+        return freezing._frozen_or_why_not(stage, cvt.STAGES[-1])
+
+    assert served(live) is not served(live)
+    assert len(folds) == 2
+    capturing[0] = False
+    kept = served(live)
+    assert served(live) is kept
+    capturing[0] = True
+    assert served(live) is not kept
+    with weight_cache.noted_uses():
+        assert served(live) is kept
+    assert served(frozen) is served(frozen)
+    capturing[0] = False
+    assert served(live) is kept
+    assert len(folds) == 5
 
 
 @pytest.mark.gpu
