@@ -66,8 +66,8 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
 
     Args:
         model: Any module; wrappers are looked into.
-        freeze: None runs whole stages and layers as one in evaluation. True does so for inference only, in
-            CUDA graphs of yours too; the model must be in evaluation mode. False runs block by block.
+        freeze: None runs whole stages and layers as one in evaluation. True does so for inference only; the
+            model must be in evaluation mode. False runs block by block.
 
     Returns:
         The same object.

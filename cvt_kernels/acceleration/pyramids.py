@@ -37,8 +37,6 @@ from .blocks import (
 from .fused import as_map, drop, embed_tokens, normalize
 from .watching import is_watched
 
-#: The class of decode heads.
-HEAD = "SegformerDecodeHead"
 #: The 1×1 convolutions whose work is done without calling them.
 POINTWISE_LAYERS = "linear_fuse", "classifier"
 
@@ -88,23 +86,10 @@ def _serve(head: Any, linears: list[Any], states: Sequence[Tensor]) -> Tensor:
     fold = functools.partial(_fold, head, linears)
     key = "decode head", head.batch_norm.eps
     others += written_of(head.batch_norm)
-    logits = segmentation_head(*_head_call(head, weight_cache.packed(fusion, key, fold, others), states))
+    (weight, *weights), bias = weight_cache.packed(fusion, key, fold, others)
+    pairs, layer = tuple(zip(states[1:], weights, strict=True)), head.classifier
+    logits = segmentation_head(states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias)
     return as_map(logits, states[0].shape[2:])
-
-
-def _head_call(head: Any, folded: tuple[list[Tensor], Tensor | None], states: Sequence[Tensor]) -> Any:
-    (weight, *weights), bias = folded
-    layer = head.classifier
-    pairs = tuple(zip(states[1:], weights, strict=True))
-    return states[0], weight, bias, pairs, layer.weight.flatten(1), layer.bias
-
-
-def call_of_head(head: nn.Module, states: Sequence[Tensor]) -> Any:
-    """Returns the arguments of ``segmentation_head`` for the call of a module of class ``HEAD``."""
-    entry = recognize(head)
-    assert entry is not None
-    linears = [projection.proj for projection in getattr(head, entry.variant)]
-    return _head_call(head, _fold(head, linears), states)
 
 
 @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
@@ -435,7 +420,7 @@ def _head_entry(projections: str, *arguments: str) -> BlockEntry:
 
     return BlockEntry(
         upstream=HUGGING_FACE,
-        name=HEAD,
+        name="SegformerDecodeHead",
         arguments=("encoder_hidden_states", *arguments),
         children=frozenset((projections, *others)),
         forward=lambda self, states, **_: decode(self, self._modules[projections], states),
