@@ -17,7 +17,7 @@ demo: $(INSTALLED)
 	$(BIN)/cvt bench $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
 	$(BIN)/cvt doctor
 	$(if $(CHECKPOINT),$(BIN)/cvt classify $(PHOTOS) --checkpoint '$(CHECKPOINT)')
-	$(BIN)/python -c "from cvt.datasets import save_digits; save_digits('build/digits')"
+	$(BIN)/python -c "from cvt.tools.datasets import save_digits; save_digits('build/digits')"
 	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
 
 # Linters and the tests, side by side, in 7 to 10 minutes on 2 processors. The tests are

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from cvt.commands.compile.gpus import LIMITS
-from cvt.commands.pyramids import PYRAMIDS, build_pyramid
 from cvt.config import default_image_size
 from cvt.factory import create_model
+from cvt.tools.commands.compile.gpus import LIMITS
+from cvt.tools.commands.pyramids import PYRAMIDS, build_pyramid
 from cvt_kernels import accelerate, backends, launching
 from cvt_kernels.acceleration.class_token import with_class_token_only
 from cvt_kernels.ops import weight_cache
@@ -247,7 +247,7 @@ def pyramid_launches(
     """Lists the launches of a warm forward of a model of transformers, by this project's kernels.
 
     Args:
-        model: A name of ``cvt.commands.pyramids.PYRAMIDS``.
+        model: A name of ``cvt.tools.commands.pyramids.PYRAMIDS``.
         batch: Images of the batch.
         dtype: Of weights and images.
         arch: Compute capability of the GPU, 90 for sm_90.

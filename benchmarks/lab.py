@@ -16,9 +16,9 @@ import triton
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt.commands.bench import contenders, models
 from cvt.config import DTYPES
 from cvt.files import replacing
+from cvt.tools.commands.bench import contenders, models
 from cvt_kernels import machine
 from cvt_kernels.autotune import clock
 

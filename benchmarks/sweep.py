@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cvt.commands.compile import launches
-from cvt.commands.compile.gpus import LIMITS
-from cvt.commands.compile.triton_kernels import specialize
+from cvt.tools.commands.compile import launches
+from cvt.tools.commands.compile.gpus import LIMITS
+from cvt.tools.commands.compile.triton_kernels import specialize
 from cvt_kernels import launch, launching, machine
 from cvt_kernels.launch.records import Attention, ConvLinear, Mlp, Product, Sliding
 from cvt_kernels.launching import Launch

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cvt.commands.bench import results as bench_results
 from cvt.files import replacing
+from cvt.tools.commands.bench import results as bench_results
 from cvt_kernels.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent

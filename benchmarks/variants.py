@@ -27,15 +27,15 @@ from torch import Tensor, nn
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model, prune_weights
-from cvt.datasets import Batches, RandomCrop, open_dataset
-from cvt.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
 from cvt.factory import randomize
 from cvt.files import replacing, write_json
-from cvt.label_maps import open_label_maps, save_digit_scenes
 from cvt.model import CvT
-from cvt.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
-from cvt.training.trainer import Trainer
-from cvt.weight_pruning import pruned_config
+from cvt.tools.datasets import Batches, RandomCrop, open_dataset
+from cvt.tools.evaluation import TokenCounter, cost, evaluate, evaluate_pixels
+from cvt.tools.label_maps import open_label_maps, save_digit_scenes
+from cvt.tools.training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
+from cvt.tools.training.trainer import Trainer
+from cvt.tools.weight_pruning import pruned_config
 from cvt_kernels.autotune import clock
 from cvt_kernels.records import PositionBias
 

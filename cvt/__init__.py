@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import former_names
+
 if TYPE_CHECKING:
     from cvt_kernels import __version__
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from .model import CvT, CvTFeatures
     from .segmentation import CvTSegmenter
     from .tiles import segment_in_tiles
-    from .weight_pruning import prune_weights
+    from .tools.weight_pruning import prune_weights
 
 __all__ = [
     "PRESETS",
@@ -42,8 +44,10 @@ _PLACES = {
     ".model": ("CvT", "CvTFeatures"),
     ".segmentation": ("CvTSegmenter",),
     ".tiles": ("segment_in_tiles",),
-    ".weight_pruning": ("prune_weights",),
+    ".tools.weight_pruning": ("prune_weights",),
 }
+
+former_names.install()
 
 
 def __getattr__(name: str) -> Any:

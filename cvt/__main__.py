@@ -2,7 +2,7 @@
 
 import sys
 
-from .commands import main
+from .tools.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

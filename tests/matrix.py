@@ -32,7 +32,7 @@ OLDEST_TRANSFORMERS = {"2.11": "transformers==4.57.*"}
 TESTS = (
     "tests/cvt/test_backbone.py",
     "tests/cvt/test_model.py",
-    "tests/cvt/commands/test_export.py",
+    "tests/cvt/tools/commands/test_export.py",
     "tests/cvt_kernels/test_backends.py",
     "tests/cvt_kernels/test_graphs.py",
     "tests/cvt_kernels/test_tracing.py",

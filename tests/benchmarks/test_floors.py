@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import floors
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels.launching import Chip
 
 STAGES = launches.stages("cvt_13")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import tabulate_results as tabulate
-from cvt.commands.bench import results as bench_results
+from cvt.tools.commands.bench import results as bench_results
 
 README = f"{tabulate.BEGIN_GPU}old\n{tabulate.END}{tabulate.BEGIN}old\n{tabulate.END}after\n"
 

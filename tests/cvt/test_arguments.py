@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import cvt
-from cvt import CvTConfig, create_model, evaluation, explanation, factory
+from cvt import CvTConfig, create_model, factory
+from cvt.tools import evaluation, explanation
 from tests.arguments import (
     Call,
     also_named,

@@ -10,10 +10,10 @@ import torch
 
 from cvt import CheckpointError, create_model, read_checkpoint
 from cvt.checkpoints import PACKAGED, save_safetensors
-from cvt.commands import main
-from cvt.datasets import Batches, open_dataset, save_digits
-from cvt.evaluation import evaluate
-from cvt.training.recipe import MODELS
+from cvt.tools.commands import main
+from cvt.tools.datasets import Batches, open_dataset, save_digits
+from cvt.tools.evaluation import evaluate
+from cvt.tools.training.recipe import MODELS
 
 DIGITS = PACKAGED["digits"]
 

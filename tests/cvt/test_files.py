@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cvt.commands import main
 from cvt.files import check_writable, filling, making, replacing, write_json
+from cvt.tools.commands import main
 from tests.checks import bad
 from tests.processes import run_python
 
@@ -232,11 +232,11 @@ import resource
 from pathlib import Path
 import torch
 from cvt.checkpoints import Checkpoint, save_safetensors
-from cvt.commands import export
-from cvt.commands.bench import results
+from cvt.tools.commands import export
+from cvt.tools.commands.bench import results
 from cvt.files import replacing
 from cvt.huggingface import save_huggingface
-from cvt.training import trainer
+from cvt.tools.training import trainer
 from tests.cvt.models import small
 
 def save_within_another(path):

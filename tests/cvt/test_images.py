@@ -14,10 +14,10 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from cvt import images
-from cvt.commands import common
-from cvt.datasets import Batches, ImageDataset, RandomCrop
 from cvt.images import ImageError, load_images, normalize, preprocess, read_image, read_labels, sample_photos
-from cvt.label_maps import read_label_map
+from cvt.tools.commands import common
+from cvt.tools.datasets import Batches, ImageDataset, RandomCrop
+from cvt.tools.label_maps import read_label_map
 
 ROOT = Path(__file__).parents[2]
 RED, BLUE, WHITE = (200, 30, 40), (20, 40, 220), (255, 255, 255)

@@ -14,7 +14,7 @@ import cvt_kernels as ck
 from cvt import PRESETS, CvT, CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
-from cvt.training.recipe import MODELS
+from cvt.tools.training.recipe import MODELS
 from cvt_kernels import backends, dispatch, modes
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import CheckpointError, load_checkpoint
-from cvt.explanation import explain
+from cvt.tools.explanation import explain
 from cvt_kernels.reference import resize_table
 from tests.checks import not_built
 from tests.cvt.models import SMALL, equal, small

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint, segment_in_tiles
 from cvt.checkpoints import read_checkpoint
-from cvt.datasets import Batches, RandomCrop
-from cvt.evaluation import TokenCounter, add_up_pixels, cost, evaluate_pixels
 from cvt.factory import randomize
 from cvt.images import ImageError
-from cvt.label_maps import LabelMapDataset, open_label_maps, read_label_map, save_digit_scenes
 from cvt.segmentation import Decoder, pixel_loss
 from cvt.tiles import Tiles
+from cvt.tools.datasets import Batches, RandomCrop
+from cvt.tools.evaluation import TokenCounter, add_up_pixels, cost, evaluate_pixels
+from cvt.tools.label_maps import LabelMapDataset, open_label_maps, read_label_map, save_digit_scenes
 from tests.checks import python_blocks, run_blocks
 from tests.cvt.models import SMALL, equal, small
 

@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt.commands import main
-from cvt.commands.export import export
 from cvt.config import PRESETS
-from cvt.evaluation import TokenCounter, cost
-from cvt.explanation import explain, kept_tokens, photograph, pictures
 from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.model import tokens_to_map
-from cvt.training.recipe import MODELS
+from cvt.tools.commands import main
+from cvt.tools.commands.export import export
+from cvt.tools.evaluation import TokenCounter, cost
+from cvt.tools.explanation import explain, kept_tokens, photograph, pictures
+from cvt.tools.training.recipe import MODELS
 from cvt_kernels.ops.token_selection import select_tokens, spread_keys
 from tests.checks import bad, python_blocks, run_blocks, section_of
 from tests.processes import run_python

@@ -14,7 +14,7 @@ import os, signal, subprocess, sys, threading, time
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels import compiling
 from cvt_kernels.launching import Chip, settle_key
 
@@ -238,7 +238,7 @@ def test_keys_of_kernels_do_not_depend_on_the_order():
 
 REHEARSED = """
 import pickle, torch
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels import backends, compiling, dispatch, launching
 
 stage, found = launches.stages("cvt_13", 64)[2], 0

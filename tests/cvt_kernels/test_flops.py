@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
-from cvt.evaluation import cost
+from cvt.tools.evaluation import cost
 from cvt_kernels import backends, modes, reference
 from cvt_kernels.autotune import tuner
 from tests.checks import recorded_operators

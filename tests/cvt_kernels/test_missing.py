@@ -110,7 +110,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(at):
 
 def test_commands_say_it_on_one_line(at, capsys, monkeypatch):
     at()
-    monkeypatch.setattr("cvt.commands.bench._bench", lambda arguments: print("measured"))
+    monkeypatch.setattr("cvt.tools.commands.bench._bench", lambda arguments: print("measured"))
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert commands.main(["bench"]) == 0
@@ -127,14 +127,14 @@ def test_everything_but_the_compilation_for_gpus_works_without_triton():
     code = """
 import sys
 sys.modules["triton"] = None
-import torch, cvt, cvt.commands, cvt.training, cvt_kernels as ck
+import torch, cvt, cvt.tools.commands, cvt.tools.training, cvt_kernels as ck
 from cvt_kernels import machine
 machine.torch.cuda.is_available = lambda: True
 assert machine.why_triton_unavailable("cuda").startswith("the package triton is not installed")
 machine.torch.cuda.is_available = lambda: False
 tiny = cvt.CvTConfig(embed_dims=(16, 32, 64), depths=(1, 1, 1), num_heads=(1, 1, 1))
 cvt.create_model(tiny)(torch.zeros(2, 3, 64, 64)).sum().backward()
-assert cvt.commands.main(["compile"]) == 2
+assert cvt.tools.commands.main(["compile"]) == 2
 print(ck.doctor())
 """
     result = run_python(code, TRITON_INTERPRET="0")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt import evaluation
+from cvt.tools import evaluation
 from cvt_kernels import backends
 from cvt_kernels.backends import requested_backends, requesting
 from tests.checks import add_marked_backend

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt.commands.process import run_command
+from cvt.tools.commands.process import run_command
 from cvt_kernels import backends, reference
 from cvt_kernels.ops import weight_cache
 from tests.checks import implementation, not_built

@@ -21,8 +21,8 @@ from PIL import Image
 
 from cvt import create_model, save_huggingface
 from cvt.card import ModelCard
-from cvt.commands import _parse, main, paths
 from cvt.factory import randomize
+from cvt.tools.commands import _parse, main, paths
 from cvt_kernels import autotune, backends
 from tests.checks import remember_entry
 from tests.cvt.models import SMALL

@@ -8,8 +8,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt import create_model
-from cvt.commands import main
 from cvt.factory import randomize
+from cvt.tools.commands import main
 from tests.checks import python_blocks
 from tests.upstream import huggingface
 

@@ -75,7 +75,7 @@ def printed_by(program):
 #: Compiles kernels for sm_90 with every integer 1 that may become a constant then; prints their names.
 ONES = """
 import torch
-from cvt.commands.compile import launches, triton_kernels
+from cvt.tools.commands.compile import launches, triton_kernels
 from cvt_kernels.launching import Chip
 
 def with_ones(value):
@@ -144,7 +144,7 @@ def _asks_for_none(statement):
 
 ONE_REGION = """
 import torch
-from cvt.commands.compile import launches, triton_kernels
+from cvt.tools.commands.compile import launches, triton_kernels
 from cvt_kernels.launching import Chip
 
 stage = launches.Stage((4, 4), 64, 0, None)
@@ -162,7 +162,7 @@ def test_a_kernel_compiles_for_one_region():
 #: Compiles the product of 8 bits for sm_90 in every configuration; prints what the assembler says of each.
 PRODUCTS = """
 import torch
-from cvt.commands.compile import triton_kernels
+from cvt.tools.commands.compile import triton_kernels
 from cvt_kernels import launching
 from cvt_kernels.ops.linear_int8.triton import common, forward
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch import formulas, tables
 from cvt_kernels.launch.records import ConvLinear

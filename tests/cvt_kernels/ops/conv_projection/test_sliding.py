@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels import launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from tests.contract.examples import assert_right, same_bits

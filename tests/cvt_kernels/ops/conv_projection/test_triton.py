@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels import launch, launching
 from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding, why_unsupported

@@ -7,7 +7,7 @@ import torch
 import triton
 
 import cvt_kernels as ck
-from cvt.commands.compile import launches
+from cvt.tools.commands.compile import launches
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.triton import sliding

@@ -1,0 +1,86 @@
+"""The command ``cvt``; each of its commands is a module of this package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from .process import Parser, orderly, run_command
+
+#: The commands, and what they do. A command's module is imported once it is chosen.
+COMMANDS = {
+    "classify": "print the most probable classes of photographs",
+    "evaluate": "measure accuracy, loss and speed on a data set; count parameters and multiply-adds",
+    "explain": "draw attention maps over photos; measure the entropy and attention distance of each head",
+    "quantize": "quantize a model's linear layers to 8 bits, and report the loss of accuracy",
+    "prune": "remove a model's least important hidden units and heads, and report the loss of accuracy",
+    "export": "export a model by torch.export or to ONNX, and check the file's outputs",
+    "train": "train or fine-tune a CvT; on several devices under torchrun",
+    "doctor": "show what is installed, and which backend each operator uses on this machine and why",
+    "tune": "autotune ahead of time: check every kernel of a model against float64, time it, and cache the "
+    "fastest backend",
+    "bench": "compare accuracy, speed and memory with Hugging Face's model on real photos",
+    "compile": "compile every Triton kernel for given GPUs, even on a machine without one; report registers, "
+    "spills and shared memory",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``cvt``; returns the exit code."""
+    with orderly():
+        arguments = _parse(argv)
+        return run_command(f"cvt {arguments.command}", arguments, lambda: _run(arguments))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="cvt", description="Convolutional vision Transformers.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_CommandParser)
+    for command, what in COMMANDS.items():
+        commands.add_parser(command, help=what)
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.error_with_help("a command is missing")
+    return arguments
+
+
+class _CommandParser(Parser):
+    """The parser of a command, which gets its arguments when it parses: ``cvt --help`` needs none."""
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        name = self.prog.rpartition(" ")[2]
+        importlib.import_module(f".{name}", __name__).add_arguments(self)
+        return super().parse_known_args(*args, **options)
+
+
+class _Version(argparse.Action):
+    """Prints the version, and imports what has it only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from cvt_kernels import __version__
+
+        print(f"{parser.prog} {__version__}")
+        parser.exit()
+
+
+def _run(arguments: argparse.Namespace) -> int | None:
+    """Runs a command, after a one-line warning if compiled kernels are missing.
+
+    ``arguments.written``, if there, returns the names of the files that the command writes into folders.
+    """
+    # lazy: --help needs none of it
+    from cvt_kernels.missing import warn_of_missing_kernels
+
+    from .common import print_remarks
+    from .paths import check_outputs
+
+    written = vars(arguments).pop("written", None)
+    check_outputs(arguments, {} if written is None else written(arguments))
+    if arguments.command != "doctor":  # whose report says so anyway
+        with warnings.catch_warnings(record=True) as caught:
+            warn_of_missing_kernels()
+        print_remarks(arguments, [str(warning.message) for warning in caught])
+    return arguments.run(arguments)

@@ -1,0 +1,114 @@
+"""The model that ``cvt bench`` measures: a CvT, or one of transformers that runs on the same kernels."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from cvt.checkpoints import Checkpoint, read_checkpoint
+from cvt.config import PRESETS, default_image_size
+from cvt.factory import SEED
+from cvt.files import filling, making
+from cvt.huggingface import CheckpointError, save_huggingface
+from cvt.model import CvT
+
+from ...evaluation import cost
+from ..pyramids import PYRAMIDS, build_pyramid, quiet_transformers
+from .contenders import build_huggingface, build_ours
+
+
+class Subject(NamedTuple):
+    """The model that is measured, in float32 and on the CPU.
+
+    Attributes:
+        weights: Where its weights are from.
+        hf: Hugging Face's model.
+        ours: The model of ``cvt`` with the same weights; None where there is no such model.
+        depths: The number of blocks of each stage.
+        operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
+    """
+
+    name: str
+    weights: str
+    hf: nn.Module
+    ours: CvT | None
+    image_size: int
+    depths: list[int]
+    operations: int
+
+    @property
+    def output(self) -> str:
+        """The kind of the output's elements: ``"logit"`` or ``"depth"``."""
+        return "depth" if "DepthEstimation" in type(self.hf).__name__ else "logit"
+
+    def save(self, directory: Any) -> None:
+        """Saves the weights as a directory of Hugging Face."""
+        if self.ours is not None:
+            save_huggingface(self.ours, directory)
+            return
+        with making(directory), filling(directory) as scratch:
+            try:
+                self.hf.save_pretrained(scratch)  # type: ignore[operator]
+            except SafetensorError as error:  # such as of a full disk
+                raise OSError(f"{directory}: cannot be written to: {error}") from error
+
+
+def build_subject(model: str | None, checkpoint: str | None, image_size: int | None) -> Subject:
+    """Builds the model that is to be measured; the arguments are options of ``cvt bench``.
+
+    Raises:
+        ModuleNotFoundError: The ``bench`` extra is not installed.
+        FileNotFoundError, OSError, CheckpointError: The weights are missing or unusable.
+        ValueError: An unknown name, weights of another model, or images that the model does not take.
+    """
+    if model is not None and model not in (*PRESETS, *PYRAMIDS):
+        raise ValueError(f"model: got {model!r}, expected one of {', '.join((*PRESETS, *PYRAMIDS))}")
+    weights = f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint)
+    if model in PYRAMIDS:
+        size = image_size or PYRAMIDS[model].image_size
+        hf = build_pyramid(model, checkpoint, size)
+        return Subject(model, weights, hf, None, size, list(hf.config.depths), operations(model, hf, size))
+    quiet_transformers()  # what is not installed fails before the weights are read
+    loaded = None if checkpoint is None else read_checkpoint(checkpoint)
+    if loaded is not None and model is None:
+        _check_no_pyramid(loaded)
+    name, ours = build_ours(model, loaded)
+    size = image_size or default_image_size(name)
+    count = 2 * cost(ours.config, size).multiply_adds
+    return Subject(str(name), weights, build_huggingface(ours), ours, size, list(ours.config.depths), count)
+
+
+def _check_no_pyramid(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if weights are of a model of ``PYRAMIDS``, which has to be named."""
+    kind = (checkpoint.hf_config or {}).get("model_type")
+    if kind in (None, "cvt"):
+        return
+    transformers = quiet_transformers()
+    classes = {name: getattr(transformers, each.model_class, None) for name, each in PYRAMIDS.items()}
+    names = [
+        name for name, each in classes.items() if each is not None and each.config_class.model_type == kind
+    ]
+    if names:
+        raise CheckpointError(f"{checkpoint.path}: is of {kind}; give --model, one of {', '.join(names)}")
+
+
+def operations(name: str, model: nn.Module, image_size: int) -> int:
+    """Counts the operations of a forward of one image with torch's own counter, a sum being one too.
+
+    Raises:
+        ValueError: The model does not take images of that size.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
+
+    computing_nothing = copy.deepcopy(model).to("meta").eval()
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            computing_nothing(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except RuntimeError as error:
+        raise ValueError(f"image_size: got {image_size}, which {name} does not take: {error}") from error
+    return int(counter.get_total_flops())

@@ -1,0 +1,163 @@
+"""The peers of ``cvt bench`` that are other runtimes for CPUs, of the extra ``peers``."""
+
+from __future__ import annotations
+
+import abc
+import io
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cvt.extras import require
+
+from .contenders import logits_of
+
+
+class Runtime(nn.Module, abc.ABC):
+    """Hugging Face's model in another runtime, converted anew for every batch size.
+
+    Attributes:
+        load_seconds: What loading the weights and converting the model took the last time.
+    """
+
+    #: The packages that it needs.
+    packages: tuple[str, ...]
+    #: The dtypes in which it computes; weights, images and logits are float32 in all of them.
+    dtypes: tuple[str, ...] = ("float32",)
+
+    def __init__(self, make: Callable[[], nn.Module], dtype: str):
+        """Creates it; ``make`` returns the model in float32, which is not kept."""
+        super().__init__()
+        self._make, self._dtype = make, dtype
+        self._shape: torch.Size | None = None
+        self._images: Tensor | None = None
+        self._array: Any = None
+        self._run: Any = None
+        self.load_seconds = 0.0
+        self.eval()
+
+    @abc.abstractmethod
+    def converted(self, model: nn.Module, images: Tensor) -> Any:
+        """Returns the model in the runtime's own format, for images of this shape."""
+
+    @abc.abstractmethod
+    def compiled(self, converted: Any) -> Callable[[Any], Any]:
+        """Returns a function from an array of images to an array of logits."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns the logits."""
+        if images.shape != self._shape:
+            self._run = None  # frees the memory first
+            start = time.perf_counter()
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # of tracing
+                model = self.converted(_Logits(self._make()).eval(), images.float())
+            self.load_seconds = time.perf_counter() - start
+            self._run, self._shape = self.compiled(model), images.shape
+        if images is not self._images:  # PyTorch's threads would wait for more work beside the runtime's own
+            self._images, self._array = images, images.float().numpy()
+        return torch.from_numpy(self._run(self._array))
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return logits_of(self.model(images))
+
+
+class OpenVINO(Runtime):
+    """The model after ``openvino.convert_model`` and ``compile_model``, with the hint for low latency."""
+
+    packages: tuple[str, ...] = ("openvino",)
+    dtypes = ("float32", "bfloat16")
+
+    def converted(self, model: nn.Module, images: Tensor) -> Any:
+        """Returns OpenVINO's model."""
+        shape = [tuple(images.shape)]
+        return require("openvino", "peers").convert_model(model, example_input=images, input=shape)
+
+    def compiled(self, converted: Any) -> Callable[[Any], Any]:
+        """Returns a function of the compiled model."""
+        settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[self._dtype],
+        }
+        core = require("openvino", "peers").Core()
+        request = core.compile_model(converted, "CPU", settings).create_infer_request()
+        return lambda images: request.infer([images])[0].copy()
+
+
+class OpenVINOInt8(OpenVINO):
+    """The same, quantized by NNCF's rules for transformers; the first images are those of the calibration."""
+
+    packages = ("openvino", "nncf")
+
+    def __init__(self, make: Callable[[], nn.Module], dtype: str):
+        super().__init__(make, dtype)
+        self._quantized: Any = None
+
+    def converted(self, model: nn.Module, images: Tensor) -> Any:
+        """Returns OpenVINO's model with layers of 8-bit integers, which the first call makes."""
+        openvino, nncf = require("openvino", "peers"), require("nncf", "peers")
+        if self._quantized is None:
+            shape = (-1, *images.shape[1:])
+            plain = openvino.convert_model(model, example_input=images, input=[shape])
+            nncf.set_log_level(logging.ERROR)
+            dataset = nncf.Dataset([image.numpy() for image in images.split(1)])
+            self._quantized = nncf.quantize(plain, dataset, model_type=nncf.ModelType.TRANSFORMER)
+        result = self._quantized.clone()
+        result.reshape(list(images.shape))
+        return result
+
+
+class OnnxRuntime(Runtime):
+    """The model after ``torch.onnx.export`` in an ``onnxruntime.InferenceSession``."""
+
+    packages = ("onnxruntime", "onnx")
+
+    def converted(self, model: nn.Module, images: Tensor) -> Any:
+        """Returns the bytes of a file of ONNX."""
+        buffer: Any = io.BytesIO()
+        # The older exporter needs no other package, and ONNX Runtime is as fast with what it writes.
+        torch.onnx.export(model, (images,), buffer, dynamo=False, opset_version=18, input_names=["images"])
+        return buffer.getvalue()
+
+    def compiled(self, converted: Any) -> Callable[[Any], Any]:
+        """Returns a function of a session."""
+        onnxruntime = require("onnxruntime", "peers")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(converted, options, providers=["CPUExecutionProvider"])
+        return lambda images: session.run(None, {"images": images})[0]
+
+
+RUNTIMES: dict[str, type[Runtime]] = {
+    "openvino": OpenVINO,
+    "openvino-int8": OpenVINOInt8,
+    "onnxruntime": OnnxRuntime,
+}
+
+
+def why_not(key: str, *, device: torch.device, dtype: str, train: bool) -> str | None:
+    """Returns why a runtime is not measured in this way, or None.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    for package in RUNTIMES[key].packages:
+        require(package, "peers")
+    if train:
+        return "it has no training step"
+    if device.type != "cpu":
+        return "it is measured on a CPU only"
+    dtypes = RUNTIMES[key].dtypes
+    return None if dtype in dtypes else f"it is measured in {' and '.join(dtypes)} only"

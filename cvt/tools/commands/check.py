@@ -1,0 +1,134 @@
+"""``cvt evaluate --check``: whether a download is whole, the published model, and right when accelerated."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cvt_kernels as ck
+from cvt.checkpoints import local_place
+from cvt.extras import require
+from cvt.images import open_image
+from cvt.zoo import PHOTO, ZOO
+
+from .common import print_lines
+from .paths import reporting
+
+#: How far a value may be from the expected one: decoders and resizing differ in the last bit of a pixel.
+#: Other weights give unrelated values.
+TOLERANCE = 0.02
+_SEED = 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Prints the report; returns 1 if something is wrong, else 0.
+
+    Raises:
+        ModuleNotFoundError: transformers is not installed.
+        ValueError: transformers has no class for the checkpoint.
+        OSError: The checkpoint or the photograph cannot be read.
+    """
+    name = arguments.checkpoint
+    with reporting(arguments.json) as report_json:
+        place = _place(name)
+        model, loading = _load(place)
+        content: dict[str, Any] = {
+            "checkpoint": name,
+            "model": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "missing": sorted(loading["missing_keys"]),
+            "unused": sorted(loading["unexpected_keys"]),
+            "not_finite": [key for key, tensor in model.state_dict().items() if not _is_finite(tensor)],
+        }
+        content["failures"] = _damage(content)
+        lines = [f"{name}: {content['model']}, {content['parameters'] / 1e6:.1f} M parameters"]
+        if not content["failures"]:
+            lines += _run(model, place, arguments.photo, content)
+        report_json(content)
+    print_lines(arguments, [*lines, *(f"wrong: {failure}" for failure in content["failures"])])
+    return int(bool(content["failures"]))
+
+
+def _run(model: Any, place: str, photo: str | None, content: dict[str, Any]) -> list[str]:
+    """Computes the first values and verifies the accelerated model; adds both to the content."""
+    image = _photo(place, photo) if photo else _random_image(model, place)
+    with torch.inference_mode():
+        got = _result(model(image)).flatten()[:3].tolist()
+    known = ZOO[place].first_values if place in ZOO else ()
+    content["first_values"], content["expected"] = got, list(known) if photo else []
+    if photo and any(not abs(a - b) <= TOLERANCE for a, b in zip(got, known, strict=False)):
+        content["failures"].append(f"expected the first values {_numbers(known)} within {TOLERANCE}")
+    ck.accelerate(model)
+    verification = ck.verify(model, image, rounds=1)
+    content["failures"] += verification.failures
+    values = f"first values {_numbers(got)} for {photo or f'random numbers of seed {_SEED}'}"
+    if known:
+        values += f"; transformers' tests have {_numbers(known)} for {PHOTO}"
+    return [values, "", str(verification), ""]
+
+
+def _place(name: str) -> str:
+    """Returns the directory or the name on the Hub that transformers takes."""
+    place = local_place(name)
+    if not isinstance(place, Path):
+        return place.name
+    if not (place / "config.json").is_file():
+        expected = "owner/name on the Hub or a directory with config.json, with --check"
+        raise ValueError(f"checkpoint: got {name}, expected {expected}")
+    return str(place)
+
+
+def _load(place: str) -> tuple[Any, dict[str, Any]]:
+    transformers = require("transformers", "hf")
+    architecture = next(iter(transformers.AutoConfig.from_pretrained(place).architectures or ()), "none")
+    if not hasattr(transformers, architecture):
+        raise ValueError(f"checkpoint: its architecture is {architecture}, expected a class of transformers")
+    model, loading = getattr(transformers, architecture).from_pretrained(place, output_loading_info=True)
+    return model.float().eval(), loading
+
+
+def _photo(place: str, path: str) -> Tensor:
+    """Prepares a photograph as the checkpoint asks for."""
+    processor = require("transformers", "hf").AutoImageProcessor.from_pretrained(place)
+    with open_image(path) as photo:
+        pixels: Tensor = processor(images=photo.convert("RGB"), return_tensors="pt")["pixel_values"]
+    return pixels
+
+
+def _random_image(model: Any, place: str) -> Tensor:
+    known = ZOO.get(place)
+    size = (known and known.image_size) or getattr(model.config, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(_SEED))
+
+
+def _result(output: Any) -> Tensor:
+    """Returns logits, or else the first tensor, such as a depth."""
+    result: Tensor = output.logits if "logits" in output else output[0]
+    return result
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _damage(content: dict[str, Any]) -> list[str]:
+    kinds = {
+        "missing": "are missing",
+        "unused": "have no place in the model",
+        "not_finite": "have NaN or infinities",
+    }
+    return [
+        f"{len(keys)} tensors {text}: {', '.join(keys[:3])}{' …' * (len(keys) > 3)}"
+        for kind, text in kinds.items()
+        if (keys := content[kind])
+    ]
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)

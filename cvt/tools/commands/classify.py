@@ -1,0 +1,70 @@
+"""``cvt classify``: the most probable classes of photographs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cvt.huggingface import CheckpointError
+from cvt_kernels.tables import printable_word
+
+from .common import (
+    add_device_argument,
+    add_labels_argument,
+    add_model_arguments,
+    add_photos_argument,
+    add_token_keep_argument,
+    batch_size,
+    load_model,
+    positive_int,
+    print_result,
+    resolve_device,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add_photos_argument(parser)
+    add_model_arguments(parser, pretrained=True)
+    add_token_keep_argument(parser)
+    add_labels_argument(parser)
+    parser.add_argument("--top", type=positive_int, default=5, help="classes to print per photo (default: 5)")
+    parser.add_argument("--batch-size", type=batch_size, default=32, help="images per batch (default: 32)")
+    add_device_argument(parser)
+    parser.set_defaults(run=_classify)
+
+
+def _classify(arguments: argparse.Namespace) -> None:
+    """Prints only when every photograph has been classified."""
+    device = resolve_device(arguments.device)
+    loaded = load_model(arguments, device)
+    model = loaded.classifier
+    labels, classes = loaded.labels(arguments.labels), model.num_classes
+    photos, batch_size = arguments.photos, arguments.batch_size
+    batches = []
+    with tqdm(total=len(photos), unit="photo", leave=False, disable=None) as progress:
+        for start in range(0, len(photos), batch_size):
+            images = loaded.read(photos[start : start + batch_size])
+            with torch.inference_mode():
+                batches.append(model(images.to(device)).softmax(dim=-1).cpu())
+            progress.update(len(images))
+
+    probabilities = torch.cat(batches)
+    if not probabilities.isfinite().all():
+        raise CheckpointError(
+            f"{loaded.checkpoint.path}: these weights give probabilities that are not finite"
+        )
+    lines = _table(photos, probabilities, min(arguments.top, classes), labels)
+    print_result(arguments, lines, loaded.remarks)
+
+
+def _table(photos: list[str], probabilities: Tensor, count: int, labels: list[str] | None) -> Iterator[str]:
+    top = probabilities.topk(count)
+    for photo, values, indices in zip(photos, top.values.tolist(), top.indices.tolist(), strict=True):
+        yield printable_word(photo)
+        for probability, index in zip(values, indices, strict=True):
+            yield f"  {probability:7.2%}  {printable_word(labels[index]) if labels else f'class {index}'}"

@@ -1,0 +1,312 @@
+"""``cvt evaluate``: accuracy, loss, speed and memory on a data set; parameters and multiply-adds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from cvt.config import LARGEST_IMAGE
+from cvt.model import CvT
+from cvt.segmentation import CvTSegmenter
+from cvt.tiles import Tiles
+from cvt.zoo import PHOTO
+from cvt_kernels.autotune import clock
+from cvt_kernels.tables import aligned
+
+from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, evaluate, evaluate_pixels
+from ..training.recipe import PRECISIONS
+from .common import (
+    add_batch_arguments,
+    add_device_argument,
+    add_labels_argument,
+    add_model_arguments,
+    integer,
+    load_model,
+    naming_options,
+    open_split,
+    print_result,
+    recorded_warnings,
+    resolve_device,
+    token_keep,
+)
+from .paths import add_json_argument, input_path, reporting
+
+if TYPE_CHECKING:
+    from ..datasets import Batches
+
+_Row = tuple[str, str, str, str]
+
+_WORST = 10  # classes of a report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument(
+        "--data",
+        type=input_path,
+        help="digits, or a folder in ImageNet's layout, val/CLASS/IMAGE; for segmentation models "
+        "val/images/NAME.jpg and val/labels/NAME.png; required without --check",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="instead check a downloaded model of transformers (CvT, SegFormer, PVT, PVT v2, GLPN): all "
+        "tensors used and finite, the published first values, right when accelerated; exit code 1 if not",
+    )
+    parser.add_argument(
+        "--photo", type=input_path, help=f"image file for --check; there are published values for {PHOTO}"
+    )
+    add_model_arguments(parser)
+    add_labels_argument(parser)
+    add_batch_arguments(parser)
+    parser.add_argument(
+        "--token-keep",
+        dest="token_keeps",
+        nargs="+",
+        default=[],
+        type=token_keep,
+        metavar="KEEP",
+        help="also evaluate with token pruning: fractions of the last stage's tokens to keep, or entropy; "
+        "the checkpoint's own setting is always evaluated first",
+    )
+    parser.add_argument(
+        "--tile",
+        type=integer(1, LARGEST_IMAGE),
+        metavar="PIXELS",
+        help="segment images in tiles of this side, a multiple of 32, with the memory for one row of them; "
+        "for models of --task segment (default: whole images)",
+    )
+    parser.add_argument(
+        "--overlap",
+        type=integer(0, LARGEST_IMAGE),
+        metavar="PIXELS",
+        help=f"what neighboring tiles share, a multiple of 32 (default: {Tiles().overlap})",
+    )
+    parser.add_argument(
+        "--context",
+        type=integer(0, LARGEST_IMAGE),
+        metavar="PIXELS",
+        help="what is computed at the edges of a tile and not used, at most half of --overlap "
+        f"(default: {Tiles().context})",
+    )
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="fp32", help="default: fp32")
+    add_json_argument(parser, "the metrics and the full confusion matrix")
+    add_device_argument(parser)
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int | None:
+    tiles = _tiles(arguments)
+    if arguments.check:
+        if arguments.data or arguments.token_keeps or tiles:
+            raise ValueError("--check: got --data, --token-keep or --tile beside it, expected none of them")
+        from .check import check  # lazy: as below
+
+        return check(arguments)
+    if arguments.data is None or arguments.photo is not None:
+        raise ValueError("--data: got none or --photo beside it, expected it without --photo, or --check")
+    from ..datasets import Batches  # lazy: Pillow would slow down --help
+
+    device = resolve_device(arguments.device)
+    loaded = load_model(arguments, device)
+    model, size, data = loaded.model, loaded.image_size, arguments.data
+    if tiles and isinstance(model, CvT):
+        raise ValueError(
+            f"--tile: {arguments.checkpoint} is a model of head='classify', which needs an image as a whole; "
+            "expected one of head='segment'"
+        )
+    options: dict[str, Any] = {"classes": loaded.checkpoint.labels, "corrupt": arguments.corrupt}
+    with recorded_warnings() as unread:
+        dataset = open_split(
+            data, "val", size, model.config.head, crop_fraction=loaded.crop_fraction, **options
+        )
+    loaded.check_classes(dataset.classes, f"--data {data}")
+    labels = loaded.labels(arguments.labels) or dataset.classes
+    configs = [model.config]
+    with naming_options("token_keep"):  # before the long run
+        configs += [dataclasses.replace(model.config, token_keep=keep) for keep in arguments.token_keeps]
+    keeps: dict[Any, Any] = {}  # by what they come to, so that none is measured twice
+    for config in configs:
+        keeps.setdefault(config.stages[-1].token_keep, config.token_keep)
+    batches = Batches(dataset, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
+    with contextlib.ExitStack() as stack:
+        report_json = stack.enter_context(reporting(arguments.json))
+        remarks = stack.enter_context(recorded_warnings())
+        precision = PRECISIONS[arguments.precision]
+        runs = [_measure(model, keep, batches, size, precision, tiles) for keep in keeps.values()]
+        evaluation, costs = runs[0].evaluation, runs[0].cost
+        setting = {
+            "checkpoint": arguments.checkpoint,
+            "data": data,
+            "image_size": size,
+            "tiles": tiles and tiles._asdict(),
+            "batch_size": arguments.batch_size,
+            "precision": arguments.precision,
+            "device": str(device),
+        }
+        content = setting | as_json(evaluation, costs, labels)
+        report_json(content | {"token_keep": [run.as_json() for run in runs]})
+    pixels = f"{size}×{size} pixels" + (f" in tiles of {tiles.tile}" if tiles else "")
+    heading = f"{arguments.checkpoint} on {data}, {pixels}, {arguments.precision} on {device}"
+    result = [heading, "", report(evaluation, costs, labels)]
+    if arguments.token_keeps:
+        result += ["", *token_table(runs)]
+    if any(run.evaluation.is_disturbed for run in runs):
+        remarks.append(clock.DISTURBED)
+    print_result(arguments, result, [*loaded.remarks, *unread, *remarks])
+    return None
+
+
+def _tiles(arguments: argparse.Namespace) -> Tiles | None:
+    """Returns the tiles that the options name, or None for whole images."""
+    options = ((name, getattr(arguments, name)) for name in Tiles._fields)
+    given = {name: value for name, value in options if value is not None}
+    if not given:
+        return None
+    if "tile" not in given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"--{name}: got {value} without --tile, expected both or neither")
+    tiles = Tiles(**given)
+    with naming_options(*Tiles._fields):
+        tiles.check()
+    return tiles
+
+
+class Measured(NamedTuple):
+    """The figures of a model for one ``token_keep``; ``tokens`` are the means of :class:`TokenCounter`."""
+
+    token_keep: Any
+    evaluation: Evaluation | PixelEvaluation
+    cost: Cost
+    tokens: list[float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures that depend on how many tokens stay; ``tokens`` counts class tokens too."""
+        names = (*_scores_of(self.evaluation), "loss", "images_per_second")
+        return {
+            "token_keep": self.token_keep,
+            **{name: getattr(self.evaluation, name) for name in names},
+            "multiply_adds": self.cost.multiply_adds,
+            "tokens": self.tokens,
+        }
+
+
+def _scores_of(evaluation: Evaluation | PixelEvaluation) -> dict[str, str]:
+    """Returns the names of the scores of an evaluation, the first one best known, and their titles."""
+    if isinstance(evaluation, PixelEvaluation):
+        return {"miou": "mIoU", "pixel_accuracy": "pixel accuracy"}
+    return {"top1": "top-1", "top5": "top-5"}
+
+
+def _measure(
+    model: CvT | CvTSegmenter,
+    keep: Any,
+    batches: Batches,
+    size: int,
+    autocast: torch.dtype | None,
+    tiles: Tiles | None,
+) -> Measured:
+    """Evaluates a model in which ``keep`` is then set."""
+    model.set_token_keep(keep)
+    progress = tqdm(batches, unit="batch", leave=False, disable=None)
+    with TokenCounter(model) as counter:
+        evaluation: Evaluation | PixelEvaluation
+        if isinstance(model, CvT):
+            evaluation = evaluate(model, progress, autocast=autocast)
+        else:
+            evaluation = evaluate_pixels(model, progress, autocast=autocast, tiles=tiles)
+    tokens = counter.means()
+    return Measured(keep, evaluation, cost(model.config, size, tokens, tiles=tiles), tokens)
+
+
+def token_table(runs: Sequence[Measured]) -> list[str]:
+    """Returns a table of models that differ in how many tokens stay, the model as it was loaded first."""
+    first = runs[0]
+    score, title = next(iter(_scores_of(first.evaluation).items()))
+    rows = [("tokens kept", "computed", title, "multiply-adds", "of the first", "images/s")]
+    for run in runs:
+        keep = run.token_keep if isinstance(run.token_keep, tuple) else (run.token_keep,)
+        rows.append(
+            (
+                ",".join(each if isinstance(each, str) else f"{each:g}" for each in keep),
+                f"{sum(run.tokens) / (len(run.tokens) * run.tokens[0]):.1%}",
+                f"{getattr(run.evaluation, score):.2%}",
+                _scaled(run.cost.multiply_adds),
+                f"{run.cost.multiply_adds / first.cost.multiply_adds:.1%}",
+                _speed(run.evaluation),
+            )
+        )
+    lines = aligned(rows, right=[1, 2, 3, 4, 5])
+    note = "computed: the part of the tokens that blocks of the last stage compute, mean of blocks and images"
+    return [*lines, "", note]
+
+
+def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
+    """Returns a table of the figures, and one of the classes with the lowest accuracy."""
+    memory, scores = evaluation.peak_memory, _scores_of(evaluation)
+    figures = [
+        ("images", f"{evaluation.images}"),
+        *((title, f"{getattr(evaluation, name):.2%}") for name, title in scores.items()),
+        ("loss", f"{evaluation.loss:.4f}"),
+        ("parameters", _scaled(costs.parameters)),
+        ("multiply-adds", _scaled(costs.multiply_adds)),
+        ("images/s", _speed(evaluation)),
+        ("peak memory", "unknown" if memory is None else f"{memory / 2**20:.0f} MiB"),
+    ]
+    return "\n".join([*aligned(figures, right=[1]), "", *aligned(_worst(evaluation, labels), right=[1, 2])])
+
+
+def _worst(evaluation: Evaluation | PixelEvaluation, labels: Sequence[str] | None) -> list[_Row]:
+    """Returns the rows of the classes with the lowest accuracy or IoU, of those that occur."""
+    if isinstance(evaluation, PixelEvaluation):
+        confusion, figures = evaluation.sums.confusion, evaluation.sums.iou
+        occurs = confusion.sum(0) + confusion.sum(1) > 0
+        rows = [("class", "pixels", "IoU", "most often taken for")]
+    else:
+        confusion, figures = evaluation.confusion, evaluation.per_class
+        occurs = confusion.sum(1) > 0
+        rows = [("class", "images", "right", "most often taken for")]
+    for i in [int(i) for i in figures.argsort(stable=True) if occurs[i]][:_WORST]:
+        others = confusion[i].clone()
+        others[i] = 0
+        confused = f"{_name(int(others.argmax()), labels)} ({int(others.max())})" if others.any() else ""
+        rows.append((_name(i, labels), f"{int(confusion[i].sum())}", f"{figures[i]:.2%}", confused))
+    return rows
+
+
+def as_json(
+    evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Returns the metrics as plain numbers, with every class' own and the full confusion matrix.
+
+    The accuracy of a class without images is null.
+    """
+    figures = evaluation._asdict() | costs._asdict()
+    figures["labels"] = None if labels is None else list(labels)
+    if isinstance(evaluation, PixelEvaluation):
+        sums = figures.pop("sums")
+        names = ("loss", *_scores_of(evaluation))
+        figures |= {name: getattr(evaluation, name) for name in names}
+        return figures | {"iou": sums.iou.tolist(), "confusion": sums.confusion.tolist()}
+    per_class = [None if accuracy != accuracy else accuracy for accuracy in evaluation.per_class.tolist()]
+    confusion = evaluation.confusion.tolist()
+    return figures | {"images": evaluation.images, "per_class": per_class, "confusion": confusion}
+
+
+def _speed(evaluation: Evaluation | PixelEvaluation) -> str:
+    speed = evaluation.images_per_second
+    return "too few batches" if speed is None else f"{speed:.1f}"
+
+
+def _scaled(count: int) -> str:
+    return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def _name(index: int, labels: Sequence[str] | None) -> str:
+    return f"class {index}" if labels is None else labels[index]

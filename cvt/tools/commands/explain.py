@@ -1,0 +1,84 @@
+"""``cvt explain``: attention maps over photos, and entropy and attention distance of every head."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cvt.files import check_writable, filling, making, write_json
+
+from .common import (
+    add_device_argument,
+    add_model_arguments,
+    add_photos_argument,
+    add_token_keep_argument,
+    load_model,
+    print_result,
+    resolve_device,
+)
+from .paths import output_path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add_photos_argument(parser)
+    add_model_arguments(parser)
+    add_token_keep_argument(parser)
+    parser.add_argument(
+        "--output",
+        type=output_path,
+        required=True,
+        metavar="DIR",
+        help="where to write explain.json and, for each photo, NAME.attention.png and NAME.rollout.png (with "
+        "token pruning also NAME.tokens.png)",
+    )
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help="also write heads.png, a plot of all heads (needs matplotlib)",
+    )
+    add_device_argument(parser)
+    parser.set_defaults(run=_explain, written=_names_written)
+
+
+def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Returns the names of the files in ``--output``."""
+    kinds = ("attention", "rollout", "tokens")
+    pictures = [f"{Path(photo).stem}.{kind}.png" for photo in arguments.photos for kind in kinds]
+    return {"output": ["explain.json", *pictures, *(["heads.png"] if arguments.plot else [])]}
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    # lazy: Pillow would slow down --help.
+    from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures, plot_heads
+
+    photos, output = arguments.photos, Path(arguments.output)
+    names = [Path(photo).stem for photo in photos]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"photos: got two of the name {twice}, whose pictures would have one name")
+    check_writable("--output", output, directory=True)
+    if arguments.plot:
+        figure_class()
+    device = resolve_device(arguments.device)
+    loaded = load_model(arguments, device)
+    model, config = loaded.classifier, loaded.model.config
+    images = loaded.read(photos)
+    progress = tqdm(images, unit="photo", leave=False, disable=None)
+    explanations = [explain(model, image[None].to(device)) for image in progress]
+    content = [
+        {"photo": photo, **as_json(explanation, loaded.checkpoint.labels)}
+        for photo, explanation in zip(photos, explanations, strict=True)
+    ]
+    with making(output), filling(output) as scratch:
+        for name, image, explanation, entry in zip(names, images, explanations, content, strict=True):
+            title = class_title(**entry["classes"][0])
+            for kind, picture in pictures(explanation, photograph(image), config, title).items():
+                picture.save(scratch / f"{name}.{kind}.png")
+        if arguments.plot:
+            plot_heads(explanations, scratch / "heads.png")
+        write_json(scratch / "explain.json", {"checkpoint": arguments.checkpoint, "photos": content})
+        written = sorted(str(output / file.name) for file in scratch.iterdir())
+    print_result(arguments, written, loaded.remarks)

@@ -1,0 +1,234 @@
+"""``cvt export``: export by ``torch.export`` or to ONNX, with a check of the file's outputs.
+
+The file runs without this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from cvt.extras import require
+from cvt.files import replacing, writing
+from cvt.model import CvT
+from cvt.quantized import quantized_layers
+from cvt.segmentation import CvTSegmenter
+from cvt_kernels.backends import Backend, requesting
+
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result, untuned
+from .onnx_nodes import with_nodes
+from .paths import add_json_argument, output_path, reporting
+
+FORMATS = ("pt2", "onnx")
+#: Largest accepted difference of the logits, relative to the largest logit.
+TOLERANCE = 1e-4
+#: The same for a quantized model, by root mean squares: relative to the logits, and to the model's own error.
+QUANTIZED_TOLERANCE = 1e-2, 3.0
+_IMAGES = 5  # that are compared
+#: What computes the model's logits where the user requests nothing: what becomes a part of the file.
+_BACKENDS: tuple[Backend, ...] = ("composed", "sdpa", "reference")
+
+
+class Parity(NamedTuple):
+    """The distance of an export's logits from the model's, on random images.
+
+    Attributes:
+        difference: The largest difference, relative to the largest logit.
+        rounding: The same of a quantized model and itself in float64; None for other models. On other images
+            the export may differ by about as much, where a number between two integers is rounded.
+    """
+
+    difference: float
+    rounding: float | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    add_model_arguments(parser)
+    add_token_keep_argument(parser)
+    parser.add_argument(
+        "--format", required=True, choices=FORMATS, help="torch.export program (pt2) or ONNX model (onnx)"
+    )
+    parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="file to write")
+    add_json_argument(parser, "how far the file's outputs are from the model's")
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    loaded = load_model(arguments, "cpu")
+    size, config = loaded.image_size, loaded.model.config
+    # The report ends first: where it cannot be written, --output stays as it was.
+    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+        parity = export(loaded.model, file, arguments.format, image_size=size, progress=True)
+        given = {"checkpoint": arguments.checkpoint, "output": arguments.output, "format": arguments.format}
+        report_json({**given, "image_size": size, "classes": config.num_classes, **parity._asdict()})
+    sides = f", {size}, {size}" if config.head == "segment" else ""
+    lines = [
+        f"{arguments.output}: images (batch, {config.in_chans}, {size}, {size}) to logits "
+        f"(batch, {config.num_classes}{sides}), within {parity.difference:.1e} of the largest logit on "
+        f"{_IMAGES} random images"
+    ]
+    if parity.rounding is not None:
+        lines.append(
+            f"on others possibly about {parity.rounding:.1e} off, as the model is by its 8-bit numbers"
+        )
+    print_result(arguments, lines, loaded.remarks)
+
+
+def export(
+    model: CvT | CvTSegmenter,
+    path: str | os.PathLike[str],
+    format: str,  # noqa: A002
+    *,
+    image_size: int,
+    progress: bool = False,
+) -> Parity:
+    """Writes a model, in evaluation mode and float32 on the CPU, for any number of images of one size.
+
+    The file takes float32 ``images`` (B, in_chans, image_size, image_size) to the model's ``logits`` by
+    PyTorch's or ONNX's own operators. Before it replaces ``path`` it is read back and compared with the model
+    on random images, an ONNX file by onnxruntime.
+
+    Args:
+        model: The model.
+        path: A file.
+        format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
+        image_size: Pixels of each side.
+        progress: Show a bar on stderr, if that is a terminal.
+
+    Returns:
+        The difference, at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE` for a quantized model.
+
+    Raises:
+        ValueError: An unknown format, a model in another mode, dtype or place, one that PyTorch cannot export
+            or whose export differs, or an image size too small for the model.
+        ModuleNotFoundError: For ONNX: the ``export`` extra is not installed.
+        OSError: The file cannot be written.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
+    weight = next(model.parameters())
+    if model.training or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        mode = "training" if model.training else "evaluation"
+        raise ValueError(
+            f"model: is in {mode} mode, {weight.dtype} on {weight.device}, "
+            "expected evaluation mode, torch.float32 on cpu"
+        )
+    runtime = _import_onnxruntime() if format == "onnx" else None
+    shape = _IMAGES, model.config.in_chans, image_size, image_size
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
+    with torch.no_grad(), replacing(path) as scratch, bar:
+        with untuned(*_BACKENDS):
+            expected = model(images)
+        bar.update()
+        try:
+            with requesting("auto"), _quiet():  # requested kernels would become part of the file
+                _write(model, images[:2], scratch, format)
+                bar.update()
+                logits = _run(scratch, (images[:1], images[1:]), runtime)
+                bar.update()
+        except OSError:
+            raise
+        except Exception as error:  # a tracer can stumble over anything
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"model: cannot be exported: {first_line}") from error
+        return _compare(model, images, expected, logits)
+
+
+def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits: Tensor) -> Parity:
+    """Returns how close an export's logits are to the model's; raises ValueError if they are not."""
+    tiny = torch.finfo(torch.float32).tiny
+    largest = expected.abs().max().clamp_min(tiny)
+    difference = ((logits - expected).abs().max() / largest).item()
+    if not quantized_layers(model.state_dict()):
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"model: its export differs by {difference:.1e} of the largest logit, "
+                f"expected at most {TOLERANCE:.0e}"
+            )
+        return Parity(difference)
+    with untuned(*_BACKENDS):
+        exact = copy.deepcopy(model).double()(images.double())
+    size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
+    of_logits, of_error = QUANTIZED_TOLERANCE
+    most = of_logits * size + of_error * error
+    if not distance <= most:
+        got, expectation = (each / max(size, tiny) for each in (distance, most))
+        raise ValueError(
+            f"model: its export differs by {got:.1e} of the logits, expected at most {expectation:.1e}"
+        )
+    return Parity(difference, ((exact - expected).abs().max() / largest).item())
+
+
+def _size(tensor: Tensor) -> float:
+    """Returns the root mean square."""
+    return tensor.square().mean().sqrt().item()
+
+
+def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  # noqa: A002
+    dynamic_shapes = ({0: torch.export.Dim("batch")},)
+    if format == "onnx":
+        model = with_nodes(model)
+    program = torch.export.export(model, (images,), dynamic_shapes=dynamic_shapes)
+    if format == "onnx":
+        written: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=dynamic_shapes,
+        )
+        for node in written.model.graph.all_nodes():
+            node.metadata_props.clear()  # where in our source it comes from, at great length
+        written.save(path, external_data=False)
+    else:
+        with writing(path) as file:  # a name would have to end with .pt2
+            torch.export.save(program, file)
+
+
+def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None) -> Tensor:
+    if onnxruntime is None:
+        with open(path, "rb") as file:
+            module = torch.export.load(file).module()
+        return torch.cat([module(images) for images in batches])
+    # By its content, since not every name of a file can be decoded.
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    logits = [session.run(None, {"images": images.numpy()})[0] for images in batches]
+    return torch.cat([torch.from_numpy(part) for part in logits])
+
+
+def _import_onnxruntime() -> ModuleType:
+    for module in ("onnx", "onnxscript"):  # torch.onnx imports them
+        require(module, "export")
+    return require("onnxruntime", "export")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences PyTorch's debugging output: graphs that failed to export, missing packages."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            # Of torch.onnx copying a program, in torch 2.13, and of torch.export.load in 2.11.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)

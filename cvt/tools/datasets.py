@@ -1,0 +1,485 @@
+"""Data sets of labeled images, and batches of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import stat
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+from cvt.card import check_names
+from cvt.config import MOST_IMAGES, MOST_SEED
+from cvt.extras import folder_of
+from cvt.images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
+from cvt_kernels import checks
+
+SPLITS = ("train", "val")
+DIGITS = "digits"
+_NO_FILE = "is no file"  # a pipe or a device
+_HELD_OUT = 5  # of so many images one, where a data set does not say which
+
+Corrupt = Literal["error", "skip"]
+_Image = str | os.PathLike[str] | Image.Image
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """A resized crop (Szegedy et al. 2015), then a flip, of photographs of any size.
+
+    Attributes:
+        min_scale: The crop has at least this part of the image's area.
+        ratio: Its width over its height is between ``1 / ratio`` and ``ratio``.
+        flip: Probability of a horizontal flip.
+    """
+
+    min_scale: float = 0.08
+    ratio: float = 4 / 3
+    flip: float = 0.5
+
+    def box(self, width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """Draws the crop: left, top, right and bottom; the largest central one if ten draws do not fit."""
+        for _ in range(10):
+            area = width * height * rng.uniform(self.min_scale, 1)
+            ratio = math.exp(rng.uniform(-math.log(self.ratio), math.log(self.ratio)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = (int(rng.integers(0, free, endpoint=True)) for free in (width - w, height - h))
+                return left, top, left + w, top + h
+        w = min(width, round(height * self.ratio))
+        h = min(height, round(width * self.ratio))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+    def __call__(self, image: Image.Image, image_size: int, rng: np.random.Generator) -> Tensor:
+        """Crops an RGB image of any size to uint8 (3, image_size, image_size)."""
+        return to_tensor(self.crop([image], image_size, rng)[0])
+
+    def crop(
+        self, images: Sequence[Image.Image], image_size: int, rng: np.random.Generator
+    ) -> list[Image.Image]:
+        """Crops images of one size alike: RGB by bicubic interpolation, others by the nearest pixel."""
+        box = self.box(*images[0].size, rng)
+        sizes = image_size, image_size
+        ways = {"RGB": Image.Resampling.BICUBIC}
+        cropped = [
+            image.resize(sizes, ways.get(image.mode, Image.Resampling.NEAREST), box=box) for image in images
+        ]
+        if rng.random() < self.flip:
+            cropped = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in cropped]
+        return cropped
+
+
+class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
+    """Labeled images as tensors, for training or evaluation.
+
+    An unusable image is returned as an exception, which :class:`Batches` raises or skips.
+
+    Args:
+        images: Paths, or images in memory.
+        labels: The class of each image, an index into ``classes``.
+        classes: Their names.
+        image_size: Pixels of each side of the tensors.
+        crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
+        random_crop: Replaces :func:`preprocess`; depends only on seed, epoch and index of the image.
+
+    Attributes:
+        epoch: Decides, with ``seed``, on the random numbers; set by :class:`Batches`.
+        seed: Likewise.
+
+    Raises:
+        TypeError: A class has a name that is no string.
+        ValueError: There is no image, fewer than two classes, a name that no card of a model can have, or a
+            label out of range.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[_Image],
+        labels: Sequence[Any],
+        classes: Sequence[str],
+        image_size: int,
+        *,
+        crop_fraction: float | None = None,
+        random_crop: RandomCrop | None = None,
+    ):
+        if len(classes) < 2:
+            raise ValueError(f"classes: got {list(classes)}, expected at least two")
+        check_names("classes", list(classes), len(classes))
+        if len(images) != len(labels) or not images:
+            raise ValueError(f"labels: got {len(labels)} for {len(images)} images, expected one for each")
+        self._check_labels(labels, len(classes))
+        self.images, self.labels, self.classes = images, labels, list(classes)
+        self.image_size, self.crop_fraction, self.random_crop = image_size, crop_fraction, random_crop
+        self.epoch = self.seed = 0
+
+    def _check_labels(self, labels: Sequence[Any], classes: int) -> None:
+        wrong = next((label for label in labels if not 0 <= label < classes), None)
+        if wrong is not None:
+            raise ValueError(f"labels: got {wrong}, expected 0 to {classes - 1} for {classes} classes")
+
+    def part(self, indices: Sequence[int]) -> ImageDataset:
+        """Returns a data set of some of the images, in the order of their indices."""
+        return type(self)(
+            [self.images[i] for i in indices],
+            [self.labels[i] for i in indices],
+            self.classes,
+            self.image_size,
+            crop_fraction=self.crop_fraction,
+            random_crop=self.random_crop,
+        )
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor] | Exception:
+        image = self.images[index]
+        try:
+            image = image if isinstance(image, Image.Image) else read_image(image)
+            return self._sample(index, image)
+        except (ImageError, OSError) as error:
+            return error
+
+    def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, int | Tensor]:
+        """Returns the tensor of an image, and its label."""
+        with naming_image(self._name(index)):
+            if self.random_crop is None:
+                tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
+            else:
+                tensor = self.random_crop(image, self.image_size, self.rng(index))
+        return tensor, self.labels[index]
+
+    def _name(self, index: int) -> str:
+        """Returns what errors call an image: its path, or its index."""
+        image = self.images[index]
+        return f"images[{index}]" if isinstance(image, Image.Image) else str(image)
+
+    def rng(self, index: int) -> np.random.Generator:
+        """Returns the generator of the random numbers of an image in this epoch."""
+        return np.random.default_rng((self.seed, self.epoch, index))
+
+
+def open_dataset(
+    source: str | os.PathLike[str],
+    split: Literal["train", "val"],
+    image_size: int,
+    *,
+    crop_fraction: float | None = None,
+    random_crop: RandomCrop | None = None,
+    corrupt: Corrupt = "error",
+) -> ImageDataset:
+    """Opens the digits of scikit-learn, or a folder of images, as a data set.
+
+    Args:
+        source: ``"digits"``, the 1797 scanned digits of scikit-learn, where every fifth is held out; or
+            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``.
+        split: ``"train"`` or ``"val"``.
+        image_size: Pixels of each side of the tensors.
+        crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
+        random_crop: As in :class:`ImageDataset`.
+        corrupt: Unusable files (such as a broken link, or an image outside the class folders) raise an
+            error, or for ``"skip"`` are counted in a warning.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is needed and not installed.
+        FileNotFoundError: There is no such folder.
+        ImageError: Something in the folder cannot be used, and ``corrupt`` is ``"error"``.
+        ValueError: A wrong split or ``corrupt``, an empty class folder, or fewer than two.
+    """
+    check_choices(corrupt, split)
+    if source == DIGITS:
+        crop_fraction = 1.0
+    images, labels, classes = (
+        _digits(split) if source == DIGITS else _image_folder(Path(source, split), corrupt)
+    )
+    return ImageDataset(
+        images, labels, classes, image_size, crop_fraction=crop_fraction, random_crop=random_crop
+    )
+
+
+def open_parts(
+    source: str | os.PathLike[str],
+    image_size: int,
+    *,
+    crop_fraction: float | None = None,
+    corrupt: Corrupt = "error",
+) -> tuple[ImageDataset, ImageDataset]:
+    """Opens the images for calibration and the held-out images, both preprocessed as for evaluation.
+
+    Args:
+        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, where every fifth image of
+            each class, sorted by name, is held out.
+        image_size: Pixels of each side of the tensors.
+        crop_fraction: As in :func:`open_dataset`.
+        corrupt: Likewise.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is needed and not installed.
+        FileNotFoundError: There is no such folder.
+        ImageError: As by :func:`open_dataset`.
+        ValueError: An empty class folder, fewer than two, all images held out, or parts
+            of different classes.
+    """
+    if source == DIGITS or any(Path(source, split).is_dir() for split in SPLITS):
+        options: dict[str, Any] = {"crop_fraction": crop_fraction, "corrupt": corrupt}
+        fitted = open_dataset(source, "train", image_size, **options)
+        held_out = open_dataset(source, "val", image_size, **options)
+        if fitted.classes != held_out.classes:
+            raise ValueError(f"data: {source} has train/ and val/ of different classes")
+        return fitted, held_out
+    check_choices(corrupt)
+    whole = ImageDataset(*_image_folder(Path(source), corrupt), image_size, crop_fraction=crop_fraction)
+    groups = (group for _, group in itertools.groupby(whole.labels))
+    is_held_out = [i % _HELD_OUT == 0 for group in groups for i, _ in enumerate(group)]
+    if all(is_held_out):
+        raise ValueError(f"data: {source} has no images besides those that are held out")
+    fitted, held_out = (
+        whole.part([i for i, held in enumerate(is_held_out) if held == wanted]) for wanted in (False, True)
+    )
+    return fitted, held_out
+
+
+def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:
+    # As load_digits() of sklearn.datasets reads them, whose import takes as long as many a command.
+    file = folder_of("sklearn", "train") / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",", dtype=np.int64)  # 64 pixels, 0 to 16, white on black; the digit
+    chosen = rows[(np.arange(len(rows)) % _HELD_OUT == 0) == (split == "val")]
+    pixels = (chosen[:, :-1].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    images = [Image.fromarray(image).convert("RGB") for image in pixels]
+    return images, chosen[:, -1].tolist(), [str(digit) for digit in range(10)]
+
+
+def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes the last held-out digit of each class as ``0.png`` to ``9.png``, and returns the files.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+        OSError: The folder cannot be made or written to.
+    """
+    images, labels, classes = _digits("val")
+    last = dict(zip(labels, images, strict=True))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    files = [Path(folder, f"{name}.png") for name in classes]
+    for label, file in enumerate(files):
+        last[label].resize((128, 128), Image.Resampling.BICUBIC).save(file)  # as large as people like
+    return files
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], list[int], list[str]]:
+    """Lists the images of each class folder, sorted by name, as torchvision's ``ImageFolder`` does."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
+        )
+    if (reason := _why_of_the_system(folder)) is not None:
+        raise ImageError(f"data: {folder} {reason}")
+    classes: list[str] = []
+    images: list[Path] = []
+    labels: list[int] = []
+    unusable: list[str] = []
+    for path, kind in _entries(folder):
+        if kind == "folder" and path.name[0] != ".":
+            files, reasons = list_files(path)
+            labels += [len(classes)] * len(files)
+            images += files
+            unusable += reasons
+            classes.append(path.name)
+        elif kind not in ("folder", "file", _NO_FILE):
+            unusable.append(f"{path} {kind}")
+        elif Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
+            unusable.append(f"{path} is in no class folder")
+    report_unusable(folder, unusable, corrupt)
+    empty = sorted(set(range(len(classes))) - set(labels))
+    if empty:
+        raise ValueError(f"data: {folder / classes[empty[0]]} has no images")
+    if len(classes) < 2:
+        raise ValueError(f"data: {folder} has {len(classes)} class folders, expected at least two")
+    return images, labels, classes
+
+
+def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
+    """Lists the files of a folder and its subfolders, sorted by name, without hidden ones; follows links.
+
+    Args:
+        folder: Where to look.
+        deep: False counts subfolders as unusable.
+
+    Returns:
+        The files, and a sentence about each unusable entry.
+    """
+    files: list[Path] = []
+    unusable: list[str] = []
+    listed: set[Path] = set()  # links may lead there again, or round and round
+
+    def visit(place: Path) -> None:
+        listed.add(place.resolve())
+        if (reason := _why_of_the_system(place)) is not None:
+            unusable.append(f"{place} {reason}")
+            return
+        try:
+            entries = _entries(place)
+        except OSError as error:
+            unusable.append(f"{place} cannot be listed: {error.strerror}")
+            return
+        for path, kind in entries:
+            if kind == "file":
+                files.append(path)
+            elif kind != "folder":
+                unusable.append(f"{path} {kind}")
+            elif deep and path.resolve() not in listed:
+                visit(path)
+            elif not deep and path.name[0] != ".":
+                unusable.append(f"{path} is a folder")
+
+    visit(folder)
+    return sorted(files), sorted(unusable)
+
+
+def _why_of_the_system(folder: Path) -> str | None:
+    """Says that a folder belongs to the kernel, whose files may be endless, or returns None."""
+    place = Path(os.path.realpath(folder))
+    is_made_up = any(place.is_relative_to(root) for root in ("/proc", "/sys", "/dev"))
+    return "belongs to the system, expected a folder of images" if is_made_up else None
+
+
+def _entries(folder: Path) -> list[tuple[Path, str]]:
+    """Lists the entries of a folder, except hidden ones, with ``"file"``, ``"folder"`` or what is wrong."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            try:
+                mode = entry.stat().st_mode
+                kind = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else _NO_FILE
+            except OSError as error:
+                is_broken = isinstance(error, FileNotFoundError) and entry.is_symlink()
+                kind = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
+            if kind == "folder" or entry.name[0] != ".":
+                found.append((folder / entry.name, kind))
+    return sorted(found)
+
+
+def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:
+    """Raises ImageError for unusable entries of a folder, or warns how many there are."""
+    if not unusable:
+        return
+    count = f"{len(unusable)} {'entry' if len(unusable) == 1 else 'entries'} of {folder}"
+    shown = first_of(unusable, "; ")
+    if corrupt == "error":
+        raise ImageError(f"data: {count} cannot be used: {shown}")
+    warnings.warn(f"data: skipped {count}: {shown}", stacklevel=3)
+
+
+# Batches --------------------------------------------------------------------------------------------------
+
+
+def check_choices(corrupt: Corrupt, split: str = "train") -> None:
+    """Raises ValueError for a wrong ``corrupt`` or ``split``."""
+    if not isinstance(corrupt, str) or corrupt not in get_args(Corrupt):
+        raise ValueError(f"corrupt: got {checks.shown(corrupt)}, expected 'error' or 'skip'")
+    if split not in SPLITS:
+        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+
+
+class Batches:
+    """The batches of one process's share of a data set.
+
+    With ``shuffle`` the order depends on seed and epoch only, every process gets as many images, and an
+    incomplete last batch is dropped. Otherwise every image comes exactly once.
+
+    Args:
+        dataset: What to read. Its ``seed`` and ``epoch`` are set.
+        batch_size: Images per batch of one process.
+        shuffle: See above.
+        seed: Of order and crops.
+        rank: Which of the processes this is.
+        world_size: Number of processes.
+        workers: Processes that decode images; 0 decodes in this one.
+        corrupt: ``"error"`` raises for an unusable file, ``"skip"`` leaves it out with a warning.
+
+    Raises:
+        TypeError: A batch size or seed that is no integer.
+        ValueError: One out of range, a wrong ``corrupt``, or fewer images than a batch with ``shuffle``.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        corrupt: Corrupt = "error",
+    ):
+        check_choices(corrupt)
+        checks.check_int("batch_size", batch_size, 1, MOST_IMAGES)
+        checks.check_int("seed", seed, 0, MOST_SEED)
+        if shuffle and len(dataset) < batch_size * world_size:
+            raise ValueError(
+                f"batch_size: {batch_size * world_size} images at a time are more than the data set has, "
+                f"{len(dataset)}"
+            )
+        self.dataset, self._corrupt = dataset, corrupt
+        dataset.seed = seed
+        share: Dataset[object] = dataset
+        self._sampler: DistributedSampler[object] | None = None
+        if shuffle:
+            self._sampler = DistributedSampler(dataset, world_size, rank, seed=seed, drop_last=True)
+        elif world_size > 1:
+            share = Subset(dataset, range(rank, len(dataset), world_size))
+        self._loader = DataLoader(
+            share,
+            batch_size,
+            sampler=self._sampler,
+            drop_last=shuffle,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # else the loader draws its own seed from the global one
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, which the order and the crops of the next iteration depend on."""
+        self.dataset.epoch = epoch
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields images (B, 3, H, W), uint8 if cropped at random, else normalized, and labels (B, …)."""
+        for images, labels, errors in self._loader:
+            for error in errors:
+                if self._corrupt == "error":
+                    raise error
+                warnings.warn(f"skipped: {error}", stacklevel=2)
+            if len(labels):
+                yield images, labels
+            elif self._sampler is not None:  # the other processes would wait for this one for ever
+                raise ImageError("data: a whole batch of images cannot be used")
+
+
+def _collate(
+    samples: list[tuple[Tensor, int | Tensor] | Exception],
+) -> tuple[Tensor, Tensor, list[Exception]]:
+    good = [sample for sample in samples if not isinstance(sample, Exception)]
+    errors = [sample for sample in samples if isinstance(sample, Exception)]
+    images = torch.stack([image for image, _ in good]) if good else torch.empty(0)
+    labels = torch.stack([torch.as_tensor(label) for _, label in good]) if good else torch.empty(0)
+    return images, labels, errors

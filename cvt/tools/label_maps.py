@@ -1,0 +1,322 @@
+"""Data sets with a class per pixel, and a synthetic one of scanned digits on photos."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cvt.config import LARGEST_IMAGE, MOST_SEED
+from cvt.images import ImageError, naming_image, open_image, preprocess, read_image, sample_photos, to_tensor
+from cvt.segmentation import IGNORED
+from cvt_kernels import checks
+
+from .datasets import (
+    DIGITS,
+    SPLITS,
+    Corrupt,
+    ImageDataset,
+    RandomCrop,
+    check_choices,
+    list_files,
+    open_dataset,
+    report_unusable,
+)
+
+_INDEX_MODES = ("L", "P")  # of Pillow, whose pixels are numbers of 8 bits: gray, and with a palette
+# What Pillow multiplies gray pixels of fewer bits by, so that the largest becomes 255, by its raw mode.
+_STRETCHED = {"1": 255, "L;2": 85, "L;4": 17}
+_SUFFIX = ".png"
+_CLASSES = "classes.txt"
+_SMALLEST_SCENE = 16
+_LAYOUT = "train/images/NAME.jpg, train/labels/NAME.png, and the same in val/"
+
+
+class LabelMapDataset(ImageDataset):
+    """Images with label maps as tensors, for training or evaluating a segmenter.
+
+    A label map is as large as its image; its pixels are indices of ``classes``, or 255 for those that are
+    ignored. A random crop is the same for both. Without it, both are resized to the square as a whole.
+
+    Args:
+        images: Files of images.
+        labels: Files of label maps, gray or with a palette.
+        classes: The names of the classes.
+        image_size: Pixels of each side of the tensors: the labels are int64 (image_size, image_size).
+        crop_fraction: Nothing but 1.
+        random_crop: As in :class:`ImageDataset`.
+
+    Raises:
+        ValueError: There is no image, fewer than two classes or more than 255, or another ``crop_fraction``.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Path],
+        labels: Sequence[Path],
+        classes: Sequence[str],
+        image_size: int,
+        *,
+        crop_fraction: float | None = 1.0,
+        random_crop: RandomCrop | None = None,
+    ):
+        if crop_fraction != 1:
+            raise ValueError(f"crop_fraction: got {crop_fraction}, expected 1 with label maps")
+        options: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
+        super().__init__(images, labels, classes, image_size, **options)
+
+    def _check_labels(self, labels: Sequence[Any], classes: int) -> None:
+        if classes > IGNORED:  # files are checked when they are read
+            raise ValueError(f"classes: got {classes}, expected at most {IGNORED}; {IGNORED} is no class")
+
+    def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
+        label_map = self._label_map(self.labels[index], image.size)
+        size = self.image_size
+        with naming_image(self._name(index)):
+            if self.random_crop is None:
+                pixels = preprocess(image, size, crop_fraction=1.0, upscale=True)
+                label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
+            else:
+                image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
+                pixels = to_tensor(image)
+        return pixels, torch.from_numpy(np.array(label_map)).long()
+
+    def _label_map(self, path: Path, size: tuple[int, int]) -> Image.Image:
+        """Reads the label map of an image of that size.
+
+        Raises:
+            ImageError: It cannot be read, has another size, or a label that no class has.
+        """
+        label_map = read_label_map(path)
+        if label_map.size != size:
+            theirs, ours = (f"{width}×{height}" for width, height in (size, label_map.size))
+            raise ImageError(f"{path}: has {ours} pixels, its image {theirs}")
+        count = len(self.classes)
+        wrong = [label for label in _labels_in(label_map) if count <= label != IGNORED]
+        if wrong:
+            raise ImageError(
+                f"{path}: has label {wrong[0]}, expected 0 to {count - 1} for {count} classes, or {IGNORED}, "
+                "which is ignored"
+            )
+        return label_map
+
+
+def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
+    """Reads an image file whose pixels are class indices of at most 8 bits.
+
+    Raises:
+        ImageError: The file is not an image, is damaged, or has other pixels.
+    """
+    try:
+        with naming_image(path), open_image(path) as file:
+            stretched = _STRETCHED.get(str(file.tile[0][3])) if file.format == "PNG" else None
+            label_map = file.copy()
+        if stretched is not None:
+            label_map = label_map.convert("L").point([value // stretched for value in range(256)])
+    except ImageError:
+        raise
+    except Exception as error:  # decoding damaged bytes can raise anything
+        raise ImageError(f"{path}: is not a readable label map: {error}") from error
+    if label_map.mode not in _INDEX_MODES:
+        raise ImageError(
+            f"{path}: has pixels of mode {label_map.mode}, expected a class index of at most 8 bits for "
+            "each, in gray or with a palette"
+        )
+    return label_map
+
+
+def _labels_in(label_map: Image.Image) -> list[int]:
+    """Returns the labels that a map has, the smallest first."""
+    return [label for label, count in enumerate(label_map.histogram()[:256]) if count]
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+def open_label_maps(
+    source: str | os.PathLike[str],
+    split: Literal["train", "val"],
+    image_size: int,
+    *,
+    classes: Sequence[str] | None = None,
+    random_crop: RandomCrop | None = None,
+    corrupt: Corrupt = "error",
+) -> LabelMapDataset:
+    """Opens a folder of images and label maps as a data set.
+
+    Args:
+        source: A folder with ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``;
+            its ``classes.txt``, if it has one, names a class in each line.
+        split: ``"train"`` or ``"val"``.
+        image_size: Pixels of each side of the tensors.
+        classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
+            which are all read for that.
+        random_crop: As in :class:`LabelMapDataset`.
+        corrupt: ``"error"`` raises for unusable images or label maps, ``"skip"`` leaves them out with a
+            warning.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or an image has no label map.
+        ValueError: A wrong split or ``corrupt``, no images, or fewer than two classes.
+        ImageError: Something cannot be used, and ``corrupt`` is ``"error"``.
+    """
+    check_choices(corrupt, split)
+    source = Path(source)
+    images, labels, unusable = _files(source / split)
+    report_unusable(source / split / "images", unusable, corrupt)
+    file = source / _CLASSES
+    if file.is_file():
+        classes = _read_classes(file)
+    elif classes is None:
+        classes = _numbered(source, corrupt)
+    return LabelMapDataset(images, labels, classes, image_size, random_crop=random_crop)
+
+
+def has_label_maps(source: str | os.PathLike[str], split: Literal["train", "val"]) -> bool:
+    """Returns whether a split of a folder is one that :func:`open_label_maps` takes."""
+    try:
+        _files(Path(source, split))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path], list[str]]:
+    """Lists the images of a folder, sorted by name, the label map of each, and what is of no use."""
+    if not (folder / "images").is_dir():
+        raise FileNotFoundError(f"data: {folder / 'images'} does not exist, expected {_LAYOUT}")
+    images, unusable = list_files(folder / "images", deep=False)
+    if not images:
+        raise ValueError(f"data: {folder / 'images'} has no images")
+    labels = [folder / "labels" / f"{path.stem}{_SUFFIX}" for path in images]
+    for image, label_map in zip(images, labels, strict=True):
+        if not label_map.is_file():
+            raise FileNotFoundError(f"data: {image} has no label map, expected {label_map}")
+    return images, labels, unusable
+
+
+def _read_classes(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except ValueError as error:
+        raise ValueError(f"data: {file} is not UTF-8 text: {error}") from error
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _numbered(source: Path, corrupt: Corrupt) -> list[str]:
+    """Returns a name for each class up to the largest in the label maps of a folder."""
+    files: list[Path] = []
+    for folder in (source / split / "labels" for split in SPLITS):
+        if folder.is_dir():
+            listed, unusable = list_files(folder, deep=False)
+            report_unusable(folder, unusable, corrupt)
+            files += [file for file in listed if file.suffix == _SUFFIX]
+    largest, errors = 0, []
+    for file in files:
+        try:
+            labels = _labels_in(read_label_map(file))
+        except ImageError as error:
+            if corrupt == "error":
+                raise
+            errors.append(error)
+        else:
+            largest = max([largest, *(label for label in labels if label != IGNORED)])
+    if errors:
+        warnings.warn(
+            f"data: {len(errors)} of {len(files)} label maps cannot be read, and do not count among the "
+            f"{largest + 1} classes; first: {errors[0]}",
+            stacklevel=3,
+        )
+    return [f"class {label}" for label in range(largest + 1)]
+
+
+# Scenes of digits -----------------------------------------------------------------------------------------
+
+
+def save_digit_scenes(
+    folder: str | os.PathLike[str],
+    *,
+    train: int = 256,
+    val: int = 64,
+    image_size: int = 64,
+    apart: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Writes scanned digits on photographs, with their label maps, in the layout of :func:`open_label_maps`.
+
+    The photographs are the two of scikit-learn: their left two thirds for training, the rest for validation,
+    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9.
+
+    Args:
+        folder: Made if it does not exist.
+        train: Number of images for training.
+        val: Number of images for validation.
+        image_size: Pixels of each side, each with three digits at most.
+        apart: False makes all ink label 1.
+        seed: The same seed makes the same images.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+        TypeError: A number that is no integer.
+        ValueError: Fewer pixels than a digit needs, a split without images, or a seed out of range.
+        OSError: The folder cannot be made or written to.
+    """
+    for name, count in (("train", train), ("val", val)):
+        checks.check_int(name, count, 1)
+    checks.check_int("image_size", image_size, _SMALLEST_SCENE, LARGEST_IMAGE)
+    checks.check_int("seed", seed, 0, MOST_SEED)
+    folder = Path(folder)
+    photos = [read_image(path) for path in sample_photos()]
+    rng = np.random.default_rng(seed)
+    for split, count in (("train", train), ("val", val)):
+        digits = open_dataset(DIGITS, "train" if split == "train" else "val", image_size)
+        images, labels = (folder / split / name for name in ("images", "labels"))
+        images.mkdir(parents=True, exist_ok=True)
+        labels.mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            background = _background(photos[i % len(photos)], split, image_size, rng)
+            image, label_map = _scene(background, digits, rng)
+            if not apart:
+                label_map = label_map.point(lambda label: min(label, 1))
+            image.save(images / f"{i:05}.jpg", quality=95)
+            label_map.save(labels / f"{i:05}{_SUFFIX}")
+    names = ["photograph", *(digits.classes if apart else ["ink"])]
+    (folder / _CLASSES).write_text("\n".join(names) + "\n", encoding="utf-8")
+    return folder
+
+
+def _background(photo: Image.Image, split: str, image_size: int, rng: np.random.Generator) -> Image.Image:
+    """Returns a square of the part of a photograph that a split has."""
+    border = photo.width * 2 // 3
+    first, last = (0, border) if split == "train" else (border, photo.width)
+    side = int(rng.integers((last - first) // 3, (last - first) * 2 // 3))
+    left, top = int(rng.integers(first, last - side)), int(rng.integers(0, photo.height - side))
+    box = (left, top, left + side, top + side)
+    return photo.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
+
+
+def _scene(
+    image: Image.Image, digits: ImageDataset, rng: np.random.Generator
+) -> tuple[Image.Image, Image.Image]:
+    """Returns an image with up to three digits on it, and its label map."""
+    size = image.width
+    label_map = Image.new("L", image.size, 0)
+    for _ in range(int(rng.integers(1, 4))):
+        chosen = int(rng.integers(len(digits)))
+        side = int(rng.integers(size * 3 // 8, size * 5 // 8))
+        place = int(rng.integers(size - side)), int(rng.integers(size - side))
+        drawn: Any = digits.images[chosen]
+        ink = drawn.convert("L").resize((side, side), Image.Resampling.BICUBIC)
+        image.paste(tuple(int(n) for n in rng.integers(160, 256, 3)), place, ink)
+        label_map.paste(digits.labels[chosen] + 1, place, ink.point(lambda value: 255 * (value > 127)))
+    return image, label_map

@@ -1,0 +1,93 @@
+"""Augmentation of whole batches, on their device, after the random crop of each image.
+
+Mixup and CutMix are our own: kornia draws a λ for each image, for Mixup evenly and without an alpha, and
+returns pairs of labels instead of targets.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cvt.extras import require
+from cvt.images import normalize
+
+from .recipe import TrainConfig
+
+#: Below this RandAugment's geometry destroys more than it teaches.
+RAND_AUGMENT_SIZE = 128
+
+
+class Box(NamedTuple):
+    """A rectangle of pixels; ``bottom`` and ``right`` lie outside."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+def mixup(images: Tensor, targets: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+    """Mixes lam of each image and target with the one at the batch's other end (Zhang et al. 2018)."""
+    return lam * images + (1 - lam) * images.flip(0), lam * targets + (1 - lam) * targets.flip(0)
+
+
+def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+    """Copies into each image the box of the one at the batch's other end (Yun et al. 2019)."""
+    inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
+    inside[box.top : box.bottom, box.left : box.right] = True
+    lam = 1 - (box.bottom - box.top) * (box.right - box.left) / inside.numel()
+    return torch.where(inside, images.flip(0), images), lam * targets + (1 - lam) * targets.flip(0)
+
+
+def cut_box(height: int, width: int, lam: float) -> Box:
+    """Draws a box of 1 − lam of the area around a random center, clipped to the image."""
+    half = math.sqrt(1 - lam) / 2
+    edges: list[int] = []
+    for side in (height, width):
+        center = torch.rand(()).item() * side
+        edges += [round(max(center - half * side, 0)), round(min(center + half * side, side))]
+    return Box(*edges)
+
+
+class Augment:
+    """The transform of batches of uint8 images and labels to normalized images and targets, on their device.
+
+    Color jitter, RandAugment (the same two operations for a whole batch) and erasing are kornia's, imported
+    only if one of them is on.
+
+    Raises:
+        ModuleNotFoundError: kornia is needed and not installed.
+    """
+
+    def __init__(self, config: TrainConfig, classes: int, image_size: int):
+        self._config, self._classes = config, classes
+        self._pixels: nn.Module = nn.Identity()
+        self._erase: nn.Module = nn.Identity()
+        magnitude, jitter = config.rand_augment, config.color_jitter
+        if magnitude and image_size >= RAND_AUGMENT_SIZE:
+            self._pixels = require("kornia.augmentation.auto", "train").RandAugment(n=2, m=magnitude)
+        elif jitter:
+            self._pixels = require("kornia.augmentation", "train").ColorJitter(jitter, jitter, jitter)
+        if config.random_erasing:
+            erasing = require("kornia.augmentation", "train").RandomErasing
+            self._erase = erasing(p=config.random_erasing)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns images and targets: labels (B,), or with Mixup or CutMix probabilities (B, classes)."""
+        images = self._erase(normalize(self._pixels(images / 255)))
+        alphas = {mixup: self._config.mixup, cutmix: self._config.cutmix}
+        chosen = [mix for mix, alpha in alphas.items() if alpha]
+        if not chosen:
+            return images, labels
+        mix = chosen[int(torch.randint(len(chosen), ()))]
+        lam = torch.distributions.Beta(alphas[mix], alphas[mix]).sample().item()
+        targets = F.one_hot(labels, self._classes).to(images.dtype)
+        if mix is mixup:
+            return mixup(images, targets, lam)
+        height, width = images.shape[2:]
+        return cutmix(images, targets, cut_box(height, width, lam))

@@ -1,0 +1,204 @@
+"""The training recipe: its options and its formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cvt.config import MOST_IMAGES, MOST_SEED, PRESETS, CvTConfig, as_number
+from cvt.model import Stages
+
+#: The dtype to which autocast casts, None for no autocast.
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DISTILLATIONS = ("none", "soft", "hard")
+
+#: The models that can be trained by name: the paper's, and a small one for digits.
+MODELS = {
+    **PRESETS,
+    "cvt_nano": CvTConfig(
+        embed_dims=(32, 64),
+        depths=(1, 2),
+        num_heads=(1, 2),
+        patch_sizes=(3, 3),
+        patch_strides=(2, 2),
+        patch_paddings=(1, 1),
+        mlp_ratio=(2.0, 2.0),
+        qkv_bias=(True, True),
+        kernel_size=(3, 3),
+        stride_q=(1, 1),
+        stride_kv=(2, 1),
+        cls_token=(False, True),
+        drop_rate=(0.0, 0.0),
+        attn_drop_rate=(0.0, 0.0),
+        drop_path_rate=(0.0, 0.0),
+    ),
+}
+
+
+def _option(default: Any, help: str, least: float = 0, below: float = math.inf) -> Any:  # noqa: A002
+    return dataclasses.field(default=default, metadata={"help": help, "range": (least, below)})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training recipe; the defaults are for ImageNet from scratch.
+
+    Raises:
+        TypeError: A value of the wrong type.
+        ValueError: A value out of range, or values that contradict each other.
+    """
+
+    epochs: int = _option(300, "passes over the training set", 1, 10**6 + 1)
+    batch_size: int = _option(
+        256, "images per step, over all processes and micro-batches", 1, MOST_IMAGES + 1
+    )
+    accumulate: int = _option(1, "micro-batches per step (gradient accumulation)", 1, MOST_IMAGES + 1)
+    lr: float = _option(2.5e-4, "peak learning rate, after warm-up")
+    min_lr: float = _option(1e-5, "final learning rate of the cosine schedule")
+    warmup_epochs: float = _option(5.0, "epochs of linear warm-up; in a run no longer than that, half of it")
+    weight_decay: float = _option(
+        0.05, "weight decay; not for biases, norms, layer scales, class tokens and position_bias"
+    )
+    layer_decay: float = _option(1.0, "learning-rate factor per layer below the head", 1e-6, 1 + 1e-9)
+    clip_norm: float = _option(0.0, "clip gradients to this norm; 0 for no clipping")
+    label_smoothing: float = _option(0.1, "fraction of each target spread over all classes", 0, 1)
+    mixup: float = _option(0.8, "alpha of Mixup; 0 for none")
+    cutmix: float = _option(1.0, "alpha of CutMix; 0 for none; if Mixup is on too, each batch gets one")
+    min_scale: float = _option(0.08, "smallest random crop, as a fraction of the image's area", 0, 1 + 1e-9)
+    flip: float = _option(0.5, "probability of a horizontal flip", 0, 1 + 1e-9)
+    color_jitter: float = _option(
+        0.4, "strength of random brightness, contrast and saturation; only if RandAugment is off", 0, 1
+    )
+    rand_augment: int = _option(
+        9, "magnitude of RandAugment's two operations; 0 for none; off for images below 128×128", 0, 30
+    )
+    random_erasing: float = _option(0.25, "probability of erasing a rectangle", 0, 1 + 1e-9)
+    ema_decay: float = _option(
+        0.0, "decay of the EMA of weights, which is then what is evaluated; 0 for none", 0, 1
+    )
+    precision: str = _option("fp32", "fp32, or autocast to bf16 or fp16")
+    distillation: str = _option("none", "distillation from --teacher: none, soft or hard")
+    distillation_weight: float = _option(
+        0.5, "weight of the distillation loss against the labels'", 0, 1 + 1e-9
+    )
+    temperature: float = _option(1.0, "temperature of soft distillation", 1e-3)
+    freeze_bn: bool = _option(False, "keep BatchNorm's running statistics fixed and normalize by them", 0, 2)
+    sync_bn: bool = _option(True, "SyncBatchNorm: statistics over all processes", 0, 2)
+    shard: bool = _option(False, "shard the weights over processes by FSDP2 instead of using DDP", 0, 2)
+    seed: int = _option(0, "random seed", 0, MOST_SEED + 1)
+
+    def __post_init__(self) -> None:
+        kinds = {"int": int, "float": float, "bool": bool}
+        for field in dataclasses.fields(self):
+            if field.type in kinds:
+                value = getattr(self, field.name)
+                value = as_number(field.name, value, kinds[str(field.type)], *field.metadata["range"])
+                object.__setattr__(self, field.name, value)
+        for name, choices in (("precision", tuple(PRECISIONS)), ("distillation", DISTILLATIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"warmup_epochs: got {self.warmup_epochs:g}, expected less than epochs, {self.epochs}"
+            )
+        if self.shard and self.ema_decay:
+            raise ValueError("ema_decay: averages whole weights, expected 0 with shard")
+        if self.shard and self.precision == "fp16":
+            raise ValueError("precision: fp16 needs a loss scale for all processes; expected bf16 with shard")
+
+
+#: In place of TrainConfig's defaults: a minute on two CPU cores. No flips: a digit has a handedness.
+DIGITS_OPTIONS: dict[str, Any] = {
+    "epochs": 30,
+    "batch_size": 64,
+    "lr": 5e-3,
+    "warmup_epochs": 1.0,
+    "clip_norm": 1.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "min_scale": 0.8,
+    "flip": 0.0,
+    "color_jitter": 0.0,
+    "rand_augment": 0,
+    "random_erasing": 0.0,
+}
+
+#: In place of TrainConfig's defaults for a class of every pixel: SegFormer's, and no augmentation that would
+#: leave labels where they were, or mix them.
+SEGMENT_OPTIONS: dict[str, Any] = {
+    "epochs": 100,
+    "batch_size": 16,
+    "lr": 6e-5,
+    "min_lr": 0.0,
+    "weight_decay": 0.01,
+    "label_smoothing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "min_scale": 0.25,
+    "rand_augment": 0,
+    "random_erasing": 0.0,
+}
+
+
+# Formulas -------------------------------------------------------------------------------------------------
+
+
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """Returns the rate of a step, from 0: linear from lr / warm-up steps to lr, then cosine to ``min_lr``.
+
+    PyTorch's ``LinearLR`` and ``CosineAnnealingLR`` give the same values, but the latter has one least rate
+    for all groups, where layer-wise decay needs one per group; and steps that fp16 skips make them warn.
+    """
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / (config.epochs * steps_per_epoch - warmup)
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def parameter_groups(model: Stages, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+    """Groups parameters for an optimizer by weight decay and ``lr_scale``, which is ``layer_decay ** depth``.
+
+    The depth is 0 for norm and head, 1 for the last block, and so on down through all stages; a stage's
+    embedding and class token have the depth of its first block, the first stage's one more. (timm groups so
+    too, by the names of its own models.)
+    """
+    undecayed = model.no_weight_decay()
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        decay = 0.0 if parameter.ndim <= 1 or name in undecayed else weight_decay
+        scale = layer_decay ** _depth_below_head(name, model.config.depths)
+        group = {"params": [], "weight_decay": decay, "lr_scale": scale}
+        groups.setdefault((decay, scale), group)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _depth_below_head(name: str, depths: Sequence[int]) -> int:
+    parts = name.split(".")
+    if not parts[0].startswith("stage"):
+        return 0
+    stage = int(parts[0].removeprefix("stage"))
+    if parts[1] == "blocks":
+        return sum(depths[stage:]) - int(parts[2])
+    return sum(depths[stage:]) + (stage == 0)
+
+
+def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: float = 1.0) -> Tensor:
+    """Computes the distillation loss of a student, the mean over the batch.
+
+    ``"soft"``: T² · KL(softmax(teacher / T) ‖ softmax(logits / T)) (Hinton et al. 2015). ``"hard"``: the
+    cross-entropy with the teacher's choice (Touvron et al. 2021).
+    """
+    if teacher.shape != logits.shape:
+        raise ValueError(f"teacher: gives {tuple(teacher.shape)}, expected {tuple(logits.shape)}")
+    if kind == "hard":
+        return F.cross_entropy(logits, teacher.argmax(dim=-1))
+    log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher))
+    return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2

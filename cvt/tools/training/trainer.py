@@ -1,0 +1,471 @@
+"""The training loop, for one process or several under ``torchrun``.
+
+Random numbers are seeded anew in every epoch, so that a run that was stopped and resumes from the checkpoint
+of its last complete epoch gives the same results: on a CPU, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm import tqdm
+
+from cvt.card import ModelCard
+from cvt.files import replacing, writing
+from cvt.huggingface import BEST
+from cvt.model import Block, CvT
+from cvt.segmentation import CvTSegmenter
+from cvt_kernels import graphed
+from cvt_kernels.checks import shown
+
+from ..datasets import Batches, ImageDataset
+from ..label_maps import LabelMapDataset
+from .augment import Augment
+from .locks import locked
+from .logs import Logs
+from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
+from .states import load_optimizer, naming, read_state
+from .tasks import TASKS, check_options
+
+LAST = "last.pth"
+_UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
+
+
+class NonFiniteLossError(ValueError):
+    """The loss is NaN or infinite; the checkpoint on disk is an earlier epoch's."""
+
+
+@contextlib.contextmanager
+def distributed(device: torch.device) -> Iterator[torch.device]:
+    """Joins the process group under ``torchrun``; yields the device of this process."""
+    if not dist.is_torchelastic_launched():
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    yield device
+    gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
+    dist.barrier()
+    dist.destroy_process_group()  # not after an error, when the others may be waiting in another call
+
+
+class Trainer:
+    """The training of one model; :meth:`fit` is the loop over epochs.
+
+    Args:
+        model: A classifier or a segmenter, on the CPU or on ``device``; it is trained in place.
+        train_set: Images with ``random_crop``, for a segmenter with label maps.
+        val_set: Images of the same classes, without.
+        config: The recipe.
+        output: Directory of checkpoints and logs.
+        device: Where to train.
+        teacher: With ``config.distillation``, a callable that maps the same images to logits (or an object
+            with ``logits``).
+        resume: Resume from ``output/last.pth``, which must exist; without ``resume`` it must not.
+        workers: Processes that decode images, for each process.
+        corrupt: As in :class:`cvt.tools.datasets.Batches`.
+        graph: On a GPU, replay forwards and backwards as CUDA graphs (:func:`cvt_kernels.graphed`).
+
+    Attributes:
+        epoch: Number of completed epochs.
+        history: A row of numbers for each of them.
+
+    Raises:
+        CheckpointError: ``resume`` from a damaged file.
+        FileNotFoundError: ``resume`` without a checkpoint.
+        ModuleNotFoundError: The ``train`` extra is not installed.
+        ValueError: Arguments that contradict each other, or a checkpoint of another configuration.
+    """
+
+    def __init__(
+        self,
+        model: CvT | CvTSegmenter,
+        train_set: ImageDataset,
+        val_set: ImageDataset,
+        config: TrainConfig,
+        *,
+        output: str | os.PathLike[str],
+        device: torch.device | str = "cpu",
+        teacher: nn.Module | None = None,
+        resume: bool = False,
+        workers: int = 0,
+        corrupt: Literal["error", "skip"] = "error",
+        graph: bool = True,
+    ):
+        self.config, self.device, self.output = config, torch.device(device), Path(output)
+        self.rank, self.world_size = rank_and_world_size()
+        _check(model, train_set, val_set, config, teacher, self.world_size)
+        self.task = TASKS[model.config.head]
+        self._stamp = _stamp(self.output / LAST)
+        if self._stamp is not None and not resume:
+            raise ValueError(
+                f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
+            )
+        self.card = ModelCard(model.config, val_set.classes, val_set.image_size, val_set.crop_fraction)
+        self._same = {**dataclasses.asdict(config), "images": len(train_set), **self.card.to_dict()}
+        micro_batch = config.batch_size // (self.world_size * config.accumulate)
+        options: dict[str, Any] = {"workers": workers, "corrupt": corrupt}
+        share = {**options, "rank": self.rank, "world_size": self.world_size}
+        self.train_batches = Batches(train_set, micro_batch, shuffle=True, seed=config.seed, **share)
+        # A sharded model computes in step, so there every process evaluates everything.
+        self.val_batches = Batches(val_set, micro_batch, **(options if config.shard else share))
+        self.steps_per_epoch = len(self.train_batches) // config.accumulate
+        if not self.steps_per_epoch:
+            raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_set)} images")
+        self.augment = Augment(config, len(train_set.classes), train_set.image_size)
+        self.model = model.to(self.device)
+        self.teacher = teacher.to(self.device).eval() if teacher else None
+        self.ema = None
+        if config.ema_decay:
+            average = get_ema_multi_avg_fn(config.ema_decay)
+            self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
+        if graph and not config.shard:
+            graphed(self.model)  # before DDP
+        self.wrapped = self._wrap()
+        groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr)
+        self._dtype = PRECISIONS[config.precision]
+        self._autocast = torch.autocast(self.device.type, self._dtype, enabled=self._dtype is not None)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.epoch = 0
+        self.history: list[dict[str, float]] = []
+        if resume:
+            self._load()
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
+
+    def _wrap(self) -> nn.Module:
+        """Returns the model wrapped by DDP or FSDP2, or itself for one process."""
+        synchronize = self.config.sync_bn and self.world_size > 1
+        if not self.config.shard:
+            wrapped = DistributedDataParallel(self.model) if self.world_size > 1 else self.model
+            if synchronize:
+                # After DDP, which takes it on GPUs only; cvt_kernels.conv_projection has it on CPUs too.
+                nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
+            return wrapped
+        if synchronize:
+            nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        for module in self.model.modules():
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        return self.model
+
+    def fit(
+        self, *, report: Callable[[dict[str, float]], None] | None = None, progress: bool = False
+    ) -> list[dict[str, float]]:
+        """Trains to the last epoch, with a checkpoint after each.
+
+        Args:
+            report: Called with the row of each epoch, by the first process only, when its checkpoint is
+                written; :func:`epoch_line` makes a line of text of it.
+            progress: Show a bar over the steps of each epoch on stderr, if that is a terminal.
+
+        Returns:
+            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
+            ``images_per_second`` of the training alone, and ``seconds``.
+
+        Raises:
+            ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.
+            NonFiniteLossError: The loss is NaN or infinite; checkpoints stay as they were.
+            ValueError: Another process trains in the same directory, or has done so in the meantime.
+        """
+        with locked(self.output) if self.rank == 0 else contextlib.nullcontext():
+            if self.rank == 0:
+                self._begin()
+            while self.epoch < self.config.epochs:
+                self._epoch(report, progress)
+            if self.logs is not None:
+                self.logs.close(self.history)
+        if self.world_size > 1:
+            dist.barrier()  # the first process has written its files
+        return self.history
+
+    def _begin(self) -> None:
+        """Repairs what a killed run left in the directory; raises if another run has written there since."""
+        if _stamp(self.output / LAST) != self._stamp:
+            raise ValueError(f"output: another run has written {self.output / LAST} since this one began")
+        for path in self.output.glob(_UNFINISHED):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if self.logs is not None and self.history:
+            self.logs.epoch(self.epoch * self.steps_per_epoch, self.history)
+
+    def _epoch(self, report: Callable[[dict[str, float]], None] | None, progress: bool) -> None:
+        """Trains for one epoch, evaluates, and writes checkpoints and logs."""
+        start = time.perf_counter()
+        losses = self.train_epoch(progress=progress)
+        trained = time.perf_counter() - start  # the last loss has been fetched, so no step is left
+        metrics = self.evaluate()
+        step = self.epoch * self.steps_per_epoch
+        self._check_finite(metrics["val_loss"], step, "validation loss")
+        row = {
+            "epoch": self.epoch,
+            "lr": learning_rate(self.config, step - 1, self.steps_per_epoch),
+            "train_loss": sum(losses) / len(losses),
+            **metrics,
+            "images_per_second": self.steps_per_epoch * self.config.batch_size / trained,
+            "seconds": time.perf_counter() - start,
+        }
+        self.history.append(row)
+        self._save()
+        if self.logs is not None:
+            self.logs.epoch(step, self.history)
+        if self.rank == 0 and report is not None:
+            report(row)
+
+    def train_epoch(self, *, progress: bool = False) -> list[float]:
+        """Trains for one epoch; returns the loss of every step, the mean over all processes."""
+        entropy = np.random.SeedSequence((self.config.seed, self.epoch, self.rank))
+        torch.manual_seed(int(entropy.generate_state(1)[0]))
+        self.train_batches.set_epoch(self.epoch)
+        self.wrapped.train()
+        if self.config.freeze_bn:
+            freeze_batch_norm(self.model)
+        batches, first = iter(self.train_batches), self.epoch * self.steps_per_epoch
+        losses: list[float] = []
+        pending: list[Tensor] = []
+        bar = {"unit": "step", "leave": False, "disable": None if progress and self.rank == 0 else True}
+        with tqdm(range(self.steps_per_epoch), f"epoch {self.epoch + 1}", **bar) as steps:
+            for step in steps:
+                micro_batches = list(itertools.islice(batches, self.config.accumulate))
+                pending.append(self.step(micro_batches, first + step))
+                if len(pending) == 20 or step == self.steps_per_epoch - 1:  # seldom: it waits for the GPU
+                    losses += self._losses(pending, first + len(losses))
+                    steps.set_postfix(loss=f"{sum(losses[-len(pending) :]) / len(pending):.4f}")
+                    pending = []
+        self.epoch += 1
+        return losses
+
+    def step(self, micro_batches: Sequence[tuple[Tensor, Tensor]], step: int) -> Tensor:
+        """Takes one step of the optimizer; returns the loss of this process."""
+        config = self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, self.steps_per_epoch) * group["lr_scale"]
+        total = torch.zeros((), device=self.device)
+        for i, (images, labels) in enumerate(micro_batches):
+            images, targets = self.augment(images.to(self.device), labels.to(self.device))
+            with self._synchronized(i == len(micro_batches) - 1):
+                with self._autocast:
+                    logits = self.wrapped(images)
+                loss = self._loss(logits.float(), images, targets) / len(micro_batches)
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        if config.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+        return total
+
+    def _loss(self, logits: Tensor, images: Tensor, targets: Tensor) -> Tensor:
+        config = self.config
+        loss = self.task.loss(logits, targets, label_smoothing=config.label_smoothing)
+        if self.teacher is None:
+            return loss
+        with torch.no_grad():
+            teacher = self.teacher(images)
+        teacher = getattr(teacher, "logits", teacher)
+        distilled = distillation_loss(logits, teacher, config.distillation, config.temperature)
+        return (1 - config.distillation_weight) * loss + config.distillation_weight * distilled
+
+    def _synchronized(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Lets the processes exchange gradients once per step, with its last micro-batch."""
+        if isinstance(self.wrapped, FSDPModule):
+            self.wrapped.set_requires_gradient_sync(is_last)
+        elif isinstance(self.wrapped, DistributedDataParallel) and not is_last:
+            return self.wrapped.no_sync()
+        return contextlib.nullcontext()
+
+    def _losses(self, pending: list[Tensor], first: int) -> list[float]:
+        losses = torch.stack(pending)
+        if self.world_size > 1:
+            dist.all_reduce(losses)
+        values = (losses / self.world_size).tolist()
+        for step, value in enumerate(values, first):
+            self._check_finite(value, step, "loss")
+            if self.logs is not None:
+                self.logs.step(step, loss=value)
+        return values
+
+    def _check_finite(self, value: float, step: int, name: str) -> None:
+        if not math.isfinite(value):
+            epochs = len(self.history)
+            saved = f"{self.output / LAST} is of epoch {epochs}" if epochs else "nothing was saved"
+            raise NonFiniteLossError(f"{name} is {value} at step {step}; {saved}")
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns the metrics of the averaged weights, or else of the model.
+
+        These are ``val_loss``, and ``top1`` and ``top5``; of a segmenter ``miou``, ``pixel_accuracy`` and
+        ``iou/CLASS`` for each class.
+        """
+        model, together = (self.ema or self.model).eval(), self.world_size > 1
+        options = {"classes": self.card.labels, "autocast": self._dtype, "together": together}
+        return self.task.evaluate(model, self.val_batches, self.device, **options)
+
+    def _save(self) -> None:
+        """Writes ``last.pth``, and before it ``best.pth`` if this is the best epoch so far."""
+        if self.config.shard:
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
+        else:
+            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        if self.rank:
+            return
+        content = {"card": self.card.to_dict(), "epoch": self.epoch}
+        score = self.task.score
+        if all(row[score] < self.history[-1][score] for row in self.history[:-1]):
+            weights = self.ema.module.state_dict() if self.ema else model
+            best = {**content, "model": weights, "metrics": self.history[-1]}
+            _write(best, self.output / BEST)
+        content |= {
+            "same": self._same,
+            "history": self.history,
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else {},
+        }
+        _write(content, self.output / LAST)
+        self._stamp = _stamp(self.output / LAST)
+
+    def _load(self) -> None:
+        """Resumes from ``last.pth``."""
+        path = self.output / LAST
+        if not path.exists():
+            raise FileNotFoundError(f"resume: {path} does not exist")
+        state = read_state(path, self.task.score)
+        with naming(path):
+            different = _differences(state["same"], self._same)
+        if different:
+            raise ValueError(f"resume: {path} was trained with {'; '.join(different):.1000}")
+        with naming(path):
+            self._load_state(state)
+        self.epoch, self.history = state["epoch"], state["history"]
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        if self.config.shard:
+            whole = StateDictOptions(full_state_dict=True)
+            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.model, self.optimizer, **states, options=whole)
+        else:
+            self.model.load_state_dict(state["model"])
+            load_optimizer(self.optimizer, state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+
+
+def epoch_line(row: dict[str, float], epochs: int) -> str:
+    """Returns a row of the history as one line for a log: losses, accuracy, speed and the time left.
+
+    The epochs that are left are taken to be as long as this one.
+    """
+    left = tqdm.format_interval(row["seconds"] * (epochs - row["epoch"]))
+    task = next(task for task in TASKS.values() if task.score in row)
+    return (
+        f"epoch {row['epoch']:{len(str(epochs))}}/{epochs}  loss {row['train_loss']:.4f}  "
+        f"validation loss {row['val_loss']:.4f}  {task.title} {row[task.score]:7.2%}  "
+        f"{row['images_per_second']:.0f} images/s  {left} left"
+    )
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint atomically."""
+    with replacing(path) as scratch, writing(scratch) as file:
+        torch.save(content, file)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Returns what changes whenever a file is replaced, or None if there is none."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Freezes every BatchNorm at its running statistics, until ``model.train()``."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Returns the rank of this process and the number of processes."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Returns the old and new value of everything that differs, field by field for a configuration."""
+    texts = []
+    for name, before in then.items():
+        after = now.get(name)
+        if before == after:
+            continue
+        title = shown(name).strip("'")
+        if isinstance(before, dict) and isinstance(after, dict):
+            texts += _differences(before, after)
+        elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
+            pairs = itertools.zip_longest(before, after)
+            i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            texts.append(f"{title}[{i}] {shown(old)}, now {shown(new)}")
+        else:
+            texts.append(f"{title} {shown(before)}, now {shown(after)}")
+    return texts
+
+
+def _check(
+    model: CvT | CvTSegmenter,
+    train_set: ImageDataset,
+    val_set: ImageDataset,
+    config: TrainConfig,
+    teacher: nn.Module | None,
+    world_size: int,
+) -> None:
+    if train_set.classes != val_set.classes:
+        in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
+        raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
+    if train_set.image_size != val_set.image_size or train_set.random_crop is None or val_set.random_crop:
+        raise ValueError("data: expected images of one size, cropped at random in train and not in val")
+    if (model.config.num_classes, model.config.in_chans) != (len(train_set.classes), 3):
+        raise ValueError(
+            f"model: has {model.config.in_chans} channels and {model.config.num_classes} classes, "
+            f"the data 3 and {len(train_set.classes)}"
+        )
+    check_options(model.config.head, config)
+    if isinstance(train_set, LabelMapDataset) != (model.config.head == "segment"):
+        raise ValueError(f"model: has head={model.config.head!r}, which the labels of the data are not for")
+    if config.batch_size % (world_size * config.accumulate):
+        raise ValueError(
+            f"batch_size: got {config.batch_size}, expected a multiple of {world_size * config.accumulate}, "
+            f"{config.accumulate} micro-batches for each of {world_size} processes"
+        )
+    if (teacher is None) != (config.distillation == "none"):
+        raise ValueError(
+            f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
+        )
+    if config.shard and not dist.is_initialized():
+        raise ValueError("shard: is for processes that torchrun started")

@@ -1,0 +1,86 @@
+"""``cvt bench``, as a person runs it."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt import PRESETS, create_model
+from cvt.card import ModelCard
+from cvt.factory import randomize
+from cvt.images import sample_photos
+from cvt.tools.commands import main
+from cvt.tools.training.recipe import MODELS
+from cvt_kernels.autotune import clock
+from tests.checks import bad
+
+#: What is measured without being asked for, besides Hugging Face's model.
+OURS = ("cvt", "accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Leaves the machine's ceiling out, and seven blocks of CvT-13's last stage: they are as the others."""
+    monkeypatch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
+    monkeypatch.setitem(PRESETS, "cvt_13", dataclasses.replace(PRESETS["cvt_13"], depths=(1, 2, 3)))
+
+
+def test_bench_compares_on_real_photographs(capsys, tmp_path):
+    small = ["--batch-size", "1", "--rounds", "2", "--image-size", "96"]
+    assert main(["bench", *small, "--save-weights", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("cvt_13, random weights (seed 0), 96×96, float32 on ")
+    starts = [i for i, line in enumerate(lines) if line.startswith(("batch", "parity"))]
+    speed, parity = ([line.split() for line in lines[start + 1 : start + 6]] for start in starts)
+    served = [f"{name}-{'graphed' if torch.cuda.is_available() else 'frozen'}" for name in OURS]
+    assert [row[0] for row in speed] == [row[0] for row in parity] == ["hf", *OURS, *served]
+    # Images per second: the median of the rounds, the slowest and the fastest of them.
+    rates = [[float(cell) for cell in row[1:4]] for row in speed]
+    assert all(0 < slowest <= median <= fastest for median, slowest, fastest in rates)
+    for row, (_, slowest, fastest) in zip(speed[1:], rates[1:], strict=True):
+        times_as_fast = float(row[7])  # as Hugging Face's model in the same rounds
+        assert slowest / rates[0][2] - 0.01 < times_as_fast < fastest / rates[0][1] + 0.01
+    assert all(float(row[1]) < 1e-4 < 1 < float(row[2]) and row[3] == "10/10" for row in parity)
+    assert main(["classify", str(sample_photos()[0]), "--checkpoint", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("%  class ") == 5
+    assert "GELU" not in err  # the directory says which one was measured
+
+
+@pytest.mark.rest
+def test_bench_of_a_trained_model(capsys, tmp_path, photos):
+    model = create_model(MODELS["cvt_nano"], num_classes=10)
+    randomize(model)
+    card = ModelCard(model.config, [str(i) for i in range(10)], 16, 1.0)
+    path = tmp_path / "digits.pth"
+    torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, path)
+    arguments = ["bench", "--checkpoint", str(path), "--images", photos[0], "--batch-size", "1"]
+    assert main([*arguments, "--rounds", "1", "--image-size", "32"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"a CvT of cvt train, {path}, 32×32, float32")
+    assert out.splitlines()[-1].split()[-1] == "5/5"
+
+
+def test_bench_bad_input(capsys, tmp_path, monkeypatch):
+    def fails(*arguments):
+        return bad(capsys, main, "bench", *arguments)
+
+    (tmp_path / "file").write_text("")
+    assert "none.jpg does not exist" in fails("--images", tmp_path / "none.jpg")
+    below = tmp_path / "file" / "below"
+    assert f"--save-weights: {below} cannot be written: {below.parent}" in fails("--save-weights", below)
+    assert f"--report: {below} cannot be written" in fails("--report", below)
+    assert f"--json: {tmp_path} is a directory, expected a file" in fails("--json", tmp_path)
+    assert "none/x.json cannot be written" in fails("--json", tmp_path / "none" / "x.json")
+    assert "peers: got 'jax', expected hf, compile, compile-max, " in fails("--peers", "hf,jax")
+    assert "model: got 'cvt_99'" in fails("--model", "cvt_99")
+    with ck.use_backend("triton"):
+        assert "backend 'triton' is unavailable" in fails("--save-weights", tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers is not installed; pip install transformers, or in a checkout" in fails()
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ModuleNotFoundError, match=r"scikit-learn is not installed; .*'\.\[bench\]'"):
+        sample_photos()

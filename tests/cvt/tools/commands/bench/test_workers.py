@@ -1,0 +1,312 @@
+"""Tests of the processes of ``cvt bench`` and of its peers OpenVINO and ONNX Runtime."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cvt.tools import commands as cli
+from cvt.tools.commands.bench import contenders, measurements, peers, workers
+from cvt.tools.commands.bench import results as result_files
+from cvt_kernels import BackendUnavailable
+from tests.checks import bad
+from tests.cvt.tools.commands.bench.test_bench import Together, make_small
+
+CPU = torch.device("cpu")
+PHOTOS = torch.ones(1, 3, 32, 32)
+
+
+class Behaving(nn.Module):
+    """A model that does what it is told as soon as it runs."""
+
+    def __init__(self, act, *arguments):
+        super().__init__()
+        self.act, self.arguments = act, arguments
+        self.eval()
+
+    def forward(self, images):
+        self.act(*self.arguments)
+        return images.mean((2, 3))
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_unreadably():
+    raise RuntimeError(lambda: None)  # cannot be pickled
+
+
+def refuse():
+    raise BackendUnavailable("linear", "triton", "no GPU")
+
+
+def job_of(model, folder):
+    job = workers.Job(str(folder), CPU, "float32", False, 1, ("auto",))
+    job.save(hf=model, photos=PHOTOS)
+    return job
+
+
+def test_a_process_answers_and_prints_nothing_as_a_result(tmp_path, capfd):
+    worker = workers.Worker("hf", job_of(Behaving(print, "noise"), tmp_path))
+    first = worker.ask("first", 2)
+    assert first["load"] is None
+    assert 0 < first["seconds"] < 60
+    logits, norms, why_not_graphed = worker.ask("parity", 2)
+    np.testing.assert_allclose(logits, np.ones((1, 3)))
+    assert (len(norms), why_not_graphed) == (0, None)
+    assert 0 < worker.ask("turn", 2) < 60
+    assert worker.ask("memory_and_time", 2)["resident_bytes"] >= 0
+    worker.end()
+    assert "noise" not in capfd.readouterr().out
+
+
+def test_a_model_of_transformers_is_whole_in_another_process(tmp_path):
+    transformers = contenders.quiet_transformers()
+    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1] * 4, "num_attention_heads": [1, 2, 3, 4]}
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=7)
+    model = transformers.SegformerForSemanticSegmentation(config).eval()
+    worker = workers.Worker("hf", job_of(workers.Packed.of(model), tmp_path))
+    worker.ask("first", 1)
+    logits, *_ = worker.ask("parity", 1)
+    worker.end()
+    with torch.no_grad():
+        expected = model(PHOTOS).logits
+    torch.testing.assert_close(torch.from_numpy(logits), expected)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (die, ChildProcessError, "its process ended with signal SIGKILL"),
+        (refuse, BackendUnavailable, "backend 'triton' is unavailable: no GPU"),
+        (fail_unreadably, RuntimeError, "RuntimeError: <function"),
+    ],
+)
+def test_what_fails_in_a_process_is_raised_here(act, error, message, tmp_path):
+    worker = workers.Worker("hf", job_of(Behaving(act), tmp_path))
+    with pytest.raises(error, match=message):
+        worker.ask("first", 1)
+    worker.end()
+
+
+def test_a_process_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "PATIENCE", 0.1)
+    worker = workers.Worker("hf", job_of(Behaving(time.sleep, 1000), tmp_path))
+    with pytest.raises(TimeoutError, match="no answer within 0 seconds"):
+        worker.ask("first", 1)
+    worker.end()
+
+
+# The contest ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Lets all contenders run in this process, and lists the requests to them."""
+    requests = []
+
+    class Listed(Together):
+        def ask(self, request, *arguments):
+            requests.append((request, self.key))
+            return super().ask(request, *arguments)
+
+    make_small(monkeypatch)
+    monkeypatch.setattr(workers, "Worker", Listed)
+    return requests
+
+
+def test_contenders_take_turns_and_a_peer_that_crashes_costs_its_line(asked, monkeypatch):
+    turn = workers.Runner.turn
+
+    def dying(self, batch_size):
+        if self._key == "eager" and asked.count(("turn", "eager")) == 2:
+            raise ChildProcessError("its process ended with signal SIGKILL")
+        return turn(self, batch_size)
+
+    monkeypatch.setattr(workers.Runner, "turn", dying)
+    results = measurements.run(image_size=32, batch_sizes=(2,), rounds=3, peers=("eager",))
+    there = ["hf", "cvt", "accelerate", "cvt-frozen", "accelerate-frozen"]
+    everyone = ["hf", "eager", *there[1:]]
+    turns = [key for request, key in asked if request == "turn"]
+    assert turns == [*everyone, *reversed(everyone), *there]
+    (batch,) = results["batches"]
+    assert [row["contender"] for row in batch["rows"]] == there
+    assert all(len(row["seconds"]) == 3 for row in batch["rows"])
+    note = "fails: ChildProcessError: its process ended with signal SIGKILL"
+    assert results["contenders"]["eager"]["note"] == note
+    assert f"not measured: {note}" in result_files.text(results)
+
+
+def test_one_of_ours_that_crashes_is_an_error(asked, monkeypatch):
+    def die(self, batch_size):
+        raise ChildProcessError("its process ended with signal SIGSEGV")
+
+    monkeypatch.setattr(workers.Runner, "parity", die)
+    with pytest.raises(ChildProcessError, match="SIGSEGV"):
+        measurements.run(image_size=32, batch_sizes=(1,), rounds=1)
+
+
+@pytest.mark.rest
+def test_the_first_result_is_timed_with_and_without_entries(asked):
+    results = measurements.run(image_size=32, batch_sizes=(2, 1), rounds=1)
+    firsts = {key: about["first"] for key, about in results["contenders"].items()}
+    for key, first in firsts.items():
+        fresh = key.startswith("accelerate")
+        assert asked.count(("first", key)) == (3 if fresh else 1)
+        assert (first["batch_size"], first["load"]) == (2, None)
+        assert 0 < first["seconds"] < 60
+        assert (first["untuned_seconds"] is not None) == fresh
+    head, *rows = result_files.first_rows(results)
+    assert head == ["first result, batch 2", "seconds", "before autotuning", "conversion before"]
+    assert [row[0] for row in rows] == list(firsts)
+    assert rows[0][1:] == [f"{firsts['hf']['seconds']:.2f}", "", ""]
+
+
+def test_a_cache_of_its_own(tmp_path):
+    """The process takes the folder for its cache, and the user's stays as it is."""
+    worker = workers.Worker("hf", job_of(Behaving(_write_cache), tmp_path), str(tmp_path / "own"))
+    worker.ask("first", 1)
+    worker.end()
+    assert (tmp_path / "own" / "seen").exists()
+
+
+def _write_cache():
+    folder = Path(os.environ["XDG_CACHE_HOME"])
+    folder.mkdir(exist_ok=True)
+    (folder / "seen").touch()
+
+
+# Runtimes -------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, images):
+        return SimpleNamespace(logits=2 * images.mean((2, 3)))
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """Stands in for both packages, which give twice the mean; returns what they were told."""
+    told = {}
+
+    def run(images):
+        assert images.dtype == np.float32
+        return [2 * images.mean((2, 3))]
+
+    def convert_model(model, *, example_input, input):  # noqa: A002
+        told.setdefault("converted", []).append(input)
+        return model(example_input)
+
+    def compile_model(converted, device, settings):
+        told["openvino"] = device, settings
+        return SimpleNamespace(create_infer_request=lambda: SimpleNamespace(infer=lambda xs: run(*xs)))
+
+    def session(content, options, providers):
+        told["onnxruntime"] = content, vars(options), providers
+        return SimpleNamespace(run=lambda outputs, inputs: run(inputs["images"]))
+
+    def export(model, arguments, file, **options):
+        told.setdefault("converted", []).append([tuple(arguments[0].shape)])
+        file.write(b"file")
+
+    core = SimpleNamespace(compile_model=compile_model)
+    openvino = SimpleNamespace(convert_model=convert_model, Core=lambda: core)
+    onnxruntime = SimpleNamespace(InferenceSession=session, SessionOptions=SimpleNamespace)
+    for name, module in {"openvino": openvino, "onnxruntime": onnxruntime, "onnx": SimpleNamespace()}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.onnx, "export", export)
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_openvino_is_told_threads_and_precision(stubs, dtype):
+    runtime = peers.OpenVINO(Doubled, dtype)
+    images = torch.ones(2, 3, 4, 4, dtype=getattr(torch, dtype))
+    for _ in range(2):
+        assert torch.equal(runtime(images), torch.full((2, 3), 2.0))
+    runtime(images[:1])
+    assert stubs["converted"] == [[(2, 3, 4, 4)], [(1, 3, 4, 4)]]  # once for every shape
+    device, settings = stubs["openvino"]
+    assert (device, settings["PERFORMANCE_HINT"]) == ("CPU", "LATENCY")
+    assert settings["INFERENCE_NUM_THREADS"] == torch.get_num_threads()
+    assert settings["INFERENCE_PRECISION_HINT"] == {"float32": "f32", "bfloat16": "bf16"}[dtype]
+
+
+def test_openvino_is_quantized_once(stubs, monkeypatch):
+    class Quantized(SimpleNamespace):
+        def clone(self):
+            return Quantized(reshape=stubs.setdefault("shapes", []).append)
+
+    calibrations = []
+    nncf = SimpleNamespace(Dataset=list, ModelType=SimpleNamespace(TRANSFORMER="transformer"))
+    nncf.set_log_level = lambda level: None
+    nncf.quantize = lambda model, data, model_type: (
+        calibrations.append((len(data), model_type)) or Quantized()
+    )
+    monkeypatch.setitem(sys.modules, "nncf", nncf)
+    runtime = peers.OpenVINOInt8(Doubled, "float32")
+    for batch in (2, 1):
+        assert torch.equal(runtime(torch.ones(batch, 3, 4, 4)), torch.full((batch, 3), 2.0))
+    assert stubs["converted"] == [[(-1, 3, 4, 4)]]
+    assert calibrations == [(2, "transformer")]
+    assert stubs["shapes"] == [[2, 3, 4, 4], [1, 3, 4, 4]]
+
+
+def test_onnxruntime_is_told_threads(stubs):
+    runtime = peers.OnnxRuntime(Doubled, "float32")
+    assert torch.equal(runtime(torch.ones(2, 3, 4, 4)), torch.full((2, 3), 2.0))
+    threads = {"intra_op_num_threads": torch.get_num_threads()}
+    assert stubs["onnxruntime"] == (b"file", threads, ["CPUExecutionProvider"])
+    assert runtime.load_seconds > 0
+
+
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize(
+    ("options", "why_not"),
+    [
+        ({}, None),
+        ({"train": True}, "it has no training step"),
+        ({"device": torch.device("cuda")}, "it is measured on a CPU only"),
+        ({"dtype": "bfloat16"}, "it is measured in float32 only"),
+    ],
+)
+def test_what_onnxruntime_is_not_measured_for(options, why_not):
+    asked = {"device": CPU, "dtype": "float32", "train": False} | options
+    assert peers.why_not("onnxruntime", **asked) == why_not
+
+
+@pytest.mark.parametrize(
+    ("peer", "package"),
+    [
+        *(("openvino", "openvino"), ("openvino-int8", "nncf")),
+        *(("onnxruntime", "onnxruntime"), ("onnxruntime", "onnx")),
+    ],
+)
+def test_a_runtime_that_is_not_installed(peer, package, stubs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    error = bad(capsys, cli.main, "bench", "--device", "cpu", "--peers", peer)
+    assert f"{package} is not installed; pip install {package}, or in a checkout" in error
+    assert "'.[peers]'" in error
+
+
+@pytest.mark.rest
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("peer", peers.RUNTIMES)
+def test_the_runtimes_themselves(peer):
+    for package in peers.RUNTIMES[peer].packages:
+        pytest.importorskip(package)
+    results = measurements.run(image_size=64, batch_sizes=(1, 2), rounds=1, peers=(peer,))
+    assert results["contenders"][peer]["first"]["load"] > 0
+    assert peer in results["versions"]
+    for batch in results["batches"]:
+        row = next(row for row in batch["rows"] if row["contender"] == peer)
+        assert row["parity"]["error"] < 1e-4 < 1 < row["parity"]["largest"]
+        assert (row["peak_bytes"], row["breakdown"]) == (None, [])

@@ -1,0 +1,124 @@
+"""``cvt evaluate --check`` and the table of published checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cvt import zoo
+from cvt.tools.commands import main
+from tests import upstream
+from tests.checks import DOCS
+
+#: Parameters in millions, as the papers and Microsoft's and NVIDIA's tables have them.
+PARAMETERS = {
+    "microsoft/cvt-13": 20.0,
+    "microsoft/cvt-w24-384-22k": 277.2,
+    "nvidia/segformer-b0-finetuned-ade-512-512": 3.8,
+    "nvidia/segformer-b5-finetuned-ade-640-640": 84.7,
+    "Zetatech/pvt-tiny-224": 13.2,
+    "OpenGVLab/pvt_v2_b2_linear": 22.6,
+    "OpenGVLab/pvt_v2_b5": 82.0,
+    "vinvino02/glpn-kitti": 61.2,
+}
+PROCESSORS = {
+    upstream.pvt: ("PvtImageProcessor", {"size": {"height": 70, "width": 70}}),
+    upstream.glpn: ("GLPNImageProcessor", {}),
+}
+SIZES = {upstream.pvt: (70, 70), upstream.glpn: (64, 96)}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes(name):
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in zoo.build(zoo.ZOO[name]).parameters())
+    assert round(count / 1e6, 1) == PARAMETERS[name]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page():
+    assert "\n".join(zoo.table()) in (DOCS / "zoo.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def photo(tmp_path):
+    noise = torch.randint(256, (64, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    Image.fromarray(noise.numpy()).save(tmp_path / "photo.png")
+    return str(tmp_path / "photo.png")
+
+
+def saved(make, folder):
+    """Saves a model with what prepares its images; returns the directory."""
+    make().save_pretrained(folder)
+    kind, settings = PROCESSORS[make]
+    content = json.dumps({"image_processor_type": kind, **settings})
+    Path(folder, "preprocessor_config.json").write_text(content, encoding="utf-8")
+    return str(folder)
+
+
+def checked(folder, *options):
+    """Runs the command; returns its exit code and its JSON."""
+    report = Path(folder).parent / "report.json"
+    code = main(["evaluate", "--check", "--checkpoint", str(folder), "--json", str(report), *options])
+    return code, json.loads(report.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [upstream.pvt, pytest.param(upstream.glpn, marks=pytest.mark.rest)],
+    ids=lambda make: make.__name__,
+)
+def test_a_model_against_published_values(make, tmp_path, photo, monkeypatch, capsys):
+    folder = saved(make, tmp_path / "model")
+    code, report = checked(folder, "--photo", photo)
+    assert code == 0
+    assert not report["expected"]
+    assert "as accurate as it was" in capsys.readouterr().out
+
+    values = report["first_values"]
+    published = zoo.Published(folder, report["model"], SIZES[make], {}, tuple(values))
+    monkeypatch.setitem(zoo.ZOO, folder, published)
+    assert checked(folder, "--photo", photo)[0] == 0
+    assert not checked(folder)[1]["expected"]  # of random numbers nothing is known
+
+    others = published._replace(first_values=(values[0] + 0.1, *values[1:]))
+    monkeypatch.setitem(zoo.ZOO, folder, others)
+    code, report = checked(folder, "--photo", photo)
+    assert code == 1
+    assert len(report["failures"]) == 1
+    assert f"expected the first values {values[0] + 0.1:.4f}" in report["failures"][0]
+
+
+def test_damaged_weights(tmp_path):
+    model = upstream.pvt()
+    model.pvt.encoder.block[0][0].layer_norm_1.weight.data[3] = torch.nan
+    state = model.state_dict()
+    del state["classifier.bias"]
+    model.save_pretrained(tmp_path / "model", state_dict=state | {"other": torch.ones(2)})
+    code, report = checked(tmp_path / "model")
+    assert code == 1
+    assert report["missing"] == ["classifier.bias"]
+    assert report["unused"] == ["other"]
+    assert [key.endswith("layer_norm_1.weight") for key in report["not_finite"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ["--check", "--data", "digits", "--checkpoint", "digits"],
+            "--check: got --data, --token-keep or --tile",
+        ),
+        (
+            ["--check", "--checkpoint", "digits"],
+            "expected owner/name on the Hub or a directory with config.json",
+        ),
+        (["--checkpoint", "digits"], "--data: got none"),
+        (["--data", "digits", "--checkpoint", "digits", "--photo", "x.png"], "--photo beside it"),
+    ],
+)
+def test_options_that_do_not_fit(options, expected, capsys):
+    assert main(["evaluate", *options]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,309 @@
+"""The kernels compiled for GPUs that are not here: ``cvt compile``."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from cvt import config
+from cvt.model import ConvEmbed, tokens_to_map
+from cvt.tools import commands as cli
+from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
+from cvt.tools.commands.compile.report import SCHEMA, VERSION
+from cvt.tools.commands.compile.resources import Resources, Usage, usages_of
+from tests.processes import run_python
+
+
+def compile_ahead(folder, *arguments, prelude="", code=0):
+    """Runs the command in a process of its own: this one has imported the kernels for the interpreter.
+
+    Returns:
+        The lines that it prints, and its report.
+    """
+    report = folder / "report.json"
+    command = ["compile", *arguments, "--json", str(report)]
+    program = f"{prelude}\nimport sys\nfrom cvt.tools import commands\nsys.exit(commands.main({command}))"
+    result = run_python(program, TRITON_INTERPRET="0")
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout.splitlines(), json.loads(report.read_text())
+
+
+def test_kernels_of_a_model(tmp_path):
+    """CvT-13's embeddings of three stages: the first convolves too, the others follow PyTorch's."""
+    arguments = ("--model", "cvt_13", "--operator", "conv_embedding", "--dtype", "bfloat16", "--jobs", "1")
+    lines, report = compile_ahead(tmp_path, *arguments, "--batch-size", "64")
+    assert (report["schema"], report["version"]) == (SCHEMA, VERSION)
+    names = ["conv_embedding_embed", "conv_embedding_normalize", "conv_embedding_normalize"]
+    assert [row["kernel"] for row in report["kernels"]] == names
+    heading, *cells, empty, entry = lines
+    assert re.split(r"  +", heading) == [
+        "arch", "kernel", "dtype", "mode", "for", "registers", "spilled B", "shared B", "occupancy",
+    ]  # fmt: skip
+    assert (empty, entry) == ("", "3 kernels: nothing spills, everything fits")
+    for number, (row, line) in enumerate(zip(report["kernels"], cells, strict=True), 1):
+        resources = row["resources"]
+        assert (row["flaws"], resources["stack"]) == ([], 0)
+        assert 0 < resources["registers"] <= 255
+        assert 0 < resources["occupancy"] <= 1
+        shared = resources["static_shared"] + resources["dynamic_shared"]
+        assert (shared > 0) == (number == 1)
+        assert re.split(r"  +", line) == [
+            "sm_90", row["kernel"], "bf16", "inference", f"stage {number}", str(resources["registers"]), "0",
+            str(shared), f"{resources['occupancy']:.0%}",
+        ]  # fmt: skip
+        assert row["cases"] == [
+            {"operator": "conv_embedding", "dtype": "bfloat16", "model": "cvt_13", "image_size": 224,
+             "batch_size": 64, "stage": number, "mode": "inference"}
+        ]  # fmt: skip
+
+
+#: Gives the kernel that merges statistics too few registers.
+STARVED = """
+from cvt.tools.commands.compile import launches
+plan = launches.conv_projection_launches
+starve = lambda launch: launch._replace(options=launch.options | {"maxnreg": 24})
+launches.TRITON_OPERATORS["conv_projection"] = lambda *stage, **options: [
+    starve(launch) for launch in plan(*stage, **options) if "merge_stats" in launch.kernel.__name__
+]
+"""
+
+
+def test_a_spill_fails_the_command(tmp_path):
+    arguments = ("--operator", "conv_projection", "--dtype", "float32", "--stage", "3", "--jobs", "1")
+    lines, report = compile_ahead(tmp_path, *arguments, prelude=STARVED, code=1)
+    ((kernel, (flaw,)),) = [(row["kernel"], row["flaws"]) for row in report["kernels"] if row["flaws"]]
+    assert re.fullmatch(r"spills: [1-9]\d* bytes", flaw)
+    assert f"sm_90 {kernel}, float32 cvt_13 224²×256 3: {flaw}" in lines
+
+
+@pytest.mark.parametrize("flawed", [(), (0,), (1,), (0, 1)])
+def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
+    case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, 256, 3, "inference")
+    resources = Resources.of(Usage(32, 0, 1024, 0), 90, 128)
+    rows = [
+        jobs.Row(
+            "sm_90", "attention", name, ["bfloat16"], [case], resources, ["spills"] if i in flawed else []
+        )
+        for i, name in enumerate(("attention_fwd", "attention_bwd"))
+    ]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(jobs, "triton_jobs", lambda selection: rows)
+    monkeypatch.setattr(jobs, "compile_all", lambda plan, count: plan)
+    assert cli.main(["compile"]) == bool(flawed)
+    out = capsys.readouterr().out
+    assert out.count(": spills\n") == len(flawed)
+    assert ("nothing spills" in out) == (not flawed)
+
+
+def test_flaws():
+    """On sm_90 a block may have 227 KiB of shared memory, and a multiprocessor has 65536 registers."""
+
+    def flaws(registers, stack, shared, local, threads=128):
+        return Resources.of(Usage(registers, stack, shared + 1024, local), 90, threads).flaws(90)
+
+    assert flaws(255, 0, 227 * 1024, 0) == []
+    assert flaws(255, 8, 0, 0) == flaws(255, 0, 0, 8) == ["spills: 8 bytes"]
+    assert flaws(255, 0, 227 * 1024 + 1, 0) == ["shared memory: 232449 bytes, a block may have 232448"]
+    assert flaws(255, 0, 0, 0, threads=512) == ["a block of 512 threads × 255 registers does not fit"]
+
+
+_NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        ("--arch sm_91", ["--arch: got 'sm_91', expected one of sm_80, ", *gpus.LIMITS]),
+        ("--dtype int8", ["--dtype: got 'int8', expected one of ", *config.DTYPES]),
+        ("--stage 5", ["--stage: got 5, expected one of 1, 2, 3, 4"]),
+        ("--model cvt_99", ["--model: got 'cvt_99', expected one of ", *config.PRESETS, *launches.PYRAMIDS]),
+        ("--operator conv", ["--operator: got 'conv', expected one of ", *launches.TRITON_OPERATORS]),
+        ("--json /nowhere/report.json", ["--json: /nowhere/report.json cannot be written"]),
+        ("--json /", ["--json: / is a directory, expected a file"]),
+        ("--model cvt_13 --operator depthwise_conv_gelu", [_NOTHING]),
+        ("--model segformer_b0 --operator attention", [_NOTHING]),
+        ("--model cvt_21 --operator attention --stage 4", [_NOTHING]),
+    ],
+)
+def test_bad_arguments(arguments, messages, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert cli.main(["compile", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"cvt compile: error: {messages[0]}")
+    assert all(str(each) in err for each in messages)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert cli.main(["compile"]) == 2
+    assert "the interpreter compiles nothing" in capsys.readouterr().err
+
+
+def test_what_does_not_compile_is_named():
+    program = (
+        "from cvt.tools.commands.compile.triton_kernels import TritonKernel\n"
+        "module = 'cvt_kernels.ops.attention.triton.backward'\n"
+        "TritonKernel(90, module, '_attention_bwd_kernel', {}, {}, {}, {}).examine()"
+    )
+    result = run_python(program, TRITON_INTERPRET="0")
+    assert "RuntimeError: _attention_bwd_kernel does not compile for sm_90: " in result.stderr
+
+
+#: Compiles the kernels of an operator, and checks that Triton's launcher finds them in its cache.
+LAUNCHED = """
+import os, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from cvt.tools.commands.compile import launches, triton_kernels
+from cvt_kernels.launching import Chip
+
+class Driver:
+    get_current_device = get_current_stream = lambda self, *device: 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+stage = launches.stages("cvt_13")[0]
+for launch in launches.conv_embedding_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
+    compiled = triton_kernels.specialize(launch, 90).compile()
+    kept = sorted(os.listdir(os.environ["TRITON_CACHE_DIR"]))
+    found = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
+    assert found.hash == compiled.hash
+    assert sorted(os.listdir(os.environ["TRITON_CACHE_DIR"])) == kept
+    print(launch.kernel.__name__)
+"""
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.7"), reason="the cache key of Triton 3.7")
+def test_a_launch_finds_what_was_compiled(tmp_path):
+    result = run_python(LAUNCHED, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout
+
+
+@pytest.mark.parametrize("model", config.PRESETS)
+@pytest.mark.parametrize("size", [None, 225, 511])
+def test_stages_are_the_models(model, size):
+    own = {"cvt_13": 224, "cvt_21": 224, "cvt_w24": 384}[model]
+    maps, expected = torch.empty(1, 3, *[size or own] * 2, device="meta"), []
+    for stage in config.PRESETS[model].stages:
+        convolution = stage.patch_size, stage.patch_stride, stage.patch_padding
+        embedding = (tuple(maps.shape[2:]), maps.shape[1], *convolution)
+        tokens, grid = ConvEmbed(stage).to("meta")(maps)
+        maps = tokens_to_map(tokens, grid)
+        expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding, 0))
+    assert launches.stages(model, size) == launches.stages_of(model, size or own) == expected
+
+
+def test_stages_of_pyramids():
+    grids = [[stage.grid for stage in launches.stages_of(model, 225)] for model in launches.PYRAMIDS]
+    assert grids == [[(57, 57), (29, 29), (15, 15), (8, 8)]] * 3
+    segformer = launches.stages_of("segformer_b0", launches.image_size_of("segformer_b0"))
+    assert [(stage.grid[0], stage.channels) for stage in segformer] == [
+        (128, 128), (64, 256), (32, 640), (16, 1024)
+    ]  # fmt: skip
+
+
+# Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
+# memory, threads, the number of blocks, tensor memory, and what does not fit at all.
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "memory", "blocks"),
+    [
+        (80, 128, 255, (2048,), 2),
+        (80, 640, 84, (111690,), 1),
+        (80, 416, 250, (0,), 0),
+        (86, 32, 32, (0,), 16),
+        (89, 32, 32, (0,), 24),
+        (90, 128, 168, (0,), 3),
+        (90, 128, 32, (76 * 1024,), 2),
+        (90, 32, 32, (227 * 1024,), 1),
+        (90, 32, 32, (227 * 1024 + 1,), 0),
+        (100, 1024, 64, (0,), 1),
+        (100, 128, 32, (0, 128), 4),
+        (120, 512, 40, (0,), 3),
+    ],
+)
+def test_occupancy(arch, threads, registers, memory, blocks):
+    warps = gpus.LIMITS[arch].warps
+    assert gpus.occupancy(arch, threads, registers, *memory) == blocks * threads / 32 / warps
+
+
+def test_every_model_has_its_own_operators():
+    found = {
+        (operator, model, stage)
+        for operator in ("conv_linear", "depthwise_conv_gelu")
+        for model, size in (("cvt_13", 224), ("pvt_v2_b2", 224), ("cvt_w24", 384))
+        for stage in (1, 3, 4)
+        if jobs.launches_of(jobs.LaunchCase(operator, "bfloat16", model, size, 8, stage, "inference"), 90)
+    }
+    assert found == {
+        *(("conv_linear", model, stage) for model in ("cvt_13", "cvt_w24") for stage in (1, 3)),
+        *(("depthwise_conv_gelu", "pvt_v2_b2", stage) for stage in (1, 3, 4)),
+    }
+
+
+#: Kernel → the most specializations that batches from 1 to 512 may need, in inference and in training.
+SPECIALIZATIONS = {
+    "inference": {
+        "_conv_projection_sliding_fwd_kernel": 3,
+        "_attention_fwd_kernel": 2,
+        "_attention_fwd_loop_kernel": 1,
+    },
+    "training": {
+        "_conv_projection_sliding_fwd_kernel": 3,
+        "_conv_projection_sliding_stats_kernel": 3,
+        "_merge_stats_kernel": 1,
+        "_update_running_kernel": 1,
+        "_conv_projection_sliding_bwd_sums_kernel": 3,
+        "_sum_regions_kernel": 2,
+        "_conv_projection_sliding_bwd_conv_kernel": 3,
+        "_conv_projection_sliding_bwd_input_kernel": 3,
+        "_attention_fwd_kernel": 2,
+        "_attention_fwd_loop_kernel": 1,
+        "_attention_bwd_kernel": 1,
+        "_attention_bwd_dq_kernel": 2,
+        "_attention_bwd_dkdv_kernel": 2,
+    },
+}
+COUNTING = """
+import json
+from cvt.tools.commands.compile import jobs
+found = {"inference": {}, "training": {}}
+batches = [*range(1, 34), 64, 128, 255, 256, 512]
+selection = jobs.Selection(
+    [90], ["cvt_13"], ["bfloat16"], ["conv_projection", "attention"], [1, 2, 3], [None], batches
+)
+for job in jobs.triton_jobs(selection):
+    for mode in {case.mode for case in job.cases}:
+        found[mode][job.source.name] = found[mode].get(job.source.name, 0) + 1
+print(json.dumps(found))
+"""
+
+
+def test_specializations_of_batches():
+    """Counts in a process of its own, since the interpreter's kernels have no specializations."""
+    counts = json.loads(run_python(COUNTING, TRITON_INTERPRET="0").stdout)
+    grown = {
+        (mode, kernel): count
+        for mode, kernels in counts.items()
+        for kernel, count in kernels.items()
+        if count > SPECIALIZATIONS[mode].get(kernel, 0)
+    }
+    assert grown == {}
+
+
+def test_messages_of_the_assembler():
+    told = "Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    log = f"ptxas info : (C7515) {told} in the function '_kernel'\nptxas info : Used 168 registers\n"
+    (message,) = triton_kernels.messages_of(log)
+    assert message == f"C7515: {told}"
+    resources = Resources(128, 168, 0, 0, 0, 0, 0.25, (message,))
+    assert resources.flaws(90) == [message]
+
+
+def test_no_cuda_kernel_of_the_extension_spills():
+    for extension in (Path(__file__).parents[4] / "cvt_kernels").glob("_C.*.so"):
+        usages = usages_of(extension)
+        assert [name for name, usage in usages.items() if usage.stack or usage.local] == []

@@ -1,0 +1,297 @@
+"""The process of a command: streams that are closed or full, signals, memory, and what terminals obey."""
+
+import argparse
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+
+import pytest
+import torch
+from PIL import Image
+
+import cvt_kernels as ck
+from cvt import create_model
+from cvt.card import ModelCard
+from cvt.checkpoints import Checkpoint, save_safetensors
+from cvt.factory import randomize
+from cvt.tools.commands import evaluate, main
+from cvt.tools.commands.process import orderly, temporary_files_together, why_too_large
+from cvt.tools.explanation import class_title
+from cvt.tools.training.recipe import MODELS
+from cvt_kernels.tables import printable
+from tests.checks import bad
+from tests.processes import run_python
+
+LABEL, NAME = "\x1b[31mred\x07\u202e", "\x1b]0;title\x07é.png"
+EVALUATE = ["evaluate", "--data", "digits", "--checkpoint", "digits", "--device", "cpu"]
+
+
+@pytest.fixture
+def photo(tmp_path):
+    Image.new("L", (16, 16)).save(tmp_path / NAME)
+    return str(tmp_path / NAME)
+
+
+@pytest.fixture
+def classify(photo):
+    return ["classify", photo, "--checkpoint", "digits", "--device", "cpu"]
+
+
+# Streams --------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_stdout_is_an_error(capsys, monkeypatch, classify):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(classify) == 2
+    assert capsys.readouterr().err == "cvt classify: error: standard output is closed, expected it open\n"
+
+
+def test_a_closed_stderr_lets_no_error_into_the_output(capsys, monkeypatch):
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stderr", None)
+        assert main(["classify", "missing.png", "--checkpoint", "digits", "--device", "cpu"]) == 2
+        assert sys.stderr is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("arguments", [["classify"], ["--help"]])
+def test_a_full_stdout_is_an_error(capsys, monkeypatch, classify, arguments):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        error = bad(capsys, main, *(classify if arguments == ["classify"] else arguments))
+    assert error.endswith("error: standard output cannot be written to: No space left on device")
+
+
+def test_a_full_stdout_costs_no_descriptor(monkeypatch):
+    before = len(os.listdir("/dev/fd"))
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with orderly():
+            full.write("x")
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_stdout_of_ascii_gets_escapes(monkeypatch, classify):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(classify) == 0
+    assert b"\\xe9.png" in stdout.buffer.getvalue()
+    assert stdout.errors == "strict"
+
+
+# Signals --------------------------------------------------------------------------------------------------
+
+ENDED = """
+import os, signal, sys, tempfile
+from cvt.tools.commands import evaluate, explain, main
+import cvt.tools.explanation
+from cvt.tools.commands.compile import jobs
+
+folder, photo, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+tempfile.tempdir = folder
+signal.signal(number, signal.SIG_DFL)  # under nohup it is ignored, which commands leave as it is
+handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+
+def end(*args, **kwargs):
+    tempfile.NamedTemporaryFile(delete=False).close()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)  # as timeout does
+
+def ended(*arguments):
+    try:
+        main(arguments)
+    except SystemExit as caught:
+        # Python's folder for processes stays until this one ends.
+        print(caught.code, [name for name in os.listdir(folder) if not name.startswith("pymp-")])
+
+class Source:
+    examine = end
+
+model = ("--checkpoint", "digits", "--device", "cpu")
+evaluate.evaluate = lambda *args, **kwargs: os.kill(os.getpid(), number)
+ended("evaluate", "--data", "digits", *model, "--json", folder + "/x.json")
+cvt.tools.explanation.pictures = lambda *args, **kwargs: os.kill(os.getpid(), number)
+ended("explain", photo, *model, "--output", folder)
+jobs.triton_jobs = lambda selection: [jobs.Job(Source(), {})]
+ended("compile", "--jobs", "1")
+assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.slow
+def test_a_signal_ends_a_command_without_leftovers(name, tmp_path, photo):
+    folder, number = tmp_path / "folder", int(getattr(signal, name))
+    folder.mkdir()
+    arguments = ["", str(folder), photo, str(number)]
+    result = run_python(f"import sys; sys.argv = {arguments!r}\n{ENDED}", TRITON_INTERPRET="0")
+    assert result.stdout == f"{128 + number} []\n" * 3, result.stderr
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="locks a mutex of Linux twice")
+def test_a_signal_ends_a_command_that_never_returns_to_python():
+    code = """
+import ctypes, os, signal, time
+from cvt.tools.commands import process
+process._PATIENCE = 0.2
+mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+library.pthread_mutex_lock(mutex)
+with process.orderly():
+    if os.fork() == 0:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os._exit(0)
+    os.wait()
+    time.sleep(0.5)
+    print("the signal of a forked process is its own", flush=True)
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(0.2)
+        os.kill(parent, signal.SIGTERM)
+        os._exit(0)
+    library.pthread_mutex_lock(mutex)
+"""
+    result = run_python(code)
+    assert (result.returncode, result.stdout) == (143, "the signal of a forked process is its own\n")
+
+
+def test_a_signal_that_somebody_handles_stays_theirs(monkeypatch):
+    def end(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("goes on")
+
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        monkeypatch.setattr(evaluate, "evaluate", end)
+        assert main(EVALUATE) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+def test_temporary_files_go_together(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "before")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with temporary_files_together():
+        left = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115
+        left.close()
+        assert os.path.dirname(left.name) == os.environ["TMPDIR"]
+    assert not os.path.exists(left.name)
+    assert os.environ["TMPDIR"] == "before"
+    assert tempfile.gettempdir() != os.path.dirname(left.name)
+
+
+# Memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [((2**50,), "allocate memory"), ((2**40, 2**40), "overflow"), (None, "MemoryError")]
+)
+def test_too_little_memory_is_an_error_that_names_the_sizes(capsys, monkeypatch, shape, message):
+    def allocate(*args, **kwargs):
+        if shape is None:
+            raise MemoryError
+        torch.empty(shape)
+
+    monkeypatch.setattr(evaluate, "evaluate", allocate)
+    error = bad(capsys, main, *EVALUATE, "--batch-size", "7")
+    assert "there is not enough memory for --batch-size 7: " in error
+    assert message in error
+
+
+def test_sizes_that_were_not_given_are_not_named():
+    arguments = argparse.Namespace(image_sizes=[None], image_size=None, batch_sizes=[256, 1], jobs=2)
+    reason = why_too_large(MemoryError(), arguments)
+    assert reason == "there is not enough memory for --batch-size 256 1, --jobs 2: MemoryError"
+
+
+def test_other_errors_of_torch_are_not_of_memory(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(evaluate, "evaluate", fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        main(EVALUATE)
+
+
+# Terminals ------------------------------------------------------------------------------------------------
+
+
+def test_printable():
+    shown = r"é→\x1b[0m\x07\x7f\x9b\t\u202e\u2066" + "\nx"
+    assert printable("é→\x1b[0m\x07\x7f\x9b\t\u202e\u2066\nx") == shown
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Returns a file of a model of digits with names that would command a terminal."""
+    model = create_model(MODELS["cvt_nano"], num_classes=10)
+    randomize(model)
+    digits = [str(i) for i in range(10)]
+    labels = [f"{LABEL}\n{i}" for i in digits]
+    card = ModelCard(model.config, labels, image_size=16, crop_fraction=1.0, folders=digits)
+    path = tmp_path / "\x1b[2J.safetensors"
+    save_safetensors(Checkpoint(str(path), model.state_dict(), card=card), path)
+    return str(path)
+
+
+def test_names_of_files_and_classes_command_no_terminal(capsys, photo, hostile, tmp_path):
+    for arguments in (
+        ["classify", photo],
+        ["evaluate", "--data", "digits"],
+        ["explain", photo, "--output", str(tmp_path / "\x1bnew")],
+        ["prune", "--mlp", "0.5", "--output", str(tmp_path / "\x07.safetensors"), "--image-size", "16"],
+    ):
+        assert main([*arguments, "--checkpoint", hostile, "--device", "cpu"]) == 0
+        out, err = capsys.readouterr()
+        assert printable(out + err) == out + err
+        assert r"\x1b" in out
+        assert out.count(r"\x1b[31mred\x07\u202e\n") == {"classify": 5, "evaluate": 20}.get(arguments[0], 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "classify x.png",
+        "explain x.png --output new",
+        "quantize --calibrate digits --output x.safetensors",
+        "prune --mlp 0.5 --output x.safetensors",
+        "export --format pt2 --output x",
+        "train --data digits --output new",
+        "bench",
+    ],
+)
+def test_errors_command_no_terminal(capsys, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = bad(capsys, main, *arguments.split(), "--checkpoint", "\x1b[31m.pth")
+    assert r"\x1b[31m.pth does not exist" in error
+    assert r"unrecognized arguments: a\n\x1b" in bad(capsys, main, "doctor", "a\n\x1b")
+
+
+def test_tables_of_modules_with_hostile_names_command_no_terminal():
+    model = create_model(MODELS["cvt_nano"], num_classes=10)
+    block = model.stage0.blocks[0]
+    block.__class__ = type("\x1b[31mBlock", (type(block),), {})
+    assert r"\x1b[31mBlock" in str(ck.coverage(model))
+    assert "\x1b" not in str(ck.coverage(model))
+
+
+def test_doctor_with_a_hostile_name(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "\x1b[31m.json"
+    path.write_text(json.dumps({"schema": "\x1b[31m"}))
+    monkeypatch.setenv("CVT_KERNELS_TUNED", str(path))
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert r"\x1b[31m.json: ignored" in out
+    assert "\x1b" not in out
+
+
+def test_titles_of_pictures_have_escapes():
+    assert class_title(3, LABEL.strip("\u202e"), 0.5) == r"50.0%  \x1b[31mred\x07 (class 3)"

@@ -1,0 +1,185 @@
+"""``cvt prune``: its files and figures, what takes the files, and what it rejects."""
+
+import contextlib
+import io
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cvt import create_model, read_checkpoint
+from cvt.checkpoints import PACKAGED
+from cvt.tools.commands import main
+from cvt.tools.commands import prune as command
+from cvt.tools.evaluation import cost
+from cvt_kernels.autotune import clock
+from tests.checks import Terminal, bad, python_blocks, run_blocks, section_of
+from tests.cvt.models import equal, quantized, small
+
+PAGE = section_of("pruning.md", "## Prune a model's weights")
+DIGITS = ["--checkpoint", "digits", "--calibrate", "digits"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Prunes the model of digits; returns the folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("pruned")
+    printed = io.StringIO(), io.StringIO()
+    files = ["--output", str(folder / "p.safetensors"), "--json", str(folder / "p.json")]
+    with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]):
+        assert main(["prune", *DIGITS, "--mlp", "0.25", *files]) == 0
+    return folder, *(stream.getvalue() for stream in printed)
+
+
+def test_files_and_figures(digits):
+    folder, out, err = digits
+    assert err == ""
+    assert sorted(file.name for file in folder.iterdir()) == ["p.json", "p.safetensors"]
+    content = json.loads((folder / "p.json").read_text())
+    before, after = content["before"], content["after"]
+    assert (content["held_out_images"], content["mlp"], content["heads"]) == (360, 0.25, 0.0)
+    assert (before["hidden_units"], before["heads"]) == ([64, 128], [1, 2])
+    assert (after["hidden_units"], after["heads"]) == ([48, 96], [1, 2])
+    assert before["top1"] - after["top1"] <= 0.003
+    assert before["bytes"] > after["bytes"] == (folder / "p.safetensors").stat().st_size
+    models = create_model(checkpoint="digits"), create_model(checkpoint=folder / "p.safetensors")
+    for figures, model in zip((before, after), models, strict=True):
+        assert (figures["parameters"], figures["multiply_adds"]) == cost(model.config, 16)
+        assert figures["images_per_second"] > 0
+    lines = out.splitlines()
+    transcript = PAGE.partition("$ cvt prune ")[2].partition("```")[0].splitlines()[1:]
+    assert lines[0] == f"{folder}/{transcript[0]}"
+    assert lines[1:-1] == transcript[1:-1]
+    assert [lines[-1].split()[0], transcript[-1].split()[0]] == ["images/s"] * 2
+
+
+def test_a_speed_beside_other_programs_is_said_to_be_rough(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(clock.Times, "is_disturbed", True)
+    files = ["--output", str(tmp_path / "p.safetensors"), "--json", str(tmp_path / "p.json")]
+    assert main(["prune", "--checkpoint", "digits", "--mlp", "0.25", *files]) == 0
+    assert capsys.readouterr().err == f"cvt prune: {clock.DISTURBED}\n"
+    content = json.loads((tmp_path / "p.json").read_text())
+    assert (content["before"]["is_disturbed"], content["after"]["is_disturbed"]) == (True, True)
+
+
+def test_the_file_says_all(digits):
+    checkpoint, original = read_checkpoint(digits[0] / "p.safetensors"), read_checkpoint("digits")
+    assert checkpoint.card == original.card._replace(config=checkpoint.config)
+    assert checkpoint.config.mlp_ratio == (1.5, 1.5)
+
+
+def test_the_python_of_the_page():
+    smaller = run_blocks(python_blocks(PAGE))["smaller"]
+    assert smaller(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+
+
+@pytest.mark.rest
+def test_the_other_commands_take_the_file(capsys, tmp_path):
+    path = str(tmp_path / "p.safetensors")
+    files = ["--output", path, "--json", str(tmp_path / "p.json")]
+    assert main(["prune", *DIGITS, "--mlp", "0.25", "--heads", "0.5", *files]) == 0
+    after = json.loads((tmp_path / "p.json").read_text())["after"]
+    assert after["heads"] == [1, 1]
+    capsys.readouterr()
+    assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
+    assert f"{after['top1']:.2%}" in capsys.readouterr().out
+    options = ["--calibrate", "digits", "--images", "4", "--output", str(tmp_path / "q.safetensors")]
+    assert main(["quantize", "--checkpoint", path, *options]) == 0
+    options = ["--epochs", "1", "--lr", "1e-3", "--output", str(tmp_path / "run")]
+    assert main(["train", "--checkpoint", path, "--data", "digits", *options]) == 0
+    assert create_model(checkpoint=tmp_path / "run").config.head_dim == (32, 32)
+
+
+def test_a_directory_without_data(capsys, tmp_path):
+    model = small()
+    torch.save(model.state_dict(), tmp_path / "model.pth")
+    model.save_pretrained(tmp_path / "model")
+    options = ["--mlp", "0.25", "--image-size", "32", "--batch-size", "1", "--output"]
+    file = "file.safetensors"
+    for checkpoint, output in (("model", "directory"), ("model", file), (file, "2")):
+        output = str(tmp_path / output)
+        assert main(["prune", "--checkpoint", str(tmp_path / checkpoint), *options, output]) == 0
+        out = capsys.readouterr().out
+        assert f"{output}: {tmp_path / checkpoint}, pruned by the magnitude of its weights\n" in out
+        assert "top-1" not in out
+        assert read_checkpoint(output).labels is None
+        assert read_checkpoint(output).preprocessing.image_size == 32
+    made = [create_model(checkpoint=tmp_path / name) for name in ("directory", "file.safetensors", "2")]
+    assert equal(made[0].state_dict(), made[1].state_dict())
+    assert made[2].config.mlp_ratio == (2.0, 2.5, 56 / 24)
+
+
+def test_magnitude_with_data_and_bars(capsys, tmp_path):
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        for saliency in ("magnitude", "taylor"):
+            output = str(tmp_path / saliency)
+            assert main(["prune", *DIGITS, "--saliency", saliency, "--heads", "0.5", "--output", output]) == 0
+    assert "pruned by the magnitude of its weights, measured on 360 held-out" in capsys.readouterr().out
+    for title in ("saliency", "before", "after"):
+        assert f"{title}: " in terminal.getvalue()
+    first, second = (create_model(checkpoint=tmp_path / name) for name in ("magnitude", "taylor"))
+    assert not equal(first.state_dict(), second.state_dict())
+
+
+def test_bad_input(capsys, tmp_path):
+    model = small(num_classes=2)
+    model.save_pretrained(tmp_path / "model")
+    quantized(model).save_pretrained(tmp_path / "quantized")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best.pth").touch()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    good = {"--checkpoint": tmp_path / "model", "--mlp": "0.5", "--output": tmp_path / "p.safetensors"}
+
+    def fails(**changes):
+        options = good | {f"--{name}": value for name, value in changes.items()}
+        line = bad(capsys, main, "prune", *(each for pair in options.items() for each in pair))
+        assert sorted(tmp_path.rglob("*")) == before
+        return line
+
+    assert "error: --mlp: got 1.0, expected at least 0 and below 1" in fails(mlp=1)
+    assert "error: --mlp, --heads: got 0 for both" in fails(mlp=0)
+    assert "--saliency: taylor needs images with labels" in fails(saliency="taylor")
+    assert "--calibrate digits: has 10 classes, the model 2" in fails(calibrate="digits")
+    line = fails(checkpoint=tmp_path / "quantized")
+    assert "quantized is quantized (stage0." in line
+    assert line.endswith("expected floating point: prune first, then quantize")
+    for name in ("p.pth", "p.onnx", "p.pt2", "P.SAFETENSORS"):
+        line = fails(output=tmp_path / name)
+        assert f"{name}', expected a name that ends with .safetensors, or a directory" in line
+    assert "has best.pth, expected a directory" in fails(output=tmp_path / "run")
+    assert "file is a file, expected a directory" in fails(output=tmp_path / "file")
+    assert "no part of --checkpoint" in fails(output=tmp_path / "model" / "model.safetensors")
+    line = fails(checkpoint=tmp_path / "model" / "model.safetensors", output=tmp_path / "model")
+    assert "which has --checkpoint, expected another place" in line
+    assert "cannot be written" in fails(output=tmp_path / "none" / "p.safetensors")
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path):
+    """Lets ``digits`` stand for a copy of its file; returns the copy."""
+    copy = Path(shutil.copy(PACKAGED["digits"], tmp_path))
+    monkeypatch.setitem(PACKAGED, "digits", copy)
+    return copy
+
+
+def test_a_packaged_file_is_not_replaced(capsys, packaged, tmp_path, monkeypatch):
+    arguments = ["prune", "--checkpoint", "digits", "--mlp", "0.5", "--batch-size", "1", "--output"]
+    before = packaged.read_bytes()
+    assert "expected a file that is no part of --checkpoint" in bad(capsys, main, *arguments, packaged)
+    assert "which has --checkpoint, expected another place" in bad(capsys, main, *arguments, packaged.parent)
+    assert packaged.read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main([*arguments, "."]) == 0
+    assert create_model(checkpoint=tmp_path / "empty").config.mlp_ratio == (1.0, 1.0)
+
+
+def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "microsoft").mkdir()
+    arguments = {"checkpoint": "microsoft/cvt-13", "output": "microsoft", "json": None, "saliency": None}
+    command._check(Path("microsoft"), Namespace(**arguments))

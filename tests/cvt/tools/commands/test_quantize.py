@@ -1,0 +1,298 @@
+"""``cvt quantize``: its files, its figures, which layers it leaves alone, and what it rejects."""
+
+import contextlib
+import io
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+import cvt_kernels as ck
+from cvt import create_model, read_checkpoint
+from cvt.tools.commands import main
+from cvt.tools.commands import quantize as command
+from cvt.tools.commands.quantize import fewest
+from cvt.tools.commands.smaller import evaluated
+from cvt.tools.datasets import save_digits
+from cvt.tools.evaluation import Evaluation
+from cvt_kernels import backends
+from cvt_kernels.autotune import tuner
+from tests.checks import Terminal, bad
+from tests.cvt.models import equal, small
+
+PAGE = (Path(__file__).parents[4] / "docs" / "quantize.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Quantizes the model of digits; returns the folder, and what was printed."""
+    folder = tmp_path_factory.mktemp("quantized")
+    printed = io.StringIO(), io.StringIO()
+    options = ["--checkpoint", "digits", "--calibrate", "digits", "--images", "20", "--batch-size", "10"]
+    files = ["--output", str(folder / "q.safetensors"), "--json", str(folder / "q.json")]
+    with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]):
+        assert main(["quantize", *options, *files]) == 0
+    return folder, *(stream.getvalue() for stream in printed)
+
+
+def test_files_and_figures(digits):
+    folder, out, err = digits
+    assert err == ""
+    assert sorted(file.name for file in folder.iterdir()) == ["q.json", "q.safetensors"]
+    content = json.loads((folder / "q.json").read_text())
+    before, after = content["before"], content["after"]
+    assert before["top1"] - after["top1"] <= 0.003
+    assert (content["held_out_images"], content["calibration_images"]) == (360, 20)
+    assert after["bytes"] == (folder / "q.safetensors").stat().st_size
+    assert before["bytes"] == sum(t.nbytes for t in create_model(checkpoint="digits").state_dict().values())
+    assert len(content["layers"]) == 18
+    for layer in content["layers"]:
+        assert (layer["scheme"], layer["reason"]) == ("dynamic", None)
+        assert layer["sqnr"] > 30
+        assert f"{layer['path']} " in out
+        assert f"{layer['sqnr']:.1f} dB" in out
+    lines = out.splitlines()
+    assert "18 of 18 layers quantized" in lines
+    transcript = PAGE.partition("$ cvt quantize ")[2].partition("```")[0].splitlines()
+    assert transcript[1].endswith(lines[0].partition("safetensors")[2].replace(" 20 images", " 256 images"))
+    assert lines[-7:] == transcript[-7:]
+
+
+def test_the_file_says_all(digits):
+    path = digits[0] / "q.safetensors"
+    original, checkpoint = read_checkpoint("digits"), read_checkpoint(path)
+    assert checkpoint.card == original.card
+    assert set(checkpoint.quantized.values()) == {"dynamic"}
+    assert checkpoint.tensors["head.weight"].dtype == torch.float16
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+    model, exact = create_model(checkpoint=path), create_model(checkpoint="digits")
+    assert sum(type(module) is ck.LinearInt8 for module in model.modules()) == 18
+    assert torch.equal(model.head.weight, exact.head.weight.half().float())
+
+
+@pytest.mark.slow
+def test_the_other_commands_take_the_file(digits, capsys, tmp_path):
+    path = str(digits[0] / "q.safetensors")
+    seven = str(save_digits(tmp_path / "digits")[7])
+    assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    after = json.loads((digits[0] / "q.json").read_text())["after"]
+    assert ["loss", f"{after['loss']:.4f}"] in lines
+    assert ["parameters", "0.10", "M"] in lines
+    assert main(["explain", seven, "--checkpoint", path, "--output", str(tmp_path / "explained")]) == 0
+    explained = json.loads((tmp_path / "explained" / "explain.json").read_text())
+    assert explained["photos"][0]["classes"][0]["label"] == "7"
+    output = tmp_path / "q.onnx"
+    assert main(["export", "--checkpoint", path, "--format", "onnx", "--output", str(output)]) == 0
+    kinds = [node.op_type for node in onnx.load(output).graph.node]
+    assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (18, 36)
+
+
+@pytest.mark.usefixtures("tuning")
+@pytest.mark.parametrize("requested", ["auto", "reference"])
+def test_nothing_is_tuned(requested, monkeypatch, tmp_path):
+    seen = set()
+    monkeypatch.setattr(tuner, "tune", lambda task: pytest.fail(f"tunes {task.cache_key}"))
+    monkeypatch.setattr(
+        command, "evaluated", lambda *args: seen.add(backends.requested_backends()) or evaluated(*args)
+    )
+    options = ["--checkpoint", "digits", "--calibrate", "digits", "--output", str(tmp_path / "q.safetensors")]
+    with ck.use_backend(requested):
+        assert main(["quantize", *options]) == 0
+    untuned = command._BACKENDS["cuda" if torch.cuda.is_available() else "cpu"]
+    assert seen == {untuned if requested == "auto" else ("reference",)}
+
+
+def test_it_is_not_trained(digits, capsys, tmp_path):
+    arguments = ["train", "--data", "digits", "--output", tmp_path / "run"]
+    line = bad(capsys, main, *arguments, "--checkpoint", digits[0] / "q.safetensors")
+    assert "is quantized, expected weights in floating" in line
+    assert not (tmp_path / "run").exists()
+
+
+# Layers that stay in floating point -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 78])
+def test_the_fewest_layers_are_found_by_few_measurements(most):
+    for right in range(most + 1):
+        tried = []
+
+        def is_enough(count, tried=tried, right=right):
+            tried.append(count)
+            return count >= right
+
+        assert fewest(most, is_enough) == right
+        assert len(tried) == len(set(tried)) <= 2 * math.ceil(math.log2(most + 1)) + 2
+        assert most not in tried
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Takes a model for right in 9 of 10 images, less with each quantized layer beyond a number."""
+
+    def set_up(good):
+        def evaluation(model, batches, title):
+            count = sum(type(module) is ck.LinearInt8 for module in model.modules())
+            top1 = 0.9 - 0.01 * max(0, count - good)
+            return Evaluation(top1, 1.0, 0.5, torch.eye(10, dtype=torch.int64), 1.0, None)
+
+        monkeypatch.setattr(command, "evaluated", evaluation)
+
+    return set_up
+
+
+def quantize_digits(tmp_path, *options):
+    """Runs the command on the model of digits and few images; returns its exit code."""
+    files = ["--output", str(tmp_path / "q.safetensors"), "--json", str(tmp_path / "q.json")]
+    given = ["--checkpoint", "digits", "--calibrate", "digits", "--images", "5"]
+    return main(["quantize", *given, *files, *options])
+
+
+@pytest.mark.parametrize(("options", "kept"), [([], 6), (["--max-drop", "3"], 3), (["--max-drop", "6"], 0)])
+def test_layers_that_lose_most_stay_as_they_are(capsys, pretend, tmp_path, options, kept):
+    pretend(12)
+    assert quantize_digits(tmp_path, *options) == 0
+    out = capsys.readouterr().out
+    content = json.loads((tmp_path / "q.json").read_text())
+    in_order = sorted(content["layers"], key=lambda layer: layer["sqnr"])
+    assert [layer["scheme"] for layer in in_order] == ["float"] * kept + ["dynamic"] * (18 - kept)
+    assert content["after"]["top1"] == pytest.approx(0.9 - 0.01 * (6 - kept))
+    assert f"{18 - kept} of 18 layers quantized" in out
+    assert out.count("for the sake of top-1") == kept
+    checkpoint = read_checkpoint(tmp_path / "q.safetensors")
+    assert set(checkpoint.quantized) == {layer["path"] for layer in in_order[kept:]}
+    model = create_model(checkpoint=checkpoint)
+    original = create_model(checkpoint="digits")
+    for layer in in_order[:kept]:
+        weight = original.get_submodule(layer["path"]).weight
+        assert torch.equal(model.get_submodule(layer["path"]).weight, weight.half().float())
+
+
+def test_options(capsys, pretend, tmp_path):
+    pretend(99)
+    kept = ["--keep-float", "stage0.*", "stage1.blocks.1.mlp.fc1", "--keep-float", "stage1.blocks.0.attn.*"]
+    assert quantize_digits(tmp_path, "--scheme", "static", "--embeddings", *kept) == 0
+    quantized = read_checkpoint(tmp_path / "q.safetensors").quantized
+    blocks = ["0.mlp.fc1", "0.mlp.fc2", "1.attn.proj", "1.attn.proj_k", "1.attn.proj_q", "1.attn.proj_v"]
+    names = [f"stage1.blocks.{name}" for name in (*blocks, "1.mlp.fc2")]
+    assert sorted(quantized) == [*names, "stage1.patch_embed.proj"]
+    assert set(quantized.values()) == {"static"}
+    layers = json.loads((tmp_path / "q.json").read_text())["layers"]
+    reasons = [layer["reason"] for layer in layers if layer["scheme"] == "float"]
+    assert reasons == 11 * ["is kept by keep_float"]
+    first = read_checkpoint(tmp_path / "q.safetensors").tensors
+    for seed, same in (("0", True), ("1", False)):  # which chooses the images
+        quantize_digits(tmp_path, "--scheme", "static", "--embeddings", *kept, "--seed", seed)
+        assert equal(read_checkpoint(tmp_path / "q.safetensors").tensors, first) == same
+
+
+def test_bars_are_drawn_on_a_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert quantize_digits(tmp_path, "--batch-size", "180") == 0
+    for title in ("errors", "before", "after"):
+        assert f"{title}: " in sys.stderr.getvalue()
+    assert not sys.stderr.getvalue().split("\r")[-1].strip()
+
+
+# Folders --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def animals(tmp_path):
+    """Writes a small model of two classes as a directory, and images of them; returns both folders."""
+    model = small(num_classes=2).eval()
+    model.save_pretrained(tmp_path / "model", labels=["tench", "goldfish"], image_size=32)
+    for name, color in (("n01", 60), ("n02", 200)):
+        for i in range(6):
+            path = tmp_path / "data" / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 50), (color, 40 * i, 100)).save(path)
+    return tmp_path / "model", tmp_path / "data"
+
+
+def test_a_folder_without_parts_and_the_names_of_classes(capsys, animals, tmp_path):
+    model, data = animals
+    options = ["--max-drop", "100", "--output", str(tmp_path / "q.safetensors")]
+    assert main(["quantize", "--checkpoint", str(model), "--calibrate", str(data), *options]) == 0
+    assert "calibrated on 8 images of" in (line := capsys.readouterr().out.splitlines()[0])
+    assert line.endswith("measured on 4 others")
+    card = read_checkpoint(tmp_path / "q.safetensors").card
+    assert (card.labels, card.folders, card.image_size) == (["tench", "goldfish"], ["n01", "n02"], 32)
+    checkpoint = ["--checkpoint", str(tmp_path / "q.safetensors")]
+    assert main(["classify", str(data / "n01" / "0.png"), *checkpoint]) == 0
+    assert "goldfish" in capsys.readouterr().out
+    for part in ("train", "val"):
+        shutil.copytree(data, data.parent / "parted" / part)
+    assert main(["evaluate", "--data", str(data.parent / "parted"), *checkpoint]) == 0
+    (tmp_path / "names").write_text("a\nb\n")
+    options += ["--labels", str(tmp_path / "names")]
+    parted = str(data.parent / "parted")
+    capsys.readouterr()
+    assert main(["quantize", "--checkpoint", str(model), "--calibrate", parted, *options]) == 0
+    assert "calibrated on 12 images of" in capsys.readouterr().out
+    assert read_checkpoint(tmp_path / "q.safetensors").labels == ["a", "b"]
+
+
+# Bad input ------------------------------------------------------------------------------------------------
+
+
+def test_bad_input(capsys, digits, tmp_path):
+    for i in range(10):
+        names = f"others/train/class {i}", f"others/val/class {i}", f"parts/train/{i}", f"parts/val/{i + 1}"
+        for name in (*names, f"one image/{i}"):
+            (tmp_path / name).mkdir(parents=True)
+            Image.new("RGB", (20, 30)).save(tmp_path / name / "0.png")
+    broken = create_model(checkpoint="digits").eval()
+    broken.stage1.blocks[0].mlp.fc1.weight.data[0, 0] = math.nan
+    broken.save_pretrained(tmp_path / "broken")
+    before = sorted(tmp_path.rglob("*"))
+    good = {"--checkpoint": "digits", "--calibrate": "digits", "--output": tmp_path / "q.safetensors"}
+
+    def fails(*more, **changes):
+        options = good | {f"--{name}": value for name, value in changes.items()}
+        arguments = [each for pair in options.items() for each in pair]
+        line = bad(capsys, main, "quantize", *arguments, "--images", "4", *more)
+        assert sorted(tmp_path.rglob("*")) == before
+        return line
+
+    path = digits[0] / "q.safetensors"
+    assert "udcff.safetensors', expected a name in UTF-8" in fails(output=tmp_path / "\udcff.safetensors")
+    assert "others: its classes have other names than those of" in fails(calibrate=tmp_path / "others")
+    assert "parts has train/ and val/ of different classes" in fails(calibrate=tmp_path / "parts")
+    assert "has no images besides those that are held out" in fails(calibrate=tmp_path / "one image")
+    assert f"--checkpoint: {path} is quantized already" in fails(checkpoint=path)
+    assert "stage1.blocks.0.mlp.fc1" in fails(checkpoint=tmp_path / "broken")
+    assert "--output: got" in fails(output=tmp_path / "q.pth")
+    part = tmp_path / "broken" / "model.safetensors"
+    assert "expected a file that is no part of --checkpoint" in fails(checkpoint=part.parent, output=part)
+    assert "cannot be written" in fails(output=tmp_path / "none" / "q.safetensors")
+    assert "cannot be written to" in fails("--json", tmp_path / "none" / "q.json")
+    assert "'stage9.*' matches none of the 18 layers" in fails("--keep-float", "stage9.*")
+    assert "none of its 18 layers can be quantized" in fails("--keep-float", "*")
+
+
+def test_a_drop_that_no_layer_allows(capsys, pretend, tmp_path):
+    pretend(0)
+    assert quantize_digits(tmp_path) == 2
+    assert "--max-drop: top-1 falls below 89.50% even if " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_that_cannot_be_used(capsys, animals, tmp_path):
+    model, data = animals
+    for i in range(1, 5):
+        for name in ("n01", "n02"):
+            (data / name / f"{i}.png").write_text("hello")
+    options = ["--checkpoint", model, "--calibrate", data, "--output", tmp_path / "q.safetensors"]
+    assert "1.png: is not a readable image" in bad(capsys, main, "quantize", *options)
+    assert "calibration: is empty" in bad(capsys, main, "quantize", *options, "--corrupt", "skip")
+    assert not (tmp_path / "q.safetensors").exists()

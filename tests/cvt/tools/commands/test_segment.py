@@ -1,0 +1,197 @@
+"""Segmentation from the command line: train, resume, evaluate, export; and commands for classifiers alone."""
+
+import json
+
+import pytest
+import torch
+
+from cvt import CvTSegmenter, create_model, read_checkpoint, segment_in_tiles
+from cvt.factory import randomize
+from cvt.tiles import Tiles
+from cvt.tools.commands import main
+from cvt.tools.evaluation import cost
+from cvt.tools.label_maps import open_label_maps
+from cvt.tools.training.recipe import MODELS, SEGMENT_OPTIONS
+from tests.checks import bad
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def train(label_maps, tmp_path, capsys):
+    """Returns a function that runs ``cvt train`` on the label maps, with more arguments."""
+    options = ("--data", label_maps, "--output", tmp_path / "run", "--image-size", 16, "--batch-size", 8)
+
+    def train(*arguments):
+        return run(capsys, "train", *options, "--model", "cvt_nano", "--device", "cpu", *arguments)
+
+    return train
+
+
+def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
+    (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    code, out, err = train("--task", "segment", "--epochs", 1)
+    assert (code, err) == (0, "")
+    assert "  mIoU " in out
+    assert out.splitlines()[-1].startswith(f"{tmp_path / 'run'}: mIoU ")
+    checkpoint = read_checkpoint(tmp_path / "run")
+    assert checkpoint.labels == ["sky", "sea", "land"]
+    assert checkpoint.card.image_size == 16
+    assert isinstance(create_model(checkpoint=tmp_path / "run"), CvTSegmenter)
+
+    figures = tmp_path / "figures.json"
+    source = ("--checkpoint", tmp_path / "run", "--device", "cpu")
+    (label_maps / "classes.txt").unlink()  # the checkpoint knows the names
+    code, out, err = run(capsys, "evaluate", *source, "--data", label_maps, "--json", figures)
+    assert (code, err) == (0, "")
+    content = json.loads(figures.read_text())
+    log = torch.load(tmp_path / "run" / "best.pth", weights_only=True)["metrics"]
+    assert content["miou"] == pytest.approx(log["miou"], rel=1e-6)
+    assert content["labels"] == ["sky", "sea", "land"]
+    assert content["iou"][1] == pytest.approx(log["iou/sea"], rel=1e-6)
+    confusion = torch.tensor(content["confusion"])
+    assert content["pixel_accuracy"] == pytest.approx((confusion.diag().sum() / confusion.sum()).item())
+    lines = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:10])
+    assert lines["mIoU"] == f"{content['miou']:.2%}"
+    assert any(line.startswith("sea ") and f"{content['iou'][1]:.2%}" in line for line in out.splitlines())
+
+    photo = label_maps / "val" / "images" / "0.png"
+    for command in (
+        ("classify", photo),
+        ("explain", photo, "--output", tmp_path / "explained"),
+        ("quantize", "--calibrate", label_maps, "--output", tmp_path / "q.safetensors"),
+    ):
+        line = bad(capsys, main, *command, *source)
+        assert "is a model of head='segment', which is for pixels; expected a classifier" in line
+    assert bad(capsys, main, "bench", *source).endswith("best.pth: Hugging Face's CvT has no head='segment'")
+    output = tmp_path / "model.pt2"
+    code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
+    assert code == 0
+    assert "(batch, 3, 16, 16) to logits (batch, 3, 16, 16), within" in out
+
+
+@pytest.fixture
+def segmenter(label_maps, tmp_path):
+    """Returns the options of ``cvt evaluate`` for a model with random weights on the label maps."""
+    model = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=8, num_classes=3)
+    randomize(model, 1)
+    image, _ = open_label_maps(label_maps, "val", 160)[0]
+    with torch.no_grad():  # or all pixels are of one class
+        model.decoder.classifier.bias -= model.eval()(image[None]).mean((0, 2, 3))
+    model.save_pretrained(tmp_path / "segmenter")
+    return "--checkpoint", tmp_path / "segmenter", "--data", label_maps, "--device", "cpu"
+
+
+def test_evaluate_in_tiles(segmenter, label_maps, tmp_path, capsys):
+    file, size = tmp_path / "figures.json", ("--image-size", 160)
+    tiles = {"tile": 96, "overlap": 64, "context": 16}
+    options = [word for name, value in tiles.items() for word in (f"--{name}", value)]
+    code, out, err = run(capsys, "evaluate", *segmenter, *size, *options, "--json", file)
+    assert (code, err) == (0, "")
+    assert f"on {label_maps}, 160×160 pixels in tiles of 96, fp32 on cpu" in out.splitlines()[0]
+    content = json.loads(file.read_text())
+    assert content["tiles"] == tiles
+    model = create_model(checkpoint=tmp_path / "segmenter").eval()
+    dataset = open_label_maps(label_maps, "val", 160)
+    x, labels = (torch.stack(each) for each in zip(*(dataset[i] for i in range(3)), strict=True))
+    found = segment_in_tiles(model, x, **tiles).long()
+    counted = labels != 255
+    confusion = torch.zeros(3, 3, dtype=torch.int64)
+    confusion.index_put_((labels[counted], found[counted]), torch.tensor(1), accumulate=True)
+    assert content["confusion"] == confusion.tolist()
+    assert (confusion.sum(0) > 0).sum() > 1
+    assert content["multiply_adds"] == cost(model.config, 160, tiles=Tiles(**tiles)).multiply_adds
+
+    code, _, err = run(capsys, "evaluate", *segmenter, *size, "--json", file)
+    assert (code, err) == (0, "")
+    whole = json.loads(file.read_text())
+    assert whole["tiles"] is None
+    assert whole["confusion"] != content["confusion"]  # attention sees a tile
+
+
+def test_wrong_tiles(segmenter, tmp_path, capsys):
+    given = "--data, --token-keep or --tile"
+    for options, message in (
+        (("--tile", 100), "--tile: got 100, expected a multiple of 32"),
+        (("--tile", 96), "--overlap: got 128, expected"),
+        (("--tile", 96, "--overlap", 32), "--context: got 32, expected"),
+        (("--tile", 0), "argument --tile: got '0', expected"),
+        (("--overlap", 64), "--overlap: got 64 without --tile, expected both or neither"),
+        (("--context", 8), "--context: got 8 without --tile, expected both or neither"),
+        (("--check", "--tile", 512), f"--check: got {given} beside it, expected none of them"),
+    ):
+        assert message in bad(capsys, main, "evaluate", *segmenter, *options)
+    line = bad(capsys, main, "evaluate", "--checkpoint", "digits", "--data", "digits", "--tile", 512)
+    assert (
+        "--tile: digits is a model of head='classify', which needs an image as a whole; expected one" in line
+    )
+    photo = segmenter[3] / "val" / "images" / "0.png"
+    line = bad(capsys, main, "classify", photo, *segmenter[:2], "--tile", 512)
+    assert "unrecognized arguments: --tile 512" in line
+
+
+def test_a_backbone_is_tuned(train, tmp_path):
+    """The weights of the digits in the package have a head for classes of images."""
+    code, _, err = train("--task", "segment", "--epochs", 1, "--checkpoint", "digits", "--lr", 1e-9)
+    assert code == 0
+    assert "has a head to classify and the model one to segment: the head was not loaded" in err
+    tuned, digits = (read_checkpoint(source).tensors for source in (tmp_path / "run", "digits"))
+    name = "stage1.blocks.1.mlp.fc1.weight"
+    torch.testing.assert_close(tuned[name], digits[name], rtol=0, atol=1e-6)
+
+
+def test_data_for_another_model(label_maps, tmp_path, capsys):
+    """A folder with images/ and labels/ would be one of two classes of these names."""
+    create_model(MODELS["cvt_nano"], num_classes=2).save_pretrained(tmp_path / "classifier")
+    segmenter = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=8, num_classes=2)
+    segmenter.save_pretrained(tmp_path / "segmenter")
+    has_maps = f"--data: {label_maps} has label maps, which are for models of train --task segment; expected"
+    no_maps = "--data: got digits, which have no label maps; expected a folder with val/images and val/labels"
+    for arguments, message in (
+        (("evaluate", "--checkpoint", tmp_path / "classifier", "--data", label_maps), has_maps),
+        (("train", "--output", tmp_path / "run", "--data", label_maps), has_maps),
+        (("evaluate", "--checkpoint", tmp_path / "segmenter", "--data", "digits"), no_maps),
+    ):
+        assert message in bad(capsys, main, *arguments, "--device", "cpu")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("classes", [True, False], ids=["named", "numbered"])
+def test_a_broken_label_map_is_skipped(train, label_maps, classes):
+    if classes:
+        (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
+    code, _, err = train("--task", "segment", "--epochs", 1, "--corrupt", "skip")
+    assert code == 0
+    assert err.count("cvt train: skipped: ") == 1
+    assert err.count("cvt train: data: 1 of 11 label maps cannot be read") == (not classes)
+
+
+def test_a_training_that_fails_at_once_leaves_no_log(train, label_maps, tmp_path):
+    (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    for file in (label_maps / "train" / "labels").iterdir():
+        file.write_bytes(b"no image")
+    code, _, err = train("--task", "segment", "--epochs", 1)
+    assert code == 2
+    assert "is not a readable label map" in err
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_the_help_has_the_defaults_of_the_task(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    own = text.partition("Defaults with --task segment: ")[2].partition(". ")[0].split(", ")
+    assert own == [f"--{name.replace('_', '-')} {value:g}" for name, value in SEGMENT_OPTIONS.items()]
+    assert "Defaults with --data digits: --epochs 30, " in text
+    assert "layer scales, class tokens and position_bias (default: 0.05)" in text
+
+
+def test_mixup_is_for_classifiers(train, tmp_path):
+    code, out, err = train("--task", "segment", "--mixup", 0.8)
+    assert (code, out) == (2, "")
+    assert "cvt train: error: --mixup: got 0.8, expected 0 for head='segment'" in err
+    assert not (tmp_path / "run").exists()
