@@ -29,12 +29,9 @@ missing._said = True
 if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
     calibration.requesting = lambda triton, *others: backends.requesting(*others)
 if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
-    from tests.interpreter import patch_comparisons, patch_once_per_launch, patch_overflow, patch_types
+    from tests import interpreter
 
-    patch_once_per_launch()
-    patch_comparisons()
-    patch_overflow()
-    patch_types()
+    interpreter.patch()
 # A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
