@@ -29,12 +29,9 @@ missing._said = True
 if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
     calibration.requesting = lambda triton, *others: backends.requesting(*others)
 if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
-    from tests.interpreter import patch_comparisons, patch_once_per_launch, patch_overflow, patch_types
+    from tests import interpreter
 
-    patch_once_per_launch()
-    patch_comparisons()
-    patch_overflow()
-    patch_types()
+    interpreter.patch()
 # A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -88,6 +85,17 @@ def pytest_runtestloop() -> None:
     """Takes what was imported and collected out of the searches for garbage, a tenth of the time."""
     gc.freeze()
     gc.enable()
+    # Tests make ten thousand objects in no time; a search through all that lives takes half a second.
+    gc.set_threshold(10_000, 10, 10)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """Takes what a file of tests has imported and compiled out of later searches for garbage."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

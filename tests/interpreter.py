@@ -2,7 +2,17 @@
 
 import numpy
 from triton import language
+from triton.language import semantic
 from triton.runtime import interpreter
+
+
+def patch() -> None:
+    """Makes all changes of this module."""
+    for change in (
+        *(patch_once_per_launch, patch_comparisons, patch_overflow),
+        *(patch_types, patch_operands, patch_builtins),
+    ):
+        change()
 
 
 def patch_once_per_launch() -> None:
@@ -57,6 +67,7 @@ def patch_types() -> None:
     of_numpy, make = interpreter._get_np_dtype, language.block_type.__init__
     dtypes: dict[str, numpy.dtype] = {}
     blocks: dict[tuple[object, ...], dict[str, object]] = {}
+    of_blocks: dict[tuple[object, ...], language.tuple] = {}
 
     def numpy_dtype(dtype):
         name = dtype.scalar.name
@@ -65,14 +76,16 @@ def patch_types() -> None:
         return dtypes[name]
 
     def make_once(self, element_ty, shape):
-        key = (element_ty.name, *shape)
-        if any(type(size) is not int for size in shape):
-            make(self, element_ty, shape)
-        elif key not in blocks:
-            make(self, element_ty, shape)
+        sizes = shape.values if type(shape) is language.tuple else shape
+        key = (element_ty.name, *sizes)
+        known = blocks.get(key)
+        if known is not None:
+            vars(self).update(known, element_ty=element_ty)
+            return
+        make(self, element_ty, shape)
+        if all(type(size) is int for size in sizes):
+            self.shape = of_blocks.setdefault(key[1:], self.shape)
             blocks[key] = dict(vars(self))
-        else:
-            vars(self).update(blocks[key], element_ty=element_ty)
 
     make_tensor = language.tensor.__init__
     shapes: dict[tuple[object, ...], dict[str, object]] = {}
@@ -85,6 +98,40 @@ def patch_types() -> None:
         else:
             vars(self).update(shapes[shape], handle=handle, type=kind, dtype=kind.scalar)
 
+    equal = language.dtype.__eq__
+    language.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
     interpreter._get_np_dtype = numpy_dtype
     language.block_type.__init__ = make_once
     language.tensor.__init__ = make_tensor_once
+
+
+def patch_operands() -> None:
+    """Lets operands of one type and shape be, which Triton compares and converts at every operation."""
+    of_values = semantic.TritonSemantic
+    check, broadcast = of_values.binary_op_type_checking_impl, of_values.broadcast_impl_value
+
+    def broadcast_unlike(self, left, right):
+        # Blocks of one shape have the same tuple: see patch_types.
+        shapes = [each.type.shape if each.type.is_block() else None for each in (left, right)]
+        return (left, right) if shapes[0] is shapes[1] else broadcast(self, left, right)
+
+    def check_unlike(self, left, right, *settings):
+        is_division = len(settings) > 3  # which takes halves to float32
+        if type(left) is type(right) is language.tensor and not is_division:
+            kind = left.type.scalar
+            if kind is right.type.scalar and not kind.is_ptr():
+                return broadcast_unlike(self, left, right)
+        return check(self, left, right, *settings)
+
+    of_values.broadcast_impl_value = broadcast_unlike
+    of_values.binary_op_type_checking_impl = check_unlike
+
+
+def patch_builtins() -> None:
+    """Lets the interpreter call the functions of Triton's language without what asks who calls them."""
+    attach = interpreter._patch_attr
+
+    def attach_bare(place, name, member, *others):
+        attach(place, name, getattr(member, "__wrapped__", member), *others)
+
+    interpreter._patch_attr = attach_bare

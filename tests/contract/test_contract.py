@@ -385,7 +385,20 @@ class _Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@combined(is_ours, lambda operator: [name for name in names(operator) if "float8" not in name[0]], "name")
+def registered():
+    """Returns every kernel's usual example, and of each operator's first kernel the others for make test."""
+    cases, first = [], {}
+    for pair in pairs(is_ours).args[1]:
+        operator, backend = pair.values
+        for (name,) in names(operator):
+            if "float8" not in name:
+                is_alike = name != "usual" and first.setdefault(operator, backend) != backend
+                marks = [*pair.marks, *[pytest.mark.rest] * is_alike]
+                cases.append(pytest.param(operator, backend, name, marks=marks, id=f"{pair.id}-{name}"))
+    return cases
+
+
+@pytest.mark.parametrize(("operator", "backend", "name"), registered())
 def test_operators_are_registered_right(operator, backend, name, monkeypatch):
     """PyTorch's opcheck of those that torch.compile sees."""
     function, seen = backends.registered(operator, backend).load().function, _Seen()

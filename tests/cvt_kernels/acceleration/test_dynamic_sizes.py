@@ -83,7 +83,7 @@ def ways(name):
 
 
 @torch.no_grad()
-@every_family("huggingface", "segformer")
+@every_family("segformer")
 def test_exported_programs_take_all_sizes_that_the_models_take(name, tuning):
     own, *fused = ways(name)
     first, *others = SIZES[name]
