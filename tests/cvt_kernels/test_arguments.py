@@ -280,6 +280,7 @@ OPERATORS = {
     },
     "merge_convolutions": {"convs": (USUAL["convs"][0], also_named(USUAL["convs"][1], "bn_weight"))},
     "mlp_add": {
+        "x": LAYER["x"],
         "fc1_weight": (lambda: randn(3, C), tensor((C,), (3, 3))),
         "fc1_bias": (lambda: randn(3), optional(tensor((C,)))),
         "fc2_weight": (lambda: randn(C, 3), tensor((C,), (3, 3))),

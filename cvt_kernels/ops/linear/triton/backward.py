@@ -178,7 +178,7 @@ def _linear_starts_kernel(
 
 
 class Start(NamedTuple):
-    """With what the backward begins.
+    """The gradients and features with which the backward begins.
 
     Attributes:
         product: The gradient of the product.
