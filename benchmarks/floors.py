@@ -453,7 +453,7 @@ _WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
     "linear_add": functools.partial(_linear, results="out"),
     "grouped_linear": functools.partial(_linear, results="out"),
     "linear_ends": functools.partial(_once, names="product residual out"),
-    "linear_starts": functools.partial(_once, names="dout pre dproduct dresidual partial"),
+    "linear_starts": functools.partial(_once, names="dout pre dproduct dresidual activated partial"),
     "linear_add_layer_norm": functools.partial(_linear, results="h y"),
     "pingpong_product": _pingpong_product,
     "linear_int8": functools.partial(_linear, results="out"),

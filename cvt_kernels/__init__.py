@@ -21,7 +21,7 @@ from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, la
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
-from .ops.mlp import layer_norm_mlp
+from .ops.mlp import layer_norm_mlp, mlp_add
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
 from .ops.transformer_block import transformer_block
@@ -88,6 +88,7 @@ __all__ = [
     "linear_gelu",
     "linear_int8",
     "merge_convolutions",
+    "mlp_add",
     "quantize",
     "quantize_rows",
     "reference",

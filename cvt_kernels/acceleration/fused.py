@@ -20,6 +20,7 @@ from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_g
 from ..ops.linear import linear, linear_add, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
+from ..ops.mlp import mlp_add
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
@@ -249,7 +250,10 @@ def forward_block(
             stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
         else:
             stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
-    hidden, fc2 = _activate(parts, y, grid), _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
+    fc2 = _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
+    if rows is None and (out := _mlp_with_residual(parts, fc2, y, stream)) is not None:
+        return out, scores
+    hidden = _activate(parts, y, grid)
     if rows is None:
         out = fc2.with_residual(parts.drop_path, hidden, stream, drops_sum=parts.drops_sum, always=True)
         if out is not None:
@@ -302,21 +306,48 @@ class _End(NamedTuple):
         It is None where modules must be called for it, without gradients, and, unless ``always``, where no
         image is dropped: there the sum is part of the LayerNorm.
         """
-        layer, rate = self.layer, _drop_rate(drop_path)
-        if rate is None or self.scale is not None or (rate == 0 and not always) or not _is_idle(self.drop):
+        rate = _drop_rate(drop_path)
+        if (rate == 0 and not always) or not self.is_one_with("linear_add", drop_path, x, stream):
             return None
+        scale = self.factors(drop_path, x, stream, drops_sum=drops_sum)
+        return linear_add(
+            x, self.layer.weight, self.layer.bias, stream, scale=scale, scales_sum=drops_sum
+        )  # fmt: skip
+
+    def is_one_with(self, operator: str, drop_path: Any, x: Tensor, stream: Tensor) -> bool:
+        """Returns whether an operator with gradients may compute the end of the branch of x with it."""
+        layer = self.layer
+        if _drop_rate(drop_path) is None or self.scale is not None or not _is_idle(self.drop):
+            return False
         if not modes.wants_gradient(x, stream) or not (type(layer) is Linear or is_plain_linear(layer)):
+            return False
+        if torch.compiler.is_compiling() or not dispatch.may_be_ours(operator, x.device.type):
+            return False
+        return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
+
+    def factors(self, drop_path: Any, x: Tensor, stream: Tensor, *, drops_sum: bool) -> Tensor | None:
+        """Returns the factors (B,) of stochastic depth; None if no image is dropped."""
+        rate = _drop_rate(drop_path)
+        if not rate:
             return None
-        if torch.compiler.is_compiling() or not dispatch.may_be_ours("linear_add", x.device.type):
-            return None
-        if _dtypes_differ(x, stream) or _dtypes_differ(x, layer.weight):
-            return None
-        factors = None
-        if rate > 0:
-            branch = modes.autocast_dtype(x) or x.dtype
-            dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
-            factors = _factors_of_images(drop_path, rate, x, dtype)
-        return linear_add(x, layer.weight, layer.bias, stream, scale=factors, scales_sum=drops_sum)
+        branch = modes.autocast_dtype(x) or x.dtype
+        dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
+        return _factors_of_images(drop_path, rate, x, dtype)
+
+
+def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> Tensor | None:
+    """Returns the stream plus the MLP of y in one operator with gradients; None where it must be several."""
+    fc1 = parts.fc1
+    if parts.mix is not None or not isinstance(y, Tensor) or not _is_idle(parts.drops[1]):
+        return None
+    if not (type(fc1) is Linear or is_plain_linear(fc1)) or _dtypes_differ(y, fc1.weight):
+        return None
+    if not fc2.is_one_with("mlp_add", parts.drop_path, y, stream):
+        return None
+    scale = fc2.factors(parts.drop_path, y, stream, drops_sum=parts.drops_sum)
+    layers = fc1.weight, fc1.bias, fc2.layer.weight, fc2.layer.bias
+    settings: dict[str, Any] = {"scale": scale, "scales_sum": parts.drops_sum}
+    return mlp_add(y, *layers, stream, approximate=parts.approximate, **settings)
 
 
 def _is_idle(drop: Any) -> bool:

@@ -103,6 +103,9 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "linear_add_layer_norm": _of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
     "layer_norm_mlp": _of_rows("bare=True", "shifted=True", *_GELUS, outputs=33),
+    "mlp_add": _of_rows("bare=True", *_GELUS, outputs=33) | {
+        "scaled": _SCALED, "scaled sum": _SCALED | {"scales_sum": True},
+    },
     "conv_linear": {
         "usual": _MAP | _3X3 | {"branches": 2, "outputs": 33, "class_token": True},
         "odd": _ODD_MAP | _3X3 | {"outputs": 5},

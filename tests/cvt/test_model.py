@@ -314,7 +314,7 @@ def test_blocks_use_the_public_operators():
     with ck.use_backend("cpu"):
         assert torch.equal(model(x), expected)  # record_all_calls lets the reference serve
     attention = ["add_layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"]
-    block = [*attention, "add_layer_norm", "linear_gelu", "linear_add"]
+    block = [*attention, "add_layer_norm", "mlp_add"]
     stages = [["layer_norm", *depth * block] for depth in SMALL.depths]
     assert called == [operator for stage in stages for operator in stage] + ["layer_norm"]
     called.clear()

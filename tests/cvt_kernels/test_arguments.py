@@ -279,6 +279,15 @@ OPERATORS = {
         "residual": (USUAL["residual"][0], optional(tensor((C,), (B, T, 3)))),
     },
     "merge_convolutions": {"convs": (USUAL["convs"][0], also_named(USUAL["convs"][1], "bn_weight"))},
+    "mlp_add": {
+        "x": LAYER["x"],
+        "fc1_weight": (lambda: randn(3, C), tensor((C,), (3, 3))),
+        "fc1_bias": (lambda: randn(3), optional(tensor((C,)))),
+        "fc2_weight": (lambda: randn(C, 3), tensor((C,), (3, 3))),
+        "fc2_bias": (lambda: randn(C), optional(tensor((3,)))),
+        "scale": (lambda: torch.rand(B), optional(tensor((B + 1,), (B, 1)))),
+        "scales_sum": (lambda: False, flag()),
+    },
     "quantize": {
         "calibration": (lambda: None, optional(of_values(3, True, [], ["a"], torch.ones(2)))),
         "scheme": (lambda: "dynamic", choice()),

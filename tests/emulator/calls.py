@@ -99,6 +99,7 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: linear_add, training": _call(
                 tests.train_linear_add, 150, 24, 136, dtype, batch=3, scales_sum=True
             ),
+            f"{name}: MLP, training": _call(tests.train_mlp, 150, 24, 136, dtype, batch=3),
             f"{name}: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 150, 264, 192, dtype),
             f"{name}: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, dtype),
             f"{name}: int8 layer": _call(tests.linear_int8, 150, 272, 136, dtype),
@@ -170,6 +171,7 @@ _ONES = {
     "ones: linear_gelu": _call(tests.linear_gelu, 1, 1, 1),
     "ones: linear_add": _call(tests.linear_add, 1, 1, 1),
     "ones: linear_add, training": _call(tests.train_linear_add, 1, 1, 1, BFLOAT16, batch=1),
+    "ones: MLP, training": _call(tests.train_mlp, 1, 1, 1, BFLOAT16, batch=1),
     "ones: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 1, 1, 1),
     "ones: layer_norm_mlp": _call(tests.mlp, 1, 1, 1),
     "ones: int8 layer": _call(tests.linear_int8, 1, 1, 1),

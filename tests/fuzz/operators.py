@@ -373,10 +373,14 @@ def _linear_gelu(m: Any) -> Any:
 def _linear_add(m: Any) -> Any:
     args = _linear(m)[0]
     residual, settings = m.activation(*_shape(m)[:-1], m.outputs), {"inplace": m.inplace}
-    if m.scaled and not m.inplace and residual.ndim > 1:
-        scale = torch.rand(residual.shape[0], generator=m._generator, dtype=torch.float32)
-        settings |= {"scale": scale, "scales_sum": m.scales_sum}
-    return (*args, residual), settings
+    return (*args, residual), settings | ({} if m.inplace else _factors(m, residual))
+
+
+def _factors(m: Any, residual: Tensor) -> dict[str, Any]:
+    if not m.scaled or residual.ndim == 1:
+        return {}
+    scale = torch.rand(residual.shape[0], generator=m._generator, dtype=torch.float32)
+    return {"scale": scale, "scales_sum": m.scales_sum}
 
 
 def _linear_add_layer_norm(m: Any) -> Any:
@@ -391,6 +395,13 @@ def _layer_norm_mlp(m: Any) -> Any:
     shift = m.parameter(c) if m.shifted else None
     args = (x, *m.norm(c)[:2], *m.linear(hidden, c), *m.linear(c, hidden))
     return args, {"eps": m.eps, "approximate": m.approximate, "shift": shift}
+
+
+def _mlp_add(m: Any) -> Any:
+    x, c, hidden = m.activation(*_shape(m)), m.channels, m.outputs
+    residual = m.activation(*_shape(m))
+    args = (x, *m.linear(hidden, c), *m.linear(c, hidden), residual)
+    return args, {"approximate": m.approximate, **_factors(m, residual)}
 
 
 def _image(m: Any, channels: int, height: int, width: int) -> Tensor:
@@ -571,6 +582,9 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "linear_add_layer_norm": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _INPLACE,
     "layer_norm_mlp": _COMMON | _LEADING | _OUTPUTS | _NORM | _SHIFTED | _APPROXIMATE,
+    "mlp_add": _COMMON | _LEADING | _OUTPUTS | _APPROXIMATE | {
+        "bare": _BOTH, "scaled": _BOTH, "scales_sum": _BOTH,
+    },
     "conv_linear": _COMMON | _PROJECTION | _OUTPUTS,
     "conv_embedding": _COMMON | _GRID | _NORM | {
         "inputs": (1, 2, 3, 5, 8, 17, 64), "channels": _WIDE, "kernel": (1, 2, 3, 4, 7),

@@ -283,17 +283,21 @@ def _check_linear_add(call: Any) -> None:
 
 def _check_scaled_sum(call: Any) -> None:
     _check_linear_add(call)
-    checks.check_flag("scales_sum", call.scales_sum)
-    scale = call.scale
+    check_factors(call.scale, call.scales_sum, call.x)
+    if call.inplace and call.scale is not None:
+        raise ValueError("scale: got factors of images with inplace=True, expected None")
+
+
+def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
+    """Raises TypeError or ValueError for wrong factors of images, as :func:`linear_add` takes them."""
+    checks.check_flag("scales_sum", scales_sum)
     if scale is None:
         return
-    if call.x.ndim < 2:
+    if x.ndim < 2:
         raise ValueError("scale: got factors of images for a single row, expected None")
-    checks.check_tensor_like("scale", scale, call.x.shape[:1], "(images,)", call.x, (torch.float32,))
+    checks.check_tensor_like("scale", scale, x.shape[:1], "(images,)", x, (torch.float32,))
     if scale.requires_grad:
         raise ValueError("scale: requires a gradient, expected a constant")
-    if call.inplace:
-        raise ValueError("scale: got factors of images with inplace=True, expected None")
 
 
 @operator(

@@ -1,4 +1,8 @@
-"""The MLP of a transformer block with LayerNorm and residual, in one GPU kernel where it fits."""
+"""The MLP of a transformer block with its residual sum.
+
+:func:`layer_norm_mlp` is for serving: LayerNorm too, in one GPU kernel where it fits. :func:`mlp_add` is for
+training: of the hidden features it keeps GELU's input only.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,17 @@ from ... import checks, dispatch, reference
 from ...backends import Implementation, Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
-from ..kinds import gelu_words, rows_of, sampled, size_class
+from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
-from ..linear import check_linear, linear_add, linear_gelu
+from ..linear import check_factors, check_linear, linear_add, linear_gelu
 
 
 def _check(call: Any) -> None:
     check_layer_norm(call.x, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
+    _check_layers(call)
+
+
+def _check_layers(call: Any) -> None:
     check_linear(call.x, call.fc1_weight, call.fc1_bias, name="fc1")
     x, channels, hidden = call.x, call.x.shape[-1], call.fc1_weight.shape[0]
     checks.check_tensor_like("fc2_weight", call.fc2_weight, (channels, hidden), "(channels, hidden)", x)
@@ -89,3 +97,82 @@ def layer_norm_mlp(
     y = reference.layer_norm(x, norm_weight, norm_bias, eps=eps, shift=shift)
     hidden = reference.linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate)
     return reference.linear_add(hidden, fc2_weight, fc2_bias, x)
+
+
+# With gradients -------------------------------------------------------------------------------------------
+
+
+def _check_sum(call: Any) -> None:
+    _check_layers(call)
+    checks.check_tensor_like("residual", call.residual, call.x.shape, "of x", call.x)
+    check_factors(call.scale, call.scales_sum, call.x)
+
+
+def _compose_sum(call: Record) -> Tensor:
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, approximate, scale, scales_sum = call
+    hidden = linear_gelu(x, fc1_weight, fc1_bias, approximate=approximate)
+    return linear_add(hidden, fc2_weight, fc2_bias, residual, scale=scale, scales_sum=scales_sum)
+
+
+def _kind_of_sum(call: Record) -> str:
+    words = _kind(call)
+    words += "" if call.scale is None else ", scaled by image"
+    return words + (", with the sum" if call.scales_sum else "")
+
+
+def _sample_of_sum(factor: int, call: Record) -> Record:
+    x, hidden = call.x, call.fc1_weight.shape[0]
+    if x.ndim < 2:
+        return call
+    images = images_within(2**25 * factor, x.shape[0], x.numel() * hidden)
+    return first_images(call, images, "x", "residual", "scale")
+
+
+@operator(
+    backends={
+        "triton": triton_kernels("why_sum_unsupported", is_partial=True),
+        "composed": Implementation(_compose_sum, ("cuda",)),
+    },
+    kind=_kind_of_sum,
+    sample=_sample_of_sum,
+    check=_check_sum,
+    instead=lambda call: None if call.x.is_cuda or dispatch.may_be_ours("mlp_add", "cpu") else _compose_sum,
+)
+def mlp_add(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    residual: Tensor,
+    *,
+    approximate: GeluVariant = "none",
+    scale: Tensor | None = None,
+    scales_sum: bool = False,
+) -> Tensor:
+    """Computes residual + fc2(gelu(fc1(x))), the MLP of a transformer block after its LayerNorm.
+
+    It is :func:`cvt_kernels.linear_gelu` and :func:`cvt_kernels.linear_add`. For gradients, a GPU keeps
+    GELU's input of the hidden features, and computes GELU again in the backward.
+
+    Args:
+        x: ``(..., C)``; float16, bfloat16, float32 or float64.
+        fc1_weight: ``(hidden, C)``.
+        fc1_bias: ``(hidden,)``, or None for 0.
+        fc2_weight: ``(C, hidden)``.
+        fc2_bias: ``(C,)``, or None for 0.
+        residual: ``(..., C)``, of the dtype of ``x``.
+        approximate: As in :func:`cvt_kernels.gelu`.
+        scale: As in :func:`cvt_kernels.linear_add`, a factor of each image.
+        scales_sum: See there.
+
+    Returns:
+        ``(..., C)``.
+
+    Raises:
+        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
+        ValueError: A wrong shape or device, unknown ``approximate``, or a ``scale`` that requires a gradient.
+        BackendUnavailable: The requested backend cannot serve the call.
+    """
+    hidden = reference.linear_gelu(x, fc1_weight, fc1_bias, approximate=approximate)
+    return reference.linear_add(hidden, fc2_weight, fc2_bias, residual, scale=scale, scales_sum=scales_sum)

@@ -48,10 +48,10 @@ from tests.upstream import (
 every_upstream = pytest.mark.parametrize("make", UPSTREAMS)
 every_model = pytest.mark.parametrize("make", [*UPSTREAMS, *PYRAMIDS])
 
-#: The operators of one block, in the order in which they are called.
+#: The operators of one block, with gradients, in the order in which they are called.
 BLOCK = [
     *["layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"],
-    *["add_layer_norm", "linear_gelu", "linear_add"],
+    *["add_layer_norm", "mlp_add"],
 ]
 
 

@@ -253,6 +253,15 @@ def train_linear_add(rows, inputs, outputs, dtype=FLOAT32, stream=FLOAT32, *, ba
     return gradients(out, x, weight, bias, residual)
 
 
+def train_mlp(rows, channels, hidden, dtype=FLOAT32, *, batch=0):
+    """Computes ``mlp_add`` and its gradients, in a ``batch`` with factors of images."""
+    shapes = (rows, channels), (hidden, channels), (hidden,), (channels, hidden), (channels,)
+    tensors = [randn(*shape, dtype=dtype, grad=True) for shape in (*shapes, (rows, channels))]
+    scale, shape = (torch.rand(batch), (batch, rows // batch, -1)) if batch else (None, (rows, -1))
+    x, *layers, residual = tensors
+    return gradients(ck.mlp_add(x.view(shape), *layers, residual.view(shape), scale=scale), *tensors)
+
+
 def linear_add_layer_norm(rows, inputs, outputs, dtype=FLOAT32, inplace=False):
     tensors = layer(rows, inputs, outputs, dtype)
     gamma, beta, shift = (randn(outputs, dtype=dtype) for _ in range(3))
@@ -295,6 +304,10 @@ LINEAR = {
     ),
     "scaled sum": Case(
         lambda: train_linear_add(201, 5, 67, BFLOAT16, batch=3, scales_sum=True), f"linear_ends {OF_BIAS}"
+    ),
+    "MLP in training": Case(lambda: train_mlp(131, 5, 67), f"linear_gelu linear_ends {OF_BIAS} {OF_BIAS}"),
+    "MLP of 16 bits in training": Case(
+        lambda: train_mlp(262, 24, 192, BFLOAT16, batch=2), f"linear_gelu linear_ends {OF_BIAS} {OF_BIAS}"
     ),
     "sum of two thirds of a tile": Case(lambda: linear_add(5, 24, 1024, dtype=FLOAT16), "linear_add"),
     "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
@@ -419,6 +432,7 @@ DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
     lambda n: linear_add_layer_norm(n(SIZES), n(SIZES), n(SIZES), n(DTYPES), n([False, True])),
     lambda n: linear_gelu(n(SIZES), n(SIZES), n(SIZES), dtype=n(DTYPES)),
     lambda n: train_linear_add(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
+    lambda n: train_mlp(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
     lambda n: linear_int8(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
     lambda n: scatter(n([1, 3]), 67, n(SIZES), n(SIZES), n(DTYPES)),
 ]

@@ -328,6 +328,19 @@ def linear_add_launches(step: _Step) -> None:
 
 
 @_operator
+def mlp_add_launches(step: _Step) -> None:
+    """Runs a CvT block's MLP in training, with stochastic depth; only there has it kernels of its own."""
+    if not step.training:
+        return
+    x, fc1, bias1, _ = step.linear(1, 4)
+    _, fc2, bias2, _ = step.linear(4, 1)
+    factors = torch.empty(step.batch, dtype=torch.float32, device=step.device)
+    residual = step.tensor(*x.shape, dtype=torch.float32).unflatten(0, (step.batch, -1))
+    x = x.unflatten(0, (step.batch, -1))
+    step.call("mlp_add", x, fc1, bias1, fc2, bias2, residual, approximate="quick", scale=factors)
+
+
+@_operator
 def linear_launches(step: _Step) -> None:
     """Runs a CvT block's layers of queries, keys and values, which have kernels in training only."""
     step.call("linear", *step.linear(1, 1)[:3])

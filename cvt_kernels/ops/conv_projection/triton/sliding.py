@@ -443,7 +443,7 @@ def pixels_of(raw, rows, row, norm, LANES: tl.constexpr):
 
 @triton.jit
 def sliding_start(
-    rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr, norm=()
+    rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr, norm
 ):
     """Returns the sums of the outputs at ``row``, begun by the row before, and the raw pixels of ``row``."""
     above = pixels_of(load_above(rows, row, STEP, LANES), rows, row - 1, norm, LANES)
@@ -453,7 +453,7 @@ def sliding_start(
 @triton.jit
 def sliding_step(
     sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr,
-    norm=(),
+    norm,
 ):  # fmt: skip
     """Advances by two rows.
 

@@ -132,7 +132,9 @@ def _conv_projection_sliding_bwd_sums_kernel(
         raw = load_at(rows, place.first_row, STEP, LANES)
         for row in range(place.first_row, place.end_row, 2):
             raw_dys = _load_dys(dys, rows, row, width, STRIDES, CHANNELS, LANES)
-            upper, lower, sums, raw = sliding_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES)
+            upper, lower, sums, raw = sliding_step(
+                sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES, ()
+            )
             added = ()
             for i in tl.static_range(len(STRIDES)):
                 total = _add_products(totals[i], upper[i], widen(raw_dys[i][0], LANES))

@@ -324,9 +324,11 @@ def _conv_projection_sliding_stats_kernel(
     for n in range(place.images):
         x = x_ptr + (place.first_image + n * groups) * stride_b
         rows = rows_of(x, place, height, width, STEP, LANES)
-        sums, raw = sliding_start(rows, place.first_row, starts, taps, STEP, STRIDES, LANES)
+        sums, raw = sliding_start(rows, place.first_row, starts, taps, STEP, STRIDES, LANES, ())
         for row in range(place.first_row, place.end_row, 2):
-            upper, lower, sums, raw = sliding_step(sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES)
+            upper, lower, sums, raw = sliding_step(
+                sums, raw, rows, row, starts, taps, STEP, STRIDES, LANES, ()
+            )
             seen = n * height_of_strip + tl.minimum(row + 2, place.end_row) - place.first_row
             seen_pairs = n * half_of_strip + (row - place.first_row) // 2 + 1
             of_column = 1.0 / seen.to(LANES.accumulator)

@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
         """Computes the gradients that are needed."""
         rows, weight = ctx.saved_tensors
         dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-        start = linear_starts(_rows_of(dout), weight.dtype, dbias)
+        start = linear_starts(rows_of(dout), weight.dtype, dbias)
         return *_products(ctx, start.product, rows, weight), start.bias
 
 
@@ -54,7 +54,7 @@ class _LinearGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         """Saves x and weight in the dtype of the product, and GELU's input."""
         rows, weight, narrow = matrices(x, weight, bias)
-        out, pre = _activate(rows, weight, narrow, approximate)
+        out, pre = activate(rows, weight, narrow, approximate)
         _save(ctx, x, bias, rows, weight, pre)
         ctx.approximate = approximate
         return out.view(*x.shape[:-1], -1)
@@ -65,12 +65,12 @@ class _LinearGelu(torch.autograd.Function):
         """Computes the gradients that are needed."""
         rows, weight, pre = ctx.saved_tensors
         dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-        start = linear_starts(_rows_of(dout), pre.dtype, dbias, pre=pre, approximate=ctx.approximate)
+        start = linear_starts(rows_of(dout), pre.dtype, dbias, pre=pre, approximate=ctx.approximate)
         return *_products(ctx, start.product, rows, weight), start.bias, None
 
 
 @planned_part
-def _activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+def activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     """Returns GELU of the product, and its input."""
     out, pre = linear_gelu_forward(rows, weight, bias, approximate, need_pre=True)
     assert pre is not None
@@ -89,7 +89,7 @@ class _LinearAdd(torch.autograd.Function):
         dtype = sum_dtype(x, residual)
         rows, weight, _ = matrices(x, weight, None)
         bias = contiguous(bias)
-        out = linear_ends(F.linear(rows, weight), bias, _rows_of(residual), scale, scales_sum, dtype)
+        out = linear_ends(F.linear(rows, weight), bias, rows_of(residual), scale, scales_sum, dtype)
         _save(ctx, x, bias, rows, weight, scale)
         ctx.scales_sum = scales_sum
         return out.view(residual.shape)
@@ -101,7 +101,7 @@ class _LinearAdd(torch.autograd.Function):
         rows, weight, scale = ctx.saved_tensors
         dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
         start = linear_starts(
-            _rows_of(dout), weight.dtype, dbias, scale=scale, scales_sum=ctx.scales_sum
+            rows_of(dout), weight.dtype, dbias, scale=scale, scales_sum=ctx.scales_sum
         )  # fmt: skip
         dresidual = start.residual.view_as(dout) if ctx.needs_input_grad[3] else None
         return *_products(ctx, start.product, rows, weight), start.bias, dresidual, None, None
@@ -112,7 +112,7 @@ def _save(ctx: Any, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> 
     ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
 
 
-def _rows_of(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """Returns a tensor as a contiguous matrix of rows."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
@@ -252,7 +252,7 @@ def why_unsupported(call: Record) -> str | None:
     if "eps" in given and weight.shape[0] > MAX_NORMALIZED:
         return f"rows of {weight.shape[0]} channels, more than {MAX_NORMALIZED}, do not fit on the chip"
     if scale is not None or (residual is not None and modes.wants_gradient(*call)):
-        return "has no gradients" if "eps" in given else _why_not_training(call)
+        return "has no gradients" if "eps" in given else why_not_training(call)
     if residual is not None and call.inplace and sum_dtype(x, residual) != residual.dtype:
         return "autocast would round the sum before it is written in place"
     return None
@@ -265,10 +265,10 @@ def why_linear_unsupported(call: Record) -> str | None:
         return "is for gradients of a bias; PyTorch's own does all else"
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"
-    return _why_not_training(call)
+    return why_not_training(call)
 
 
-def _why_not_training(call: Record) -> str | None:
+def why_not_training(call: Record) -> str | None:
     """Returns why the kernels around the products of gradients cannot serve a call, or None."""
     if torch.compiler.is_compiling():
         return "has no gradients under torch.compile"

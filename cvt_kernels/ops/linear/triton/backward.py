@@ -14,7 +14,7 @@ pass               reads                                                 writes
 ``linear_ends``    product, residual                                     out
 ``linear_starts``  gradient of the output; of GELU also its input        gradient of the product, if it is
                                                                          another one; of the residual, if
-                                                                         the sum is scaled
+                                                                         the sum is scaled; GELU, if wanted
 =================  ====================================================  ====================
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from .... import launch, launching, machine
 from ...conv_projection.triton.backward import sum_regions
 from ...planned_launches import planned_part
-from ...triton_gelu import derivative_half
+from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype
 from .common import part_width
 
@@ -145,8 +145,8 @@ def linear_ends(
 
 @triton.jit(do_not_specialize=["rows", "tokens", "share"])
 def _linear_starts_kernel(
-    dout_ptr, pre_ptr, scale_ptr, dproduct_ptr, dresidual_ptr, partial_ptr, rows, tokens, share,
-    SPEC: tl.constexpr,
+    dout_ptr, pre_ptr, scale_ptr, dproduct_ptr, dresidual_ptr, activated_ptr, partial_ptr, rows, tokens,
+    share, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of a share of the rows of some columns, and their sums: partial (shares, N)."""
     APPROXIMATE: tl.constexpr = SPEC.approximate
@@ -164,6 +164,9 @@ def _linear_starts_kernel(
         if pre_ptr is not None:
             half = 0.5 * tl.load(pre_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
             value *= derivative_half(half, APPROXIMATE, SPEC.is_half, SPEC.hardware)
+            if activated_ptr is not None:
+                activated = activate_half(half, APPROXIMATE, SPEC.is_half, SPEC.hardware)
+                tl.store(activated_ptr + offset, activated.to(activated_ptr.dtype.element_ty), mask=mask)
         if dproduct_ptr is not None:
             tl.store(dproduct_ptr + offset, value.to(dproduct_ptr.dtype.element_ty), mask=mask)
         if partial_ptr is not None:
@@ -175,11 +178,19 @@ def _linear_starts_kernel(
 
 
 class Start(NamedTuple):
-    """The gradients with which the backward begins: of the product, of a residual, of the bias if needed."""
+    """The gradients and features with which the backward begins.
+
+    Attributes:
+        product: The gradient of the product.
+        residual: Of a residual.
+        bias: Of the bias, if it is needed.
+        activated: GELU, if it is wanted.
+    """
 
     product: Tensor
     residual: Tensor
     bias: Tensor | None
+    activated: Tensor | None = None
 
 
 def linear_starts(
@@ -189,6 +200,7 @@ def linear_starts(
     *,
     pre: Tensor | None = None,
     approximate: str = "none",
+    activates: bool = False,
     scale: Tensor | None = None,
     scales_sum: bool = False,
 ) -> Start:
@@ -200,24 +212,26 @@ def linear_starts(
         bias: The dtype of the bias; None if its gradient is not needed.
         pre: GELU's input (M, N), if GELU follows.
         approximate: GELU's variant.
+        activates: Whether GELU is wanted too, which the forward has not kept.
         scale: The factors of images (B,), float32.
         scales_sum: Whether they scale the residual too, whose gradient is then not ``dout`` itself.
     """
     changes = pre is not None or scale is not None or dout.dtype != dtype
     if not changes and bias is None:
         return Start(dout, dout, None)
-    dproduct, dresidual, dbias = _launch_starts(
-        dout, dtype if changes else None, bias, pre, approximate, scale, scales_sum
+    dproduct, dresidual, dbias, activated = _launch_starts(
+        dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
     )
-    return Start(dout if dproduct is None else dproduct, dout if dresidual is None else dresidual, dbias)
+    dresidual = dout if dresidual is None else dresidual
+    return Start(dout if dproduct is None else dproduct, dresidual, dbias, activated)
 
 
 @planned_part
 def _launch_starts(
     dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
-    scale: Tensor | None, scales_sum: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns the new ones among the gradients of :class:`Start`, else None."""
+    activates: bool, scale: Tensor | None, scales_sum: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the new ones among the tensors of :class:`Start`, else None."""
     rows, columns = dout.shape
     spec, config = RowsSpec.of("linear_starts", dout if pre is None else pre, approximate)
     groups = -(-columns // spec.width)
@@ -227,12 +241,13 @@ def _launch_starts(
     shares = -(-rows // share)
     dproduct = None if dtype is None else dout.new_empty(dout.shape, dtype=dtype)
     dresidual = torch.empty_like(dout) if scales_sum and scale is not None else None
+    activated = torch.empty_like(pre) if activates and pre is not None else None
     partial = None if bias is None else dout.new_empty(1, shares, columns, dtype=accumulator_dtype(dout))
     launching.launch(
         _linear_starts_kernel, (groups, shares), on=dout, options=config.options,
         dout_ptr=dout, pre_ptr=pre, scale_ptr=scale, dproduct_ptr=dproduct, dresidual_ptr=dresidual,
-        partial_ptr=partial, rows=rows, tokens=1 if scale is None else rows // scale.shape[0], share=share,
-        SPEC=spec,
+        activated_ptr=activated, partial_ptr=partial, rows=rows,
+        tokens=1 if scale is None else rows // scale.shape[0], share=share, SPEC=spec,
     )  # fmt: skip
     total = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
-    return dproduct, dresidual, total
+    return dproduct, dresidual, total, activated

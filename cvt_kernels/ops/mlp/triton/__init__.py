@@ -1,7 +1,8 @@
-"""The Triton kernel of ``layer_norm_mlp``: out = x + fc2(gelu(fc1(layer_norm(x + shift)))), in one launch.
+"""The Triton kernel of ``layer_norm_mlp``, and ``mlp_add``, which is made of kernels of linear layers.
 
-It is for narrow stages, whose weights stay on the chip: with C = 64 and 256 hidden features they are 64 KiB
-in 16 bits. x and out are rows of C, fc1's weight is (hidden, C) and fc2's (C, hidden), all contiguous.
+``layer_norm_mlp`` is out = x + fc2(gelu(fc1(layer_norm(x + shift)))), in one launch. It is for narrow
+stages, whose weights stay on the chip: with C = 64 and 256 hidden features they are 64 KiB in 16 bits. x and
+out are rows of C, fc1's weight is (hidden, C) and fc2's (C, hidden), all contiguous.
 
 A program takes one tile of rows after another. It normalizes a tile in registers, mean and variance by two
 passes over them in float32, and goes through the hidden features in chunks: the product with fc1, the GELU,
@@ -21,8 +22,11 @@ Bytes: 2·M·C·e for M rows of e bytes per element (x is read and out written o
 program. Operations: 4·M·C·hidden, and with resident weights 5/32 more for the biases at C = 64.
 
 Nothing is added by atomic operations. There are no gradients.
+
+``mlp_add`` is residual + fc2(gelu(fc1(x))) with gradients: see ``training``.
 """
 
 from .forward import layer_norm_mlp, why_unsupported
+from .training import mlp_add, why_sum_unsupported
 
-__all__ = ["layer_norm_mlp", "why_unsupported"]
+__all__ = ["layer_norm_mlp", "mlp_add", "why_sum_unsupported", "why_unsupported"]

@@ -50,3 +50,53 @@ def test_kinds_of_calls():
     strided = tensors[0].transpose(0, 1)
     asked = dispatch.cache_key("layer_norm_mlp", strided, *tensors[1:], **settings)
     assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden, strided")
+
+
+@pytest.mark.parametrize("approximate", GELUS)
+@pytest.mark.parametrize("scales_sum", [False, True])
+def test_the_sum_is_the_formula(approximate, scales_sum):
+    x, _, _, *layers = make()
+    residual, scale = torch.randn(2, 5, 12, dtype=torch.float64), torch.tensor([0.0, 2.0])
+    settings = {"scale": scale, "scales_sum": scales_sum}
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias = layers
+    branch = GELUS[approximate](x @ fc1_weight.t() + fc1_bias) @ fc2_weight.t() + fc2_bias
+    factor = scale.double()[:, None, None]
+    expected = (residual + branch) * factor if scales_sum else residual + branch * factor
+    out = ck.mlp_add(x, *layers, residual, approximate=approximate, **settings)
+    torch.testing.assert_close(out, expected)
+
+
+def test_kinds_of_sums():
+    x, _, _, *layers = make((2, 40), 64, 256, torch.float32)
+    settings = {"approximate": "quick", "scale": torch.ones(2), "scales_sum": True}
+    asked = dispatch.cache_key("mlp_add", x, *layers, torch.randn(2, 40, 64), **settings)
+    assert asked.endswith("64 channels, 256 hidden, scaled by image, with the sum")
+
+
+def test_saves_the_hidden_features_once():
+    x, _, _, *layers = [each.requires_grad_() for each in make((2, 50), 16, 64, torch.float32)]
+    residual = torch.randn(2, 50, 16, requires_grad=True)
+    own = {each.untyped_storage().data_ptr() for each in (x, *layers, residual)}
+
+    def saved(function):
+        storages = {}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
+            return tensor
+
+        with (
+            ck.use_backend("triton", "reference"),
+            torch.autograd.graph.saved_tensors_hooks(note, lambda t: t),
+        ):
+            function().sum().backward()
+        return sum(storage.nbytes() for place, storage in storages.items() if place not in own)
+
+    def in_parts():
+        hidden = ck.linear_gelu(x, *layers[:2])
+        return ck.linear_add(hidden, *layers[2:], residual)
+
+    features = 2 * 50 * 64 * 4
+    assert saved(lambda: ck.mlp_add(x, *layers, residual)) == features
+    assert saved(in_parts) == 2 * features
