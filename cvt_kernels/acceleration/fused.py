@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -237,7 +237,7 @@ def forward_block(
     Returns:
         Tokens like ``x``, and their scores (B, H·W) or None.
     """
-    parts = _narrowed(parts, modes.dtype_for_layers(x))
+    parts = _narrowed(parts, modes.dtype_for_layers(x), rows)
     x, y = pass_on_and_normalize(parts.norm1, x)
     heads, scores = _attend(parts, y, grid, rows, with_scores)
     norm, proj = parts.norm2, _End(parts.proj, parts.drops[0], parts.layer_scales[0])
@@ -265,30 +265,57 @@ def forward_block(
     return call(parts.drop_path, out) if parts.drops_sum else out, scores
 
 
-def _narrowed(parts: BlockParts, dtype: torch.dtype | None) -> BlockParts:
+def _narrowed(parts: BlockParts, dtype: torch.dtype | None, rows: Tensor | None) -> BlockParts:
     """Returns parts with the weights of their layers in autocast's dtype, for gradients.
 
-    Autocast would start a kernel for each of them, and for each of their gradients.
+    Autocast would start a kernel for each of them, and for each of their gradients. Layers of the same tokens
+    become one (:func:`_projected`).
     """
     if dtype is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return parts
-    layers: list[Any] = list(parts.layers())  # modules where they must be called
-    tensors = [each for own in layers if type(own) is Linear for each in own if each is not None]
-    tensors += [conv.weight for conv in parts.convs if isinstance(conv, ConvBatchNorm)]
+    groups = _layers_together(parts, rows)  # modules where they must be called
+    stacks = [list(each) for group in groups if type(group[0]) is Linear for each in zip(*group, strict=True)]
+    stacks += [[conv.weight] for conv in parts.convs if isinstance(conv, ConvBatchNorm)]
+    reduction = None if parts.reduction is None else parts.reduction[0]
+    stacks += [
+        [each] for conv in (reduction, parts.mix) if conv is not None for each in (conv.weight, conv.bias)
+    ]
+    stacks = [stack for stack in stacks if stack[0] is not None]
+    tensors = [each for stack in stacks for each in stack]
     if not all(type(each) is nn.Parameter and each.dtype == torch.float32 for each in tensors) or not tensors:
         return parts
-    casts = dict(zip(tensors, cast_together(tensors, dtype), strict=True))
-    q, k, v, proj, fc1, fc2 = (
-        Linear(casts[own.weight], None if own.bias is None else casts[own.bias])
-        if type(own) is Linear
-        else own
-        for own in layers
+    made = iter(cast_together(tensors, dtype, [len(stack) for stack in stacks]))
+    *linears, proj, fc1, fc2 = (
+        Linear(next(made), None if group[0].bias is None else next(made))
+        if type(group[0]) is Linear
+        else group[0]
+        for group in groups
     )
     convs = tuple(
-        conv._replace(weight=casts[conv.weight]) if isinstance(conv, ConvBatchNorm) else conv
-        for conv in parts.convs
+        conv._replace(weight=next(made)) if isinstance(conv, ConvBatchNorm) else conv for conv in parts.convs
     )
-    return parts._replace(linears=(q, k, v), proj=proj, fc1=fc1, fc2=fc2, convs=convs)
+    narrow = parts._replace(linears=tuple(linears), proj=proj, fc1=fc1, fc2=fc2, convs=convs)
+    if parts.reduction is not None:
+        conv, norm = parts.reduction
+        narrow = narrow._replace(reduction=(_narrow_conv(conv, made), norm))
+    return narrow if parts.mix is None else narrow._replace(mix=_narrow_conv(parts.mix, made))
+
+
+def _narrow_conv(conv: nn.Conv2d, made: Iterator[Tensor]) -> Any:
+    """Returns the next tensors as weight and bias of a convolution."""
+    return Linear(next(made), None if conv.bias is None else next(made))
+
+
+def _layers_together(parts: BlockParts, rows: Tensor | None) -> list[list[Any]]:
+    """Returns the linear layers of a block; those of Q, K and V that can be one product in one list."""
+    q, k, v, *others = parts.layers()
+    groups = [[q], [k], [v]]
+    has_fewer_keys = parts.reduction is not None or parts.pooling is not None
+    same = [k, v] if has_fewer_keys else [q, k, v]
+    are_plain = all(type(each) is Linear for each in same)
+    if not parts.branches and rows is None and are_plain and len({each.bias is None for each in same}) == 1:
+        groups = [[q], same] if has_fewer_keys else [same]
+    return [*groups, *([each] for each in others)]
 
 
 class _End(NamedTuple):
@@ -391,11 +418,7 @@ def _attend(
     tokens = _tokens_of_heads(parts, y, grid)
     if rows is not None:
         tokens[0] = gather_rows(tokens[0], rows)
-    of_q, of_k, of_v = parts.linears
-    heads = parts.num_heads, -1
-    q = apply_linear(of_q, tokens[0]).unflatten(2, heads)
-    k = apply_linear(of_k, tokens[1]).unflatten(2, heads)
-    v = apply_linear(of_v, tokens[2]).unflatten(2, heads)
+    q, k, v = (each.unflatten(2, (parts.num_heads, -1)) for each in _projected(parts.linears, tokens))
     dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
     position = None if parts.position_for is None else parts.position_for(grid, rows)
     heads_of_all = attention(q, k, v, scale=parts.scale, dropout_p=dropout_p, position=position).flatten(2)
@@ -404,6 +427,12 @@ def _attend(
     stride = parts.pairs()[2][0].stride[0]
     settings: dict[str, Any] = {"stride": stride, "scale": parts.scale, "pool": parts.pool, "rows": rows}
     return heads_of_all, score_tokens(q, k, grid, **settings)
+
+
+def _projected(linears: Sequence[Any], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Returns Q, K and V; the last of fewer than three layers is several, one below another."""
+    made = [apply_linear(layer, each) for layer, each in zip(linears, tokens, strict=False)]
+    return made if len(made) == 3 else [*made[:-1], *made[-1].chunk(4 - len(made), dim=2)]
 
 
 def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor]:
@@ -416,8 +445,8 @@ def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> lis
     kept = y
     if parts.reduction is not None:
         conv, norm = parts.reduction
-        squares = squares_of(y, grid, conv.kernel_size[0])
-        kept = normalize(norm, linear(squares, matrix_of(conv.weight), conv.bias))
+        squares = squares_of(y, grid, conv.weight.shape[-1])
+        kept = normalize_for_layers(norm, linear(squares, matrix_of(conv.weight), conv.bias))
     elif parts.pooling is not None:
         pool, conv, norm, act = parts.pooling
         pooled = pool(as_map(y, grid)).permute(0, 2, 3, 1).flatten(1, 2)

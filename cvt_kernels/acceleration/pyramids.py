@@ -59,7 +59,9 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
             total = _through_both(tokens, layer.weight, part, bias, total)
         else:
             image = as_map(_through_both(tokens, layer.weight, part, bias), state.shape[2:])
-            image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
+            # Autocast would write float32. The fusion's result has 16 bits upstream too.
+            with modes.without_autocast(image):
+                image = F.interpolate(image, size=size, mode="bilinear", align_corners=False)
             total = _tokens_of(image) if total is None else _add(total, _tokens_of(image))
         bias = None  # of the first, since resizing keeps constants
     return _classify(head, as_map(total, size), folds)

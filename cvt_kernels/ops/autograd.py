@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,35 +29,62 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CastTogether(torch.autograd.Function):
-    """Autograd function of casts of tensors of one dtype: (dtype, *tensors)."""
+    """Autograd function of casts of tensors of one dtype: (dtype, counts, *tensors)."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, counts: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Casts the tensors; saves nothing."""
-        ctx.dtype = tensors[0].dtype
+        groups = _grouped(tensors, counts)
+        ctx.dtype, ctx.rows = tensors[0].dtype, [[len(each) for each in group] for group in groups]
         ctx.set_materialize_grads(False)
-        return tuple(_cast_all(tensors, dtype))
+        made = [
+            torch.empty_like(group[0], dtype=dtype)
+            if len(group) == 1
+            else group[0].new_empty((sum(rows), *group[0].shape[1:]), dtype=dtype)
+            for group, rows in zip(groups, ctx.rows, strict=True)
+        ]
+        parts = [part for out, rows in zip(made, ctx.rows, strict=True) for part in _split(out, rows)]
+        _cast_all(tensors, parts)
+        return tuple(made)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Casts the gradients that there are."""
-        given = [each for each in gradients if each is not None]
-        wide = iter(_cast_all(given, ctx.dtype))
-        return None, *(None if each is None else next(wide) for each in gradients)
+        parts: list[Tensor | None] = []
+        for gradient, rows in zip(gradients, ctx.rows, strict=True):
+            parts += [None] * len(rows) if gradient is None else _split(gradient, rows)
+        given = [each for each in parts if each is not None]
+        wide = [torch.empty_like(each, dtype=ctx.dtype) for each in given]
+        _cast_all(given, wide)
+        made = iter(wide)
+        return None, None, *(None if each is None else next(made) for each in parts)
 
 
-def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    if not tensors:
-        return []
-    made = [torch.empty_like(each, dtype=dtype) for each in tensors]
-    torch._foreach_copy_(made, list(tensors))
-    return made
+def _cast_all(tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    if tensors:
+        torch._foreach_copy_(list(made), list(tensors))
 
 
-def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Casts tensors of one dtype, and in the backward their gradients, by one launch for all on a GPU."""
-    return _CastTogether.apply(dtype, *tensors)
+def _grouped(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Returns the first tensors, then the next ones, and so on, as many as ``counts`` says."""
+    ends = list(itertools.accumulate(counts))
+    return [tensors[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+def _split(tensor: Tensor, rows: list[int]) -> list[Tensor]:
+    return [tensor] if len(rows) == 1 else list(tensor.split(rows))
+
+
+def cast_together(
+    tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int] | None = None
+) -> tuple[Tensor, ...]:
+    """Casts tensors of one dtype, and in the backward their gradients, by one launch for all on a GPU.
+
+    With ``counts``, the first so many tensors become one, below one another, then the next, and so on.
+    """
+    counts = (1,) * len(tensors) if counts is None else tuple(counts)
+    return _CastTogether.apply(dtype, counts, *tensors)
 
 
 def count_change(written: Tensor) -> None:

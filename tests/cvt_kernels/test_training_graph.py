@@ -13,7 +13,7 @@ import cvt_kernels as ck
 from cvt_kernels import graphs
 from tests.cvt_kernels.test_graphs import Toy, plain
 from tests.tape import FakeCapture
-from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
+from tests.upstream import KERNELS_FIRST, PYRAMIDS, huggingface, logits, microsoft, ours, pvt
 
 
 @pytest.fixture
@@ -89,6 +89,14 @@ def test_models_are_trained(cuda, make, accelerated):
     if accelerated:
         ck.accelerate(model)
     Steps(ck.graphed(model), lambda: torch.randn(2, 3, 32, 32), logits).step(times=3)
+    assert replays(cuda) == [2, 2]
+
+
+@pytest.mark.parametrize("make", PYRAMIDS)
+def test_pyramids_are_trained(cuda, make):
+    pixels = 70 if make is pvt else 32
+    model = ck.accelerate(make(drop_path=0.3).train())
+    Steps(ck.graphed(model), lambda: torch.randn(2, 3, pixels, pixels), logits).step(times=3)
     assert replays(cuda) == [2, 2]
 
 

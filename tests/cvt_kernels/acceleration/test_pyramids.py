@@ -1,5 +1,6 @@
 """Accelerated SegFormer, PVT, PVT v2 and GLPN: what is special about them, beside test_accelerate.py."""
 
+import collections
 import copy
 import types
 from pathlib import Path
@@ -9,6 +10,9 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
+from cvt_kernels import launching, modes
+from cvt_kernels.acceleration import fused
+from cvt_kernels.ops import autograd
 from tests.checks import python_blocks, record_all_calls, record_calls, run_blocks, section_of
 from tests.cvt_kernels.acceleration.test_accelerate import inputs
 from tests.upstream import (
@@ -33,6 +37,97 @@ REDUCING = ["layer_norm", "linear", "layer_norm", *ATTENTION[1:]]
 
 
 every_pyramid = pytest.mark.parametrize("make", PYRAMIDS)
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch):
+    """Lets blocks choose the dtypes of their layers as on a GPU."""
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
+
+
+def enable_checkpointing(model):
+    # its name from transformers 5.24 on, which warns of the old one
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def gradients_of(model, x, dtype=None):
+    """Returns the gradients of a training step, under autocast if a dtype is given."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        out = logits(model(x))
+    out.to(torch.promote_types(out.dtype, torch.float32)).square().mean().backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@every_pyramid
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_under_autocast(make, dtype):
+    """The weights of a block are cast together, and K and V are one product."""
+    own, accelerated = pair(make, "train")
+    exact = gradients_of(copy.deepcopy(own).double(), inputs(make).double())
+    theirs, ours = (gradients_of(model, inputs(make), dtype) for model in (own, accelerated))
+    largest = max(each.abs().max() for each in exact.values())
+    for name, each in exact.items():
+        assert ours[name].dtype == torch.float32
+        error, allowed = ((got[name] - each).norm() for got in (ours, theirs))
+        # The gradient of the keys' bias is zero but for rounding.
+        assert error <= 3 * allowed + torch.finfo(dtype).eps * max(largest * 1e-2, each.norm()), name
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize(("make", "reducing"), list(zip(PYRAMIDS, [1, 1, 1, 3, 2], strict=True)))
+def test_layers_of_the_same_tokens_are_one_product_in_training(make, reducing, monkeypatch):
+    _, model = pair(make, "train", drop_path=0.3)
+    counts = []
+    monkeypatch.setattr(
+        fused, "cast_together", lambda *args: counts.append(args[2]) or autograd.cast_together(*args)
+    )
+    products = record_calls("linear")
+    gradients_of(model, inputs(make), torch.bfloat16)
+    assert [each[:4] for each in counts[:reducing]] == reducing * [[1, 1, 2, 2]]  # Q; K and V
+    assert [each[:2] for each in counts[reducing:]] == (len(counts) - reducing) * [[3, 3]]
+    assert len(counts) == (4 if make is glpn else 3)
+    outputs, inputs_of = zip(*(args[1].shape[:2] for args, _ in products), strict=True)
+    assert sum(n == 2 * k for n, k in zip(outputs, inputs_of, strict=True)) >= reducing
+
+
+@pytest.mark.skipif(
+    "not segformer().supports_gradient_checkpointing", reason="this transformers has none for SegFormer"
+)
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_checkpoints_under_autocast_give_the_same_gradients():
+    _, model = pair(segformer, "train", drop_path=0.3)
+    steps = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model.zero_grad()
+        steps.append(gradients_of(model, inputs(segformer), torch.bfloat16))
+        enable_checkpointing(model)
+    for name, each in steps[0].items():
+        assert torch.equal(steps[1][name], each), name
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@every_pyramid
+def test_kernels_of_a_training_step(make):
+    """By their launches, which do not run."""
+    _, model = pair(make, "train", drop_path=0.3)
+    found = collections.Counter()
+    noting = launching.planned_launches(lambda launch: found.update([launch.kernel.__name__]))
+    with noting, ck.use_backend("triton", "reference"):
+        gradients_of(model, inputs(make), torch.bfloat16)
+    blocks = 4 if make is glpn else 3
+    assert found["_attention_fwd_kernel"] == blocks
+    assert found["_linear_ends_kernel"] >= blocks  # fc2, and proj where images are dropped
+    # The backward of Q, of K and V or of all three, of proj, fc1 and fc2, and of reductions.
+    assert found["_linear_starts_kernel"] >= 4 * blocks
+    mixing = 0 if make is pvt else blocks
+    assert found["_depthwise_conv_gelu_fwd_kernel"] == mixing
+    assert found["_depthwise_conv_gelu_bwd_conv_kernel"] == mixing
+    assert found["_linear_gelu_kernel"] == blocks - mixing
 
 
 # The operators that are called ----------------------------------------------------------------------------
