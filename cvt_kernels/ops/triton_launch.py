@@ -22,7 +22,7 @@ _is_overlapping.__triton_builtin__ = True  # type: ignore[attr-defined]  # so th
 
 
 @triton.jit
-def grid_dependency_synchronize():
+def grid_dependency_synchronize():  # type: ignore[no-untyped-def]  # Triton reads it
     """Waits for the kernel before on the stream, if the launch overlaps it; every kernel begins with it.
 
     It stands before the first access to global memory, and before every return, so that a kernel ends after
