@@ -106,7 +106,7 @@ def test_a_launch_that_overlaps_waits(before, kinds):
 
 @pytest.mark.parametrize(("barrier", "kinds"), [("bar.sync 0;", set()), ("", {_EARLY})])
 def test_one_warp_waits_for_all(barrier, kinds):
-    """Where the first warp alone waits, the second may go on after a barrier."""
+    """A barrier lets the second warp go on where the first one alone waits."""
     wait = f"setp.gt.u32 %p1, %r1, 31; @%p1 bra on; {_WAIT} on: {barrier} "
     found = _kinds(_copy(COPY.replace("ld.global.b32 %r2", f"{wait} ld.global.b32 %r2"), overlaps=True)[2])
     assert found == kinds

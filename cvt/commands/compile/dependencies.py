@@ -1,4 +1,4 @@
-"""Whether a compiled kernel waits for the kernel before it, as programmatic dependent launch needs."""
+"""Checks that a compiled kernel waits for the kernel before it, as programmatic dependent launch needs."""
 
 from __future__ import annotations
 

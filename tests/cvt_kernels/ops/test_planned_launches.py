@@ -46,7 +46,7 @@ def kernel():
 
 def launch(kernel, x, parts, out, grid=(3, 2)):
     launching.launch(
-        kernel, grid, on=x, options={"num_warps": 4},
+        kernel, grid, on=getattr(x, "base", x), options={"num_warps": 4},
         BLOCK=16, rows=7, x_ptr=x, y_ptrs=parts, absent_ptr=None, out_ptr=out,
     )  # fmt: skip
 

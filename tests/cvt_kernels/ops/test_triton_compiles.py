@@ -241,7 +241,7 @@ def test_every_kernel_compiles(version, tmp_path):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_waits_for_the_one_before(kernel):
-    """In Triton by its first statement; in Gluon before the partitions, behind its mbarriers."""
+    """It does by its first statement in Triton, in Gluon before the partitions, behind its mbarriers."""
     calls = [ast.unparse(statement) for statement in kernel.body]
     where = calls.index("grid_dependency_synchronize()")
     if "triton.jit" in map(_called, kernel.decorator_list):
