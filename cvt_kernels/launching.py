@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import modes
+from . import machine, modes
 
 
 class Chip(NamedTuple):
@@ -119,9 +120,41 @@ def _cuda_chip(index: int) -> Chip:
     return Chip(capability, properties.multi_processor_count, properties.name)
 
 
+#: The first version of CUDA whose graphs keep programmatic dependent launches.
+_GRAPHS_KEEP_OVERLAPS = 12_030
+
+
+def overlaps(device: torch.device) -> bool:
+    """Returns whether launches on a device overlap the kernel before: programmatic dependent launch.
+
+    They do on GPUs of compute capability 9.0 and newer, unless ``CVT_KERNELS_PDL`` is 0. Such a kernel may
+    start while the one before on the stream, whatever kernel that is, still runs, and waits for its end
+    before it touches memory. Copies, events and other streams order it as they order any launch.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    requested = os.environ.get("CVT_KERNELS_PDL") or "1"
+    if requested not in ("0", "1"):
+        raise ValueError(f"CVT_KERNELS_PDL: got {requested!r}, expected 0 or 1")
+    return requested == "1" and chip(device).capability >= 90 and _graphs_keep_overlaps()
+
+
+@functools.cache
+def _graphs_keep_overlaps() -> bool:
+    """Returns whether CUDA graphs keep such launches with this driver; True without a driver."""
+    version = machine.cuda_driver_version()
+    return not version or version >= _GRAPHS_KEEP_OVERLAPS
+
+
 def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, int], **arguments: Any) -> None:
-    """Launches a Triton kernel on the current stream of the device of ``on``, with arguments by name."""
+    """Launches a Triton kernel on the current stream of the device of ``on``, with arguments by name.
+
+    The kernel begins with ``grid_dependency_synchronize`` of ``ops/triton_launch``.
+    """
     options = {"enable_fp_fusion": True, **options}  # Triton's default up to 3.9
+    if overlaps(on.device):
+        options["launch_pdl"] = True
     take = _planning.take if interception is None else interception.take
     if take is not None:
         take(Launch(kernel, grid, arguments, options))

@@ -1,14 +1,40 @@
-"""Helpers of all Triton kernels: dtypes of sums and products."""
+"""Helpers of all Triton kernels: their start, dtypes of sums and products."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import machine
+
+
+def _is_overlapping(_semantic: Any = None) -> tl.constexpr:
+    """Returns, within a kernel, whether its launch overlaps the kernel before (``launching.overlaps``)."""
+    options = None if _semantic is None else _semantic.builder.options  # None in Triton's interpreter
+    return tl.constexpr(getattr(options, "launch_pdl", False))
+
+
+_is_overlapping.__triton_builtin__ = True  # type: ignore[attr-defined]  # so that Triton passes _semantic
+
+
+@triton.jit
+def grid_dependency_synchronize():  # type: ignore[no-untyped-def]  # Triton reads it
+    """Waits for the kernel before on the stream, if the launch overlaps it; every kernel begins with it.
+
+    It stands before the first access to global memory, and before every return, so that a kernel ends after
+    the one before has: then waiting for one kernel is waiting for all before it. What that one has written is
+    visible afterwards, and what it has read may be overwritten.
+
+    Then it lets the next kernel start. Its programs come once all of this kernel's run, and take only what
+    these leave of registers and shared memory; they wait here without issuing instructions.
+    """
+    if _is_overlapping():
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:

@@ -113,6 +113,10 @@ void product_wait(Warp& w, const Instruction& i, u32 mask) {
     w.moves.clear();
 }
 void proxy_fence(Warp& w, const Instruction&, u32) { join(w.fenced, w.clock), ++w.clock[w.index]; }
+void wait_for_grids(Warp& w, const Instruction&, u32 mask) {
+    together(w, mask, ~0u);
+    if (!w.cta->waits[w.index]) w.cta->waits[w.index] = at(w.clock, w.index);
+}
 
 // Copies in the background take place when they are waited for, as late as they may; until then what they
 // write is poison. i.a is their size, i.b the displacement of the destination, o[2] how much is read (−1: all).

@@ -102,6 +102,7 @@ void bulk_load(Warp& w, const Instruction& i, u32 mask) {
     static const char poison[16] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
     each(mask, [&](int l) {
         const Bulk copy = bulk_copy(w, i, l);
+        check_waited(w, l, copy.map->address);
         Mbarrier* m = mbarrier_at(w, l, get<u32>(w.r + i.o[4], l));
         each_run(copy, [&](u32 to, u64, u32 bytes, u32) {
             if (char* place = shared_at(w, l, to, bytes, poison, BY_PROXY)) {
@@ -155,6 +156,7 @@ template <class F> u64 read_box(Warp& w, const Bulk& copy, F use) {
 void bulk_store(Warp& w, const Instruction& i, u32 mask) {
     each(mask, [&](int l) {
         Bulk copy = bulk_copy(w, i, l);
+        check_waited(w, l, copy.map->address);
         copy.sum = read_box(w, copy, [](char*, u64, u32) {});
         w.stores.push_back(copy);
     });

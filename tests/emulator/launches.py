@@ -95,7 +95,10 @@ class Runner:
         scratch = len(program.parameters) - len(arguments)  # memory that no kernel asks for
         arguments += [bytes(8)] * scratch
         shared = compiled.metadata.shared
-        result = program.run(launch.grid, arguments, _regions(launch), shared, **self._order)
+        overlaps = bool(kernel.options.get("launch_pdl"))
+        result = program.run(
+            launch.grid, arguments, _regions(launch), shared, overlaps=overlaps, **self._order
+        )
         name = kernel.name.removeprefix("_").removesuffix("_kernel")
         self.ran.append(Ran(name, program, result))
 

@@ -14,7 +14,7 @@ struct Instruction {  // as program.py packs it
 };
 enum Fault {  // as program.py names them
     OUTSIDE, UNALIGNED, UNINITIALIZED, PENDING, RACE_READ, RACE_WRITE, RACE_OVER_READ, DIVERGENT, BARRIER, ENDLESS,
-    STALE, UNWAITED, OVERWRITTEN, UNFENCED,
+    STALE, UNWAITED, OVERWRITTEN, UNFENCED, EARLY, UNORDERED,
 };
 struct FaultRecord { s32 kind, pc, program, thread, other, count; u64 address; };
 struct Region { u64 begin, end; const u8* allowed; };
@@ -79,12 +79,14 @@ struct Launch {
     std::vector<std::vector<Shadow>> shadows;
     const char* parameters;
     u32 grid[3], threads, shared_bytes;
+    bool overlaps;  // the kernel before may still run: see griddepcontrol.wait
     std::unordered_map<u64, FaultRecord> faults;
     u64 warp_instructions = 0, thread_instructions = 0;
 };
 struct Cta {
     Launch* launch = nullptr;
     u32 id[3], number = 0, everyone = 1;  // everyone: counts barriers of all warps
+    Clocks waits;  // of each warp, its time at griddepcontrol.wait, or 0
     Clocks reads;  // of each byte of shared memory, the time of each warp's last read
     std::vector<u8> shared, written, pending;
     std::vector<Shadow> shadow;
@@ -207,8 +209,16 @@ char* shared_at(Warp& w, int lane, u32 address, u32 size, const char* value, Way
     }
     return reinterpret_cast<char*>(cta.shared.data()) + address;
 }
+// Global memory may be touched once a warp has waited for the kernel before, and this one knows of it.
+void check_waited(Warp& w, int lane, u64 address) {
+    if (!w.cta->launch->overlaps) return;
+    for (size_t k = 0; k < w.cta->waits.size(); ++k)
+        if (w.cta->waits[k] && at(w.clock, k) >= w.cta->waits[k]) return;
+    fault(w, EARLY, lane, address);
+}
 char* global_at(Warp& w, int lane, u64 address, u32 size, const char* value) {
     Launch& launch = *w.cta->launch;
+    check_waited(w, lane, address);
     if (address % size) fault(w, UNALIGNED, lane, address);
     auto it = std::upper_bound(launch.regions.begin(), launch.regions.end(), address,
                                [](u64 a, const Region& r) { return a < r.begin; });

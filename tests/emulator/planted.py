@@ -21,6 +21,7 @@ KINDS = {
     "wait for a wgmma": r"wgmma\.wait",
     "proxy fence": r"fence\.proxy",
     "shuffle": r"shfl",
+    "wait for the kernel before": r"griddepcontrol\.wait",
     "guard": r"(ld|st)\.global|cp\.async\.c",
 }
 _SEEDS = range(1, 5)

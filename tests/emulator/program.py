@@ -37,6 +37,8 @@ FAULTS = (
     "a copy in the background or a wgmma is never waited for",
     "shared memory is overwritten that a wgmma or a bulk copy still reads",
     "a wgmma or a bulk copy reads what a thread wrote, without a proxy fence between",
+    "global memory is touched before griddepcontrol.wait",
+    "a program ends without griddepcontrol.wait",
 )
 
 
@@ -157,7 +159,7 @@ class Program(Kernel):
 
     def run(
         self, grid: Sequence[int], arguments: Sequence[bytes], regions: Sequence[Region], shared: int = 0,
-        seed: int = 0, limit: int = LIMIT,
+        seed: int = 0, limit: int = LIMIT, overlaps: bool = False,
     ) -> Result:  # fmt: skip
         """Runs all programs of a grid.
 
@@ -168,6 +170,7 @@ class Program(Kernel):
             shared: Bytes of shared memory that the launch asks for.
             seed: Of the order in which warps run; 0 for one after the other, from barrier to barrier.
             limit: Instructions of all warps after which the kernel counts as endless.
+            overlaps: Whether the kernel before on the stream may still run, until griddepcontrol.wait.
         """
         memory = bytearray(self.parameter_bytes + 8)
         for (offset, size), value in zip(self.parameters.values(), arguments, strict=True):
@@ -187,7 +190,7 @@ class Program(Kernel):
             (ctypes.c_char * len(memory)).from_buffer(memory), _pointer(sizes), self.threads,
             shared + self.shared_bytes,
             _pointer(table), len(table), _pointer(found), len(found),
-            ctypes.c_uint64(limit), _pointer(totals), _pointer(traffic), seed,
+            ctypes.c_uint64(limit), _pointer(totals), _pointer(traffic), seed, overlaps,
         )  # fmt: skip
         faults = [
             Fault(FAULTS[f["kind"]], *self.lines[min(f["pc"], len(self.lines) - 1)],

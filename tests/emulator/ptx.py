@@ -293,8 +293,10 @@ class Kernel:
                 return "mbarrier.arrive", [base], int(x[2], 0) if len(x) > 2 else 1, displacement
             case ["fence", "proxy", "async", *_]:
                 return "fence.proxy", [], 0, 0
-            case ["membar" | "fence", *_]:
+            case ["membar" | "fence", *_] | ["griddepcontrol", "launch_dependents"]:
                 return None
+            case ["griddepcontrol", "wait"]:
+                return "griddepcontrol.wait", [], 0, 0
             case ["elect", "sync"]:
                 leader, _, is_leader = x[0].partition("|")
                 return "elect", [self._register(leader), self._register(is_leader), self._value(x[1])], 0, 0

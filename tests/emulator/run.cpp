@@ -128,9 +128,9 @@ int operation(const char* name) {
 // Runs a grid; returns the number of faults, of which at most `most` are written. A seed other than 0 is one of an order.
 int run(const Instruction* code, const s32* pool, u64* counts, int register_bytes, const Constant* constants, int constant_count,
         const char* parameters, const u32* grid, u32 threads, u32 shared_bytes, const Region* regions, int region_count,
-        FaultRecord* faults, int most, u64 limit, u64* totals, Traffic* traffic, u32 seed) {
+        FaultRecord* faults, int most, u64 limit, u64* totals, Traffic* traffic, u32 seed, bool overlaps) {
     std::minstd_rand random(seed);
-    Launch launch{code, pool, traffic, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, {}};
+    Launch launch{code, pool, traffic, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, overlaps, {}};
     for (const Region& r : launch.regions) launch.shadows.emplace_back(r.end - r.begin);
     const int warp_count = int(threads) / 32;
     std::vector<std::vector<char>> registers(warp_count, std::vector<char>(register_bytes));
@@ -141,6 +141,7 @@ int run(const Instruction* code, const s32* pool, u64* counts, int register_byte
         cta.shared.assign(shared_bytes, 0xff), cta.written.assign(shared_bytes, 0);
         cta.pending.assign(shared_bytes, 0), cta.shadow.assign(shared_bytes, Shadow{});
         cta.reads.assign(size_t(shared_bytes) * warp_count, 0);
+        cta.waits.assign(warp_count, 0);
         cta.warps.resize(warp_count);
         for (int k = 0; k < warp_count; ++k) {
             Warp& w = cta.warps[k];
@@ -154,6 +155,8 @@ int run(const Instruction* code, const s32* pool, u64* counts, int register_byte
                     else put<u32>(w.r + constants[c].offset, l, u32(constants[c].value));
         }
         run_program(cta, counts, limit, seed ? &random : nullptr);
+        const bool has_waited = std::any_of(cta.waits.begin(), cta.waits.end(), [](u32 time) { return time; });
+        if (overlaps && !has_waited) fault(cta.warps[0], UNORDERED, 0);  // it may end before the kernel before
         for (auto& [address, m] : cta.mbarriers)
             if (!m.copies.empty()) cta.warps[0].pc = m.copies.front().pc, fault(cta.warps[0], UNWAITED, 0, address);
     }

@@ -245,7 +245,7 @@ void fill_table() {
     add("mma.f16", product<f16, double, float>), add("mma.bf16", product<bf16, double, float>);
     add("mma.tf32", product<float, double, float>), add("mma.s8", product<s8, s64, s32>);
     add("mma.e4m3", product<e4m3, double, float>);
-    add("mov.word", move_word), add("fence.proxy", proxy_fence), add("elect", elect), add("nothing", [](Warp&, const Instruction&, u32) {});
+    add("mov.word", move_word), add("fence.proxy", proxy_fence), add("elect", elect), add("griddepcontrol.wait", wait_for_grids), add("nothing", [](Warp&, const Instruction&, u32) {});
     add("mbarrier.init", mbarrier_init), add("mbarrier.inval", mbarrier_invalidate);
     add("mbarrier.arrive", mbarrier_arrive), add("mbarrier.expect", mbarrier_expect), add("mbarrier.try_wait", mbarrier_wait);
     add("bulk.load", bulk_load), add("bulk.store", bulk_store);

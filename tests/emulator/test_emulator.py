@@ -43,7 +43,7 @@ def _pointer(address):
     return struct.pack("q", address)
 
 
-def _copy(ptx, shift=0, shared=256, seed=0):
+def _copy(ptx, shift=0, shared=256, seed=0, overlaps=False):
     """Runs COPY on memory `shift` bytes behind a multiple of 64; returns the numbers, kernel and result."""
     x, y = torch.arange(80, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
     addresses = [each.data_ptr() + shift for each in (x, y)]
@@ -52,7 +52,7 @@ def _copy(ptx, shift=0, shared=256, seed=0):
         for address, size in zip(addresses, (64, 60), strict=True)
     ]
     program = Program(ptx)
-    result = program.run((1,), list(map(_pointer, addresses)), regions, shared, seed=seed)
+    result = program.run((1,), list(map(_pointer, addresses)), regions, shared, seed, overlaps=overlaps)
     return y.tolist()[shift // 4 :][:60], program, result
 
 
@@ -78,6 +78,38 @@ def test_a_kernel_without_faults_runs():
 )
 def test_a_fault_is_found(old, new, kind):
     assert kind in _kinds(_copy(COPY.replace(old, new))[2])
+
+
+_WAIT = "griddepcontrol.wait;"
+_EARLY, _UNORDERED = (
+    "global memory is touched before griddepcontrol.wait",
+    "a program ends without griddepcontrol.wait",
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "kinds"),
+    [
+        ("ld.global.b32 %r2", set()),
+        ("st.shared.b32", {_EARLY}),  # the load comes first
+        ("bar.sync", {_EARLY}),
+        (None, {_EARLY, _UNORDERED}),
+    ],
+)
+def test_a_launch_that_overlaps_waits(before, kinds):
+    ptx = COPY.replace(before, f"{_WAIT} griddepcontrol.launch_dependents; {before}") if before else COPY
+    numbers, _, result = _copy(ptx, overlaps=True)
+    assert numbers == list(range(63, 3, -1))
+    assert _kinds(result) == kinds
+    assert _kinds(_copy(ptx)[2]) == set()
+
+
+@pytest.mark.parametrize(("barrier", "kinds"), [("bar.sync 0;", set()), ("", {_EARLY})])
+def test_one_warp_waits_for_all(barrier, kinds):
+    """A barrier lets the second warp go on where the first one alone waits."""
+    wait = f"setp.gt.u32 %p1, %r1, 31; @%p1 bra on; {_WAIT} on: {barrier} "
+    found = _kinds(_copy(COPY.replace("ld.global.b32 %r2", f"{wait} ld.global.b32 %r2"), overlaps=True)[2])
+    assert found == kinds
 
 
 #: The first warp asks for 16 rows of 32 numbers, and all wait; each thread stores the first of a row.

@@ -52,6 +52,7 @@ from ...backends import Record
 from ..autograd import count_change
 from ..planned_launches import planned
 from ..triton_gelu import ERF_CUBIC, ERF_LINEAR, ERF_QUINTIC, LARGEST_SQUARE, TANH_CUBIC, TANH_LINEAR
+from ..triton_launch import grid_dependency_synchronize
 from .triton.autograd import matrices, sum_dtype
 
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed both
@@ -381,6 +382,7 @@ def _pingpong_product_kernel(
         mbarrier.init(turns.index(consumer), count=1)
         mbarrier.init(arrived.index(consumer), count=1)
     mbarrier.arrive(turns.index(0), count=1)
+    grid_dependency_synchronize()
     gl.warp_specialize(
         [
             (_consume_even, (

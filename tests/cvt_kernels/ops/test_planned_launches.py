@@ -46,7 +46,7 @@ def kernel():
 
 def launch(kernel, x, parts, out, grid=(3, 2)):
     launching.launch(
-        kernel, grid, on=x, options={"num_warps": 4},
+        kernel, grid, on=getattr(x, "base", x), options={"num_warps": 4},
         BLOCK=16, rows=7, x_ptr=x, y_ptrs=parts, absent_ptr=None, out_ptr=out,
     )  # fmt: skip
 
@@ -69,6 +69,7 @@ def test_a_plan_binds_once_and_passes_pointers_then(kernel):
     out = run(*call)
     assert (out.shape, out.dtype) == (call.x.shape, torch.float16)
     options = {"enable_fp_fusion": True, "num_warps": 4}
+    options |= {"launch_pdl": True} if launching.overlaps(call.x.device) else {}
     assert kernel.bound == [((3, 2, 1), (call.x, call.parts, None, out, 7, 16), options)]
     call = make_call()._replace(parts=(call.x, call.x))  # tensors may be one and the same
     out = run(*call)

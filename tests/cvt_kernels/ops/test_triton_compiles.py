@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import cvt_kernels
 from tests.processes import run_python
@@ -56,6 +57,14 @@ PROPERTIES = {
     for method in record.body
     if isinstance(method, ast.FunctionDef) and "property" in map(ast.unparse, method.decorator_list)
 }
+KERNELS = [
+    node
+    for path in sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/*.py"))
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+    and node.name.endswith("_kernel")
+    and {"triton.jit", "gluon.jit"} & set(map(_called, node.decorator_list))
+]
 JIT = {node.name for path in SOURCES for node, _ in _functions_of(path)}
 
 
@@ -228,3 +237,51 @@ def test_every_kernel_compiles(version, tmp_path):
         assert child.returncode == 0, output
     assert version is None or written["versions"]["triton"] == version
     assert len({row["kernel"] for row in written["kernels"]}) > 30
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_kernel_waits_for_the_one_before(kernel):
+    """It does by its first statement in Triton, in Gluon before the partitions, behind its mbarriers."""
+    calls = [ast.unparse(statement) for statement in kernel.body]
+    where = calls.index("grid_dependency_synchronize()")
+    if "triton.jit" in map(_called, kernel.decorator_list):
+        assert where == 1  # behind the docstring
+    else:
+        assert not any(
+            word in call for call in calls[:where] for word in ("gl.load", "tma.", "warp_specialize")
+        )
+
+
+def _launched(**settings):
+    """Returns the options of a launch on a chip."""
+    from cvt_kernels import launching
+
+    with launching.recorded_launches(launching.Chip(settings.get("capability", 90), 132)) as launches:
+        launching.launch(None, (1,), torch.empty(1), {"num_warps": 4})
+    return launches[0].options
+
+
+@pytest.mark.parametrize(
+    ("capability", "setting", "driver", "overlaps"),
+    [
+        (90, None, 13000, True), (100, "1", 12030, True), (90, "", 0, True), (90, "0", 13000, False),
+        (89, None, 13000, False), (90, None, 12020, False),
+    ],
+)  # fmt: skip
+def test_launches_overlap(capability, setting, driver, overlaps, monkeypatch):
+    """They do from sm_90 on, where CUDA graphs keep that, unless they are told not to."""
+    from cvt_kernels import launching, machine
+
+    if setting is None:
+        monkeypatch.delenv("CVT_KERNELS_PDL", raising=False)
+    else:
+        monkeypatch.setenv("CVT_KERNELS_PDL", setting)
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: driver)
+    monkeypatch.setattr(launching, "_graphs_keep_overlaps", launching._graphs_keep_overlaps.__wrapped__)
+    assert _launched(capability=capability).get("launch_pdl", False) == overlaps
+
+
+def test_a_setting_that_is_neither_0_nor_1(monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_PDL", "off")
+    with pytest.raises(ValueError, match=r"CVT_KERNELS_PDL: got 'off', expected 0 or 1"):
+        _launched()

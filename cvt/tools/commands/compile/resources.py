@@ -53,7 +53,8 @@ class Resources(NamedTuple):
         tensor_memory: Columns of tensor memory of a block, on sm_100.
         occupancy: The part of a multiprocessor's warps that the kernel can fill: what registers, shared and
             tensor memory and the number of blocks allow.
-        messages: The assembler's messages C75xx, by which it waits for each asynchronous product (wgmma).
+        messages: The assembler's messages C75xx, by which it waits for each asynchronous product (wgmma); and
+            what a kernel does before it waits for the kernel before.
     """
 
     threads: int

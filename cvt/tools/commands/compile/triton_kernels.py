@@ -18,6 +18,7 @@ from triton.runtime.cache import get_cache_manager
 
 from cvt_kernels import compiling, launching
 
+from .dependencies import unordered
 from .resources import Resources, usages_of
 
 
@@ -45,9 +46,11 @@ class TritonKernel(compiling.TritonKernel):
             dynamic_shared=facts.shared,
             tensor_memory=getattr(facts, "tmem_size", None) or 0,
         )
-        if "wgmma" not in compiled.asm["ptx"]:
-            return resources
-        return resources._replace(messages=messages_of(self._log(compiled, log.getvalue())))
+        ptx = compiled.asm["ptx"]
+        messages = unordered(ptx) if facts.launch_pdl else ()
+        if "wgmma" in ptx:
+            messages += messages_of(self._log(compiled, log.getvalue()))
+        return resources._replace(messages=messages)
 
     def _log(self, compiled: CompiledKernel, printed: str) -> str:
         """Returns the assembler's log: the one just printed, or the one that Triton's cache keeps.

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from .... import launching
 from ....records import PositionBias
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     LaunchArguments,
     Place,
@@ -123,6 +123,7 @@ def _attention_bwd_dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes dq and δ of one tile of queries, in a loop over the keys as in the forward."""
+    grid_dependency_synchronize()
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
@@ -184,6 +185,7 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv of a tile of keys, looping over the queries; keys beyond the last are not stored."""
+    grid_dependency_synchronize()
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
@@ -225,6 +227,7 @@ def _attention_bwd_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes dq, dk, dv and δ of one head whose keys are one tile, in a loop over the queries."""
+    grid_dependency_synchronize()
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(1, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
@@ -281,6 +284,7 @@ def _attention_bwd_bias_kernel(
     shared by shared_images images, shared_heads heads and shared_blocks blocks of queries, which the splits
     divide among them.
     """
+    grid_dependency_synchronize()
     program = tl.program_id(0)
     key = program % key_blocks * BLOCK_KV + tl.arange(0, BLOCK_KV)
     own_block = program // key_blocks % query_blocks
@@ -358,6 +362,7 @@ def _attention_bwd_table_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Sums ds over one offset down and a split's images: part of dtiles (splits, h, offsets down, W, Wk)."""
+    grid_dependency_synchronize()
     PLACES: tl.constexpr = SPEC.position
     STRIDE: tl.constexpr = PLACES.stride
     BLOCKS: tl.constexpr = (PLACES.width + BLOCK_Q - 1) // BLOCK_Q

@@ -21,7 +21,7 @@ from torch import Tensor
 from .... import launching
 from ....launch.records import Attention
 from ....records import PositionBias
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     LaunchArguments,
     configuration_for,
@@ -142,6 +142,7 @@ def _attention_fwd_kernel(
     BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
+    grid_dependency_synchronize()
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
@@ -201,6 +202,7 @@ def _attention_fwd_loop_kernel(
 
     A last tile as wide as the others joins the loop, masked.
     """
+    grid_dependency_synchronize()
     place = locate(blocks, heads)
     head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)

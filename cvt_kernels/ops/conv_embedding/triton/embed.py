@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching, machine
-from ...triton_launch import product_types
+from ...triton_launch import grid_dependency_synchronize, product_types
 from .common import (
     MOST_EMBEDDED,
     Parts,
@@ -237,6 +237,7 @@ def _conv_embedding_embed_kernel(
     are constants because offsets of segments then are parts of instructions, not registers; so each size of
     images is compiled for.
     """
+    grid_dependency_synchronize()
     K: tl.constexpr = WINDOW.kernel_size
     M: tl.constexpr = WARPS * 16
     STEP: tl.constexpr = WINDOW.stride * WINDOW.inner // WINDOW.word

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
+from ...triton_launch import grid_dependency_synchronize
 from .common import (
     MAX_CHANNELS,
     Parts,
@@ -25,6 +26,7 @@ def _conv_embedding_normalize_kernel(
     REPEATS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of REPEATS · ROWS tokens of x (B, T, C), and with an image's first the class token."""
+    grid_dependency_synchronize()
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
     WIDTH: tl.constexpr = PARTS.width

@@ -19,7 +19,7 @@ from torch import Tensor
 from .... import launch, launching
 from ....launch.records import Product
 from ...linear.triton.common import MAX_NORMALIZED, padded, part_width
-from ...triton_launch import product_types
+from ...triton_launch import grid_dependency_synchronize, product_types
 from .common import Parts, channels_of, layer_norm, load_vector
 
 
@@ -67,6 +67,7 @@ def _conv_embedding_patches_kernel(
     image_stride, row_stride, GATHER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes block_m tokens. Weights are (channels, k, k, in_channels), contiguous."""
+    grid_dependency_synchronize()
     K: tl.constexpr = GATHER.kernel_size
     LENGTH: tl.constexpr = GATHER.length
     M: tl.constexpr = GATHER.block_m

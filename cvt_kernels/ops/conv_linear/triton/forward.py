@@ -17,6 +17,7 @@ from ... import planned_launches
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...linear.triton.forward import grouped_linear_forward
+from ...triton_launch import grid_dependency_synchronize
 from ...triton_tf32 import rounded
 from .. import stacked
 from .common import MAX_CHANNELS, Plan
@@ -375,6 +376,7 @@ def _conv_linear_fwd_kernel(
     GROUPS: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the outputs of all branches: tiles of one group per program; some do class tokens first."""
+    grid_dependency_synchronize()
     number = tl.program_id(0)
     if SPEC.class_tokens:  # of a few programs, the first
         for block in tl.range(number, tl.cdiv(batch, SPEC.class_rows), tl.num_programs(0), num_stages=1):

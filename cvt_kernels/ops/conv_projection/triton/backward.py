@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     Geometry,
     LaunchPlan,
@@ -42,6 +42,7 @@ def _sum_regions_kernel(
     partial_ptr, sum_ptr, channels, regions, STARTS: tl.constexpr, SIZES: tl.constexpr, TILE: tl.constexpr
 ):
     """Sums (rows, regions, C) over regions; each group of n rows becomes (C, n), flat."""
+    grid_dependency_synchronize()
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -114,6 +115,7 @@ def _conv_projection_bwd_sums_kernel(
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes Σdy and Σdy·x̂ of every branch over one region: partial (branches, 2, regions, C)."""
+    grid_dependency_synchronize()
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
     plane = tl.cast(regions, tl.int64) * channels
@@ -222,6 +224,7 @@ def _conv_projection_bwd_conv_kernel(
     Above 3×3 the second axis of the grid is the row of taps, since more sums would not fit in registers; the
     partial sums are (taps of all branches, regions, C).
     """
+    grid_dependency_synchronize()
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     tap_row = tl.program_id(1)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
@@ -377,6 +380,7 @@ def _conv_projection_bwd_input_kernel(
 
     A lane takes BLOCK × BLOCK pixels, WIDTH of a row at a time; BLOCK is 1 unless every stride divides it.
     """
+    grid_dependency_synchronize()
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     region = locate_region(height, width, channels, channels, strips, col_blocks, BRANCHES, TILE)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     Geometry,
     LaunchPlan,
@@ -121,6 +121,7 @@ def _conv_projection_fwd_kernel(
     CLASS_TOKEN: tl.constexpr, BRANCHES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes every output of one region, normalized by the given statistics, and the class token."""
+    grid_dependency_synchronize()
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b
     for i in tl.static_range(len(BRANCHES)):
@@ -217,6 +218,7 @@ def _conv_projection_stats_kernel(
 
     The number of outputs goes to counts (branches, regions).
     """
+    grid_dependency_synchronize()
     region = locate_region(height, width, channels, stride_t, strips, col_blocks, BRANCHES, TILE)
     x_ptr += region.image * stride_b + CLASS_TOKEN * stride_t
     plane = tl.cast(regions, tl.int64) * channels
@@ -235,6 +237,7 @@ def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, re
 
     The variance is biased. Each lane merges every P-th region by Chan's formula; then the lanes are merged.
     """
+    grid_dependency_synchronize()
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -314,6 +317,7 @@ def _update_running_kernel(
     A negative momentum means the average over all batches. ROWS are the branches' rows in (branches, C)
     statistics. It must run with one warp: another might count the batch before this one has read the count.
     """
+    grid_dependency_synchronize()
     BC: tl.constexpr = TILE.channels
     for i in tl.static_range(len(ROWS)):
         if tl.program_id(0) == i:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry
 from .sliding import (
     MAX_BRANCHES,
@@ -112,6 +112,7 @@ def _conv_projection_sliding_bwd_sums_kernel(
     LANES: tl.constexpr,
 ):  # fmt: skip
     """Writes Σdy and Σdy·x̂ of every branch over a strip of some images: partial (branches, 2, regions, C)."""
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     starts = ()
     taps = ()
@@ -278,6 +279,7 @@ def _conv_projection_sliding_bwd_conv_kernel(
     The partial sums are (9 · branches, regions, C). They and the taps stay in registers, which leaves few
     warps to hide the latency of loads: with AHEAD, each step loads what the next one needs.
     """
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     affine = ()
     dws = ()
@@ -439,6 +441,7 @@ def _conv_projection_sliding_bwd_input_kernel(
     CHANNELS: tl.constexpr, CLASS_TOKEN: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Writes the input's gradient over a strip of some images, all branches summed in registers."""
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     taps = ()
     for i in tl.static_range(len(STRIDES)):

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, configuration
 from .sliding import (
     SIZES,
@@ -115,6 +115,7 @@ def _conv_projection_sliding_fwd_kernel(
     STRIDES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Writes every branch of a strip of some images, normalized by given statistics, and the class token."""
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     P: tl.constexpr = LANES.pairs
     BC: tl.constexpr = LANES.channels
@@ -299,6 +300,7 @@ def _conv_projection_sliding_stats_kernel(
 
     The number of outputs goes to counts (branches, regions).
     """
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     P: tl.constexpr = LANES.pairs
     BC: tl.constexpr = LANES.channels

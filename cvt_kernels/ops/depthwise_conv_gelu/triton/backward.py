@@ -34,7 +34,7 @@ from ...conv_projection.triton.sliding_backward import (
     zeros,
 )
 from ...triton_gelu import derivative_half
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import ConvPlan, geometry_of
 from .forward import load_halved
 
@@ -63,6 +63,7 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
 
     The partial sums are (10, regions, C), the bias's last.
     """
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     start, taps = load_halved(w_ptr, bias_ptr, place, LANES, SPEC)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)

@@ -21,6 +21,7 @@ from ...conv_projection.triton.sliding import (
     widen,
 )
 from ...triton_gelu import activate_half
+from ...triton_launch import grid_dependency_synchronize
 from .common import ConvPlan
 
 
@@ -63,6 +64,7 @@ def _depthwise_conv_gelu_fwd_kernel(
     STEP: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the outputs of a strip of some images."""
+    grid_dependency_synchronize()
     place = locate_strip(batch, groups, height, strips, strip_rows, col_blocks, CHANNELS, LANES)
     start, taps = load_halved(w_ptr, bias_ptr, place, LANES, SPEC)
     limits = column_limits(place.col, width, height, place.c_mask, 0, 2)

@@ -31,7 +31,7 @@ from .... import launch, launching, machine
 from ...conv_projection.triton.backward import sum_regions
 from ...planned_launches import planned_part
 from ...triton_gelu import activate_half, derivative_half
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import part_width
 
 #: The most columns of a tile: a row of it is 256 bytes in half precision.
@@ -102,6 +102,7 @@ def _linear_ends_kernel(
     product_ptr, bias_ptr, residual_ptr, scale_ptr, out_ptr, rows, tokens, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes a tile of the residual plus the product and its bias, with the factors of images."""
+    grid_dependency_synchronize()
     WIDTH: tl.constexpr = SPEC.width
     row, offset, mask = _places(tl.program_id(1) * SPEC.rows, rows, SPEC)
     value = tl.load(product_ptr + offset, mask=mask, other=0.0).to(SPEC.accumulator)
@@ -149,6 +150,7 @@ def _linear_starts_kernel(
     share, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of a share of the rows of some columns, and their sums: partial (shares, N)."""
+    grid_dependency_synchronize()
     APPROXIMATE: tl.constexpr = SPEC.approximate
     ROWS: tl.constexpr = SPEC.rows
     WIDTH: tl.constexpr = SPEC.width

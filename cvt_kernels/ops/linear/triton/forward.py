@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .... import launch, launching
 from ...triton_gelu import activate
+from ...triton_launch import grid_dependency_synchronize
 from .common import (
     Plan,
     add_products,
@@ -62,6 +63,7 @@ def _linear_gelu_kernel(
     x, weight, bias_ptr, out, pre, rows, tiles, programs, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
     """Computes tiles of gelu(x · weightᵀ + bias) and, if there is ``pre``, of GELU's input."""
+    grid_dependency_synchronize()
     if SPEC.is_persistent:
         for tile in tl.range(
             tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
@@ -105,6 +107,7 @@ def _linear_add_kernel(
     x, weight, bias_ptr, residual_ptr, out, rows, tiles, programs, SPEC: tl.constexpr
 ):  # fmt: skip
     """Computes tiles of residual + x · weightᵀ + bias; ``out`` may be the residual."""
+    grid_dependency_synchronize()
     if SPEC.is_persistent:
         for tile in tl.range(
             tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized
@@ -131,6 +134,7 @@ def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual:
 @triton.jit(do_not_specialize=["rows", "second", "third"])
 def _grouped_linear_kernel(x, weight, bias_ptr, out, rows, second, third, SPEC: tl.constexpr):
     """Computes a tile of x · weightᵀ + bias, by the weight and the bias of the group of its rows."""
+    grid_dependency_synchronize()
     WIDTH: tl.constexpr = SPEC.width
     PARTS: tl.constexpr = SPEC.parts
     first_row, first_column = origin_of(tl.program_id(0), SPEC)
@@ -222,6 +226,7 @@ def _linear_add_layer_norm_kernel(
     rows, tiles, programs, eps, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes rows of h = residual + x · weightᵀ + bias, perhaps in place, and of its LayerNorm y."""
+    grid_dependency_synchronize()
     if SPEC.is_persistent:
         for tile in tl.range(
             tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized

@@ -19,6 +19,7 @@ from ...linear.triton.common import (
     zero_sums,
 )
 from ...triton_gelu import activate
+from ...triton_launch import grid_dependency_synchronize
 from .common import configuration_for
 
 
@@ -75,6 +76,7 @@ def _linear_int8_kernel(
     APPROXIMATE: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes tiles of (x · weightᵀ) · x_scales · weight_scale + bias, with what follows it."""
+    grid_dependency_synchronize()
     if SPEC.is_persistent:
         for tile in tl.range(
             tl.program_id(0), tiles, programs, flatten=not SPEC.specialized, warp_specialize=SPEC.specialized

@@ -13,6 +13,7 @@ from .... import launching
 from ....records import LEAST
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
 from ...triton_gelu import activate
+from ...triton_launch import grid_dependency_synchronize
 from .common import RowSpec
 
 _LEAST = tl.constexpr(LEAST)
@@ -147,6 +148,7 @@ def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_rows_kernel(x_ptr, scale_ptr, values_ptr, scales_ptr, rows, SPEC: tl.constexpr):
     """Rounds rows of x (M, C)."""
+    grid_dependency_synchronize()
     row, first = _rows_of_program(SPEC)
     xs = _load_rows(x_ptr, first, row, rows - first, SPEC)
     _store_rounded(xs, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
@@ -157,6 +159,7 @@ def _layer_norm_quantize_kernel(
     x_ptr, shift_ptr, gamma_ptr, beta_ptr, scale_ptr, values_ptr, scales_ptr, rows, eps, SPEC: tl.constexpr
 ):  # fmt: skip
     """Rounds rows of layer_norm(x + shift), where the sum is in the dtype of x (M, C)."""
+    grid_dependency_synchronize()
     PARTS: tl.constexpr = SPEC.parts
     COUNT: tl.constexpr = PARTS.count
     row, first = _rows_of_program(SPEC)
@@ -176,6 +179,7 @@ def _gelu_quantize_kernel(
     x_ptr, bias_ptr, scale_ptr, values_ptr, scales_ptr, rows, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
     """Rounds rows of gelu(x + bias), x (M, C)."""
+    grid_dependency_synchronize()
     COUNT: tl.constexpr = SPEC.parts.count
     row, first = _rows_of_program(SPEC)
     xs = _load_rows(x_ptr, first, row, rows - first, SPEC)

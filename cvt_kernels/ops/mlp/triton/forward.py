@@ -11,7 +11,7 @@ from .... import launching, modes
 from ....backends import Record
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
-from ...triton_launch import contiguous
+from ...triton_launch import contiguous, grid_dependency_synchronize
 from ...triton_tf32 import rounded
 from .common import MAX_CHANNELS, MAX_WEIGHTS, KernelSpec, configuration_for, weights
 
@@ -119,6 +119,7 @@ def _layer_norm_mlp_fwd_kernel(
     SPEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of rows after another, with the weights streamed."""
+    grid_dependency_synchronize()
     APPROXIMATE: tl.constexpr = SPEC.approximate
     BLOCK_C: tl.constexpr = SPEC.block_c
     r, c = tl.arange(0, BLOCK_ROWS), tl.arange(0, SPEC.block_c)
@@ -147,6 +148,7 @@ def _layer_norm_mlp_fwd_resident_kernel(
     SPEC: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes one tile of rows after another, with the weights in shared memory."""
+    grid_dependency_synchronize()
     APPROXIMATE: tl.constexpr = SPEC.approximate
     HIDDEN: tl.constexpr = SPEC.hidden
     BLOCK_C: tl.constexpr = SPEC.block_c

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .... import launching
 from ...conv_embedding.triton.common import channels_of
-from ...triton_launch import accumulator_dtype
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import RowSpec
 from .forward import added, load_rows, rows_of_tile, store_rows, vector_of
 
@@ -58,6 +58,7 @@ def _gather_add_layer_norm_backward_kernel(
     dy_ptr, dh_ptr, h_ptr, gamma_ptr, out_ptr, sums_ptr, eps, rows, tiles, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes the gradient of h (M, C) for some tiles, and the sums of dy · x̂ and of dy over them."""
+    grid_dependency_synchronize()
     PARTS: tl.constexpr = SPEC.parts
     COUNT: tl.constexpr = PARTS.count
     C: tl.constexpr = PARTS.channels

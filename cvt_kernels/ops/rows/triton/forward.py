@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .... import launching
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
+from ...triton_launch import grid_dependency_synchronize
 from ..autograd import sum_dtype
 from .common import RowSpec
 
@@ -110,6 +111,7 @@ def _gather_rows_kernel(
     x_ptr, rows_ptr, out_ptr, image_stride, token_stride, tokens, count, tiles, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes a tile of the rows of an image."""
+    grid_dependency_synchronize()
     C: tl.constexpr = SPEC.parts.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     row = rows_of_tile(tl.program_id(0) % tiles, SPEC)
@@ -139,6 +141,7 @@ def _gather_add_layer_norm_kernel(
     count, tiles, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of the rows of an image, added to the branch, and their LayerNorm."""
+    grid_dependency_synchronize()
     PARTS: tl.constexpr = SPEC.parts
     C: tl.constexpr = PARTS.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
@@ -176,6 +179,7 @@ def gather_add_layer_norm_forward(
 @triton.jit(do_not_specialize=["tokens", "count"])
 def _scatter_rows_places_kernel(rows_ptr, places_ptr, tokens, count, CHUNK: tl.constexpr):
     """Writes the place of each token of an image in its index, −1 for tokens not in it."""
+    grid_dependency_synchronize()
     image = tl.program_id(0).to(tl.int64)
     rows_ptr += image * count
     places_ptr += image * tokens
@@ -195,6 +199,7 @@ def _scatter_rows_kernel(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of an image's tokens: from the values, or zeros, where indexed, else from x."""
+    grid_dependency_synchronize()
     C: tl.constexpr = SPEC.parts.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     token = rows_of_tile(tl.program_id(0) % tiles, SPEC)
@@ -247,6 +252,7 @@ def _scatter_rows_inplace_kernel(
     x_ptr, rows_ptr, values_ptr, branch_ptr, tokens, count, tiles, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes a tile of the rows of an image to x, contiguous."""
+    grid_dependency_synchronize()
     C: tl.constexpr = SPEC.parts.channels
     image = (tl.program_id(0) // tiles).to(tl.int64)
     row = rows_of_tile(tl.program_id(0) % tiles, SPEC)

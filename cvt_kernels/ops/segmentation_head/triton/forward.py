@@ -15,7 +15,7 @@ from ....backends import Record
 from ....launch.records import Product
 from ...linear.triton.common import padded, part_width
 from ...planned_launches import planned
-from ...triton_launch import product_types
+from ...triton_launch import grid_dependency_synchronize, product_types
 from ...triton_tf32 import rounded
 
 #: The most maps besides the first.
@@ -109,6 +109,7 @@ def _segmentation_head_kernel(
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """Writes some classes' logits of a rectangle of pixels; ``ratio_y0`` is height0 / height, and so on."""
+    grid_dependency_synchronize()
     ROWS: tl.constexpr = SPEC.rows
     COLUMNS: tl.constexpr = SPEC.columns
     M: tl.constexpr = ROWS * COLUMNS
