@@ -172,9 +172,9 @@ class Watch(Structure):
     def identity(self) -> tuple[Any, ...] | None:
         """Returns what modules that compute the same have in common besides tensors; None if it has no hash.
 
-        It is None too where a module has hooks.
+        It is None too where a module has hooks that get something from it.
         """
-        if looks().any_full(self._hooks):
+        if self._hooked:
             return None
         values = [(type(value), value) for value in self._values]
         found = (*map(type, self.modules), *self._settings, *values, *map(tuple, self._members))
