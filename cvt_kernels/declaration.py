@@ -110,7 +110,8 @@ class Declaration(backends.Operator):
         if served is not None:
             return served(call), None
         choice = dispatch.choose(self.name, call)
-        _noted.choices.all_last &= choice.lasts and choice.in_graphs is choice.eager
+        if not (choice.lasts and choice.in_graphs is choice.eager) and not torch.compiler.is_compiling():
+            _noted.choices.all_last = False
         return choice.serving(call[0]).function(call), choice
 
     def _plan(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:

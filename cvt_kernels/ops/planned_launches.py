@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .. import backends, declaration, launching
 from ..backends import Record, prepared_by
@@ -90,7 +90,7 @@ class _Operation(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether it does no more than convert a tensor to another dtype."""
+        """True if it does no more than convert a tensor to another dtype."""
         packet, out = self.function.overloadpacket, self.out
         return packet in (_aten._to_copy, _aten.to) and out.device == self.args[0].device
 
@@ -133,12 +133,12 @@ class _Recording(TorchDispatchMode):
 
     @property
     def computes(self) -> bool:
-        """Whether the function does more than allocate, cast and launch."""
+        """True if the function does more than allocate, cast and launch."""
         return any(isinstance(each, _Operation) and not each.is_cast for each in self.events)
 
     @property
     def launches(self) -> bool:
-        """Whether the function launches anything."""
+        """True if the function launches anything."""
         return any(isinstance(each, launching.Launch) for each in self.events)
 
 
@@ -178,7 +178,8 @@ def recorded(function: Callable[[Record], Any], call: Record) -> tuple[Any, Call
 
     def take(launch: launching.Launch) -> None:
         recording.events.append(launch)
-        launch.start()
+        with _disable_current_modes():  # Triton's interpreter computes with tensors
+            launch.start()
 
     with (
         declaration.noted_choices() as choices,

@@ -1,4 +1,4 @@
-"""What serves repeated calls of a module without gradients.
+"""Programs and recordings, which serve repeated calls of a module without gradients.
 
 :class:`Programs` are operators bound to packed parameters, of frozen modules. :class:`Replays` are recordings
 of all that a live module launches and computes, as straight lines of code: a call is then one question for

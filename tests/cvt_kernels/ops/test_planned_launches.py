@@ -211,7 +211,7 @@ def test_views_anywhere_in_a_tensor_are_planned(kernel, work):
 
 @torch.inference_mode()
 def test_a_copy_is_no_view(kernel):
-    """In inference mode, operators that may return a view come as they are."""
+    """Operators that may return a view come as they are in inference mode."""
 
     @planned
     def function(call):
