@@ -9,14 +9,16 @@ chooses a backend. A plan serves later calls of the key at once.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
 import linecache
+import threading
 import types
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -108,6 +110,8 @@ class Declaration(backends.Operator):
         if served is not None:
             return served(call), None
         choice = dispatch.choose(self.name, call)
+        if not (choice.lasts and choice.in_graphs is choice.eager) and not torch.compiler.is_compiling():
+            _noted.choices.all_last = False
         return choice.serving(call[0]).function(call), choice
 
     def _plan(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
@@ -297,6 +301,33 @@ def _may_be_kept(key: Any) -> bool:
     except TypeError:
         return False
     return not checks.tensors_of(key)
+
+
+class Choices:
+    """The choices of a thread in a block.
+
+    Attributes:
+        all_last: Whether later calls of the same keys keep them, in CUDA graphs too.
+    """
+
+    all_last = True
+
+
+class _Noted(threading.local):
+    choices = Choices()
+
+
+_noted = _Noted()
+
+
+@contextlib.contextmanager
+def noted_choices() -> Iterator[Choices]:
+    """Notes the choices that this thread makes in a block."""
+    before, _noted.choices = _noted.choices, Choices()
+    try:
+        yield _noted.choices
+    finally:
+        _noted.choices = before
 
 
 # The key of a call ----------------------------------------------------------------------------------------

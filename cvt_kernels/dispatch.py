@@ -329,7 +329,7 @@ def _why_not_tunable_now(x: Tensor) -> str | None:
         return f"nothing is tuned on {x.device.type} tensors"
     if machine.is_capturing(x):
         return "nothing is tuned while a CUDA graph is captured"
-    return None
+    return "nothing is tuned while launches are recorded" if launching.is_taken() else None
 
 
 def _why_not_for_kernels(call: Record) -> str | None:

@@ -92,9 +92,15 @@ def looks() -> Any:
         extension = machine.load_extension()
     except machine.ExtensionError:  # which every other use of the extension reports
         return InPython
-    with _disable_current_modes():  # or the first look within one would be at a fake tensor
-        tensor = torch.empty(0, device="cpu")
-        is_known = torch.ops.cvt_kernels.holds_pointer(tensor._cdata, tensor)
+    functions: Any = torch._C
+    tracing = functions._get_tracing_state()
+    functions._set_tracing_state(None)  # a trace would record the look
+    try:
+        with _disable_current_modes():  # or the first look within one would be at a fake tensor
+            tensor = torch.empty(0, device="cpu")
+            is_known = torch.ops.cvt_kernels.holds_pointer(tensor._cdata, tensor)
+    finally:
+        functions._set_tracing_state(tracing)
     return extension if is_known else InPython
 
 

@@ -31,7 +31,15 @@ from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .cvt import CLASSIFIERS
 from .fused import forward_block
-from .matching import TABLE, classifier_of, find_blocks, parts_if_fused, why_another_forward, why_mismatched
+from .matching import (
+    TABLE,
+    classifier_of,
+    find_blocks,
+    parts_if_fused,
+    replays_of,
+    why_another_forward,
+    why_mismatched,
+)
 from .watching import LENT, forget
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -234,7 +242,13 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
         if modes.is_known(grid[0] < least) or modes.is_known(grid[1] < least):
             return NotImplemented  # upstream has an error for it
     rows = class_token_of(x) if is_block_wanted(block) else None
-    return entry.result(block, forward_block(parts, x, grid, rows)[0], grid)
+
+    def forward() -> torch.Tensor:
+        return forward_block(parts, x, grid, rows)[0]
+
+    replays = None if torch.compiler.is_compiling() else replays_of(block)
+    tokens = forward() if replays is None else replays.run(forward, x, rows, grid)
+    return entry.result(block, tokens, grid)
 
 
 @cached

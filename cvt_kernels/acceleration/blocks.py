@@ -170,6 +170,14 @@ class BlockParts(NamedTuple):
             norms=() if shadowed else tuple(norm for _, norm in pairs),
         )
 
+    def are_all_replaced(self) -> bool:
+        """Returns whether prepared parts in evaluation leave nothing to modules that may do anything."""
+        linears = all(type(each) is Linear for each in self.layers())
+        others = *self.layer_scales, self.position_for, self.pooling
+        drops = all(each is None or type(each) in (nn.Dropout, nn.ReLU) for each in (*self.drops, self.relu))
+        named = self.drop_path is None or type(self.drop_path).__name__.endswith("DropPath")
+        return linears and drops and named and all(each is None for each in others)
+
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns convolution and BatchNorm of every branch, or of every summand of it."""
         return [

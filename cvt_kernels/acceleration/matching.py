@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
+from ..ops.programs import Replays
 from . import cvt, pyramids
 from .blocks import (
     BlockEntry,
@@ -198,13 +199,23 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 
 class _ExaminedBlock(Examined):
-    """The parts of a block that was called; None for one that does not run fused."""
+    """The parts of a block that was called; None for one that does not run fused.
+
+    Attributes:
+        replays: The recordings of its forward; None where they could not notice what it depends on.
+    """
 
     attribute = "_cvt_kernels_parts"
 
     def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
         super().__init__(block, watch)
         self.parts = parts
+        self.replays: Replays | None = None
+        if isinstance(parts, BlockParts) and parts.are_all_replaced():
+            identity = watch.identity()
+            if identity is not None:
+                tensors = (*block.parameters(), *block.buffers())
+                self.replays = Replays((type(block), identity), tensors)
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
@@ -227,6 +238,12 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
         return None
     return parts
+
+
+def replays_of(block: nn.Module) -> Replays | None:
+    """Returns the recordings of a block that was examined, for a call in evaluation."""
+    known: _ExaminedBlock | None = vars(block).get(_ExaminedBlock.attribute)
+    return None if known is None or known.watch.is_training() else known.replays
 
 
 def _examine(block: nn.Module, entry: BlockEntry) -> _ExaminedBlock:

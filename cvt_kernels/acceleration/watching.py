@@ -169,6 +169,21 @@ class Watch(Structure):
         """Returns whether the module must be examined again."""
         return self.are_settings_changed() or super().is_changed() or not self._snapshot.holds(self._folded)
 
+    def identity(self) -> tuple[Any, ...] | None:
+        """Returns what modules that compute the same have in common besides tensors; None if it has no hash.
+
+        It is None too where a module has hooks that get something from it.
+        """
+        if self._hooked:
+            return None
+        values = [(type(value), value) for value in self._values]
+        found = (*map(type, self.modules), *self._settings, *values, *map(tuple, self._members))
+        try:
+            hash(found)
+        except TypeError:
+            return None
+        return found
+
     def are_settings_changed(self) -> bool:
         """Returns whether hooks or attributes have changed, other than modules and tensors."""
         if (self._hooked or looks().any_full(self._hooks)) and self._hook_numbers() != self._hooked:

@@ -13,17 +13,20 @@ import collections
 import functools
 import inspect
 import linecache
+import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import backends, launching
+from .. import backends, declaration, launching
 from ..backends import Record, prepared_by
+from . import weight_cache
 
 _Function = TypeVar("_Function", bound=Callable[[Record], Any])
 _Part = TypeVar("_Part", bound=Callable[..., Any])
@@ -77,28 +80,66 @@ def _fact(value: Any) -> Any:
     return tuple(map(_fact, value)) if kind is tuple or kind is list else value
 
 
-class _Noted(TorchDispatchMode):
-    """A dispatch mode that records a function's operators: it may only allocate, make views and cast.
+class _Operation(NamedTuple):
+    """A call of one of PyTorch's operators in a recording."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    out: Any
+
+    @property
+    def is_cast(self) -> bool:
+        """True if it does no more than convert a tensor to another dtype."""
+        packet, out = self.function.overloadpacket, self.out
+        return packet in (_aten._to_copy, _aten.to) and out.device == self.args[0].device
+
+
+class _Recording(TorchDispatchMode):
+    """A dispatch mode that records what a function launches, allocates and computes, in order.
+
+    Args:
+        values: What the function takes.
 
     Attributes:
-        casts: The storage of a cast → the tensor that was cast.
-        computes: Whether the function calls any other operator.
+        events: Its launches and operators, without allocations and views.
+        allocated: The storage of an allocation → the tensor.
+        is_refused: Whether it does what no plan can do again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: Any) -> None:
         super().__init__()
-        self.casts: dict[int, Tensor] = {}
-        self.computes = False
+        self.events: list[launching.Launch | _Operation] = []
+        self.allocated: dict[int, Tensor] = {}
+        self.is_refused = False
+        self._known = {_storage(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if function is _aten._to_copy.default and set(kwargs) == {"dtype"}:
-            self.casts[_storage(out)] = args[0]
-        elif function not in _ALLOCATIONS and not function.is_view and isinstance(out, Tensor | tuple | list):
-            self.computes = True  # other than for dtype promotion and the like, which returns no tensor
+        kwargs, before = kwargs or {}, len(self.events)
+        out = function(*args, **kwargs)
+        made = {_storage(leaf): leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)}
+        # An operator that launches would do it twice; what returns a number may decide what follows.
+        refused = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+        if len(self.events) != before or refused.intersection(function.tags):
+            self.is_refused = True
+        elif function in _ALLOCATIONS:
+            self.allocated |= made
+        elif function._schema.is_mutable or not self._known.issuperset(made):  # unlike a view
+            self.events.append(_Operation(function, args, kwargs, out))
+        self._known.update(made)
         return out
+
+    @property
+    def computes(self) -> bool:
+        """True if the function does more than allocate, cast and launch."""
+        return any(isinstance(each, _Operation) and not each.is_cast for each in self.events)
+
+    @property
+    def launches(self) -> bool:
+        """True if the function launches anything."""
+        return any(isinstance(each, launching.Launch) for each in self.events)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -111,19 +152,66 @@ def plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] 
     It takes the fields of the record by position. A record is any NamedTuple, with tensors also in tuples.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    if not all(type(leaf) in (Tensor, nn.Parameter) and leaf.numel() for leaf in leaves):
+    if not all(type(leaf) in _PLAIN and leaf.numel() for leaf in leaves):
         return None
-    launches: list[launching.Launch] = []
     # Dummy tensors are distinct where the call may pass the same tensor twice.
     alone = pytree.tree_map_only(Tensor, _like, call)
-    with launching.planned_launches(launches.append), _Noted() as noted:
+    recording = _Recording(alone)
+    with launching.planned_launches(recording.events.append), recording:
         out = function(alone)
-    if noted.computes or not launches:
+    return None if recording.computes else _written(function, alone, recording, out)
+
+
+def recorded(function: Callable[[Record], Any], call: Record) -> tuple[Any, Callable[..., Any] | None]:
+    """Serves a call without gradients; returns the result, and the plan for later calls like it, or None.
+
+    Unlike :func:`plan` it records the call itself, with all of PyTorch's operators between the launches. So
+    the plan serves what is computed by several operators, such as a block of a model. It returns
+    NotImplemented for tensors of another alignment.
+
+    Args:
+        function: A function of the record, which may depend on nothing but the key of the call.
+        call: Its tensors do not overlap in memory.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    recording = _Recording(call)
+
+    def take(launch: launching.Launch) -> None:
+        recording.events.append(launch)
+        with _disable_current_modes():  # Triton's interpreter computes with tensors
+            launch.start()
+
+    with (
+        declaration.noted_choices() as choices,
+        weight_cache.noted_uses() as uses,
+        launching.current_device_of(leaves[0]),
+        launching.planned_launches(take),
+        recording,
+    ):
+        out = function(call)
+    distinct = len(set(map(_storage, leaves))) == len(leaves)
+    plain = all(type(leaf) in _PLAIN and leaf.numel() for leaf in leaves)
+    if not (distinct and plain and choices.all_last) or uses.were_asked:
+        return out, None
+    return out, _written(_leave, call, recording, out)
+
+
+def _leave(call: Record) -> Any:
+    return NotImplemented
+
+
+def _written(
+    otherwise: Callable[[Record], Any], call: Record, recording: _Recording, out: Any
+) -> Callable[..., Any] | None:
+    if recording.is_refused or not recording.launches:
         return None
     try:
-        return _Writer(function, alone, noted).plan(launches, out)
+        return _Writer(otherwise, call, recording).plan(out)
     except _CannotBePlannedError:
         return None
+
+
+_PLAIN = Tensor, nn.Parameter
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -142,41 +230,52 @@ class _Source(NamedTuple):
     like: Tensor
 
 
-class _Writer:
-    """The writer of a plan's Python source."""
+#: What computes an operator with the least time of the host; others are called by PyTorch's table.
+_DIRECT = {
+    _aten.linear.default: F.linear, _aten.addmm.default: torch.addmm, _aten.mm.default: torch.mm,
+    _aten.add.Tensor: torch.add, _aten.layer_norm.default: torch.layer_norm, _aten.clone.default: torch.clone,
+}  # fmt: skip
 
-    def __init__(self, function: Callable[[Record], Any], call: Record, noted: _Noted) -> None:
-        self._record, self._casts = type(call), noted.casts
+
+class _Writer:
+    """The writer of a plan's Python source, a line for each allocation, launch or operator."""
+
+    def __init__(self, otherwise: Callable[[Record], Any], call: Record, recording: _Recording) -> None:
+        self._record, self._recording = type(call), recording
         self._scope: dict[str, Any] = {
-            "_function": function, "_record": type(call), "_on": launching.current_device_of,
-            "_empty": torch.empty,
+            "_otherwise": otherwise, "_record": type(call), "_on": launching.current_device_of,
+            "_empty": torch.empty_strided,
             "_descriptor": _descriptor, "_changed": torch.autograd.graph.increment_version,
         }  # fmt: skip
         self._lines: list[str] = []
         self._pointers: dict[str, str] = {}
         self._sources: dict[int, _Source] = {}
+        self._allocating: list[int] = []  # lines
         for name, value in zip(call._fields, call, strict=True):
             self._add_leaves(name, value)
         self._of_call = {source.expression for source in self._sources.values()}
 
-    def plan(self, launches: list[launching.Launch], out: Any) -> Callable[..., Any]:
+    def plan(self, out: Any) -> Callable[..., Any]:
         """Returns the plan: a function of the values of a call's record."""
-        for each in pytree.tree_leaves(out):  # first, since results have shapes of their own
-            if isinstance(each, Tensor) and _is_whole(each):
-                self._source(each)
-        starts = [self._start(i, launch) for i, launch in enumerate(launches)]
-        results = self._results(out)
+        results = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+        allocated = self._recording.allocated
+        # Results have shapes of their own.
+        allocated |= {
+            _storage(each): each for each in results if _storage(each) in allocated and _is_whole(each)
+        }
+        for event in self._recording.events:
+            if isinstance(event, launching.Launch):
+                self._start(event)
+            else:
+                self._compute(event)
+        self._finish(out)
+        self._free()
         names = ", ".join(self._record._fields)
-        pointers = [f"{pointer} = {each}.data_ptr()" for each, pointer in self._pointers.items()]
-        lines = [
-            *self._lines,
-            *pointers,
-            f"if ({' | '.join(self._pointers.values())}) % 16:",
-            f"    return _function(_record({names}))",
-            f"with _on({next(iter(self._of_call))}):",
-            *(f"    {line}" for line in starts),
-            *results,
-        ]
+        given = {each: pointer for each, pointer in self._pointers.items() if each in self._of_call}
+        lines = [f"{pointer} = {each}.data_ptr()" for each, pointer in given.items()]
+        if given:
+            lines += [f"if ({' | '.join(given.values())}) % 16:", f"    return _otherwise(_record({names}))"]
+        lines += [f"with _on({next(iter(self._of_call))}):", *(f"    {line}" for line in self._lines)]
         source = f"def plan({names}):\n" + "".join(f"    {line}\n" for line in lines)
         filename = f"<cvt_kernels {self._record.__name__} launch>"
         linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
@@ -185,6 +284,14 @@ class _Writer:
         assert isinstance(function, types.FunctionType)
         return function
 
+    def _free(self) -> None:
+        """Adds what frees a tensor in the last line that reads it, if memory is allocated after it."""
+        for name in {source.expression for source in self._sources.values()} - self._of_call:
+            reads = re.compile(rf"\b({'|'.join(filter(None, (name, self._pointers.get(name))))})\b")
+            last = max(i for i, line in enumerate(self._lines) if reads.search(line))
+            if self._allocating and last < self._allocating[-1]:
+                self._lines[last] += f"; del {name}"
+
     def _add_leaves(self, expression: str, value: Any) -> None:
         if isinstance(value, Tensor):
             self._sources[_storage(value)] = _Source(expression, value)
@@ -192,58 +299,81 @@ class _Writer:
             for i, each in enumerate(value):
                 self._add_leaves(f"{expression}[{i}]", each)
 
-    def _source(self, tensor: Tensor) -> str:
-        """Returns the expression of a tensor, after a line that allocates it if it is new."""
-        if tensor.data_ptr() != _storage(tensor):  # it begins elsewhere
-            raise _CannotBePlannedError
+    # Tensors
+
+    def _source(self, tensor: Tensor) -> _Source:
+        """Returns the tensor that holds another one, after a line that allocates it if it is new."""
         known = self._sources.get(_storage(tensor))
         if known is None:
-            known = _Source(f"new{len(self._sources)}", tensor)
-            self._lines.append(f"{known.expression} = {self._made(tensor)}")
-            self._sources[_storage(tensor)] = known
-        if known.like.numel() != tensor.numel():
+            known = self._allocate(_storage(tensor))
+        return known
+
+    def _allocate(self, storage: int) -> _Source:
+        like = self._recording.allocated.get(storage)
+        if like is None or like.data_ptr() != storage or _bytes_of(like) != like.untyped_storage().nbytes():
             raise _CannotBePlannedError
-        return known.expression
+        dtype, layout = self._constant(like.dtype), f"{tuple(like.shape)}, {like.stride()}"
+        self._scope["_device"] = like.device
+        source = self._new(like)
+        self._add(f"{source.expression} = _empty({layout}, dtype={dtype}, device=_device)", allocates=True)
+        return source
 
-    def _made(self, tensor: Tensor) -> str:
-        cast = self._casts.get(_storage(tensor))
-        name = f"_dtype{len(self._sources)}"
-        self._scope[name] = tensor.dtype
-        if cast is not None:
-            return f"{self._cast_source(cast)}.to({name})"
-        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+    def _new(self, like: Tensor) -> _Source:
+        source = self._sources[_storage(like)] = _Source(f"new{len(self._sources)}", like)
+        return source
+
+    def _add(self, line: str, *, allocates: bool = False) -> None:
+        if allocates:
+            self._allocating.append(len(self._lines))
+        self._lines.append(line)
+
+    def _tensor(self, tensor: Tensor) -> str:
+        """Returns the expression of a tensor."""
+        name, like = self._source(tensor)
+        if like.dtype != tensor.dtype:
             raise _CannotBePlannedError
-        self._scope["_device"] = tensor.device
-        return f"_empty({tuple(tensor.shape)}, dtype={name}, device=_device)"
+        begin = tensor.data_ptr() - like.data_ptr()
+        if begin == 0 and (like.shape, like.stride()) == (tensor.shape, tensor.stride()):
+            return name
+        offset = str(begin // tensor.element_size())
+        if name in self._of_call:
+            offset = f"{name}.storage_offset() + {offset}"
+        return f"{name}.as_strided({tuple(tensor.shape)}, {tensor.stride()}, {offset})"
 
-    def _cast_source(self, tensor: Tensor) -> str:
-        """Returns the expression of a tensor to cast, whose cast has the same layout as in the call."""
-        expression = self._source(tensor)
-        like = self._sources[_storage(tensor)].like
-        same = (like.shape, like.stride()) == (tensor.shape, tensor.stride())
-        if expression in self._of_call and (same or (like.is_contiguous() and tensor.is_contiguous())):
-            return expression
-        raise _CannotBePlannedError
+    def _pointer(self, tensor: Tensor) -> str:
+        """Returns the expression of a tensor's address."""
+        name, like = self._source(tensor)
+        pointer = self._pointers.get(name)
+        if pointer is None:
+            pointer = self._pointers[name] = f"p{len(self._pointers)}"
+            if name not in self._of_call:
+                self._add(f"{pointer} = {name}.data_ptr()")
+        offset = tensor.data_ptr() - like.data_ptr()
+        if offset % 16:
+            raise _CannotBePlannedError
+        return f"{pointer} + {offset}" if offset else pointer
 
-    def _argument(self, name: str, value: Any, *, as_tensor: bool) -> str:
-        """Returns the expression of a kernel's argument: a tensor or its address."""
-        if isinstance(value, Tensor):
-            source = self._source(value)
-            pointer = self._pointers.setdefault(source, f"p{len(self._pointers)}")
-            return source if as_tensor else pointer
-        if launching.is_descriptor(value):
-            self._scope[name] = _descriptor(value, None)  # plans keep no tensor
-            source = self._source(value.base)
-            self._pointers.setdefault(source, f"p{len(self._pointers)}")
-            return f"_descriptor({name}, {source})"
-        if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
-            parts = [self._argument(f"{name}_{i}", v, as_tensor=as_tensor) for i, v in enumerate(value)]
-            return f"({', '.join(parts)},)"
+    def _constant(self, value: Any) -> str:
+        name = f"_c{len(self._scope)}"
         self._scope[name] = value
         return name
 
-    def _start(self, number: int, launch: launching.Launch) -> str:
-        """Returns the line that starts a launch: through Triton until it is compiled, then directly."""
+    # Launches and operators
+
+    def _argument(self, value: Any, *, as_tensor: bool) -> str:
+        """Returns the expression of a kernel's argument: a tensor or its address."""
+        if isinstance(value, Tensor):
+            return self._tensor(value) if as_tensor else self._pointer(value)
+        if launching.is_descriptor(value):
+            self._pointer(value.base)  # which is aligned
+            like = self._constant(_descriptor(value, None))  # plans keep no tensor
+            return f"_descriptor({like}, {self._tensor(value.base)})"
+        if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
+            return f"({', '.join(self._argument(each, as_tensor=as_tensor) for each in value)},)"
+        return self._constant(value)
+
+    def _start(self, launch: launching.Launch) -> None:
+        """Adds the line that starts a launch: through Triton until it is compiled, then directly."""
         kernel, grid, options = launch.kernel, (*launch.grid, 1, 1)[:3], launch.options
         runs: list[Any] = [None]
 
@@ -253,54 +383,71 @@ class _Writer:
             if compiled is not None:  # as in Triton's interpreter, which compiles nothing
                 runs[0] = compiled[grid]
 
-        self._scope |= {f"_runs{number}": runs, f"_start{number}": compile_and_start}
-        given = [(f"_a{number}_{name}", launch.arguments[name]) for name in kernel.arg_names]
-        tensors, pointers = (
-            ", ".join(self._argument(name, value, as_tensor=as_tensor) for name, value in given)
-            for as_tensor in (True, False)
+        given = [launch.arguments[name] for name in kernel.arg_names]
+        pointers, tensors = (
+            ", ".join(self._argument(value, as_tensor=as_tensor) for value in given)
+            for as_tensor in (False, True)
         )
-        run = f"_runs{number}[0]"
-        return f"{run}({pointers}) if {run} else _start{number}({tensors})"
+        run = f"{self._constant(runs)}[0]"
+        self._add(f"{run}({pointers}) if {run} else {self._constant(compile_and_start)}({tensors})")
 
-    def _results(self, out: Any) -> list[str]:
-        """Returns the last lines of the function."""
-        changes = [line for each in pytree.tree_leaves(out) for line in self._changes(each)]
-        return [*changes, f"return {self._result(out)}"]
+    def _compute(self, operation: _Operation) -> None:
+        """Adds the line that calls an operator of PyTorch's."""
+        function, args, kwargs, out = operation
+        if operation.is_cast and {*kwargs} <= {"dtype"}:
+            call = f"{self._tensor(args[0])}.to({self._constant(out.dtype)})"
+        else:
+            given = [self._value(each) for each in args]
+            given += [f"{name}={self._value(each)}" for name, each in kwargs.items()]
+            call = f"{self._constant(_DIRECT.get(function, function))}({', '.join(given)})"
+        if function._schema.is_mutable:
+            self._add(call)
+            return
+        outs = out if isinstance(out, tuple | list) else (out,)
+        names = [self._new(each).expression if isinstance(each, Tensor) else "_" for each in outs]
+        self._add(f"{', '.join(names)}{'' if outs[0] is out else ','} = {call}", allocates=True)
+
+    def _value(self, value: Any) -> str:
+        """Returns the expression of an operator's argument."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(self._value, value))}]"
+        return repr(value) if value is None or type(value) in (bool, int) else self._constant(value)
+
+    # Results
+
+    def _finish(self, out: Any) -> None:
+        """Adds the last lines."""
+        for each in pytree.tree_leaves(out):
+            if isinstance(each, Tensor) and (name := self._source(each).expression) in self._of_call:
+                if not _is_whole(each):
+                    raise _CannotBePlannedError
+                self._lines += [f"if not {name}.is_inference(): _changed({name})"]
+        self._add(f"return {self._result(out)}")
 
     def _result(self, out: Any) -> str:
         """Returns the expression of a result, or of several."""
         if out is None:
             return "None"
         if isinstance(out, Tensor):
-            return self._source(out) if _is_whole(out) else self._view(out)
+            return self._tensor(out)
         results = ", ".join(map(self._result, out))
         if hasattr(out, "_fields"):
-            self._scope["_results"] = type(out)
-            return f"_results({results})"
+            return f"{self._constant(type(out))}({results})"
         return f"[{results}]" if isinstance(out, list) else f"({results},)"
-
-    def _view(self, result: Tensor) -> str:
-        """Returns the expression of a view of a new tensor."""
-        base = self._sources.get(_storage(result))
-        if base is None or base.expression in self._of_call or base.like.dtype != result.dtype:
-            raise _CannotBePlannedError
-        layout = tuple(result.shape), result.stride(), result.storage_offset()
-        return f"{base.expression}.as_strided({', '.join(map(str, layout))})"
-
-    def _changes(self, result: Tensor | None) -> list[str]:
-        """Returns the lines that bump the version counter of an argument written in place."""
-        if result is None or not _is_whole(result):
-            return []
-        source = self._source(result)
-        if source not in self._of_call:
-            return []
-        return [f"if not {source}.is_inference():", f"    _changed({source})"]
 
 
 def _is_whole(tensor: Tensor) -> bool:
     """Returns whether a tensor is all that its storage holds, or may be written in place."""
     begins = tensor.data_ptr() == _storage(tensor)
     return begins and (not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Returns the bytes from the first to the last element of a tensor."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in sizes)) * tensor.element_size()
 
 
 def _descriptor(like: Any, base: Tensor | None) -> Any:

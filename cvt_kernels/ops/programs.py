@@ -1,14 +1,23 @@
-"""Operators bound to their packed parameters, for repeated calls of frozen modules."""
+"""Programs and recordings, which serve repeated calls of a module without gradients.
+
+:class:`Programs` are operators bound to packed parameters, of frozen modules. :class:`Replays` are recordings
+of all that a live module launches and computes, as straight lines of code: a call is then one question for
+the module, instead of one for every operator.
+"""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .. import backends
-from ..declaration import key_of_serving
+from .. import backends, machine
+from ..declaration import facts_of_tensor, key_of_serving
+from ..structure import looks
+from . import planned_launches
 from .weight_cache import Snapshot, is_noting
 
 #: The most programs cached per module.
@@ -85,3 +94,94 @@ class Programs:
         if len(self._programs) >= _MOST:
             self._programs.clear()
         self._programs[state, settings] = _Program(tensors(), bind)
+
+
+# Recordings -----------------------------------------------------------------------------------------------
+
+
+class _Replay(NamedTuple):
+    """A recording for calls of one key.
+
+    Attributes:
+        plans: The table of plans when it was made.
+        layouts: Where the module's tensors were.
+        run: The plan.
+    """
+
+    plans: Any
+    layouts: Any
+    run: Callable[..., Any]
+
+
+class Replays:
+    """The recordings of a module's forward on a GPU, for calls without gradients and autocast.
+
+    The forward may depend on nothing but the arguments' keys, the state of the process that choices depend
+    on, and the layouts of the module's tensors; the caller has to notice all else. Modules with tensors and
+    settings alike share a plan, since it keeps no tensor.
+
+    Args:
+        name: What the forwards of modules with the same settings have in common, and those settings.
+        tensors: The parameters and buffers.
+    """
+
+    def __init__(self, name: Any, tensors: Sequence[Tensor]) -> None:
+        self._name, self._tensors = name, list(tensors)
+        fields = ["x", "rows", *(f"t{i}" for i in range(len(self._tensors)))]
+        self._record: Any = collections.namedtuple("module_call", fields)  # type: ignore[misc]
+        self._known: dict[Any, _Replay] = {}
+        self._calls: collections.Counter[Any] = collections.Counter()
+
+    def run(self, forward: Callable[[], Any], x: Tensor, rows: Tensor | None, *settings: Any) -> Any:
+        """Returns ``forward()``, of x, rows and settings, by a recording if there is one for such a call."""
+        token = key_of_serving(x) if self._may_run(x) else None
+        if token is None:
+            return forward()
+        key = token, facts_of_tensor(rows, False), settings
+        layouts = looks().layouts(self._tensors)
+        known = self._known.get(key)
+        if known is not None and known.layouts == layouts and known.plans is backends.plans:
+            out = known.run(x, rows, *self._tensors)
+            return forward() if out is NotImplemented else out
+        return self._look_for(key, layouts, forward, x, rows)
+
+    @staticmethod
+    def _may_run(x: Tensor) -> bool:
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():  # which keeps its casts of weights
+            return False
+        return (x.is_cuda or machine.INTERPRETING) and not is_noting()
+
+    def _look_for(
+        self, key: Any, layouts: Any, forward: Callable[[], Any], x: Tensor, rows: Tensor | None
+    ) -> Any:
+        """Serves a call without a recording, and records it if it is the second, the fourth, … of its key."""
+        table, shared, out = backends.plans, (self._name, key, self._facts()), None
+        plan = table.get(shared)
+        if plan is None:
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[key] += 1
+            calls = self._calls[key]
+            # The first call compiles and tunes; what it could not tune may be tuned later.
+            if calls == 1 or calls & (calls - 1) or machine.is_capturing(x) or not self._are_distinct():
+                return forward()
+            call = self._record(x, rows, *self._tensors)
+            out, plan = planned_launches.recorded(lambda call: forward(), call)
+            if plan is None:
+                return out
+            backends.keep_plan(table, shared, plan)
+        elif not self._are_distinct():
+            return forward()
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = _Replay(table, layouts, plan)
+        return forward() if out is None else out
+
+    def _facts(self) -> tuple[Any, ...]:
+        return tuple(facts_of_tensor(each, False) for each in self._tensors)
+
+    def _are_distinct(self) -> bool:
+        """Returns whether the module's tensors are plain ones, each in memory of its own."""
+        storages = {each.untyped_storage().data_ptr() for each in self._tensors}
+        plain = all(type(each) in (Tensor, nn.Parameter) for each in self._tensors)
+        return plain and len(storages) == len(self._tensors)
