@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from . import backends, reference
+from . import backends, launching, reference
 from .autotune import tuner
 from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear
 
@@ -34,6 +35,8 @@ class Card(NamedTuple):
         rounds: Whether it rounds to 8 bits, and has no gradients at all.
         normalizes: Whether it has a LayerNorm.
         needed: Backend → settings without which it serves no example.
+        stages: What a stage of a model launches of it, by name for ``cvt compile``.
+        work: Kernel, without ``_`` before and ``_kernel`` behind → what a launch has to move and to multiply.
     """
 
     call: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -43,6 +46,8 @@ class Card(NamedTuple):
     rounds: bool = False
     normalizes: bool = False
     needed: Mapping[str, dict[str, Any]] = {}
+    stages: Mapping[str, Launches] = {}
+    work: Mapping[str, Callable[[dict[str, Any]], Work]] = {}
 
 
 def card_of(operator: str) -> Card:
@@ -346,3 +351,136 @@ def of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
         choices = {str(choice): choice for choice in (True, False, "tanh", "quick", "float8_e4m3fn", "0.05")}
         examples[name] = ROWS | settings | {setting: choices.get(value, value)}
     return examples
+
+
+# What a stage of a model launches -------------------------------------------------------------------------
+
+
+class Embedding(NamedTuple):
+    """The convolutional token embedding at the start of a stage, of images or maps of ``size``."""
+
+    size: tuple[int, int]
+    in_channels: int
+    kernel_size: int
+    stride: int
+    padding: int
+
+
+class Stage(NamedTuple):
+    """The shape that the blocks of a stage work on.
+
+    Attributes:
+        grid: Height and width, in tokens.
+        channels: Channels of a token; of a pyramid, those between the two linear layers of the Mix-FFN.
+        class_tokens: 1 where a class token precedes the grid, else 0.
+        embedding: What makes these tokens; of a pyramid, what makes fewer of them for keys and values, or
+            None.
+        decoder: Channels of the decode head whose logits have this grid, or 0.
+    """
+
+    grid: tuple[int, int]
+    channels: int
+    class_tokens: int
+    embedding: Embedding | None
+    decoder: int = 0
+
+
+class Step:
+    """A step of a stage: makes tensors, by default without memory, and calls Triton's operators on them."""
+
+    def __init__(self, stage: Stage, dtype: torch.dtype, batch: int, training: bool, device: str = "meta"):
+        self.stage, self.dtype, self.batch, self.training = stage, dtype, batch, training
+        self.device = device
+        self.channels = stage.channels
+        self.tokens = math.prod(stage.grid) + stage.class_tokens
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns a tensor, by default of the dtype of the step; in training it requires a gradient."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        if self.device != "meta":  # numbers that every operator takes
+            tensor = tensor.uniform_(0.1, 1) if tensor.is_floating_point() else tensor.zero_()
+        return tensor.requires_grad_(self.training and tensor.is_floating_point())
+
+    def x(self) -> Tensor:
+        """Returns the tokens of the stage."""
+        return self.tensor(self.batch, self.tokens, self.channels)
+
+    def linear(self, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns x, weight, bias and residual of a linear layer, its widths in multiples of the channels."""
+        rows, inputs, outputs = self.batch * self.tokens, inputs * self.channels, outputs * self.channels
+        layer = self.tensor(rows, inputs), self.tensor(outputs, inputs), self.tensor(outputs)
+        return *layer, self.tensor(rows, outputs)
+
+    def call(
+        self, operator: str, *args: Any, backward: bool = True, backend: str = "triton", **settings: Any
+    ) -> None:
+        """Calls an operator if a backend's kernels serve such a call, in training with the ``backward``."""
+        implementation = backends.implementations[operator][backend].load()
+        call = backends.operators[operator].bind(*args, **settings)
+        if implementation.why_unsupported(call) is not None:
+            return
+        results = implementation.function(call)
+        if self.training and backward:
+            results = results if isinstance(results, tuple) else (results,)
+            torch.autograd.backward(results, [torch.empty_like(each) for each in results])
+
+
+class Launches(NamedTuple):
+    """What a stage launches.
+
+    Attributes:
+        run: Makes calls with a :class:`Step`.
+        of_pyramids: Whether SegFormer, PVT and PVT v2 make them, rather than CvT.
+        by_default: Whether ``cvt compile`` compiles them without being asked.
+    """
+
+    run: Callable[[Step], None]
+    of_pyramids: bool = False
+    by_default: bool = True
+
+
+# What a launch has to move and to multiply ----------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """The least that a launch has to move and to multiply.
+
+    Attributes:
+        bytes: Bytes that must be read from memory or written to it, each once, whatever programs share.
+            Vectors, the weights of depthwise convolutions and attention's bias do not count, but those of
+            linear layers do.
+        flops: Operations of matrix products on tensor cores, without padding. Two of 8-bit numbers count as
+            one, since they take as long.
+    """
+
+    bytes: int
+    flops: int = 0
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Returns the tensors in values."""
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def bytes_of(*values: Any) -> int:
+    """Returns the bytes of the tensors in values; what is expanded lies in memory once."""
+    return sum(
+        tensor.element_size()
+        * math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        for tensor in tensors_of(values)
+    )
+
+
+def each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns tensors, of which some are passed several times, once each."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def matrix(argument: Any) -> Any:
+    """Returns the tensor of a descriptor; any other argument as it is."""
+    return argument.base if launching.is_descriptor(argument) else argument
+
+
+def once(arguments: dict[str, Any], names: str) -> Work:
+    """Describes a kernel that reads or writes each element of its tensors once; one named twice, twice."""
+    return Work(sum(bytes_of(arguments.get(f"{name}_ptr")) for name in names.split()))

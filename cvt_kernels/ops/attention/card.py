@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
-from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card
+import torch
+
+from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Work, bytes_of
 from ...records import PositionBias
 
 
@@ -40,6 +43,43 @@ def _attention(m: Any) -> Any:
         bias = bias.masked_fill(excluded, -math.inf).requires_grad_(m.gradient == "all")
     scale = m.scale
     return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
+
+
+def _attention_stage(step: Step, *, bias: bool = False, by_position: bool = False) -> None:
+    """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
+    grid, heads = step.stage.grid, step.channels // 64
+    key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
+    keys = math.prod(key_grid) + step.stage.class_tokens
+    q, k, v = (step.tensor(step.batch, tokens, heads, 64) for tokens in (step.tokens, keys, keys))
+    matrix = step.tensor(heads, step.tokens, keys) if bias else None
+    position = None
+    if by_position:
+        offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
+        position = PositionBias(step.tensor(heads, *offsets), grid, key_grid, stride=2)
+    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=matrix, position=position)
+
+
+def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Work:
+    """Describes a kernel of attention.
+
+    Args:
+        arguments: Of the launch.
+        names: Its tensors without ``_ptr``; one that the launch lacks is not counted.
+        products: Products of all queries with all keys.
+    """
+    given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
+    if not arguments.get("STORE_STATS", True):
+        del given["stats"]
+    q = arguments["q_ptr"]
+    is_exact = q.dtype == torch.float32 and arguments["SPEC"].precision == "ieee"
+    return Work(bytes_of(given), 0 if is_exact else 2 * products * q.numel() * arguments["keys"])
+
+
+_OF_QUERIES = "q k v dout stats delta"
+
+
+def _work(names: str, products: int) -> Any:
+    return functools.partial(_attention_work, names=names, products=products)
 
 
 CARDS = {
@@ -88,5 +128,21 @@ CARDS = {
             },
         },
         without_gradients=("cpu",),
+        stages={
+            "attention": Launches(_attention_stage),
+            "attention_with_bias": Launches(functools.partial(_attention_stage, bias=True), by_default=False),
+            "attention_by_position": Launches(
+                functools.partial(_attention_stage, by_position=True), by_default=False
+            ),
+        },
+        work={
+            "attention_fwd": _work("q k v out stats", 2),
+            "attention_fwd_loop": _work("q k v out stats", 2),
+            "attention_bwd": _work(f"{_OF_QUERIES} dq dk dv", 5),
+            "attention_bwd_dq": _work(f"{_OF_QUERIES} out dq", 3),
+            "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
+            "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
+            "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
+        },
     ),
 }

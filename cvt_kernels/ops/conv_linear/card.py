@@ -4,13 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cards import COMMON, K3X3, MANY_PIXELS, MAP, ODD_MAP, OUTPUTS, TINY_MAP, Card
-from ..conv_projection.card import PROJECTION, _conv_projection
+import torch
+
+from ...cards import (
+    COMMON,
+    K3X3,
+    MANY_PIXELS,
+    MAP,
+    ODD_MAP,
+    OUTPUTS,
+    TINY_MAP,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+)
+from ..conv_projection.card import PROJECTION, _conv_projection, conv_batch_norm
 
 
 def _conv_linear(m: Any) -> Any:
     (x, grid, convs), _ = _conv_projection(m)
     return (x, grid, convs, tuple(tuple(m.linear(m.outputs, m.channels)) for _ in convs)), {}
+
+
+def _conv_linear_stage(step: Step) -> None:
+    """Runs a CvT block's projection with its linear layers."""
+    convs = [conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2)]
+    linears = [(step.tensor(step.channels, step.channels), step.tensor(step.channels)) for _ in convs]
+    step.call("conv_linear", step.x(), step.stage.grid, convs, linears)
+
+
+def _conv_linear_work(arguments: dict[str, Any]) -> Work:
+    x, outs, spec = arguments["x_ptr"], arguments["y_ptrs"], arguments["SPEC"]
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    flops = 0 if is_exact else 2 * x.shape[2] * sum(out.numel() for out in outs)
+    return Work(bytes_of(x, outs, arguments["linear_ptrs"]), flops)
 
 
 CARDS = {
@@ -29,5 +58,7 @@ CARDS = {
             "gluon",
             "triton",
         ),
+        stages={"conv_linear": Launches(_conv_linear_stage)},
+        work={"conv_linear_fwd": _conv_linear_work},
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ from ...cards import (
     SHIFTED,
     VARIANTS,
     Card,
+    Launches,
+    Step,
     of_rows,
+    once,
     shape_of,
 )
+from ..linear.card import linear_work
 
 _QUANTIZED = FORWARD | LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
 
@@ -57,24 +62,73 @@ def _linear_int8(m: Any) -> Any:
     return (x, layer.weight, layer.weight_scale, layer.bias), {"input_scale": None, **settings}
 
 
+def _quantize_rows_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds a stage's tokens to 8-bit ``numbers``, which has no gradient."""
+    if not step.training:
+        step.call("quantize_rows", step.x(), dtype=numbers)
+
+
+def _layer_norm_quantize_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
+    vector = step.tensor(step.channels)
+    if not step.training:
+        step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector, dtype=numbers)
+
+
+def _gelu_quantize_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
+    hidden, *_ = step.linear(4, 1)
+    if not step.training:
+        step.call("gelu_quantize", hidden, approximate="quick", dtype=numbers)
+
+
+def _linear_int8_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Runs a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
+
+    These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
+    """
+    for inputs, outputs, adds in () if step.training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
+        x, weight, bias, residual = step.linear(inputs, outputs)
+        step.call(
+            "linear_int8", x.to(numbers), weight.to(numbers), bias.float(), bias,
+            x_scales=step.tensor(len(x), 1, dtype=torch.float32), residual=residual if adds else None,
+            dtype=step.dtype,
+        )  # fmt: skip
+
+
+def _linear_float8_stage(step: Step) -> None:
+    """Runs these four with float8_e4m3fn; no chip without such products has launches of them."""
+    for run in (_quantize_rows_stage, _layer_norm_quantize_stage, _gelu_quantize_stage, _linear_int8_stage):
+        run(step, numbers=torch.float8_e4m3fn)
+
+
+_ROUNDING = functools.partial(once, names="x scales values")
+
+
 CARDS = {
     "quantize_rows": Card(
         call=_quantize_rows,
         choices=_QUANTIZED,
         examples=of_rows("to=float8_e4m3fn", "one_scale=0.05"),
         rounds=True,
+        stages={"quantize_rows": Launches(_quantize_rows_stage)},
+        work={"quantize_rows": _ROUNDING},
     ),
     "layer_norm_quantize": Card(
         call=_layer_norm_quantize,
         choices=_QUANTIZED | NORM | SHIFTED,
         examples=of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
         rounds=True,
+        stages={"layer_norm_quantize": Launches(_layer_norm_quantize_stage)},
+        work={"layer_norm_quantize": _ROUNDING},
     ),
     "gelu_quantize": Card(
         call=_gelu_quantize,
         choices=_QUANTIZED | APPROXIMATE | {"bare": BOTH},
         examples=of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *GELUS),
         rounds=True,
+        stages={"gelu_quantize": Launches(_gelu_quantize_stage)},
+        work={"gelu_quantize": _ROUNDING},
     ),
     "linear_int8": Card(
         call=_linear_int8,
@@ -97,5 +151,10 @@ CARDS = {
         ),
         rounds=True,
         needed={"scaled_mm": {"to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32}},
+        stages={
+            "linear_int8": Launches(_linear_int8_stage),
+            "linear_float8": Launches(_linear_float8_stage),
+        },
+        work={"linear_int8": functools.partial(linear_work, results="out")},
     ),
 }

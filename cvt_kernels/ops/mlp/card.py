@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cards import APPROXIMATE, COMMON, GELUS, LEADING, NORM, OUTPUTS, SHIFTED, Card, of_rows, shape_of
+import torch
+
+from ...cards import (
+    APPROXIMATE,
+    COMMON,
+    GELUS,
+    LEADING,
+    NORM,
+    OUTPUTS,
+    SHIFTED,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    of_rows,
+    shape_of,
+)
 
 
 def _layer_norm_mlp(m: Any) -> Any:
@@ -14,6 +31,22 @@ def _layer_norm_mlp(m: Any) -> Any:
     return args, {"eps": m.eps, "approximate": m.approximate, "shift": shift}
 
 
+def _layer_norm_mlp_stage(step: Step) -> None:
+    """Runs a CvT block's MLP (4 hidden features per channel, QuickGELU)."""
+    _, first, first_bias, _ = step.linear(1, 4)
+    _, second, second_bias, _ = step.linear(4, 1)
+    norm = step.tensor(step.channels), step.tensor(step.channels)
+    layers = first, first_bias, second, second_bias
+    step.call("layer_norm_mlp", step.x(), *norm, *layers, approximate="quick")
+
+
+def _mlp_work(arguments: dict[str, Any]) -> Work:
+    x, weights = arguments["x_ptr"], (arguments["fc1_weight_ptr"], arguments["fc2_weight_ptr"])
+    multiplies = x.dtype != torch.float32 or arguments["SPEC"].precision != "ieee"
+    flops = 2 * arguments["rows"] * sum(weight.numel() for weight in weights) if multiplies else 0
+    return Work(bytes_of(x, arguments["out_ptr"], weights), flops)
+
+
 CARDS = {
     "layer_norm_mlp": Card(
         call=_layer_norm_mlp,
@@ -21,5 +54,7 @@ CARDS = {
         examples=of_rows("bare=True", "shifted=True", *GELUS, outputs=33),
         without_gradients=("triton",),
         normalizes=True,
+        stages={"layer_norm_mlp": Launches(_layer_norm_mlp_stage)},
+        work={"layer_norm_mlp_fwd": _mlp_work, "layer_norm_mlp_fwd_resident": _mlp_work},
     ),
 }

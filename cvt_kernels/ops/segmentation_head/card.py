@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cards import BOTH, COMMON, GRID, MANY_PIXELS, MAP, ODD_MAP, OUTPUTS, TINY_MAP, WIDE, Card, image_of
+import torch
+from torch import Tensor
+
+from ...cards import (
+    BOTH,
+    COMMON,
+    GRID,
+    MANY_PIXELS,
+    MAP,
+    ODD_MAP,
+    OUTPUTS,
+    TINY_MAP,
+    WIDE,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    image_of,
+)
 
 
 def _segmentation_head(m: Any) -> Any:
@@ -16,6 +35,31 @@ def _segmentation_head(m: Any) -> Any:
         others.append((image_of(m, inputs, *sizes), m.matrix(m.channels, inputs)))
     args = (x, m.matrix(m.channels, m.inputs), m.optional(m.channels), tuple(others))
     return (*args, *m.linear(m.outputs, m.channels)), {}
+
+
+def _segmentation_head_stage(step: Step) -> None:
+    """Runs SegFormer's decode head for 150 classes, with maps of a half, a quarter and an eighth."""
+    if not step.stage.decoder:
+        return
+    assert step.stage.embedding is not None
+    (height, width), inputs, channels = step.stage.grid, step.stage.embedding.in_channels, step.stage.decoder
+
+    def map_and_weight(shift: int) -> tuple[Tensor, Tensor]:
+        size = -(-height >> shift), -(-width >> shift)
+        image = step.tensor(step.batch, *size, inputs << shift).permute(0, 3, 1, 2)
+        return image, step.tensor(channels, inputs << shift)
+
+    first, *others = map(map_and_weight, range(4))
+    classifier = step.tensor(150, channels), step.tensor(150)
+    step.call("segmentation_head", *first, step.tensor(channels), tuple(others), *classifier)
+
+
+def _segmentation_head_work(arguments: dict[str, Any]) -> Work:
+    x, spec = arguments["x_ptr"], arguments["SPEC"]
+    tensors = [arguments[f"{name}_ptr"] for name in ("w", "classifier", "out")]
+    flops = 2 * x.numel() // spec.inputs * spec.channels * (spec.inputs + spec.classes)
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    return Work(bytes_of(x, arguments["map_ptrs"], tensors), 0 if is_exact else flops)
 
 
 CARDS = {
@@ -45,5 +89,7 @@ CARDS = {
             "cpu",
             "triton",
         ),
+        stages={"segmentation_head": Launches(_segmentation_head_stage, of_pyramids=True)},
+        work={"segmentation_head": _segmentation_head_work},
     ),
 }

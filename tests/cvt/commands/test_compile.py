@@ -63,7 +63,7 @@ def test_kernels_of_a_model(tmp_path):
 #: Gives the kernel that merges statistics too few registers.
 STARVED = """
 from cvt.commands.compile import launches
-plan = launches.conv_projection_launches
+plan = launches.TRITON_OPERATORS["conv_projection"]
 starve = lambda launch: launch._replace(options=launch.options | {"maxnreg": 24})
 launches.TRITON_OPERATORS["conv_projection"] = lambda *stage, **options: [
     starve(launch) for launch in plan(*stage, **options) if "merge_stats" in launch.kernel.__name__
