@@ -95,7 +95,7 @@ def _linear_gluon_stage(step: Step) -> None:
 
 
 def _linear_add_layer_norm_stage(step: Step) -> None:
-    """Runs the layers of ``linear_add_launches`` with the LayerNorm that follows each of them."""
+    """Runs the layers of ``_linear_add_stage`` with the LayerNorm that follows each of them."""
     for width in (1, 4):
         x, weight, bias, residual = step.linear(width, 1)
         step.call("linear_add_layer_norm", x, weight, bias, residual, bias, bias)

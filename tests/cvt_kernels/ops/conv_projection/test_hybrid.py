@@ -10,7 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import read_checkpoint
-from cvt.commands.compile.launches import stages
+from cvt.commands.compile.launches import TRITON_OPERATORS, stages
 from cvt_kernels import backends, launching, reference
 from cvt_kernels.ops.conv_projection import geometry_of, modules
 from tests.checks import not_built, recorded_operators
