@@ -49,7 +49,7 @@ def image_size_of(model: str) -> int:
 
 def is_of(operator: str, model: str) -> bool:
     """Returns whether a model has an operator."""
-    return TRITON_OPERATORS[operator].of_pyramids == (model in PYRAMIDS)
+    return (operator in _OF_PYRAMIDS) == (model in PYRAMIDS)
 
 
 def stages_of(model: str, image_size: int) -> list[Stage]:
@@ -89,11 +89,6 @@ class Recorded(NamedTuple):
     launches: Launches
 
     @property
-    def of_pyramids(self) -> bool:
-        """Whether models of ``PYRAMIDS`` have it, rather than those of ``PRESETS``."""
-        return self.launches.of_pyramids
-
-    @property
     def by_default(self) -> bool:
         """Whether it is compiled by default."""
         return self.launches.by_default
@@ -118,3 +113,4 @@ class Recorded(NamedTuple):
 TRITON_OPERATORS: dict[str, Recorded] = {
     name: Recorded(launches) for card in all_cards().values() for name, launches in card.stages.items()
 }
+_OF_PYRAMIDS = frozenset(name for name, each in TRITON_OPERATORS.items() if each.launches.of_pyramids)
