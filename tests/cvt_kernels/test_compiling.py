@@ -28,7 +28,8 @@ driver.set_active(Driver())
 started = []
 for stage in launches.stages("cvt_13"):
     with torch.no_grad():
-        started += launches.TRITON_OPERATORS["attention"](stage, torch.bfloat16, Chip(90, 132), batch=1, training=False)
+        attend = launches.TRITON_OPERATORS["attention"]
+        started += attend(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False)
 kernels = [compiling.specialize(launch, 90) for launch in started]
 assert len(kernels) == 3
 

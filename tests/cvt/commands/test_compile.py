@@ -166,7 +166,8 @@ class Driver:
 
 driver.set_active(Driver())
 stage = launches.stages("cvt_13")[0]
-for launch in launches.TRITON_OPERATORS["conv_embedding"](stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
+embed = launches.TRITON_OPERATORS["conv_embedding"]
+for launch in embed(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
     compiled = triton_kernels.specialize(launch, 90).compile()
     kept = sorted(os.listdir(os.environ["TRITON_CACHE_DIR"]))
     found = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
