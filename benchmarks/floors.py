@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -28,6 +26,7 @@ from cvt.tools.commands.compile.gpus import LIMITS
 from cvt.tools.commands.pyramids import PYRAMIDS, build_pyramid
 from cvt_kernels import accelerate, backends, launching
 from cvt_kernels.acceleration.class_token import with_class_token_only
+from cvt_kernels.cards import Work, all_cards, bytes_of, tensors_of
 from cvt_kernels.ops import weight_cache
 
 
@@ -40,21 +39,6 @@ class Ceilings(NamedTuple):
 
 #: As measured on 2026-11-26; the product is of bfloat16.
 H200 = Ceilings(4.27e12, 8.0e14)
-
-
-class Work(NamedTuple):
-    """The least that a launch has to move and to multiply.
-
-    Attributes:
-        bytes: Bytes that must be read from memory or written to it, each once, whatever programs share.
-            Vectors, the weights of depthwise convolutions and attention's bias do not count, but those of
-            linear layers do.
-        flops: Operations of matrix products on tensor cores, without padding. Two of 8-bit numbers count as
-            one, since they take as long.
-    """
-
-    bytes: int
-    flops: int = 0
 
 
 class ForwardLaunch(NamedTuple):
@@ -162,7 +146,7 @@ class Recorder(TorchDispatchMode):
         # An operator around Triton kernels has been noted by their launches.
         if not function.is_view and name not in _WITHOUT_LAUNCH and len(self.launches) == noted:
             read = args[1:] if name in _OVERWRITING else args
-            size = sum(_bytes(tensor) for tensor in _tensors((read, kwargs, result)))
+            size = sum(bytes_of(tensor) for tensor in tensors_of((read, kwargs, result)))
             if name == "convolution" and result.is_meta:  # as cuDNN's lies for maps with channels last
                 result = result.contiguous(memory_format=torch.channels_last)
             count = flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None))
@@ -182,19 +166,6 @@ _WITHOUT_LAUNCH = (
     "new_empty", "new_empty_strided", "promote_types",
 )  # fmt: skip
 _OVERWRITING = ("copy_", "fill_", "zero_")
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def _bytes(*values: Any) -> int:
-    """Returns the bytes of the tensors in values; what is expanded lies in memory once."""
-    return sum(
-        tensor.element_size()
-        * math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-        for tensor in _tensors(values)
-    )
 
 
 # A forward without a GPU ----------------------------------------------------------------------------------
@@ -290,180 +261,11 @@ def _serving_everywhere(
 def work_of(launch: launching.Launch) -> Work | None:
     """Returns the work of a launch; None for a kernel that nothing here describes."""
     name = kernel_name(launch.kernel.__name__)
-    describe = _WORK.get(name.replace("_sliding_", "_"))  # both kinds of kernels move the same
+    describe = _works().get(name.replace("_sliding_", "_"))  # both kinds of kernels move the same
     return None if describe is None else describe(launch.arguments)
 
 
-def _each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns tensors, of which some are passed several times, once each."""
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _spatial_bytes(arguments: dict[str, Any], tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors (B, T, C) without their class tokens."""
-    tokens = arguments["CLASS_TOKEN"]
-    return sum(_bytes(tensor) // tensor.shape[1] * (tensor.shape[1] - tokens) for tensor in tensors)
-
-
-def _inputs_bytes(arguments: dict[str, Any]) -> int:
-    """Returns the bytes of x and, in the backward, of the gradients of the outputs, without class tokens."""
-    return _spatial_bytes(arguments, [arguments["x_ptr"], *_each_once(arguments.get("dy_ptrs", ()))])
-
-
-def _projection_forward(arguments: dict[str, Any]) -> Work:
-    statistics = arguments.get("statistics_ptr")  # of a LayerNorm that it applies
-    return Work(_bytes(arguments["x_ptr"], _each_once(arguments["y_ptrs"]), statistics))
-
-
-def _projection_sums(arguments: dict[str, Any]) -> Work:
-    """Describes sums over outputs, for the statistics of the batch and for the backward."""
-    sums = [arguments.get("partial_ptr"), arguments.get("counts_ptr")]
-    return Work(_inputs_bytes(arguments) + _bytes(sums))
-
-
-def _projection_backward_convolution(arguments: dict[str, Any]) -> Work:
-    return Work(_inputs_bytes(arguments) + _bytes(arguments["dconv_ptrs"], arguments["partial_ptr"]))
-
-
-def _projection_backward_input(arguments: dict[str, Any]) -> Work:
-    dys = _each_once(arguments["dy_ptrs"])
-    class_tokens = _bytes(dys) - _spatial_bytes(arguments, dys)  # whose gradients are copied
-    return Work(_bytes(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
-
-
-def _conv_linear(arguments: dict[str, Any]) -> Work:
-    x, outs, spec = arguments["x_ptr"], arguments["y_ptrs"], arguments["SPEC"]
-    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
-    flops = 0 if is_exact else 2 * x.shape[2] * sum(out.numel() for out in outs)
-    return Work(_bytes(x, outs, arguments["linear_ptrs"]), flops)
-
-
-def _attention(arguments: dict[str, Any], names: str, products: int) -> Work:
-    """Describes a kernel of attention.
-
-    Args:
-        arguments: Of the launch.
-        names: Its tensors without ``_ptr``; one that the launch lacks is not counted.
-        products: Products of all queries with all keys.
-    """
-    given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
-    if not arguments.get("STORE_STATS", True):
-        del given["stats"]
-    q = arguments["q_ptr"]
-    is_exact = q.dtype == torch.float32 and arguments["SPEC"].precision == "ieee"
-    return Work(_bytes(given), 0 if is_exact else 2 * products * q.numel() * arguments["keys"])
-
-
-def _layer_norm_mlp(arguments: dict[str, Any]) -> Work:
-    x, weights = arguments["x_ptr"], (arguments["fc1_weight_ptr"], arguments["fc2_weight_ptr"])
-    multiplies = x.dtype != torch.float32 or arguments["SPEC"].precision != "ieee"
-    flops = 2 * arguments["rows"] * sum(weight.numel() for weight in weights) if multiplies else 0
-    return Work(_bytes(x, arguments["out_ptr"], weights), flops)
-
-
-def _linear(arguments: dict[str, Any], results: str) -> Work:
-    """Returns the work of a linear layer that writes ``results``."""
-    spec = arguments["SPEC"]
-    written = [matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
-    read = [matrix(arguments[name]) for name in ("x", "weight")]
-    read += [value for name, value in arguments.items() if name.endswith("_ptr")]
-    size = read[0].element_size()
-    flops = 2 * written[0].numel() * spec.inputs if size <= 2 or spec.precision == "tf32" else 0
-    return Work(_bytes(read, written), flops // (2 if size == 1 else 1))
-
-
-def _pingpong_product(arguments: dict[str, Any]) -> Work:
-    spec, out = arguments["SPEC"], matrix(arguments["out"])
-    moved = [matrix(arguments["x"]), matrix(arguments["weight"]), out]
-    moved += [matrix(arguments["residual"])] if spec.has_residual else []
-    moved += [arguments["sums_ptr"]] if spec.has_sums else []
-    moved += [arguments["statistics_ptr"]] if spec.norm_width else []
-    return Work(_bytes(moved), 2 * out.numel() * spec.inputs)
-
-
-def matrix(argument: Any) -> Any:
-    """Returns the tensor of a descriptor; any other argument as it is."""
-    return argument.base if launching.is_descriptor(argument) else argument
-
-
-def _embedding_in_one(arguments: dict[str, Any]) -> Work:
-    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
-    return Work(_bytes(image, weight, out), 2 * weight.numel() * image.shape[0] * arguments["tokens"])
-
-
-def _embedding_of_patches(arguments: dict[str, Any]) -> Work:
-    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
-    return Work(_bytes(image, weight, out), 2 * weight.numel() * arguments["rows"])
-
-
-def _segmentation_head(arguments: dict[str, Any]) -> Work:
-    x, spec = arguments["x_ptr"], arguments["SPEC"]
-    tensors = [arguments[f"{name}_ptr"] for name in ("w", "classifier", "out")]
-    flops = 2 * x.numel() // spec.inputs * spec.channels * (spec.inputs + spec.classes)
-    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
-    return Work(_bytes(x, arguments["map_ptrs"], tensors), 0 if is_exact else flops)
-
-
-def _once(arguments: dict[str, Any], names: str) -> Work:
-    """Describes a kernel that reads or writes each element of its tensors once; one named twice, twice."""
-    return Work(sum(_bytes(arguments.get(f"{name}_ptr")) for name in names.split()))
-
-
-def _gathered_and_normalized_rows(arguments: dict[str, Any]) -> Work:
-    x, branch = arguments["x_ptr"], arguments["branch_ptr"]
-    return Work(_once(arguments, "rows branch h y").bytes + branch.numel() * x.element_size())
-
-
-def _scattered_rows(arguments: dict[str, Any]) -> Work:
-    size, x = _once(arguments, "places out values branch").bytes, arguments["x_ptr"]
-    if x is not None:  # but for the tokens of the index
-        size += (x.shape[1] - arguments["count"]) * _bytes(x) // x.shape[1]
-    return Work(size)
-
-
-_ROUNDING = functools.partial(_once, names="x scales values")
-_STATISTICS = functools.partial(_once, names="partial counts mean var")
-_OF_QUERIES = "q k v dout stats delta"
-#: The description of each kernel, by its name.
-_WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
-    "conv_projection_fwd": _projection_forward,
-    "conv_projection_stats": _projection_sums,
-    "conv_projection_bwd_sums": _projection_sums,
-    "conv_projection_bwd_conv": _projection_backward_convolution,
-    "conv_projection_bwd_input": _projection_backward_input,
-    "merge_stats": _STATISTICS,
-    "sum_regions": functools.partial(_once, names="partial sum"),
-    "conv_embedding_embed": _embedding_in_one,
-    "conv_embedding_patches": _embedding_of_patches,
-    "conv_embedding_normalize": functools.partial(_once, names="x out"),
-    "conv_linear_fwd": _conv_linear,
-    "segmentation_head": _segmentation_head,
-    "depthwise_conv_gelu_fwd": functools.partial(_once, names="x y"),
-    "depthwise_conv_gelu_bwd_conv": functools.partial(_once, names="x dy da partial"),
-    "attention_fwd": functools.partial(_attention, names="q k v out stats", products=2),
-    "attention_fwd_loop": functools.partial(_attention, names="q k v out stats", products=2),
-    "attention_bwd": functools.partial(_attention, names=f"{_OF_QUERIES} dq dk dv", products=5),
-    "attention_bwd_dq": functools.partial(_attention, names=f"{_OF_QUERIES} out dq", products=3),
-    "attention_bwd_dkdv": functools.partial(_attention, names=f"{_OF_QUERIES} dk dv", products=4),
-    "attention_bwd_bias": functools.partial(_attention, names=f"{_OF_QUERIES} dbias", products=2),
-    "attention_bwd_table": functools.partial(_attention, names=f"{_OF_QUERIES} dtiles", products=2),
-    "layer_norm_mlp_fwd": _layer_norm_mlp,
-    "layer_norm_mlp_fwd_resident": _layer_norm_mlp,
-    "linear_gelu": functools.partial(_linear, results="out pre"),
-    "linear_add": functools.partial(_linear, results="out"),
-    "grouped_linear": functools.partial(_linear, results="out"),
-    "linear_ends": functools.partial(_once, names="product residual out"),
-    "linear_starts": functools.partial(_once, names="dout pre dproduct dresidual activated partial"),
-    "linear_add_layer_norm": functools.partial(_linear, results="h y"),
-    "pingpong_product": _pingpong_product,
-    "linear_int8": functools.partial(_linear, results="out"),
-    "quantize_rows": _ROUNDING,
-    "layer_norm_quantize": _ROUNDING,
-    "gelu_quantize": _ROUNDING,
-    "gather_rows": functools.partial(_once, names="rows out out"),
-    "gather_add_layer_norm": _gathered_and_normalized_rows,
-    "gather_add_layer_norm_backward": functools.partial(_once, names="dy dh h out sums"),
-    "scatter_rows": _scattered_rows,
-    "scatter_rows_places": functools.partial(_once, names="rows places"),
-    "scatter_rows_inplace": functools.partial(_once, names="rows values values branch"),
-}
+@functools.cache
+def _works() -> dict[str, Callable[[dict[str, Any]], Work]]:
+    """Returns the description of each kernel, by its name."""
+    return {kernel: describe for card in all_cards().values() for kernel, describe in card.work.items()}

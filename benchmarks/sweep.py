@@ -28,11 +28,12 @@ from cvt.tools.commands.compile import launches
 from cvt.tools.commands.compile.gpus import LIMITS
 from cvt.tools.commands.compile.triton_kernels import specialize
 from cvt_kernels import launch, launching, machine
+from cvt_kernels.cards import matrix
 from cvt_kernels.launch.records import Attention, ConvLinear, Mlp, Product, Sliding
 from cvt_kernels.launching import Launch
 
 from . import lab
-from .floors import kernel_name, matrix
+from .floors import kernel_name
 
 FASTEST = 8  # configurations that are written of each size
 STAGES = launches.stages("cvt_13")

@@ -119,6 +119,7 @@ class Operator:
         unrounded: Computes alternative results that are correct too, for implementations that do not round
             where the operator does.
         fused_by_compiler: Whether torch.compile fuses the operator with its neighbors on a CPU.
+        package: The name of the package that declares it, which has its card (``cards``).
     """
 
     name: str
@@ -129,6 +130,7 @@ class Operator:
     exact: Callable[[Record], Any] | None
     unrounded: Callable[[Record], Any] | None
     fused_by_compiler: bool
+    package: str
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

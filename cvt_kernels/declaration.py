@@ -56,7 +56,7 @@ class Declaration(backends.Operator):
         self.check, self.instead, self.arguments = check, instead, arguments
         self._reference = function
         self._record = collections.namedtuple(f"{name}_call", self.signature.parameters)  # type: ignore[misc]
-        super().__init__(name, bind=self._generate_bind(name), **described)
+        super().__init__(name, bind=self._generate_bind(name), package=function.__module__, **described)
         self.reference = self.passing_on(function)
         self.public = self._generate(values, facts)
 

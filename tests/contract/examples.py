@@ -14,201 +14,20 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.autotune import accuracy, tuner
+from cvt_kernels.cards import all_cards, card_of, laid_out, make
 from tests.checks import assert_accurate, not_built
-from tests.fuzz.cases import CHOICES, Case
 from tests.fuzz.judge import call_public
-from tests.fuzz.operators import laid_out, make
 
-_ROWS = {"leading": "tokens", "rows": 13, "channels": 40}
-_ODD_ROWS = {"rows": 1, "channels": 7}
-_MANY_ROWS = {"leading": "tokens", "rows": 501, "channels": 65}
-_TINY_ROWS = {"rows": 3, "channels": 5}
-_MAP = {"batch": 2, "height": 3, "width": 4, "channels": 20}
-_ODD_MAP = {"batch": 1, "height": 1, "width": 1, "channels": 7}
-_MANY_PIXELS = {"batch": 3, "height": 23, "width": 19, "channels": 65}
-_TINY_MAP = {"batch": 2, "height": 3, "width": 2, "channels": 3}
-_3X3 = {"kernel": 3, "padding": 1}
-_TOKENS = {"batch": 2, "tokens": 13, "count": 7, "channels": 40, "absent": "some"}
-_ODD_TOKENS = {"batch": 1, "tokens": 1, "count": 1, "channels": 7}
-_MANY_TOKENS = {"batch": 4, "tokens": 200, "count": 150, "channels": 96}
-_TINY_TOKENS = {"batch": 2, "tokens": 4, "count": 3, "channels": 5, "absent": "some"}
-_OF_TOKENS = {
-    "usual": _TOKENS,
-    "odd": _ODD_TOKENS,
-    "empty": _TOKENS | {"batch": 0},
-    "many": _MANY_TOKENS,
-    "tiny": _TINY_TOKENS,
-    "no rows": _TOKENS | {"count": 0},
-}
-_BLOCK = _MAP | _3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
-_PYRAMID = _MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "hidden": 33}
-
-
-def _of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
-    """Returns the examples of an operator on rows: the common ones, and one more for each named value."""
-    examples = {
-        "usual": _ROWS | settings,
-        "odd": _ODD_ROWS | settings | ({"outputs": 5} if "outputs" in settings else {}),
-        "empty": _ROWS | settings | {"rows": 0},
-        "many": _MANY_ROWS | settings,
-        "tiny": _TINY_ROWS | settings | ({"outputs": 4} if "outputs" in settings else {}),
-    }
-    for name in names:
-        setting, _, value = name.partition("=")
-        choices = {str(choice): choice for choice in (True, False, "tanh", "quick", "float8_e4m3fn", "0.05")}
-        examples[name] = _ROWS | settings | {setting: choices.get(value, value)}
-    return examples
-
-
-_SCALED = _ROWS | {"outputs": 33, "scaled": True}
-_GELUS = ("approximate=tanh", "approximate=quick")
-
-#: The settings of the examples of each operator (``tests/fuzz/operators.py``), by name. The names that all
-#: have are ``usual``; ``odd``, a single row, pixel or token of few channels; ``empty``, no images or rows;
-#: ``many``, enough for several threads; and ``tiny``, for derivatives by differences.
-EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
-    "conv_projection": {
-        "usual": _MAP | _3X3 | {"branches": 2, "class_token": True},
-        "odd": _ODD_MAP | _3X3,
-        "empty": _MAP | _3X3 | {"batch": 0},
-        "many": _MANY_PIXELS | _3X3 | {"branches": 2, "class_token": True},
-        "tiny": _TINY_MAP | _3X3 | {"branches": 2, "class_token": True},
-        "5x5": _MAP | {"kernel": 5, "padding": 2, "stride": 2, "bare": True},
-        "sums": _MAP | _3X3 | {"summands": 2, "branches": 2},
-        "training": _MAP | _3X3 | {"branches": 2, "class_token": True, "training": True},
-        "mixed": _MAP | _3X3 | {"mixed": True},
-    },
-    "attention": {
-        "usual": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24},
-        "odd": {"batch": 1, "queries": 1, "keys": 1, "channels": 7},
-        "empty": {"batch": 0, "queries": 5, "keys": 3, "channels": 8},
-        "many": {"batch": 4, "queries": 197, "keys": 50, "heads": 3, "channels": 32},
-        "tiny": {"batch": 1, "queries": 3, "keys": 4, "heads": 2, "channels": 3, "bias": "full"},
-        "bias": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24, "bias": "full"},
-        "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16, "bias": "full"},
-        "loop": {"queries": 5, "keys": 300, "channels": 16, "bias": "keys"},
-        "excluded": {"queries": 9, "keys": 17, "channels": 16, "bias": "matrix", "excluded": "some"},
-        "position": {"batch": 2, "position": "table", "height": 4, "width": 3, "key_height": 2,
-                     "key_width": 2, "stride": 2, "class_token": True, "heads": 2, "channels": 16},
-    },
-    "layer_norm": _of_rows("bare=True", "shifted=True", "result=bfloat16"),
-    "add_layer_norm": _of_rows("bare=True", "result=bfloat16", "added=False"),
-    "gelu": _of_rows(*_GELUS),
-    "bias_gelu": _of_rows(*_GELUS),
-    "layer_norm_gelu": _of_rows("bare=True", *_GELUS),
-    "linear": _of_rows("bare=True", outputs=33),
-    "linear_gelu": _of_rows("bare=True", *_GELUS, outputs=33),
-    "linear_add": _of_rows("bare=True", "inplace=True", outputs=33) | {
-        "scaled": _SCALED, "scaled sum": _SCALED | {"scales_sum": True},
-    },
-    "linear_add_layer_norm": _of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
-    "layer_norm_mlp": _of_rows("bare=True", "shifted=True", *_GELUS, outputs=33),
-    "mlp_add": _of_rows("bare=True", *_GELUS, outputs=33) | {
-        "scaled": _SCALED, "scaled sum": _SCALED | {"scales_sum": True},
-    },
-    "conv_linear": {
-        "usual": _MAP | _3X3 | {"branches": 2, "outputs": 33, "class_token": True},
-        "odd": _ODD_MAP | _3X3 | {"outputs": 5},
-        "empty": _MAP | _3X3 | {"batch": 0, "outputs": 33},
-        "many": _MANY_PIXELS | _3X3 | {"outputs": 33},
-        "tiny": _TINY_MAP | _3X3 | {"outputs": 4, "branches": 2, "class_token": True},
-        "bare": _MAP | _3X3 | {"outputs": 33, "bare": True},
-    },
-    "conv_embedding": {
-        "usual": _MAP | _3X3 | {"inputs": 5, "stride": 2, "class_token": True},
-        "odd": _ODD_MAP | _3X3 | {"inputs": 1},
-        "empty": _MAP | _3X3 | {"inputs": 3, "batch": 0},
-        "many": _MANY_PIXELS | _3X3 | {"inputs": 8},
-        "tiny": _TINY_MAP | _3X3 | {"inputs": 2, "stride": 2, "class_token": True},
-        "first stage": {"batch": 2, "height": 14, "width": 17, "inputs": 3, "channels": 64, "kernel": 7,
-                        "stride": 4, "padding": 2, "class_token": True},
-        "later stage": _MAP | _3X3 | {"inputs": 40, "stride": 2, "class_token": True},
-        "bare": _MAP | _3X3 | {"inputs": 5, "stride": 2, "bare": True},
-        "channels last": _MAP | _3X3 | {"inputs": 5, "stride": 2, "channels_last": True},
-    },
-    "depthwise_conv_gelu": {
-        "usual": _MAP,
-        "odd": _ODD_MAP,
-        "empty": _MAP | {"batch": 0},
-        "many": _MANY_PIXELS,
-        "tiny": _TINY_MAP,
-        "bare": _MAP | {"bare": True},
-        "tanh": _MAP | {"approximate": "tanh"},
-        "quick": _MAP | {"approximate": "quick"},
-    },
-    "segmentation_head": {
-        "usual": _MAP | {"inputs": 9, "outputs": 33},
-        "odd": _ODD_MAP | {"inputs": 1, "outputs": 5},
-        "empty": _MAP | {"inputs": 9, "outputs": 33, "batch": 0},
-        "many": _MANY_PIXELS | {"inputs": 8, "outputs": 33},
-        "tiny": _TINY_MAP | {"inputs": 2, "outputs": 4},
-        "bare": _MAP | {"inputs": 9, "outputs": 33, "bare": True},
-        "one map": _MAP | {"inputs": 9, "outputs": 33, "others": 0},
-        "channels last": _MAP | {"inputs": 9, "outputs": 33, "channels_last": True},
-    },
-    "quantize_rows": _of_rows("to=float8_e4m3fn", "one_scale=0.05"),
-    "layer_norm_quantize": _of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
-    "gelu_quantize": _of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *_GELUS),
-    "linear_int8": _of_rows(
-        "to=float8_e4m3fn", "one_scale=0.05", "rounded=True", "bare=True", "added=True", *_GELUS, outputs=33
-    ),
-    "gather_rows": _OF_TOKENS,
-    "gather_add_layer_norm": _OF_TOKENS | {"bare": _TOKENS | {"bare": True}},
-    "scatter_rows": _OF_TOKENS | {
-        "bare": _TOKENS | {"bare": True},
-        "inplace=True": _TOKENS | {"inplace": True},
-    },
-    "transformer_block": {
-        "usual": _BLOCK | {"class_token": True, "stride": 2},
-        "odd": _BLOCK | _ODD_MAP | {"heads": 1, "head_dim": 7},
-        "empty": _BLOCK | {"batch": 0},
-        "many": _BLOCK | _MANY_PIXELS,
-        "tiny": _BLOCK | _TINY_MAP | {"head_dim": 2, "hidden": 4},
-        "bare": _BLOCK | {"bare": True, "approximate": "quick"},
-        "rows": _BLOCK | {"class_token": True, "count": 9, "scores": "cls"},
-        "SegFormer": _PYRAMID | {"mixes": True},
-        "PVT": _PYRAMID,
-        "inplace=True": _BLOCK | {"inplace": True},
-    },
-    "transformer_blocks": {
-        "usual": _BLOCK | {"class_token": True, "stride": 2, "depth": 2},
-        "odd": _BLOCK | _ODD_MAP | {"heads": 1, "head_dim": 7},
-        "empty": _BLOCK | {"batch": 0},
-        "many": _BLOCK | _MANY_PIXELS,
-        "tiny": _BLOCK | _TINY_MAP | {"head_dim": 2, "hidden": 4},
-        "bare": _BLOCK | {"bare": True, "approximate": "quick", "depth": 2},
-        "SegFormer": _PYRAMID | {"mixes": True, "depth": 2},
-        "inplace=True": _BLOCK | {"inplace": True, "depth": 2},
-    },
-}  # fmt: skip
-
-#: Pairs of operator and backend that compute no gradients, and refuse them.
-WITHOUT_GRADIENTS = frozenset({
-    ("attention", "cpu"),
-    ("conv_embedding", "cpu"),
-    ("conv_embedding", "triton"),
-    ("conv_linear", "gluon"),
-    ("conv_linear", "triton"),
-    ("layer_norm_mlp", "triton"),
-    ("linear", "float32"),
-    ("linear_add_layer_norm", "triton"),
-    ("segmentation_head", "cpu"),
-    ("segmentation_head", "triton"),
-    ("transformer_block", "cpu"),
-    ("transformer_block", "onednn"),
-    ("transformer_blocks", "gluon"),
-})  # fmt: skip
-#: What a backend needs to serve an example at all.
-_NEEDED = {
-    ("linear", "float32"): {"dtype": "bfloat16", "bare": True},
-    ("linear_int8", "scaled_mm"): {
-        "to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32,
-    },
-}  # fmt: skip
+#: The settings of the examples of each operator, by name.
+EXAMPLES = {operator: dict(card.examples) for operator, card in all_cards().items()}
 #: What serves the parts of an operator on backends that compose it of others.
 _PARTS: dict[str, tuple[ck.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("cpu", "reference"))
 #: The operators that round, and have no gradients.
-ROUNDING = ("quantize_rows", "layer_norm_quantize", "gelu_quantize", "linear_int8")
+ROUNDING = tuple(operator for operator, card in all_cards().items() if card.rounds)
+#: Pairs of operator and backend that compute no gradients, and refuse them.
+WITHOUT_GRADIENTS = frozenset(
+    (operator, backend) for operator, card in all_cards().items() for backend in card.without_gradients
+)
 
 
 def device_of(operator: str, backend: str) -> str:
@@ -303,7 +122,7 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
         operator: The operator.
         backend: The backend.
         name: The name of the example.
-        settings: Other settings (``tests/fuzz/operators.py``).
+        settings: Other settings, of the card's choices.
     """
     device = device_of(operator, backend)
     with ck.use_backend(backend):
@@ -311,12 +130,13 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
     if reason is not None:
         assert backend != "cpu" or not_built(), reason
         pytest.skip(reason)
-    choices = {key: values[0] for key, values in CHOICES[operator].items()}
-    chosen = choices | EXAMPLES[operator][name] | _NEEDED.get((operator, backend), {}) | settings
+    card = card_of(operator)
+    choices = {key: values[0] for key, values in card.choices.items()}
+    chosen = choices | card.examples[name] | card.needed.get(backend, {}) | settings
     layout = chosen["layout"]
     if layout != "expanded":  # parameters that repeat would let LayerNorms divide by nothing
         chosen["layout"] = "contiguous"
-    call = make(Case(operator, {key: chosen[key] for key in choices}, 0)).call
+    call = make(operator, {key: chosen[key] for key in choices}).call
     call = call.map(lambda tensor: _laid_out(tensor, layout))
     if device != "cpu":
         call = call.map(lambda tensor: _moved(tensor, device))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cvt_kernels as ck
 from cvt_kernels import backends, launching
 from cvt_kernels.autotune import tuner
+from cvt_kernels.cards import laid_out
 from tests.checks import WIDEST, needs_float64, recorded_operators
 from tests.contract.examples import (
     EXAMPLES,
@@ -32,7 +33,6 @@ from tests.contract.examples import (
     standards,
     tensors_of,
 )
-from tests.fuzz.operators import laid_out
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LAYOUTS = ("offset", "sliced", "steps", "transposed", "expanded")

@@ -28,7 +28,8 @@ driver.set_active(Driver())
 started = []
 for stage in launches.stages("cvt_13"):
     with torch.no_grad():
-        started += launches.attention_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False)
+        attend = launches.TRITON_OPERATORS["attention"]
+        started += attend(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False)
 kernels = [compiling.specialize(launch, 90) for launch in started]
 assert len(kernels) == 3
 
@@ -243,7 +244,7 @@ from cvt_kernels import backends, compiling, dispatch, launching
 
 stage, found = launches.stages("cvt_13", 64)[2], 0
 
-class Step(launches._Step):
+class Step(launches.Step):
     def tensor(self, *shape, dtype=None):
         if dtype == torch.int64 and len(shape) == 2:  # the index of rows
             return torch.arange(shape[1]).repeat(shape[0], 1)
@@ -269,7 +270,7 @@ class Step(launches._Step):
         assert [repr(pickle.loads(pickle.dumps(each))) for each in asked] == list(map(repr, asked))
         found += len(kernels)
 
-launches._Step = Step
+launches.Step = Step
 for name, run in launches.TRITON_OPERATORS.items():
     for training in (False, True):
         run(stage, torch.bfloat16, launching.Chip(90, 1), batch=2, training=training, device="cpu")

@@ -10,11 +10,13 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import commands, files, models, operators, raw
+from cvt_kernels import cards
+
+from . import commands, files, models, raw
 
 #: The choices of every setting of a subject, the simplest first.
 CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
-    **operators.CHOICES,
+    **{operator: dict(card.choices) for operator, card in cards.all_cards().items()},
     "raw": raw.CHOICES,
     "models": models.CHOICES,
     "commands": commands.CHOICES,

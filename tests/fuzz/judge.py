@@ -19,10 +19,10 @@ import cvt_kernels
 from cvt_kernels import backends
 from cvt_kernels.autotune import accuracy, tuner
 from cvt_kernels.autotune.tuner import Results
+from cvt_kernels.cards import Made, make
 from cvt_kernels.records import LIMITS, QuantizedRows
 
 from .cases import Case
-from .operators import Made, make
 from .worker import Answer
 
 #: A result, and what it would be exactly.
@@ -53,7 +53,7 @@ class _Standards(NamedTuple):
 
 def judge(case: Case, *, triton: bool = False) -> Answer:
     """Runs a case on every backend that can serve it, and compares what they return."""
-    made = make(case)
+    made = make(*case)
     with _settings(case):
         public = functools.partial(call_public, case.subject)
         try:
@@ -99,7 +99,8 @@ def call_public(operator: str, call: backends.Record) -> Any:
     arguments = call._asdict()
     if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
         arguments["x"] = QuantizedRows(call.x, scales)
-    return getattr(cvt_kernels, operator)(**arguments)
+    exported = getattr(cvt_kernels, operator, None)
+    return (exported or backends.operators[operator].public)(**arguments)
 
 
 def _standards(case: Case, made: Made, same: Results, douts: list[Tensor]) -> Iterator[_Standards]:

@@ -70,14 +70,15 @@ class _Recorder(TorchDispatchMode):
 @functools.cache
 def _right_calls() -> dict[str, list[list[Any]]]:
     """Returns what the public operators pass to each of the extension's operators in cases of their own."""
+    from cvt_kernels.cards import make
+
     from .cases import parsed
     from .judge import call_public
-    from .operators import make
 
     recorder = _Recorder()
     for operator in backends.operators:
         for seed in range(_CASES):
-            call = make(parsed(f"{operator}:{seed}")).call.map(tuner._copied)
+            call = make(*parsed(f"{operator}:{seed}")).call.map(tuner._copied)
             refused = contextlib.suppress(ValueError, TypeError, RuntimeError)
             with backends.use_backend("cpu", "reference"), refused, recorder:
                 outputs = pytree.tree_leaves(call_public(operator, call.record))

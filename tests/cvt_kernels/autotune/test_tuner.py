@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 import cvt_kernels as ck
 from cvt_kernels import autotune, backends, dispatch, reference
 from cvt_kernels.autotune import accuracy, clock, tuner
+from cvt_kernels.cards import laid_out
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of
-from tests.fuzz.operators import laid_out
 
 
 def expected_of(operator, *args, gradient=False, **kwargs):

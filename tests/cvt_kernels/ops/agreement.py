@@ -15,7 +15,7 @@ def made_of(operator: str, backend: str, **settings: Any) -> Example:
     Args:
         operator: The operator.
         backend: The backend.
-        settings: What differs from the usual example (``tests/fuzz/operators.py``).
+        settings: What differs from the usual example (the card's choices).
     """
     gradient = "all" if has_gradients(operator, backend) else "none"
     made = example(operator, backend, "usual", **{"gradient": gradient} | settings)

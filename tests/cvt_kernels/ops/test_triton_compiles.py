@@ -157,7 +157,8 @@ from cvt.tools.commands.compile import launches, triton_kernels
 from cvt_kernels.launching import Chip
 
 stage = launches.Stage((4, 4), 64, 0, None)
-launch = launches.conv_projection_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, hybrid=True)[0]
+hybrid = launches.TRITON_OPERATORS["conv_projection_hybrid"]
+launch = hybrid(stage, torch.bfloat16, Chip(90, 132), batch=1)[0]
 assert launch.arguments["regions"] == 1
 triton_kernels.specialize(launch, 90).examine()
 print(launch.kernel.__name__)

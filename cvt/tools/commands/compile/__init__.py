@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from . import jobs
 
 _ARCHS = {f"sm_{number}": number for number in LIMITS}
-_NOT_BY_DEFAULT = ("attention_with_bias", "attention_by_position", "conv_projection_hybrid")
+_NOT_BY_DEFAULT = tuple(name for name, each in TRITON_OPERATORS.items() if not each.by_default)
 #: The operators that are compiled by default.
 OPERATORS = tuple(name for name in TRITON_OPERATORS if name not in _NOT_BY_DEFAULT)
 NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"

@@ -91,15 +91,12 @@ def triton_jobs(selection: Selection) -> list[Job]:
 
 def launches_of(case: LaunchCase, arch: int) -> list[launching.Launch]:
     """Returns the launches of a case; none for an operator or a stage that its model does not have."""
-    stage = stages_of(case.model, case.image_size)[case.stage - 1 : case.stage]
-    if not stage or not is_of(case.operator, case.model):
+    stages = stages_of(case.model, case.image_size)[case.stage - 1 : case.stage]
+    if not stages or not is_of(case.operator, case.model):
         return []
+    chip = launching.Chip(arch, LIMITS[arch].multiprocessors)
     return TRITON_OPERATORS[case.operator](
-        *stage,
-        DTYPES[case.dtype],
-        launching.Chip(arch, LIMITS[arch].multiprocessors),
-        batch=case.batch_size,
-        training=case.mode == "training",
+        stages[0], DTYPES[case.dtype], chip, batch=case.batch_size, training=case.mode == "training"
     )
 
 

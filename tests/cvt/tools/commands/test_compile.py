@@ -64,7 +64,7 @@ def test_kernels_of_a_model(tmp_path):
 #: Gives the kernel that merges statistics too few registers.
 STARVED = """
 from cvt.tools.commands.compile import launches
-plan = launches.conv_projection_launches
+plan = launches.TRITON_OPERATORS["conv_projection"]
 starve = lambda launch: launch._replace(options=launch.options | {"maxnreg": 24})
 launches.TRITON_OPERATORS["conv_projection"] = lambda *stage, **options: [
     starve(launch) for launch in plan(*stage, **options) if "merge_stats" in launch.kernel.__name__
@@ -167,7 +167,8 @@ class Driver:
 
 driver.set_active(Driver())
 stage = launches.stages("cvt_13")[0]
-for launch in launches.conv_embedding_launches(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
+embed = launches.TRITON_OPERATORS["conv_embedding"]
+for launch in embed(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
     compiled = triton_kernels.specialize(launch, 90).compile()
     kept = sorted(os.listdir(os.environ["TRITON_CACHE_DIR"]))
     found = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)

@@ -10,7 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import read_checkpoint
-from cvt.tools.commands.compile.launches import conv_projection_launches, stages
+from cvt.tools.commands.compile.launches import TRITON_OPERATORS, stages
 from cvt_kernels import backends, launching, reference
 from cvt_kernels.ops.conv_projection import geometry_of, modules
 from tests.checks import not_built, recorded_operators
@@ -106,7 +106,8 @@ def test_cpu_evaluates_all_in_one_pass():
 
 def test_triton_evaluates_all_in_one_launch():
     stage, chip = stages("cvt_13")[2], launching.Chip(90, 132)
-    (launch,) = conv_projection_launches(stage, torch.bfloat16, chip, training=False, hybrid=True)
+    hybrid = TRITON_OPERATORS["conv_projection_hybrid"]
+    (launch,) = hybrid(stage, torch.bfloat16, chip, training=False)
     assert [branch.summands for branch in launch.arguments["BRANCHES"]] == [2, 0] * 3
 
 

@@ -146,7 +146,7 @@ def test_programs_of_real_shapes(model):
     """Every pixel has one program; the blocks of channels are full, and columns hardly overlap a map."""
     chip = launching.Chip(90, 132)
     for stage in launches.stages_of(model, launches.image_size_of(model)):
-        for each in launches.depthwise_conv_gelu_launches(stage, torch.bfloat16, chip, batch=8):
+        for each in launches.TRITON_OPERATORS["depthwise_conv_gelu"](stage, torch.bfloat16, chip, batch=8):
             if "LANES" not in each.arguments:
                 continue
             sizes, tile = each.arguments, each.arguments["LANES"]

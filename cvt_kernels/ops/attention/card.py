@@ -1,0 +1,148 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Work, bytes_of
+from ...records import PositionBias
+
+
+def _attention(m: Any) -> Any:
+    queries, keys = m.queries, m.keys
+    position = None
+    if m.position != "none":
+        class_tokens = int(m.class_token)
+        tokens = m.height * m.width + class_tokens
+        keys = m.key_height * m.key_width + class_tokens
+        queries = tokens if m.position == "table" else min(queries, tokens)
+        sizes = m.height + m.stride * (m.key_height - 1), m.width + m.stride * (m.key_width - 1)
+        rows = None
+        if m.position == "rows":
+            rows = m.index(m.batch, tokens, queries)
+            m.ignored = rows < 0
+        table = m.parameter(m.heads, *sizes)
+        position = PositionBias(table, (m.height, m.width), (m.key_height, m.key_width), m.stride, rows)
+    q = m.activation(m.batch, queries, m.heads, m.channels)
+    k, v = (m.activation(m.batch, keys, m.heads, m.channels) for _ in range(2))
+    bias = None
+    if m.bias != "none":
+        shape = {
+            "full": (m.batch, m.heads, queries, keys), "matrix": (queries, keys), "heads": (m.heads, 1, 1),
+            "keys": (m.batch, 1, 1, keys), "queries": (1, m.heads, queries, 1),
+        }[m.bias]  # fmt: skip
+        bias = m.parameter(*shape).detach()
+        least = {"none": math.inf, "some": 0.5, "most": -1.5, "all": -math.inf, "block": math.inf}[m.excluded]
+        excluded = bias > least
+        if m.excluded == "block":
+            excluded[..., : -(-bias.shape[-1] // 2)] = True
+        bias = bias.masked_fill(excluded, -math.inf).requires_grad_(m.gradient == "all")
+    scale = m.scale
+    return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
+
+
+def _attention_stage(step: Step, *, bias: bool = False, by_position: bool = False) -> None:
+    """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
+    grid, heads = step.stage.grid, step.channels // 64
+    key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
+    keys = math.prod(key_grid) + step.stage.class_tokens
+    q, k, v = (step.tensor(step.batch, tokens, heads, 64) for tokens in (step.tokens, keys, keys))
+    matrix = step.tensor(heads, step.tokens, keys) if bias else None
+    position = None
+    if by_position:
+        offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
+        position = PositionBias(step.tensor(heads, *offsets), grid, key_grid, stride=2)
+    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=matrix, position=position)
+
+
+def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Work:
+    """Describes a kernel of attention.
+
+    Args:
+        arguments: Of the launch.
+        names: Its tensors without ``_ptr``; one that the launch lacks is not counted.
+        products: Products of all queries with all keys.
+    """
+    given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
+    if not arguments.get("STORE_STATS", True):
+        del given["stats"]
+    q = arguments["q_ptr"]
+    is_exact = q.dtype == torch.float32 and arguments["SPEC"].precision == "ieee"
+    return Work(bytes_of(given), 0 if is_exact else 2 * products * q.numel() * arguments["keys"])
+
+
+_OF_QUERIES = "q k v dout stats delta"
+
+
+def _work(names: str, products: int) -> Any:
+    return functools.partial(_attention_work, names=names, products=products)
+
+
+CARDS = {
+    "attention": Card(
+        call=_attention,
+        choices=COMMON
+        | {
+            "batch": FEW,
+            "queries": WIDE,
+            "keys": (*WIDE, 223, 224, 225, 257),
+            "heads": (1, 2, 3),
+            "channels": (*WIDE, 255, 256, 257),
+            "scale": (None, 0.0, 0.1, -1.0, 10.0, 1e-30),
+            "bias": ("none", "full", "matrix", "keys", "heads", "queries"),
+            "excluded": ("none", "some", "most", "block", "all"),
+            "position": ("none", "table", "rows"),
+            "height": (1, 2, 3, 4, 5, 7),
+            "width": (1, 2, 3, 4, 5, 8),
+            "key_height": (1, 2, 3, 4),
+            "key_width": (1, 2, 3, 5),
+            "stride": (1, 2, 3),
+            "class_token": BOTH,
+            **ABSENT,
+        },
+        examples={
+            "usual": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24},
+            "odd": {"batch": 1, "queries": 1, "keys": 1, "channels": 7},
+            "empty": {"batch": 0, "queries": 5, "keys": 3, "channels": 8},
+            "many": {"batch": 4, "queries": 197, "keys": 50, "heads": 3, "channels": 32},
+            "tiny": {"batch": 1, "queries": 3, "keys": 4, "heads": 2, "channels": 3, "bias": "full"},
+            "bias": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24, "bias": "full"},
+            "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16, "bias": "full"},
+            "loop": {"queries": 5, "keys": 300, "channels": 16, "bias": "keys"},
+            "excluded": {"queries": 9, "keys": 17, "channels": 16, "bias": "matrix", "excluded": "some"},
+            "position": {
+                "batch": 2,
+                "position": "table",
+                "height": 4,
+                "width": 3,
+                "key_height": 2,
+                "key_width": 2,
+                "stride": 2,
+                "class_token": True,
+                "heads": 2,
+                "channels": 16,
+            },
+        },
+        without_gradients=("cpu",),
+        stages={
+            "attention": Launches(_attention_stage),
+            "attention_with_bias": Launches(functools.partial(_attention_stage, bias=True), by_default=False),
+            "attention_by_position": Launches(
+                functools.partial(_attention_stage, by_position=True), by_default=False
+            ),
+        },
+        work={
+            "attention_fwd": _work("q k v out stats", 2),
+            "attention_fwd_loop": _work("q k v out stats", 2),
+            "attention_bwd": _work(f"{_OF_QUERIES} dq dk dv", 5),
+            "attention_bwd_dq": _work(f"{_OF_QUERIES} out dq", 3),
+            "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
+            "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
+            "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
+        },
+    ),
+}

@@ -1,0 +1,64 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...cards import (
+    COMMON,
+    K3X3,
+    MANY_PIXELS,
+    MAP,
+    ODD_MAP,
+    OUTPUTS,
+    TINY_MAP,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+)
+from ..conv_projection.card import PROJECTION, _conv_projection, conv_batch_norm
+
+
+def _conv_linear(m: Any) -> Any:
+    (x, grid, convs), _ = _conv_projection(m)
+    return (x, grid, convs, tuple(tuple(m.linear(m.outputs, m.channels)) for _ in convs)), {}
+
+
+def _conv_linear_stage(step: Step) -> None:
+    """Runs a CvT block's projection with its linear layers."""
+    convs = [conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2)]
+    linears = [(step.tensor(step.channels, step.channels), step.tensor(step.channels)) for _ in convs]
+    step.call("conv_linear", step.x(), step.stage.grid, convs, linears)
+
+
+def _conv_linear_work(arguments: dict[str, Any]) -> Work:
+    x, outs, spec = arguments["x_ptr"], arguments["y_ptrs"], arguments["SPEC"]
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    flops = 0 if is_exact else 2 * x.shape[2] * sum(out.numel() for out in outs)
+    return Work(bytes_of(x, outs, arguments["linear_ptrs"]), flops)
+
+
+CARDS = {
+    "conv_linear": Card(
+        call=_conv_linear,
+        choices=COMMON | PROJECTION | OUTPUTS,
+        examples={
+            "usual": MAP | K3X3 | {"branches": 2, "outputs": 33, "class_token": True},
+            "odd": ODD_MAP | K3X3 | {"outputs": 5},
+            "empty": MAP | K3X3 | {"batch": 0, "outputs": 33},
+            "many": MANY_PIXELS | K3X3 | {"outputs": 33},
+            "tiny": TINY_MAP | K3X3 | {"outputs": 4, "branches": 2, "class_token": True},
+            "bare": MAP | K3X3 | {"outputs": 33, "bare": True},
+        },
+        without_gradients=(
+            "gluon",
+            "triton",
+        ),
+        stages={"conv_linear": Launches(_conv_linear_stage)},
+        work={"conv_linear_fwd": _conv_linear_work},
+    ),
+}

@@ -1,0 +1,148 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cards import (
+    BOTH,
+    COMMON,
+    CONV,
+    GRID,
+    K3X3,
+    MANY_PIXELS,
+    MAP,
+    NORM,
+    ODD_MAP,
+    TINY_MAP,
+    WIDE,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    each_once,
+    once,
+)
+from ...records import ConvBatchNorm
+
+PROJECTION = GRID | CONV | {
+    "channels": WIDE, "class_token": BOTH, "branches": (1, 2, 3), "summands": (1, 2, 3), "mixed": BOTH,
+    "statistics": ("running", "none", "averaged"), **NORM,
+}  # fmt: skip
+
+
+def _convs(m: Any) -> tuple[Any, ...]:
+    """Returns the branches: the second and third of other strides, summands of larger kernels."""
+    branches = []
+    # PyTorch 2.13 crashes in 16 bits where a kernel of 1×1 or an image of width 1 has a dilation.
+    dilation = 1 if m.kernel == 1 or m.width == 1 else m.dilation
+    reach = dilation * (m.kernel - 1) + 1
+    padding = max(m.padding, -((min(m.height, m.width) - reach) // 2))  # so that there is an output
+    for i in range(m.branches):
+        parts = tuple(
+            m.conv(m.channels, m.kernel + 2 * j, m.stride + i, padding + dilation * j, dilation)
+            for j in range(m.summands)
+        )
+        branches.append(parts[0] if len(parts) == 1 else parts)
+    return tuple(branches)
+
+
+def _conv_projection(m: Any) -> Any:
+    tokens = m.height * m.width + m.class_token
+    x = m.activation(m.batch, tokens, m.channels)
+    return (x, (m.height, m.width), _convs(m)), {"training": m.training}
+
+
+def conv_batch_norm(step: Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
+    """Returns a convolution with BatchNorm, which in training has parameters in float32."""
+
+    def vector() -> Tensor:
+        return step.tensor(step.channels, dtype=torch.float32 if step.training else None)
+
+    weight, count = step.tensor(step.channels, 1, kernel, kernel), step.tensor(dtype=torch.int64)
+    vectors = vector(), vector(), vector(), vector()
+    return ConvBatchNorm(weight, *vectors, count, stride, padding, dilation)
+
+
+def _conv_projection_stage(step: Step, *, hybrid: bool = False) -> None:
+    """Runs a CvT block's projection (q has stride 1, k and v stride 2).
+
+    With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under
+    autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
+    """
+    kernels = ((3, 1, 1), (5, 4, 2)) if hybrid else ((3, 1, 1),)
+    branches = [tuple(conv_batch_norm(step, stride, *kernel) for kernel in kernels) for stride in (1, 2, 2)]
+    convs = branches if hybrid else [conv for (conv,) in branches]
+    step.call("conv_projection", step.x(), step.stage.grid, convs, training=step.training)
+
+
+def _spatial_bytes(arguments: dict[str, Any], tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of tensors (B, T, C) without their class tokens."""
+    tokens = arguments["CLASS_TOKEN"]
+    return sum(bytes_of(tensor) // tensor.shape[1] * (tensor.shape[1] - tokens) for tensor in tensors)
+
+
+def _inputs_bytes(arguments: dict[str, Any]) -> int:
+    """Returns the bytes of x and, in the backward, of the gradients of the outputs, without class tokens."""
+    return _spatial_bytes(arguments, [arguments["x_ptr"], *each_once(arguments.get("dy_ptrs", ()))])
+
+
+def _projection_forward(arguments: dict[str, Any]) -> Work:
+    statistics = arguments.get("statistics_ptr")  # of a LayerNorm that it applies
+    return Work(bytes_of(arguments["x_ptr"], each_once(arguments["y_ptrs"]), statistics))
+
+
+def _projection_sums(arguments: dict[str, Any]) -> Work:
+    """Describes sums over outputs, for the statistics of the batch and for the backward."""
+    sums = [arguments.get("partial_ptr"), arguments.get("counts_ptr")]
+    return Work(_inputs_bytes(arguments) + bytes_of(sums))
+
+
+def _projection_backward_convolution(arguments: dict[str, Any]) -> Work:
+    return Work(_inputs_bytes(arguments) + bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"]))
+
+
+def _projection_backward_input(arguments: dict[str, Any]) -> Work:
+    dys = each_once(arguments["dy_ptrs"])
+    class_tokens = bytes_of(dys) - _spatial_bytes(arguments, dys)  # whose gradients are copied
+    return Work(bytes_of(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
+
+
+CARDS = {
+    "conv_projection": Card(
+        call=_conv_projection,
+        choices=COMMON | PROJECTION | {"training": BOTH},
+        examples={
+            "usual": MAP | K3X3 | {"branches": 2, "class_token": True},
+            "odd": ODD_MAP | K3X3,
+            "empty": MAP | K3X3 | {"batch": 0},
+            "many": MANY_PIXELS | K3X3 | {"branches": 2, "class_token": True},
+            "tiny": TINY_MAP | K3X3 | {"branches": 2, "class_token": True},
+            "5x5": MAP | {"kernel": 5, "padding": 2, "stride": 2, "bare": True},
+            "sums": MAP | K3X3 | {"summands": 2, "branches": 2},
+            "training": MAP | K3X3 | {"branches": 2, "class_token": True, "training": True},
+            "mixed": MAP | K3X3 | {"mixed": True},
+        },
+        stages={
+            "conv_projection": Launches(_conv_projection_stage),
+            "conv_projection_hybrid": Launches(
+                functools.partial(_conv_projection_stage, hybrid=True), by_default=False
+            ),
+        },
+        work={
+            "conv_projection_fwd": _projection_forward,
+            "conv_projection_stats": _projection_sums,
+            "conv_projection_bwd_sums": _projection_sums,
+            "conv_projection_bwd_conv": _projection_backward_convolution,
+            "conv_projection_bwd_input": _projection_backward_input,
+            "merge_stats": functools.partial(once, names="partial counts mean var"),
+            "sum_regions": functools.partial(once, names="partial sum"),
+        },
+    ),
+}

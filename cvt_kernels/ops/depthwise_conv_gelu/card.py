@@ -1,0 +1,57 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ...cards import (
+    APPROXIMATE,
+    BOTH,
+    COMMON,
+    GRID,
+    MANY_PIXELS,
+    MAP,
+    ODD_MAP,
+    TINY_MAP,
+    WIDE,
+    Card,
+    Launches,
+    Step,
+    once,
+)
+
+
+def _depthwise_conv_gelu(m: Any) -> Any:
+    x = m.activation(m.batch, m.height * m.width, m.channels)
+    weight = m.parameter(m.channels, 1, 3, 3, scale=1 / 3)
+    return (x, (m.height, m.width), weight, m.optional(m.channels)), {"approximate": m.approximate}
+
+
+def _depthwise_conv_gelu_stage(step: Step) -> None:
+    """Runs a Mix-FFN's convolution with exact GELU."""
+    weight, bias = step.tensor(step.channels, 1, 3, 3), step.tensor(step.channels)
+    step.call("depthwise_conv_gelu", step.x(), step.stage.grid, weight, bias)
+
+
+CARDS = {
+    "depthwise_conv_gelu": Card(
+        call=_depthwise_conv_gelu,
+        choices=COMMON | GRID | {"channels": WIDE, "bare": BOTH} | APPROXIMATE,
+        examples={
+            "usual": MAP,
+            "odd": ODD_MAP,
+            "empty": MAP | {"batch": 0},
+            "many": MANY_PIXELS,
+            "tiny": TINY_MAP,
+            "bare": MAP | {"bare": True},
+            "tanh": MAP | {"approximate": "tanh"},
+            "quick": MAP | {"approximate": "quick"},
+        },
+        stages={"depthwise_conv_gelu": Launches(_depthwise_conv_gelu_stage, of_pyramids=True)},
+        work={
+            "depthwise_conv_gelu_fwd": functools.partial(once, names="x y"),
+            "depthwise_conv_gelu_bwd_conv": functools.partial(once, names="x dy da partial"),
+        },
+    ),
+}

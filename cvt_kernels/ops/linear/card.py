@@ -1,0 +1,174 @@
+"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cards import (
+    APPROXIMATE,
+    BOTH,
+    COMMON,
+    GELUS,
+    INPLACE,
+    LEADING,
+    NORM,
+    OUTPUTS,
+    ROWS,
+    SHIFTED,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    matrix,
+    of_rows,
+    once,
+    shape_of,
+)
+
+
+def _linear(m: Any) -> Any:
+    return (m.activation(*shape_of(m)), *m.linear(m.outputs, m.channels)), {}
+
+
+def _linear_gelu(m: Any) -> Any:
+    return _linear(m)[0], {"approximate": m.approximate}
+
+
+def _linear_add(m: Any) -> Any:
+    args = _linear(m)[0]
+    residual, settings = m.activation(*shape_of(m)[:-1], m.outputs), {"inplace": m.inplace}
+    return (*args, residual), settings | ({} if m.inplace else factors(m, residual))
+
+
+def factors(m: Any, residual: Tensor) -> dict[str, Any]:
+    """Makes the factors of the images of stochastic depth, where an example has them."""
+    if not m.scaled or residual.ndim == 1:
+        return {}
+    scale = torch.rand(residual.shape[0], generator=m._generator, dtype=torch.float32)
+    return {"scale": scale, "scales_sum": m.scales_sum}
+
+
+def _linear_add_layer_norm(m: Any) -> Any:
+    args = _linear(m)[0]
+    args, settings = (*args, m.activation(*shape_of(m)[:-1], m.outputs)), {"inplace": m.inplace}
+    shift = m.parameter(m.outputs) if m.shifted else None
+    return (*args, *m.norm(m.outputs)[:2]), {"eps": m.eps, "shift": shift, **settings}
+
+
+#: Examples with factors of images.
+SCALED = {
+    "scaled": ROWS | {"outputs": 33, "scaled": True},
+    "scaled sum": ROWS | {"outputs": 33, "scaled": True, "scales_sum": True},
+}
+
+
+def _linear_gelu_stage(step: Step) -> None:
+    """Runs a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
+    x, weight, bias, _ = step.linear(1, 4)
+    step.call("linear_gelu", x, weight, bias, approximate="quick")
+
+
+def _linear_add_stage(step: Step) -> None:
+    """Runs a CvT block's layers that end its residual branches, attention's and the MLP's.
+
+    Training is beside a stream of float32, as under autocast, with stochastic depth and without.
+    """
+    if not step.training:
+        for width in (1, 4):
+            step.call("linear_add", *step.linear(width, 1))
+        return
+    x, weight, bias, residual = step.linear(1, 1)
+    stream = step.tensor(*residual.shape, dtype=torch.float32)
+    factors = torch.empty(step.batch, dtype=torch.float32, device=step.device)
+    as_images = [each.unflatten(0, (step.batch, -1)) for each in (x, stream)]
+    for scale, scales_sum in ((None, False), (factors, False), (factors, True)):
+        step.call("linear_add", as_images[0], weight, bias, as_images[1], scale=scale, scales_sum=scales_sum)
+
+
+def _linear_stage(step: Step) -> None:
+    """Runs a CvT block's layers of queries, keys and values, which have kernels in training only."""
+    step.call("linear", *step.linear(1, 1)[:3])
+
+
+def _linear_gluon_stage(step: Step) -> None:
+    """Runs the layers of the two above, without gradients, by the product in Gluon on GPUs that have it."""
+    x, weight, bias, _ = step.linear(1, 4)
+    for approximate in ("none", "tanh", "quick"):
+        step.call("linear_gelu", x, weight, bias, approximate=approximate, backend="gluon")
+    for width in (1, 4):
+        step.call("linear_add", *step.linear(width, 1), backend="gluon")
+
+
+def _linear_add_layer_norm_stage(step: Step) -> None:
+    """Runs the layers of ``_linear_add_stage`` with the LayerNorm that follows each of them."""
+    for width in (1, 4):
+        x, weight, bias, residual = step.linear(width, 1)
+        step.call("linear_add_layer_norm", x, weight, bias, residual, bias, bias)
+
+
+def linear_work(arguments: dict[str, Any], results: str) -> Work:
+    """Returns the work of a linear layer that writes ``results``."""
+    spec = arguments["SPEC"]
+    written = [matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
+    read = [matrix(arguments[name]) for name in ("x", "weight")]
+    read += [value for name, value in arguments.items() if name.endswith("_ptr")]
+    size = read[0].element_size()
+    flops = 2 * written[0].numel() * spec.inputs if size <= 2 or spec.precision == "tf32" else 0
+    return Work(bytes_of(read, written), flops // (2 if size == 1 else 1))
+
+
+def _pingpong_product(arguments: dict[str, Any]) -> Work:
+    spec, out = arguments["SPEC"], matrix(arguments["out"])
+    moved = [matrix(arguments["x"]), matrix(arguments["weight"]), out]
+    moved += [matrix(arguments["residual"])] if spec.has_residual else []
+    moved += [arguments["sums_ptr"]] if spec.has_sums else []
+    moved += [arguments["statistics_ptr"]] if spec.norm_width else []
+    return Work(bytes_of(moved), 2 * out.numel() * spec.inputs)
+
+
+CARDS = {
+    "linear": Card(
+        call=_linear,
+        choices=COMMON | LEADING | OUTPUTS | {"bare": BOTH},
+        examples=of_rows("bare=True", outputs=33),
+        without_gradients=("float32",),
+        needed={"float32": {"dtype": "bfloat16", "bare": True}},
+        stages={"linear": Launches(_linear_stage), "linear_gluon": Launches(_linear_gluon_stage)},
+        work={
+            "grouped_linear": functools.partial(linear_work, results="out"),
+            "linear_starts": functools.partial(once, names="dout pre dproduct dresidual activated partial"),
+            "pingpong_product": _pingpong_product,
+        },
+    ),
+    "linear_gelu": Card(
+        call=_linear_gelu,
+        choices=COMMON | LEADING | OUTPUTS | {"bare": BOTH} | APPROXIMATE,
+        examples=of_rows("bare=True", *GELUS, outputs=33),
+        stages={"linear_gelu": Launches(_linear_gelu_stage)},
+        work={"linear_gelu": functools.partial(linear_work, results="out pre")},
+    ),
+    "linear_add": Card(
+        call=_linear_add,
+        choices=COMMON | LEADING | OUTPUTS | INPLACE | dict.fromkeys(("bare", "scaled", "scales_sum"), BOTH),
+        examples=of_rows("bare=True", "inplace=True", outputs=33) | SCALED,
+        stages={"linear_add": Launches(_linear_add_stage)},
+        work={
+            "linear_add": functools.partial(linear_work, results="out"),
+            "linear_ends": functools.partial(once, names="product residual out"),
+        },
+    ),
+    "linear_add_layer_norm": Card(
+        call=_linear_add_layer_norm,
+        choices=COMMON | LEADING | OUTPUTS | NORM | SHIFTED | INPLACE,
+        examples=of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
+        without_gradients=("triton",),
+        normalizes=True,
+        stages={"linear_add_layer_norm": Launches(_linear_add_layer_norm_stage)},
+        work={"linear_add_layer_norm": functools.partial(linear_work, results="h y")},
+    ),
+}

@@ -1,0 +1,160 @@
+"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ... import reference
+from ...cards import (
+    APPROXIMATE,
+    BOTH,
+    FORWARD,
+    GELUS,
+    LEADING,
+    NORM,
+    OUTPUTS,
+    SHIFTED,
+    VARIANTS,
+    Card,
+    Launches,
+    Step,
+    of_rows,
+    once,
+    shape_of,
+)
+from ..linear.card import linear_work
+
+_QUANTIZED = FORWARD | LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
+
+
+def _quantize_rows(m: Any) -> Any:
+    return (m.activation(*shape_of(m)),), {"scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+
+
+def _layer_norm_quantize(m: Any) -> Any:
+    x = m.activation(*shape_of(m))
+    shift = m.parameter(m.channels) if m.shifted else None
+    settings = {"eps": m.eps, "shift": shift, "scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+    return (x, *m.norm(m.channels)[:2]), settings
+
+
+def _gelu_quantize(m: Any) -> Any:
+    settings = {"approximate": m.approximate, "scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+    return (m.activation(*shape_of(m)), m.optional(m.channels)), settings
+
+
+def _linear_int8(m: Any) -> Any:
+    dtype = getattr(torch, m.to)
+    layer = m.quantized(m.outputs, m.channels, dtype, None)
+    x, scales, result = m.activation(*shape_of(m)), None, m.dtype
+    if m.autocast and m.dtype != torch.float64:
+        result = torch.bfloat16
+    residual = m.activation(*x.shape[:-1], m.outputs).to(result) if m.added else None
+    settings: dict[str, Any] = {"approximate": None if m.approximate == "nothing" else m.approximate}
+    if m.rounded and m.dtype != torch.float64:
+        x, scales = reference.quantize_rows(x, dtype=dtype)
+    else:
+        settings["input_scale"] = m.row_scale()
+    settings |= {"x_scales": scales, "residual": residual, "dtype": result}
+    return (x, layer.weight, layer.weight_scale, layer.bias), {"input_scale": None, **settings}
+
+
+def _quantize_rows_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds a stage's tokens to 8-bit ``numbers``, which has no gradient."""
+    if not step.training:
+        step.call("quantize_rows", step.x(), dtype=numbers)
+
+
+def _layer_norm_quantize_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
+    vector = step.tensor(step.channels)
+    if not step.training:
+        step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector, dtype=numbers)
+
+
+def _gelu_quantize_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
+    hidden, *_ = step.linear(4, 1)
+    if not step.training:
+        step.call("gelu_quantize", hidden, approximate="quick", dtype=numbers)
+
+
+def _linear_int8_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+    """Runs a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
+
+    These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
+    """
+    for inputs, outputs, adds in () if step.training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
+        x, weight, bias, residual = step.linear(inputs, outputs)
+        step.call(
+            "linear_int8", x.to(numbers), weight.to(numbers), bias.float(), bias,
+            x_scales=step.tensor(len(x), 1, dtype=torch.float32), residual=residual if adds else None,
+            dtype=step.dtype,
+        )  # fmt: skip
+
+
+def _linear_float8_stage(step: Step) -> None:
+    """Runs these four with float8_e4m3fn; no chip without such products has launches of them."""
+    for run in (_quantize_rows_stage, _layer_norm_quantize_stage, _gelu_quantize_stage, _linear_int8_stage):
+        run(step, numbers=torch.float8_e4m3fn)
+
+
+_ROUNDING = functools.partial(once, names="x scales values")
+
+
+CARDS = {
+    "quantize_rows": Card(
+        call=_quantize_rows,
+        choices=_QUANTIZED,
+        examples=of_rows("to=float8_e4m3fn", "one_scale=0.05"),
+        rounds=True,
+        stages={"quantize_rows": Launches(_quantize_rows_stage)},
+        work={"quantize_rows": _ROUNDING},
+    ),
+    "layer_norm_quantize": Card(
+        call=_layer_norm_quantize,
+        choices=_QUANTIZED | NORM | SHIFTED,
+        examples=of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
+        rounds=True,
+        stages={"layer_norm_quantize": Launches(_layer_norm_quantize_stage)},
+        work={"layer_norm_quantize": _ROUNDING},
+    ),
+    "gelu_quantize": Card(
+        call=_gelu_quantize,
+        choices=_QUANTIZED | APPROXIMATE | {"bare": BOTH},
+        examples=of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *GELUS),
+        rounds=True,
+        stages={"gelu_quantize": Launches(_gelu_quantize_stage)},
+        work={"gelu_quantize": _ROUNDING},
+    ),
+    "linear_int8": Card(
+        call=_linear_int8,
+        choices=_QUANTIZED
+        | OUTPUTS
+        | {
+            "rounded": BOTH,
+            "bare": BOTH,
+            "added": BOTH,
+            "approximate": ("nothing", *VARIANTS),
+        },
+        examples=of_rows(
+            "to=float8_e4m3fn",
+            "one_scale=0.05",
+            "rounded=True",
+            "bare=True",
+            "added=True",
+            *GELUS,
+            outputs=33,
+        ),
+        rounds=True,
+        needed={"scaled_mm": {"to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32}},
+        stages={
+            "linear_int8": Launches(_linear_int8_stage),
+            "linear_float8": Launches(_linear_float8_stage),
+        },
+        work={"linear_int8": functools.partial(linear_work, results="out")},
+    ),
+}

@@ -1,0 +1,91 @@
+"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...cards import (
+    APPROXIMATE,
+    BOTH,
+    COMMON,
+    GELUS,
+    LEADING,
+    NORM,
+    OUTPUTS,
+    SHIFTED,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    of_rows,
+    shape_of,
+)
+from ..linear.card import SCALED, factors
+
+
+def _layer_norm_mlp(m: Any) -> Any:
+    x, c, hidden = m.activation(*shape_of(m)), m.channels, m.outputs
+    shift = m.parameter(c) if m.shifted else None
+    args = (x, *m.norm(c)[:2], *m.linear(hidden, c), *m.linear(c, hidden))
+    return args, {"eps": m.eps, "approximate": m.approximate, "shift": shift}
+
+
+def _layer_norm_mlp_stage(step: Step) -> None:
+    """Runs a CvT block's MLP (4 hidden features per channel, QuickGELU)."""
+    _, first, first_bias, _ = step.linear(1, 4)
+    _, second, second_bias, _ = step.linear(4, 1)
+    norm = step.tensor(step.channels), step.tensor(step.channels)
+    layers = first, first_bias, second, second_bias
+    step.call("layer_norm_mlp", step.x(), *norm, *layers, approximate="quick")
+
+
+def _mlp_add(m: Any) -> Any:
+    x, c, hidden = m.activation(*shape_of(m)), m.channels, m.outputs
+    residual = m.activation(*shape_of(m))
+    args = (x, *m.linear(hidden, c), *m.linear(c, hidden), residual)
+    return args, {"approximate": m.approximate, **factors(m, residual)}
+
+
+def _mlp_add_stage(step: Step) -> None:
+    """Runs a CvT block's MLP in training, with stochastic depth; only there has it kernels of its own."""
+    if not step.training:
+        return
+    x, fc1, bias1, _ = step.linear(1, 4)
+    _, fc2, bias2, _ = step.linear(4, 1)
+    scale = torch.empty(step.batch, dtype=torch.float32, device=step.device)
+    residual = step.tensor(*x.shape, dtype=torch.float32).unflatten(0, (step.batch, -1))
+    x = x.unflatten(0, (step.batch, -1))
+    step.call("mlp_add", x, fc1, bias1, fc2, bias2, residual, approximate="quick", scale=scale)
+
+
+def _mlp_work(arguments: dict[str, Any]) -> Work:
+    x, weights = arguments["x_ptr"], (arguments["fc1_weight_ptr"], arguments["fc2_weight_ptr"])
+    multiplies = x.dtype != torch.float32 or arguments["SPEC"].precision != "ieee"
+    flops = 2 * arguments["rows"] * sum(weight.numel() for weight in weights) if multiplies else 0
+    return Work(bytes_of(x, arguments["out_ptr"], weights), flops)
+
+
+CARDS = {
+    "layer_norm_mlp": Card(
+        call=_layer_norm_mlp,
+        choices=COMMON | LEADING | OUTPUTS | NORM | SHIFTED | APPROXIMATE,
+        examples=of_rows("bare=True", "shifted=True", *GELUS, outputs=33),
+        without_gradients=("triton",),
+        normalizes=True,
+        stages={"layer_norm_mlp": Launches(_layer_norm_mlp_stage)},
+        work={"layer_norm_mlp_fwd": _mlp_work, "layer_norm_mlp_fwd_resident": _mlp_work},
+    ),
+    "mlp_add": Card(
+        call=_mlp_add,
+        choices=COMMON
+        | LEADING
+        | OUTPUTS
+        | APPROXIMATE
+        | dict.fromkeys(("bare", "scaled", "scales_sum"), BOTH),
+        examples=of_rows("bare=True", *GELUS, outputs=33) | SCALED,
+        stages={"mlp_add": Launches(_mlp_add_stage)},
+    ),
+}

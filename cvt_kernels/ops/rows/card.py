@@ -1,0 +1,133 @@
+"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cards import (
+    ABSENT,
+    BOTH,
+    COMMON,
+    INPLACE,
+    NORM,
+    RESULT,
+    SIZES,
+    TOKENS,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    once,
+    result_of,
+)
+
+_SOME: dict[str, Any] = {"batch": 2, "tokens": 13, "count": 7, "channels": 40, "absent": "some"}
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "usual": _SOME,
+    "odd": {"batch": 1, "tokens": 1, "count": 1, "channels": 7},
+    "empty": _SOME | {"batch": 0},
+    "many": {"batch": 4, "tokens": 200, "count": 150, "channels": 96},
+    "tiny": {"batch": 2, "tokens": 4, "count": 3, "channels": 5, "absent": "some"},
+    "no rows": _SOME | {"count": 0},
+}
+
+
+def _index(m: Any) -> Tensor:
+    return m.index(m.batch, m.tokens, min(m.count, m.tokens))
+
+
+def _gather_rows(m: Any) -> Any:
+    return (m.activation(m.batch, m.tokens, m.channels), _index(m)), {}
+
+
+def _gather_add_layer_norm(m: Any) -> Any:
+    x, index = _gather_rows(m)[0]
+    branch = m.activation(m.batch, index.shape[1], m.channels)
+    return (x, index, branch, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": result_of(m)}
+
+
+def _scatter_rows(m: Any) -> Any:
+    x, index = _gather_rows(m)[0]
+    values = m.activation(m.batch, index.shape[1], m.channels)
+    branch = None if m.bare else m.activation(m.batch, index.shape[1], m.channels)
+    return (x, index, values, branch), {"inplace": m.inplace}
+
+
+def _rows(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a stage's tokens, the index of 7 of 10, and values for these."""
+    kept = -(-7 * step.tokens // 10)
+    values = step.tensor(step.batch, kept, step.channels)
+    return step.x(), step.tensor(step.batch, kept, dtype=torch.int64), values
+
+
+def _gather_rows_stage(step: Step) -> None:
+    """Gathers 7 of 10 tokens of a stage."""
+    x, rows, _ = _rows(step)
+    step.call("gather_rows", x, rows)
+
+
+def _gather_add_layer_norm_stage(step: Step) -> None:
+    """Gathers 7 of 10 tokens, adds and normalizes."""
+    vector = step.tensor(step.channels)
+    step.call("gather_add_layer_norm", *_rows(step), vector, vector)
+
+
+def _scatter_rows_stage(step: Step) -> None:
+    """Puts 7 of 10 tokens back with a branch, in inference once more in place."""
+    x, rows, values = _rows(step)
+    for inplace in (False,) if step.training else (False, True):
+        step.call("scatter_rows", x, rows, values, values, inplace=inplace)
+
+
+def _gathered_and_normalized_rows(arguments: dict[str, Any]) -> Work:
+    x, branch = arguments["x_ptr"], arguments["branch_ptr"]
+    return Work(once(arguments, "rows branch h y").bytes + branch.numel() * x.element_size())
+
+
+def _scattered_rows(arguments: dict[str, Any]) -> Work:
+    size, x = once(arguments, "places out values branch").bytes, arguments["x_ptr"]
+    if x is not None:  # but for the tokens of the index
+        size += (x.shape[1] - arguments["count"]) * bytes_of(x) // x.shape[1]
+    return Work(size)
+
+
+CARDS = {
+    "gather_rows": Card(
+        call=_gather_rows,
+        choices=COMMON | TOKENS | ABSENT | {"count": (*SIZES, 0)},
+        examples=_EXAMPLES,
+        stages={"gather_rows": Launches(_gather_rows_stage)},
+        work={"gather_rows": functools.partial(once, names="rows out out")},
+    ),
+    "gather_add_layer_norm": Card(
+        call=_gather_add_layer_norm,
+        choices=COMMON | TOKENS | ABSENT | {"count": (*SIZES, 0)} | NORM | RESULT,
+        examples=_EXAMPLES | {"bare": _SOME | {"bare": True}},
+        normalizes=True,
+        stages={"gather_add_layer_norm": Launches(_gather_add_layer_norm_stage)},
+        work={
+            "gather_add_layer_norm": _gathered_and_normalized_rows,
+            "gather_add_layer_norm_backward": functools.partial(once, names="dy dh h out sums"),
+        },
+    ),
+    "scatter_rows": Card(
+        call=_scatter_rows,
+        choices=COMMON | TOKENS | ABSENT | {"count": (*SIZES, 0), "bare": BOTH} | INPLACE,
+        examples=_EXAMPLES
+        | {
+            "bare": _SOME | {"bare": True},
+            "inplace=True": _SOME | {"inplace": True},
+        },
+        stages={"scatter_rows": Launches(_scatter_rows_stage)},
+        work={
+            "scatter_rows": _scattered_rows,
+            "scatter_rows_places": functools.partial(once, names="rows places"),
+            "scatter_rows_inplace": functools.partial(once, names="rows values values branch"),
+        },
+    ),
+}

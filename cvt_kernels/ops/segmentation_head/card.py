@@ -1,0 +1,95 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cards import (
+    BOTH,
+    COMMON,
+    GRID,
+    MANY_PIXELS,
+    MAP,
+    ODD_MAP,
+    OUTPUTS,
+    TINY_MAP,
+    WIDE,
+    Card,
+    Launches,
+    Step,
+    Work,
+    bytes_of,
+    image_of,
+)
+
+
+def _segmentation_head(m: Any) -> Any:
+    x = image_of(m, m.inputs, m.height, m.width)
+    others = []
+    for i in range(m.others):
+        sizes = [(-(-size // 2), -(-size // 3), size, 2 * size + 1)[i] for size in (m.height, m.width)]
+        inputs = m.inputs + 3 * i
+        others.append((image_of(m, inputs, *sizes), m.matrix(m.channels, inputs)))
+    args = (x, m.matrix(m.channels, m.inputs), m.optional(m.channels), tuple(others))
+    return (*args, *m.linear(m.outputs, m.channels)), {}
+
+
+def _segmentation_head_stage(step: Step) -> None:
+    """Runs SegFormer's decode head for 150 classes, with maps of a half, a quarter and an eighth."""
+    if not step.stage.decoder:
+        return
+    assert step.stage.embedding is not None
+    (height, width), inputs, channels = step.stage.grid, step.stage.embedding.in_channels, step.stage.decoder
+
+    def map_and_weight(shift: int) -> tuple[Tensor, Tensor]:
+        size = -(-height >> shift), -(-width >> shift)
+        image = step.tensor(step.batch, *size, inputs << shift).permute(0, 3, 1, 2)
+        return image, step.tensor(channels, inputs << shift)
+
+    first, *others = map(map_and_weight, range(4))
+    classifier = step.tensor(150, channels), step.tensor(150)
+    step.call("segmentation_head", *first, step.tensor(channels), tuple(others), *classifier)
+
+
+def _segmentation_head_work(arguments: dict[str, Any]) -> Work:
+    x, spec = arguments["x_ptr"], arguments["SPEC"]
+    tensors = [arguments[f"{name}_ptr"] for name in ("w", "classifier", "out")]
+    flops = 2 * x.numel() // spec.inputs * spec.channels * (spec.inputs + spec.classes)
+    is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
+    return Work(bytes_of(x, arguments["map_ptrs"], tensors), 0 if is_exact else flops)
+
+
+CARDS = {
+    "segmentation_head": Card(
+        call=_segmentation_head,
+        choices=COMMON
+        | GRID
+        | OUTPUTS
+        | {
+            "inputs": (1, 2, 3, 5, 8, 17, 64),
+            "channels": WIDE,
+            "others": (3, 2, 1, 0, 4),
+            "bare": BOTH,
+            "channels_last": BOTH,
+        },
+        examples={
+            "usual": MAP | {"inputs": 9, "outputs": 33},
+            "odd": ODD_MAP | {"inputs": 1, "outputs": 5},
+            "empty": MAP | {"inputs": 9, "outputs": 33, "batch": 0},
+            "many": MANY_PIXELS | {"inputs": 8, "outputs": 33},
+            "tiny": TINY_MAP | {"inputs": 2, "outputs": 4},
+            "bare": MAP | {"inputs": 9, "outputs": 33, "bare": True},
+            "one map": MAP | {"inputs": 9, "outputs": 33, "others": 0},
+            "channels last": MAP | {"inputs": 9, "outputs": 33, "channels_last": True},
+        },
+        without_gradients=(
+            "cpu",
+            "triton",
+        ),
+        stages={"segmentation_head": Launches(_segmentation_head_stage, of_pyramids=True)},
+        work={"segmentation_head": _segmentation_head_work},
+    ),
+}

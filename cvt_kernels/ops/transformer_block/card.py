@@ -1,0 +1,131 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...cards import (
+    ABSENT,
+    BOTH,
+    FORWARD,
+    GRID,
+    K3X3,
+    MANY_PIXELS,
+    MAP,
+    NORM,
+    ODD_MAP,
+    SIZES,
+    TINY_MAP,
+    VARIANTS,
+    WIDE,
+    WIDEST,
+    Card,
+)
+from ...records import DepthwiseConv, Reduction, TransformerBlock
+
+#: Of examples.
+BLOCK = MAP | K3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
+PYRAMID = MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "hidden": 33}
+CHOICES = FORWARD | GRID | NORM | {
+    # Large ones would make chance of what 16 bits round between its parts.
+    "parameters": ("normal", "zeros", "tiny"),
+    "gradient": ("none", "all"), "upstream": ("contiguous",), "channels": WIDE, "heads": (1, 2, 3, 4),
+    "head_dim": (*SIZES, 64, 65, 128), "hidden": WIDEST, "scale": (None, 0.1, 0.0, -1.0),
+    "approximate": VARIANTS, "inplace": BOTH,
+}  # fmt: skip
+
+
+def _transformer_block(m: Any) -> Any:
+    has_convs, whole = m.reduce == "convolutions", m.mixes or m.reduce == "squares"
+    class_token = 0 if whole else m.class_token
+    width, tokens = m.heads * m.head_dim, m.height * m.width + class_token
+    c, layers = m.channels, []
+    m.statistics = "running"
+    shapes = ((width, c),) * 3 + ((c, width), (m.hidden, c), (c, m.hidden))
+    for i, shape in enumerate(shapes):
+        if m.quantized_layers in ("all", str(i)):
+            m.gradient = "none"
+            layers.append(m.quantized(*shape, torch.int8, m.row_scale()))
+        else:
+            layers.append(m.linear(*shape))
+    norms, fc1 = (m.norm(c), m.norm(c)), layers[4]
+    block = TransformerBlock(
+        norms[0],
+        _reduce(m),
+        tuple(layers[:3]),
+        m.heads,
+        m.scale,
+        layers[3],
+        norms[1],
+        fc1,
+        m.approximate,
+        layers[5],
+        DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden)) if m.mixes else None,
+    )
+    for tensor in block.tensors():
+        if tensor is not None and m.gradient == "none":
+            tensor.requires_grad_(False)
+    settings: dict[str, Any] = {"inplace": m.inplace}
+    scores = None if m.scores == "none" or (m.scores == "cls" and not class_token) else m.scores
+    if m.dtype == torch.bfloat16 or m.autocast or not has_convs:
+        scores = None  # they are made of a single query that is rounded: chance would decide
+    if m.count and not m.mixes:
+        settings["rows"] = m.index(
+            m.batch, tokens, min(m.count, tokens), ascending=True, first=scores == "cls"
+        )
+    if scores is not None:
+        settings["scores"] = scores
+    return (m.activation(m.batch, tokens, c), (m.height, m.width), block), settings
+
+
+def _reduce(m: Any) -> Any:
+    """Returns what makes the tokens of queries, keys and values of a block."""
+    c, k = m.channels, m.kernel
+    if m.reduce == "convolutions":
+        return tuple(m.conv(c, k, stride, k // 2) for stride in (1, m.stride, m.stride))
+    if m.reduce == "nothing":
+        return None
+    ratio = min(m.ratio, m.height, m.width)
+    weight = m.parameter(c, c, ratio, ratio, scale=c**-0.5 / ratio)
+    return Reduction(weight, m.optional(c), m.norm(c))
+
+
+CARDS = {
+    "transformer_block": Card(
+        call=_transformer_block,
+        choices=CHOICES
+        | {
+            "kernel": (1, 3, 5),
+            "stride": (1, 2, 3),
+            "class_token": BOTH,
+            "mixed": BOTH,
+            **ABSENT,
+            "count": (0, 1, 2, 3, 5, 9, 17),
+            "scores": ("none", "cls", "avg"),
+            "one_scale": ("none", "0.05"),
+            "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
+            "reduce": ("convolutions", "squares", "nothing"),
+            "ratio": (1, 2, 3, 4, 8),
+            "mixes": BOTH,
+        },
+        examples={
+            "usual": BLOCK | {"class_token": True, "stride": 2},
+            "odd": BLOCK | ODD_MAP | {"heads": 1, "head_dim": 7},
+            "empty": BLOCK | {"batch": 0},
+            "many": BLOCK | MANY_PIXELS,
+            "tiny": BLOCK | TINY_MAP | {"head_dim": 2, "hidden": 4},
+            "bare": BLOCK | {"bare": True, "approximate": "quick"},
+            "rows": BLOCK | {"class_token": True, "count": 9, "scores": "cls"},
+            "SegFormer": PYRAMID | {"mixes": True},
+            "PVT": PYRAMID,
+            "inplace=True": BLOCK | {"inplace": True},
+        },
+        without_gradients=(
+            "cpu",
+            "onednn",
+        ),
+        normalizes=True,
+    ),
+}

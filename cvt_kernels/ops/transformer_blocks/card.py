@@ -1,0 +1,70 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...cards import ABSENT, BOTH, MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step
+from ...records import Linear, Norm, TransformerBlock
+from ..conv_projection.card import conv_batch_norm
+from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, _transformer_block
+
+
+def _transformer_blocks(m: Any) -> Any:
+    m.count, m.scores = 0, "none"
+    (x, grid, block), settings = _transformer_block(m)
+    others = (_transformer_block(m)[0][2] for _ in range(m.depth - 1))
+    return (x, grid, (block, *others)), settings
+
+
+def _transformer_blocks_stage(step: Step) -> None:
+    """Runs three blocks of CvT, the first, an inner and the last, by the kernels for sm_90."""
+    c = step.channels
+
+    def layer(inputs: int, outputs: int) -> Linear:
+        return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
+
+    def block() -> TransformerBlock:
+        query, key, value = (conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
+        norms = [Norm(step.tensor(c), step.tensor(c), 1e-5) for _ in range(2)]
+        return TransformerBlock(
+            norms[0], (query, key, value), (layer(c, c), layer(c, c), layer(c, c)), c // 64, c**-0.5,
+            layer(c, c), norms[1], layer(c, 4 * c), "quick", layer(4 * c, c),
+        )  # fmt: skip
+
+    blocks = [block() for _ in range(3)]
+    step.call("transformer_blocks", step.x(), step.stage.grid, blocks, backend="gluon")
+
+
+CARDS = {
+    "transformer_blocks": Card(
+        call=_transformer_blocks,
+        choices=CHOICES
+        | {
+            "depth": (1, 2, 3),
+            "kernel": (1, 3, 5),
+            "stride": (1, 2, 3),
+            "class_token": BOTH,
+            "mixed": BOTH,
+            **ABSENT,
+            "one_scale": ("none", "0.05"),
+            "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
+            "reduce": ("convolutions", "squares", "nothing"),
+            "ratio": (1, 2, 3, 4, 8),
+            "mixes": BOTH,
+        },
+        examples={
+            "usual": BLOCK | {"class_token": True, "stride": 2, "depth": 2},
+            "odd": BLOCK | ODD_MAP | {"heads": 1, "head_dim": 7},
+            "empty": BLOCK | {"batch": 0},
+            "many": BLOCK | MANY_PIXELS,
+            "tiny": BLOCK | TINY_MAP | {"head_dim": 2, "hidden": 4},
+            "bare": BLOCK | {"bare": True, "approximate": "quick", "depth": 2},
+            "SegFormer": PYRAMID | {"mixes": True, "depth": 2},
+            "inplace=True": BLOCK | {"inplace": True, "depth": 2},
+        },
+        without_gradients=("gluon",),
+        normalizes=True,
+        stages={"transformer_blocks": Launches(_transformer_blocks_stage)},
+    ),
+}
