@@ -3,7 +3,7 @@
 A family's cards are in ``card.py`` in its folder, as ``CARDS``, by operator. Nothing but tests and tools
 imports them. A call is made from *settings*, such as ``{"rows": 13, "channels": 40, "dtype": "float32"}``,
 and a seed: by the card's ``call``, which takes a :class:`Maker`, whose attributes are the settings. The
-contract's examples, the fuzzer's cases, bad arguments and calls for the emulator are all settings.
+contract's examples and the fuzzer's cases are settings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear
 
 
 class Card(NamedTuple):
-    """What tests and tools need to know of an operator.
+    """An operator as tests and tools see it.
 
     Attributes:
         call: Makes the positional and the keyword arguments of a call with a :class:`Maker`.
@@ -426,7 +426,7 @@ class Step:
 
 
 class Launches(NamedTuple):
-    """What a stage launches.
+    """Launches of a stage.
 
     Attributes:
         run: Makes calls with a :class:`Step`.

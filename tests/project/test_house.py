@@ -32,6 +32,7 @@ FLOORS = (
     {"cvt_kernels.launch"},
     {"cvt_kernels.dispatch"},
     {"cvt_kernels.declaration"},
+    {"cvt_kernels.cards"},
     {"cvt_kernels.ops"},
     {"cvt_kernels.classes"},
     {"cvt_kernels.training_graph"},

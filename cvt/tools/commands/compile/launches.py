@@ -83,7 +83,7 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
 
 
 class Recorded(NamedTuple):
-    """What a stage launches of an operator, or of a variant of its calls."""
+    """Launches of a stage for an operator, or for a variant of its calls."""
 
     launches: Launches
 
