@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt import CvTConfig, commands, create_model
+from cvt import CvTConfig, create_model
+from cvt.tools import commands
 from cvt_kernels import machine, missing
 from tests.processes import run_python
 from tests.upstream import huggingface

@@ -89,7 +89,7 @@ class Recorded(NamedTuple):
 
     @property
     def by_default(self) -> bool:
-        """Whether it is compiled by default."""
+        """True if it is compiled by default."""
         return self.launches.by_default
 
     def __call__(
