@@ -94,6 +94,11 @@ def parts_of_norm(norm: Any) -> BypassedParts:
     return BypassedParts([(norm, LAYER_NORMS)], why_norms_unsupported(norm))
 
 
+def is_stochastic_depth(module: nn.Module) -> bool:
+    """Returns whether a module drops the branches of images in training, and does nothing in evaluation."""
+    return type(module).__name__.endswith("DropPath")
+
+
 class BlockParts(NamedTuple):
     """The modules of a block.
 
@@ -175,8 +180,8 @@ class BlockParts(NamedTuple):
         linears = all(type(each) is Linear for each in self.layers())
         others = *self.layer_scales, self.position_for, self.pooling
         drops = all(each is None or type(each) in (nn.Dropout, nn.ReLU) for each in (*self.drops, self.relu))
-        named = self.drop_path is None or type(self.drop_path).__name__.endswith("DropPath")
-        return linears and drops and named and all(each is None for each in others)
+        path = self.drop_path is None or is_stochastic_depth(self.drop_path)
+        return linears and drops and path and all(each is None for each in others)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns convolution and BatchNorm of every branch, or of every summand of it."""

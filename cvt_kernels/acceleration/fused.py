@@ -25,7 +25,7 @@ from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
 from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
-from .blocks import BlockParts, gelu_variant
+from .blocks import BlockParts, gelu_variant, is_stochastic_depth
 from .watching import is_plain_linear, is_watched
 
 
@@ -334,32 +334,21 @@ class _End(NamedTuple):
         image is dropped: there the sum is part of the LayerNorm.
         """
         rate = _drop_rate(drop_path)
-        if (rate == 0 and not always) or not self.is_one_with("linear_add", drop_path, x, stream):
+        if rate is None or (rate == 0 and not always) or not self.is_one_with("linear_add", x, stream):
             return None
-        scale = self.factors(drop_path, x, stream, drops_sum=drops_sum)
-        return linear_add(
-            x, self.layer.weight, self.layer.bias, stream, scale=scale, scales_sum=drops_sum
-        )  # fmt: skip
+        factors = _factors_of_images(drop_path, rate, x, stream, drops_sum=drops_sum)
+        return linear_add(x, self.layer.weight, self.layer.bias, stream, scale=factors, scales_sum=drops_sum)
 
-    def is_one_with(self, operator: str, drop_path: Any, x: Tensor, stream: Tensor) -> bool:
+    def is_one_with(self, operator: str, x: Tensor, stream: Tensor) -> bool:
         """Returns whether an operator with gradients may compute the end of the branch of x with it."""
         layer = self.layer
-        if _drop_rate(drop_path) is None or self.scale is not None or not _is_idle(self.drop):
+        if self.scale is not None or not _is_idle(self.drop):
             return False
         if not modes.wants_gradient(x, stream) or not (type(layer) is Linear or is_plain_linear(layer)):
             return False
         if torch.compiler.is_compiling() or not dispatch.may_be_ours(operator, x.device.type):
             return False
         return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
-
-    def factors(self, drop_path: Any, x: Tensor, stream: Tensor, *, drops_sum: bool) -> Tensor | None:
-        """Returns the factors (B,) of stochastic depth; None if no image is dropped."""
-        rate = _drop_rate(drop_path)
-        if not rate:
-            return None
-        branch = modes.autocast_dtype(x) or x.dtype
-        dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
-        return _factors_of_images(drop_path, rate, x, dtype)
 
 
 def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> Tensor | None:
@@ -369,11 +358,12 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
         return None
     if not (type(fc1) is Linear or is_plain_linear(fc1)) or _dtypes_differ(y, fc1.weight):
         return None
-    if not fc2.is_one_with("mlp_add", parts.drop_path, y, stream):
+    rate = _drop_rate(parts.drop_path)
+    if rate is None or not fc2.is_one_with("mlp_add", y, stream):
         return None
-    scale = fc2.factors(parts.drop_path, y, stream, drops_sum=parts.drops_sum)
+    factors = _factors_of_images(parts.drop_path, rate, y, stream, drops_sum=parts.drops_sum)
     layers = fc1.weight, fc1.bias, fc2.layer.weight, fc2.layer.bias
-    settings: dict[str, Any] = {"scale": scale, "scales_sum": parts.drops_sum}
+    settings: dict[str, Any] = {"scale": factors, "scales_sum": parts.drops_sum}
     return mlp_add(y, *layers, stream, approximate=parts.approximate, **settings)
 
 
@@ -398,13 +388,22 @@ def _drop_rate(drop_path: Any) -> float | None:
         return 0.0
     known = vars(drop_path)
     rate = known.get("drop_prob", known.get("rate"))
-    if not type(drop_path).__name__.endswith("DropPath") or not isinstance(rate, float) or rate >= 1:
+    if not is_stochastic_depth(drop_path) or not isinstance(rate, float) or rate >= 1:
         return None
     return rate if drop_path.training else 0.0
 
 
-def _factors_of_images(drop_path: Any, rate: float, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the factors (B,) of stochastic depth, by the random numbers for a tensor of a dtype."""
+def _factors_of_images(
+    drop_path: Any, rate: float, x: Tensor, stream: Tensor, *, drops_sum: bool
+) -> Tensor | None:
+    """Returns the factors (B,) of stochastic depth; None if no image is dropped.
+
+    They are made of the random numbers that the module draws for the branch of x, or for its sum.
+    """
+    if rate == 0:
+        return None
+    branch = modes.autocast_dtype(x) or x.dtype
+    dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
     kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)) != 0
     factor = 1 / (1 - rate) if getattr(drop_path, "scale_by_keep", True) else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -33,11 +33,15 @@ CHOICES = FORWARD | GRID | NORM | {
     "parameters": ("normal", "zeros", "tiny"),
     "gradient": ("none", "all"), "upstream": ("contiguous",), "channels": WIDE, "heads": (1, 2, 3, 4),
     "head_dim": (*SIZES, 64, 65, 128), "hidden": WIDEST, "scale": (None, 0.1, 0.0, -1.0),
-    "approximate": VARIANTS, "inplace": BOTH,
+    "approximate": VARIANTS, "inplace": BOTH, "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": BOTH,
+    "mixed": BOTH, **ABSENT, "one_scale": ("none", "0.05"),
+    "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
+    "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": BOTH,
 }  # fmt: skip
 
 
-def _transformer_block(m: Any) -> Any:
+def make_block(m: Any) -> Any:
+    """Makes the arguments of a call with one block."""
     has_convs, whole = m.reduce == "convolutions", m.mixes or m.reduce == "squares"
     class_token = 0 if whole else m.class_token
     width, tokens = m.heads * m.head_dim, m.height * m.width + class_token
@@ -94,22 +98,8 @@ def _reduce(m: Any) -> Any:
 
 CARDS = {
     "transformer_block": Card(
-        call=_transformer_block,
-        choices=CHOICES
-        | {
-            "kernel": (1, 3, 5),
-            "stride": (1, 2, 3),
-            "class_token": BOTH,
-            "mixed": BOTH,
-            **ABSENT,
-            "count": (0, 1, 2, 3, 5, 9, 17),
-            "scores": ("none", "cls", "avg"),
-            "one_scale": ("none", "0.05"),
-            "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
-            "reduce": ("convolutions", "squares", "nothing"),
-            "ratio": (1, 2, 3, 4, 8),
-            "mixes": BOTH,
-        },
+        call=make_block,
+        choices=CHOICES | {"count": (0, 1, 2, 3, 5, 9, 17), "scores": ("none", "cls", "avg")},
         examples={
             "usual": BLOCK | {"class_token": True, "stride": 2},
             "odd": BLOCK | ODD_MAP | {"heads": 1, "head_dim": 7},
@@ -122,10 +112,7 @@ CARDS = {
             "PVT": PYRAMID,
             "inplace=True": BLOCK | {"inplace": True},
         },
-        without_gradients=(
-            "cpu",
-            "onednn",
-        ),
+        without_gradients=("cpu", "onednn"),
         normalizes=True,
     ),
 }

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cards import ABSENT, BOTH, MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step
+from ...cards import MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step
 from ...records import Linear, Norm, TransformerBlock
 from ..conv_projection.card import conv_batch_norm
-from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, _transformer_block
+from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, make_block
 
 
 def _transformer_blocks(m: Any) -> Any:
     m.count, m.scores = 0, "none"
-    (x, grid, block), settings = _transformer_block(m)
-    others = (_transformer_block(m)[0][2] for _ in range(m.depth - 1))
+    (x, grid, block), settings = make_block(m)
+    others = (make_block(m)[0][2] for _ in range(m.depth - 1))
     return (x, grid, (block, *others)), settings
 
 
@@ -39,20 +39,7 @@ def _transformer_blocks_stage(step: Step) -> None:
 CARDS = {
     "transformer_blocks": Card(
         call=_transformer_blocks,
-        choices=CHOICES
-        | {
-            "depth": (1, 2, 3),
-            "kernel": (1, 3, 5),
-            "stride": (1, 2, 3),
-            "class_token": BOTH,
-            "mixed": BOTH,
-            **ABSENT,
-            "one_scale": ("none", "0.05"),
-            "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
-            "reduce": ("convolutions", "squares", "nothing"),
-            "ratio": (1, 2, 3, 4, 8),
-            "mixes": BOTH,
-        },
+        choices=CHOICES | {"depth": (1, 2, 3)},
         examples={
             "usual": BLOCK | {"class_token": True, "stride": 2, "depth": 2},
             "odd": BLOCK | ODD_MAP | {"heads": 1, "head_dim": 7},

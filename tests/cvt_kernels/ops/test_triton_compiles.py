@@ -1,9 +1,9 @@
 """Tests of what the interpreter takes and Triton's compiler does not, in the sources of every kernel.
 
 Triton 3.6, the version of torch 2.11, takes an attribute of a constexpr as an argument of a jit function only
-if it is a number, a bool or a dtype. Every version makes an integer argument of 1 a constant, which has no
-methods. Triton 3.9 makes a tuple of a record within a record, which has its fields but not its properties.
-And code after a return is compiled even where a static condition rules it out.
+if it is a number, a bool or a dtype, and no tuple as a default. Every version makes an integer argument of 1
+a constant, which has no methods. Triton 3.9 makes a tuple of a record within a record, which has its fields
+but not its properties. And code after a return is compiled even where a static condition rules it out.
 """
 
 import ast
@@ -136,6 +136,11 @@ def test_sources(path):
             is_method = isinstance(node, ast.Attribute) and node.attr == "to"
             if is_method and ast.unparse(node.value) in plain and function.name.endswith("_kernel"):
                 found.append(f"{where}: {ast.unparse(node)} of an argument that may be a constant")
+        found += [
+            f"{path.name}:{each.lineno}: a tuple by default, which Triton 3.6 does not compile"
+            for each in function.args.defaults
+            if isinstance(each, ast.Tuple)
+        ]
         returns = [each for each in ast.walk(function) if isinstance(each, ast.Return)]
         early = [each for each in function.body if isinstance(each, ast.If) and _returns(each)]
         if early and len(returns) > 1 and _asks_for_none(early[0]):
