@@ -28,6 +28,7 @@ from tests.contract.examples import (
     has_gradients,
     is_ours,
     pairs,
+    run,
     same_bits,
     served,
     standards,
@@ -44,13 +45,6 @@ def not_reference(operator, backend):
 
 def differentiable(operator, backend):
     return has_gradients(operator, backend) and backend != "reference"
-
-
-def run(made: Example, *, call: tuner.Call | None = None) -> tuner.Results:
-    """Runs an example, with its backward if it has gradients."""
-    call = made.call.map(tuner._copied) if call is None else call
-    outputs = tuner._forward(made.public, call)
-    return tuner._results(call, outputs, made.douts(outputs))
 
 
 def infer(made: Example) -> list[Tensor]:

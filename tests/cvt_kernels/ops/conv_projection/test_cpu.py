@@ -17,8 +17,7 @@ from tests.checks import (
     recorded_operators,
     run_sanitized,
 )
-from tests.contract.examples import assert_right
-from tests.contract.test_contract import run
+from tests.contract.examples import assert_right, run
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of
 
 DTYPES = "float32", "bfloat16", "float16", "float64"

@@ -8,8 +8,8 @@ import torch
 from cvt.tools.commands.compile import launches
 from cvt_kernels import launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
-from tests.contract.examples import assert_right, same_bits
-from tests.contract.test_contract import run, run_guarded
+from tests.contract.examples import assert_right, run, same_bits
+from tests.contract.test_contract import run_guarded
 from tests.cvt_kernels.ops.conv_projection.test_triton import made_with, name_of, replaced, sizes
 
 

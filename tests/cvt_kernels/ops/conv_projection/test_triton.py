@@ -15,8 +15,8 @@ from cvt_kernels import launch, launching
 from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding, why_unsupported
 from tests.checks import needs_float64
-from tests.contract.examples import assert_right, same_bits
-from tests.contract.test_contract import run, run_guarded
+from tests.contract.examples import assert_right, run, same_bits
+from tests.contract.test_contract import run_guarded
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
 REGION_KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
