@@ -348,8 +348,15 @@ def _region(need: Need) -> list[Regions]:
     return [Regions(pixels=16, channels=64, rows=outputs, region_rows=rows, region_cols=32, num_warps=4)]
 
 
-def _partial(need: Need) -> list[Pixels]:
-    """Returns the configuration of sums of partial sums, by few programs that wait for their loads."""
+# Sums of partial sums are few programs that wait for their loads. On an H200, merge_stats took 2.3 µs, and 0.6
+# for each turn of its loop: one turn has the regions of most calls, and all programs run at once.
+
+
+def _merge_stats(need: Need) -> list[Pixels]:
+    return [Pixels(pixels=512, channels=8, num_warps=8, registers=128)]
+
+
+def _sum_regions(need: Need) -> list[Pixels]:
     return [Pixels(pixels=256, channels=16, num_warps=8)]
 
 
@@ -464,7 +471,8 @@ KERNELS: dict[str, Kernel] = {
         f"conv_projection_{kernel}": Kernel((Regions,), _region)
         for kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
     },
-    **{f"conv_projection_{kernel}": Kernel((Pixels,), _partial) for kernel in ("merge_stats", "sum_regions")},
+    "conv_projection_merge_stats": Kernel((Pixels,), _merge_stats),
+    "conv_projection_sum_regions": Kernel((Pixels,), _sum_regions),
     "conv_projection_update_running": Kernel(
         (Pixels,), lambda need: [Pixels(pixels=1, channels=256, num_warps=1)]
     ),
