@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..launching import Chip
-from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Rows, Sliding
+from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Ring, Rows, Sliding
 
 
 class Need(NamedTuple):
@@ -318,6 +318,10 @@ def _attention(need: Need) -> list[Attention]:
     return [Attention(**dict(zip(Attention.__dataclass_fields__, fields, strict=True)))]
 
 
+def _bwd_dkdv_streamed(need: Need) -> list[Ring]:
+    return [Ring(stages=4 if need.generation == 90 and need.numbers == "half" else 0)]
+
+
 # Convolutional projection ---------------------------------------------------------------------------------
 #
 # For 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread. 4-byte dtypes get half
@@ -348,8 +352,8 @@ def _region(need: Need) -> list[Regions]:
     return [Regions(pixels=16, channels=64, rows=outputs, region_rows=rows, region_cols=32, num_warps=4)]
 
 
-# Sums of partial sums are few programs that wait for their loads. On an H200, merge_stats took 2.3 µs, and 0.6
-# for each turn of its loop: one turn has the regions of most calls, and all programs run at once.
+# Sums of partial sums are few programs that wait for their loads. On an H200, merge_stats took 2.3 µs, and
+# 0.6 for each turn of its loop: one turn has the regions of most calls, and all programs run at once.
 
 
 def _merge_stats(need: Need) -> list[Pixels]:
@@ -462,6 +466,7 @@ KERNELS: dict[str, Kernel] = {
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
     "layer_norm_mlp": Kernel((Mlp,), _mlp),
     **{f"attention_{kernel}": Kernel((Attention,), _attention) for kernel in _ATTENTION["half", 80, 64]},
+    "attention_bwd_dkdv_streamed": Kernel((Ring,), _bwd_dkdv_streamed),
     **{
         f"conv_projection_sliding_{kernel}": Kernel((Sliding,), _sliding)
         for kernel in ("fwd", "stats", "bwd_sums", "bwd_input")
