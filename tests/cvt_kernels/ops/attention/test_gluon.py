@@ -1,4 +1,4 @@
-"""Which calls have the gradients of their keys and values by the kernel in Gluon.
+"""The calls whose keys and values get their gradients by the kernel in Gluon.
 
 What it computes is tested in the emulator of compiled kernels (tests/emulator).
 """
