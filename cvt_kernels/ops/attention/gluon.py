@@ -233,7 +233,9 @@ def _rows_of(tokens: Tensor) -> TensorDescriptor | None:
     batch, count, heads, width = tokens.shape
     image, row, head, channel = tokens.stride()
     are_rows = (batch == 1 or image == count * row) and (heads == 1 or head == width) and channel == 1
-    if not are_rows or row < heads * width or row % 8 or tokens.data_ptr() % 16 or batch * count >= 2**31:
+    if not are_rows or row < heads * width or batch * count >= 2**31 - 2 * _WIDTH:
+        return None
+    if row % 8 or tokens.data_ptr() % 16:  # TMA wants rows at multiples of 16 bytes
         return None
     return TensorDescriptor(tokens, [batch * count, heads * width], [row, 1], [_WIDTH, _WIDTH], _SWIZZLED)
 
