@@ -79,33 +79,51 @@ __device__ __forceinline__ uint32_t pack(float low, float high, Half) {
   return bits;
 }
 
-// Reads VECTOR adjacent values, by accesses of 16 bytes (8 for four halves), or a single value.
+// VECTOR adjacent values as they lie in memory, which take half as many registers as floats where they have 16 bits.
+template <int VECTOR, class T>
+struct Packed {
+  static constexpr int kWords = (VECTOR * sizeof(T) + 3) / sizeof(uint32_t);
+  uint32_t words[kWords];
+};
+
+// Reads by accesses of 16 bytes, or of 8 for four halves.
+template <int VECTOR, class T>
+__device__ __forceinline__ void read_packed(Packed<VECTOR, T>& packed, const T* from) {
+  if constexpr (Packed<VECTOR, T>::kWords == 2) {
+    const uint2 two = *reinterpret_cast<const uint2*>(from);
+    packed.words[0] = two.x, packed.words[1] = two.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<VECTOR, T>::kWords; i += 4) {
+      const uint4 four = *(reinterpret_cast<const uint4*>(from) + i / 4);
+      packed.words[i] = four.x, packed.words[i + 1] = four.y, packed.words[i + 2] = four.z, packed.words[i + 3] = four.w;
+    }
+  }
+}
+
+template <int VECTOR, class T>
+__device__ __forceinline__ void unpack(const Packed<VECTOR, T>& packed, float (&values)[VECTOR]) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) values[i] = float_of(packed.words[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i += 2) unpack(packed.words[i / 2], T{}, values[i], values[i + 1]);
+  }
+}
+
+// Reads VECTOR adjacent values, or a single one.
 template <int VECTOR, class T>
 __device__ __forceinline__ void read(float (&values)[VECTOR], const T* from) {
-  if constexpr (VECTOR == 1) {
-    if constexpr (std::is_same_v<T, float>) {
-      values[0] = *from;
-    } else {
-      float unused;
-      unpack(from->bits, T{}, values[0], unused);
-    }
+  if constexpr (VECTOR > 1) {
+    Packed<VECTOR, T> packed;
+    read_packed(packed, from);
+    unpack(packed, values);
   } else if constexpr (std::is_same_v<T, float>) {
-#pragma unroll
-    for (int i = 0; i < VECTOR; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(from + i);
-      values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
-    }
-  } else if constexpr (VECTOR == 4) {
-    const uint2 four = *reinterpret_cast<const uint2*>(from);
-    unpack(four.x, T{}, values[0], values[1]);
-    unpack(four.y, T{}, values[2], values[3]);
+    values[0] = *from;
   } else {
-    static_assert(VECTOR == 8);
-    const uint4 eight = *reinterpret_cast<const uint4*>(from);
-    unpack(eight.x, T{}, values[0], values[1]);
-    unpack(eight.y, T{}, values[2], values[3]);
-    unpack(eight.z, T{}, values[4], values[5]);
-    unpack(eight.w, T{}, values[6], values[7]);
+    float unused;
+    unpack(from->bits, T{}, values[0], unused);
   }
 }
 
@@ -467,6 +485,8 @@ template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     layer_norm_backward_kernel(LayerNormBackward call, int lanes_log2) {
   constexpr bool keeps_parameters = VECTORS * VECTOR <= 8;
+  // No operator activates a LayerNorm whose rows have another use, so that dh may come late there.
+  constexpr bool reads_dh_ahead = VECTOR > 1 && activation == Activation::identity;
   const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
   float dweight[VECTORS][VECTOR] = {}, dbias[VECTORS][VECTOR] = {};
   float weight[VECTORS][VECTOR] = {}, bias[VECTORS][VECTOR] = {};
@@ -492,6 +512,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     const T* h = advance<VECTOR>(static_cast<const T*>(call.h), start);
     const Out* dout = advance<VECTOR>(static_cast<const Out*>(call.dout), start);
     float normal[VECTORS][VECTOR] = {}, g[VECTORS][VECTOR] = {};
+    Packed<VECTOR, T> other[VECTORS] = {};
     const auto read_both = [&](int i) {
       at.with_readable(i, [&](int channel) {
         read<VECTOR>(normal[i], h + channel);
@@ -502,6 +523,15 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     if constexpr (VECTOR > 1) {
 #pragma unroll
       for (int i = 0; i < VECTORS; i++) read_both(i);
+    }
+    if constexpr (reads_dh_ahead) {  // later, each vector of it would wait until the one before is written to dx
+      if (call.dh != nullptr) {
+        const T* dh = advance<VECTOR>(static_cast<const T*>(call.dh), start);
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+          at.with_readable(i, [&](int channel) { read_packed(other[i], dh + channel); });
+        }
+      }
     }
     float sums[2] = {0, 0};
 #pragma unroll
@@ -546,10 +576,11 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
 #pragma unroll
       for (int j = 0; j < VECTOR; j++) g[i][j] = g[i][j] * rstd + (normal[i][j] * slope + shift);
       if (call.dh != nullptr) {
-        float dh[VECTOR];
-        read<VECTOR>(dh, static_cast<const T*>(call.dh) + (start + channel));
+        float addend[VECTOR];
+        if constexpr (reads_dh_ahead) unpack(other[i], addend);
+        else read<VECTOR>(addend, static_cast<const T*>(call.dh) + (start + channel));
 #pragma unroll
-        for (int j = 0; j < VECTOR; j++) g[i][j] += dh[j];
+        for (int j = 0; j < VECTOR; j++) g[i][j] += addend[j];
       }
       write<VECTOR>(dx + channel, g[i]);
       if constexpr (!std::is_same_v<T, Out>) {
@@ -669,25 +700,28 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
 
 // Sums over blocks ------------------------------------------------------------------------------------------
 
-constexpr int kSumThreads = 256;  // 32 channels, and 8 threads that share the blocks of each
+constexpr int kSumThreads = 256;  // 32 sums, and 8 threads that share the blocks of each
 
 template <class T>
 __global__ void __launch_bounds__(kSumThreads) sum_over_blocks_kernel(SumOverBlocks call) {
-  const int channel = static_cast<int>(blockIdx.x * kWarp + threadIdx.x % kWarp);
-  const int part = static_cast<int>(threadIdx.x / kWarp), parts = kSumThreads / kWarp;
+  const int width = call.parts * call.channels, index = static_cast<int>(blockIdx.x * kWarp + threadIdx.x % kWarp);
+  const int share = static_cast<int>(threadIdx.x / kWarp), shares = kSumThreads / kWarp;
   float sum = 0;
-  if (channel < call.channels) {
+  if (index < width) {
 #pragma unroll 8
-    for (int block = part; block < call.blocks; block += parts) sum += call.sums[block * call.stride + channel];
+    for (int block = share; block < call.blocks; block += shares) sum += call.sums[int64_t{block} * width + index];
   }
   __shared__ float sums[kSumThreads];
   sums[threadIdx.x] = sum;
   __syncthreads();
-  if (part != 0 || channel >= call.channels) return;
-  for (int other = 1; other < parts; other++) sum += sums[other * kWarp + threadIdx.x];
+  const bool second = index >= call.channels;
+  void* out = second ? call.outs[1] : call.outs[0];
+  if (share != 0 || index >= width || out == nullptr) return;
+  for (int other = 1; other < shares; other++) sum += sums[other * kWarp + threadIdx.x];
   const float value[1] = {sum};
-  if (call.float_parameters) write<1>(static_cast<float*>(call.out) + channel, value);
-  else write<1>(static_cast<T*>(call.out) + channel, value);
+  const int channel = second ? index - call.channels : index;
+  if (second ? call.is_float[1] : call.is_float[0]) write<1>(static_cast<float*>(out) + channel, value);
+  else write<1>(static_cast<T*>(out) + channel, value);
 }
 
 // From a call to a kernel. launch(kernel, blocks, threads, arguments...) starts it. ---------------------------
@@ -700,11 +734,12 @@ void with_count(int vectors, F f) {
 }
 
 // Calls f with the elements of a vector and the vectors of a thread as constants.
-template <class T, class F>
+template <class T, bool sums = false, class F>
 void with_layout(const Layout& layout, F f) {
   if (layout.vector == 1) with_count<1, kScalars>(layout.vectors, f);
-  else if constexpr (std::is_same_v<T, float>) with_count<4, kFloatVectors>(layout.vectors, f);
-  else with_count<8, kVectors>(layout.vectors, f);
+  else if constexpr (!std::is_same_v<T, float>) with_count<8, kVectors>(layout.vectors, f);
+  else if constexpr (sums) with_count<4, kSumsFloatVectors>(layout.vectors, f);
+  else with_count<4, kFloatVectors>(layout.vectors, f);
 }
 
 template <class T, int vectors, class F>
@@ -749,7 +784,7 @@ template <class T, class Launch>
 void layer_norm_backward(const LayerNormBackward& call, Activation activation, DType result, const Layout& layout,
                          int64_t blocks, Launch launch) {
   with_result<T>(result, activation, [&](auto kind, auto out) {
-    with_layout<T>(layout, [&](auto vector, auto vectors) {
+    with_layout<T, true>(layout, [&](auto vector, auto vectors) {
       launch(layer_norm_backward_kernel<T, kind.value, vector.value, vectors.value, decltype(out)>, blocks,
              layout.threads, call, log2_of(layout.lanes));
     });
@@ -792,7 +827,7 @@ void gelu_backward(const GeluBackward& call, Activation activation, const Layout
 
 template <class T, class Launch>
 void sum_over_blocks(const SumOverBlocks& call, Launch launch) {
-  launch(sum_over_blocks_kernel<T>, (call.channels + kWarp - 1) / kWarp, kSumThreads, call);
+  launch(sum_over_blocks_kernel<T>, (call.parts * call.channels + kWarp - 1) / kWarp, kSumThreads, call);
 }
 
 }  // namespace cvt_kernels::layer_norm_gelu::cuda

@@ -89,18 +89,19 @@ struct GeluBackward {
 };
 
 struct SumOverBlocks {
-  const float* sums;  // (blocks, channels), `stride` elements from one block to the next
-  void* out;          // (channels), float if float_parameters
-  int64_t stride;
+  const float* sums;  // (blocks, parts, channels)
+  void* outs[2];      // of each part (channels), or null
+  bool is_float[2];   // whether that is float, whatever the type of the rows
+  int parts;          // 1 or 2
   int blocks;
   int channels;
-  bool float_parameters;
 };
 
 // The counts of vectors of a thread that the kernels are compiled for: those that the widths of CvT need, and one more
 // for all other widths.
 inline constexpr int kVectors[] = {1, 3, 4};          // of 8 elements of 16 bits
 inline constexpr int kFloatVectors[] = {2, 4, 6, 8};  // of 4 elements of 32 bits
+inline constexpr int kSumsFloatVectors[] = {2, 3, 4, 6, 8};  // likewise in the backward of LayerNorm
 inline constexpr int kScalars[] = {16};
 inline constexpr int kFlatVectors = 4;  // of GELU without a bias, which knows no rows
 inline constexpr int kFlatBackwardVectors = 2;
@@ -115,8 +116,10 @@ constexpr int rows_of_thread(int vector, int vectors, bool adds) {
 }
 
 // The layout that wastes the fewest threads, then the one with the most vectors in a thread (several loads under way,
-// few exchanges between threads), but with 8 threads to a row so that a load reads whole cache lines.
-inline Layout layout_of(DType dtype, int channels, bool aligned) {
+// few exchanges between threads), but with 8 threads to a row so that a load reads whole cache lines. The backward of
+// LayerNorm, which keeps two sums and reads three numbers for each of a row, takes the fewest vectors that leave a row
+// in a warp: more warps then have loads under way.
+inline Layout layout_of(DType dtype, int channels, bool aligned, bool sums = false) {
   const int vector = !aligned ? 1 : dtype == DType::float32 ? 4 : 8;
   const int needed = channels / vector;
   Layout best{vector, 0, 0, 0};
@@ -126,11 +129,13 @@ inline Layout layout_of(DType dtype, int channels, bool aligned) {
     if (lanes > (vector == 1 ? kMaxThreadsOf<1> : kMaxThreadsOf<8>)) return;
     const int size = lanes * vectors, best_size = best.lanes * best.vectors;
     const bool smaller = best.vectors == 0 || size < best_size;
-    if (smaller || (size == best_size && lanes >= 8)) best = {vector, vectors, lanes, std::max(lanes, 128)};
+    const bool better = sums ? best.lanes > 32 : lanes >= 8;
+    if (smaller || (size == best_size && better)) best = {vector, vectors, lanes, std::max(lanes, 128)};
   };
   if (vector == 1) std::for_each(std::begin(kScalars), std::end(kScalars), consider);
-  else if (vector == 4) std::for_each(std::begin(kFloatVectors), std::end(kFloatVectors), consider);
-  else std::for_each(std::begin(kVectors), std::end(kVectors), consider);
+  else if (vector == 8) std::for_each(std::begin(kVectors), std::end(kVectors), consider);
+  else if (sums) std::for_each(std::begin(kSumsFloatVectors), std::end(kSumsFloatVectors), consider);
+  else std::for_each(std::begin(kFloatVectors), std::end(kFloatVectors), consider);
   return best;
 }
 

@@ -4,7 +4,9 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <initializer_list>
+#include <utility>
 
 #include <torch/csrc/stable/accelerator.h>
 
@@ -140,12 +142,13 @@ class Gpu {
     const DType result = checked_result(tensors.dout, activation, tensors.dbranch.has_value());
     const bool aligned =
         is_aligned(h, channels, {call.dout, call.dh, call.h, call.weight, call.bias, call.dx, call.dbranch});
-    const Layout layout = layout_of(dtype_, channels, aligned);
+    const Layout layout = layout_of(dtype_, channels, aligned, true);
     const int64_t blocks = resident_blocks(layout, call.rows, multiprocessors());
     const Tensor sums = empty({blocks, 2 * channels}, ScalarType::Float, h);
     call.sums = static_cast<float*>(sums.mutable_data_ptr());
     check(kernels().layer_norm_backward(call, activation, result, layout, blocks, stream_));
-    return {gradient_of(parameters.weight, h, sums, 0), gradient_of(parameters.bias, h, sums, 1)};
+    auto [weight, bias] = gradients_of(h, sums, parameters.weight, parameters.bias);
+    return {std::move(weight), std::move(bias)};
   }
 
   void gelu(const GeluTensors& tensors, const std::optional<Tensor>& bias, Activation activation) const {
@@ -200,7 +203,7 @@ class Gpu {
     const Tensor sums = empty({blocks, call.channels}, ScalarType::Float, x);
     call.sums = static_cast<float*>(sums.mutable_data_ptr());
     run(layout, blocks);
-    return gradient_of(bias, x, sums, 0);
+    return gradients_of(x, sums, bias)[0];
   }
 
  private:
@@ -238,23 +241,42 @@ class Gpu {
     expect(activation != Activation::identity, "activation", std::string_view("'identity'"), "none, tanh or quick");
   }
 
-  // The gradient of a parameter, in its type, from the sums of the blocks, one row per block.
-  Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const Tensor& sums, int64_t index) const {
+  // The gradient of a parameter as the kernels write it: in its type, or in float.
+  Tensor gradient_like(const std::optional<Tensor>& parameter, const Tensor& x) const {
     if (!parameter.has_value()) return no_gradient(x);
-    const int64_t channels = channels_of("x", x);
     const bool same = parameter->scalar_type() == x.scalar_type();
-    const Tensor gradient = empty({channels}, same ? x.scalar_type() : ScalarType::Float, x);
-    const SumOverBlocks call{
-        .sums = static_cast<const float*>(sums.const_data_ptr()) + index * channels,
-        .out = gradient.mutable_data_ptr(),
-        .stride = sums.size(1),
+    return empty({channels_of("x", x)}, same ? x.scalar_type() : ScalarType::Float, x);
+  }
+
+  // The gradients of parameters, in their types, from the sums of the blocks: (blocks, parameters, channels).
+  template <class... Parameter>
+  std::array<Tensor, sizeof...(Parameter)> gradients_of(const Tensor& x, const Tensor& sums,
+                                                        const Parameter&... parameter) const {
+    constexpr size_t count = sizeof...(Parameter);
+    const std::optional<Tensor> parameters[] = {parameter...};
+    std::array<Tensor, count> gradients{gradient_like(parameter, x)...};
+    SumOverBlocks call{
+        .sums = static_cast<const float*>(sums.const_data_ptr()),
+        .outs = {},
+        .is_float = {},
+        .parts = static_cast<int>(count),
         .blocks = static_cast<int>(sums.size(0)),
-        .channels = static_cast<int>(channels),
-        .float_parameters = !same,
+        .channels = static_cast<int>(channels_of("x", x)),
     };
+    bool wanted = false;
+    for (size_t i = 0; i < count; i++) {
+      if (!parameters[i].has_value()) continue;
+      call.outs[i] = gradients[i].mutable_data_ptr();
+      call.is_float[i] = gradients[i].scalar_type() != x.scalar_type();
+      wanted = true;
+    }
+    if (!wanted) return gradients;
     check(kernels().sum_over_blocks(call, stream_));
-    if (parameter->scalar_type() == gradient.scalar_type()) return gradient;
-    return torch::stable::to(gradient, parameter->scalar_type());
+    for (size_t i = 0; i < count; i++) {
+      if (!parameters[i].has_value() || parameters[i]->scalar_type() == gradients[i].scalar_type()) continue;
+      gradients[i] = torch::stable::to(gradients[i], parameters[i]->scalar_type());
+    }
+    return gradients;
   }
 
   torch::stable::accelerator::DeviceGuard guard_;

@@ -77,18 +77,21 @@ void run(const KernelCall& call) {
   const float inverse = 1.0f / static_cast<float>(channels);
   const size_t vector = static_cast<size_t>(call.channels) * parameter;
   const size_t statistics = static_cast<size_t>(call.rows) * sizeof(float);
-  const auto sum = [&](const float* sums, int64_t index, int64_t count, int64_t blocks) {
-    void* out = memory.output(vector, 0);
-    cuda::sum_over_blocks<T>({sums + index * channels, out, count * channels, static_cast<int>(blocks), channels,
-                              float_parameters},
-                             launch);
+  const auto sum = [&](const float* sums, int parts, int64_t blocks) {
+    const bool wanted[] = {parts == 1 || call.has_weight != 0, parts == 2 && call.has_bias != 0};
+    cuda::SumOverBlocks of{sums, {}, {}, parts, static_cast<int>(blocks), channels};
+    for (int i = 0; i < 2; i++) {
+      of.outs[i] = wanted[i] ? memory.output(vector, 0) : nullptr;
+      of.is_float[i] = float_parameters;
+    }
+    cuda::sum_over_blocks<T>(of, launch);
   };
   const auto sums_of = [&](int64_t blocks, int64_t count) {
     const size_t bytes = static_cast<size_t>(blocks * count * call.channels) * sizeof(float);
     return reinterpret_cast<float*>(memory.allocate(bytes, 0));
   };
   const bool aligned = call.misalignment == 0 && call.channels % (16 / static_cast<int64_t>(element)) == 0;
-  cuda::Layout layout = cuda::layout_of(dtype, channels, aligned);
+  cuda::Layout layout = cuda::layout_of(dtype, channels, aligned, call.operation == 1);
 
   // x is what a LayerNorm normalizes, or adds a branch to, which is of the type of the result.
   const void* x = memory.input(true, size, offset);
@@ -119,8 +122,7 @@ void run(const KernelCall& call) {
     cuda::layer_norm_backward<T>({dout, addend, x, weight, bias, mean, rstd, dx, dbranch, sums,
                                   static_cast<int>(call.rows), inverse, channels, float_parameters},
                                  activation, result, layout, blocks, launch);
-    if (weight != nullptr) sum(sums, 0, 2, blocks);
-    if (bias != nullptr) sum(sums, 1, 2, blocks);
+    sum(sums, 2, blocks);
   } else {  // gelu, and its backward
     const int64_t elements = call.rows * call.channels;
     if (bias == nullptr) {
@@ -140,7 +142,7 @@ void run(const KernelCall& call) {
       float* sums = bias == nullptr ? nullptr : sums_of(blocks, 1);
       cuda::gelu_backward<T>({dout, x, bias, dx, sums, elements, width, float_parameters}, activation, layout,
                              blocks, launch);
-      if (bias != nullptr) sum(sums, 0, 1, blocks);
+      if (bias != nullptr) sum(sums, 1, blocks);
     }
   }
   memory.write_results();

@@ -115,7 +115,8 @@ def _bytes(value: Any, kind: Any, boxes: Iterator[dict[str, Any]]) -> Iterator[b
         box = next(boxes, None)
         if box is None or len(value.shape) != 2 or box["fp4_padded"]:
             raise UnsupportedError(f"a descriptor as {kind}")
-        yield tensor_map(value.base, box["block_size"], box["swizzle"])
+        matrix = value.base.as_strided(value.shape, value.strides)
+        yield tensor_map(matrix, box["block_size"], box["swizzle"])
         yield from (struct.pack("i", size) for size in value.shape)
         yield from (struct.pack("q", stride) for stride in value.strides)
     elif isinstance(value, Tensor) and kind.startswith("*"):

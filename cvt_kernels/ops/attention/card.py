@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Work, bytes_of
+from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Work, bytes_of, matrix
 from ...records import PositionBias
 
 
@@ -51,12 +51,12 @@ def _attention_stage(step: Step, *, bias: bool = False, by_position: bool = Fals
     key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
     keys = math.prod(key_grid) + step.stage.class_tokens
     q, k, v = (step.tensor(step.batch, tokens, heads, 64) for tokens in (step.tokens, keys, keys))
-    matrix = step.tensor(heads, step.tokens, keys) if bias else None
+    scores = step.tensor(heads, step.tokens, keys) if bias else None
     position = None
     if by_position:
         offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
         position = PositionBias(step.tensor(heads, *offsets), grid, key_grid, stride=2)
-    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=matrix, position=position)
+    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=scores, position=position)
 
 
 def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Work:
@@ -70,7 +70,8 @@ def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Wor
     given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
     if not arguments.get("STORE_STATS", True):
         del given["stats"]
-    q = arguments["q_ptr"]
+    given = {name: matrix(argument) for name, argument in given.items()}
+    q = matrix(arguments["q_ptr"])
     is_exact = q.dtype == torch.float32 and arguments["SPEC"].precision == "ieee"
     return Work(bytes_of(given), 0 if is_exact else 2 * products * q.numel() * arguments["keys"])
 
@@ -141,6 +142,7 @@ CARDS = {
             "attention_bwd": _work(f"{_OF_QUERIES} dq dk dv", 5),
             "attention_bwd_dq": _work(f"{_OF_QUERIES} out dq", 3),
             "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
+            "attention_bwd_dkdv_streamed": _work(f"{_OF_QUERIES} dk dv", 4),
             "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
             "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
         },
