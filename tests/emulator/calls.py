@@ -123,7 +123,7 @@ def _of_the_table() -> dict[str, Call]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(launch.overridden(entry.kernel, entry.config))
             if entry.kernel == "conv_linear":
-                stack.enter_context(mock.patch.object(conv_linear, "_is_in_two", return_value=False))
+                stack.enter_context(mock.patch.object(conv_linear, "_is_stacked", return_value=False))
                 return tests.project_linearly((rows, 14), *sizes, 3 * sizes, dtype=dtype)
             if entry.kernel == "conv_projection_sliding_bwd_conv":
                 return tests.project((rows, 13), *sizes, (3, 3, 3), dtype=dtype)
@@ -158,7 +158,7 @@ _TWO_LAUNCHES = {
 _FEW = {
     f"sm_{arch}: conv_linear of few tokens": Call(
         tests.Case(
-            lambda: tests.project_linearly((5, 6), 200, (72,) * 3, dtype=BFLOAT16),
+            lambda: tests.project_linearly((5, 6), 200, (72,) * 3, dtype=BFLOAT16, gap=0),
             "",
             launching.Chip(arch, 132),
         ),
@@ -288,8 +288,6 @@ _GLUON = {
             ((14, 14), 64, 64, 5),
             ((7, 9), 136, 200, 132),
             ((14, 13), 192, 128, 1),
-            ((14, 14), 64, 64, 132),
-            ((14, 13), 384, 384, 132),
         )
     },
     "gluon: two blocks": _by_gluon(_blocks_serving, (7, 6), 3, 2, tokens=1, programs=5),
@@ -299,6 +297,12 @@ _GLUON = {
     "gluon: two blocks, means of 100 deviations": _by_gluon(
         _blocks_serving, (8, 8), 3, 2, tokens=1, mean=100.0, programs=1
     ),
+    **{
+        f"gluon: Q, K and V of few tokens, {channels} to {outputs} channels": _by_gluon(
+            tests.project_linearly, (14, 13), channels, (outputs,) * 3, programs=132, gap=0
+        )
+        for channels, outputs in ((64, 64), (384, 384), (136, 200))
+    },
     "gluon: two blocks of few tokens": _by_gluon(_blocks_serving, (7, 6), 3, 2, tokens=1, programs=132),
     "gluon: three blocks of few tokens, float16": _by_gluon(
         _blocks_serving, (5, 5), 2, 3, tokens=0, dtype=FLOAT16, programs=132

@@ -41,9 +41,9 @@ _MOST_ELEMENTS = 32 * 384
 def tile_rows(x: Tensor, geometry: Geometry, outputs: int) -> int | None:
     """Returns the rows of a tile with which all programs run at once; None for other calls.
 
-    Then one launch takes about as long as the product alone.
+    Tokens that are not contiguous are among these, which would be copied.
     """
-    if x.dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype not in (torch.float16, torch.bfloat16) or not x.is_contiguous():
         return None
     columns, multiprocessors = -(-outputs // _COLUMNS), launching.chip(x.device).multiprocessors
     tokens = [height * width + class_tokens(x, geometry) for height, width in geometry.output_grids]
@@ -63,8 +63,8 @@ def packed_taps(convs: Sequence[ConvBatchNorm]) -> Tensor:
     def pack() -> Tensor:
         return torch.stack([_folded(conv) for conv in convs])
 
-    parameters = [t for conv in convs for t in conv[:5]]
-    return weight_cache.packed(convs[0].weight, "taps with BatchNorm", pack, others=parameters[1:])
+    parameters, key = [t for conv in convs for t in conv[:5]], ("taps", *(conv.eps for conv in convs))
+    return weight_cache.packed(convs[0].weight, key, pack, others=parameters[1:])
 
 
 def _folded(conv: ConvBatchNorm) -> Tensor:

@@ -64,7 +64,7 @@ def project(multiply: Multiply, call: Projection) -> Tensor:
     if taps is not None:
         block_m = few_rows.tile_rows(x, geometry, out.shape[1])
         assert block_m is not None
-        few_rows.project_few(x.contiguous(), geometry, taps, weight, bias, out, block_m, norm)
+        few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
         return out
     ones, zeros = (None, None)
     if any(conv.bn_weight is None or conv.bn_bias is None for conv in convs):
@@ -138,9 +138,15 @@ def stacked_rows(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm
 def taps_of(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
 ) -> Tensor | None:
-    """Returns the taps for one launch; None where two are faster."""
-    outputs = linears[0][0].shape[0]
-    return few_rows.packed_taps(convs) if few_rows.tile_rows(x, Geometry.of(grid, convs), outputs) else None
+    """Returns the taps for one launch; None for two."""
+    return few_rows.packed_taps(convs) if is_one_launch(x, grid, convs, linears) else None
+
+
+def is_one_launch(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> bool:
+    """Returns whether a call that is served here takes one launch, as that of few tokens does."""
+    return few_rows.tile_rows(x, Geometry.of(grid, convs), linears[0][0].shape[0]) is not None
 
 
 # Calls ----------------------------------------------------------------------------------------------------

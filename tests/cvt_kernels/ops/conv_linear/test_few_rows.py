@@ -90,12 +90,14 @@ def test_all_programs_run_at_once(batch, size, channels, expected):
     with launching.recorded_launches(H200):
         assert few_rows.tile_rows(x, geometry, channels) == expected
         assert few_rows.tile_rows(x.float(), geometry, channels) is None
+        assert few_rows.tile_rows(torch.cat([x, x], dim=2)[..., :channels], geometry, channels) is None
 
 
 def test_changes_of_a_convolution_are_noticed():
     convs = [random_conv(8, dtype=torch.float16, stride=1, padding=1)]
     before = few_rows.packed_taps(convs)
     assert few_rows.packed_taps(convs) is before
+    assert not torch.equal(few_rows.packed_taps([convs[0]._replace(eps=1.0)]), before)
     convs[0].running_mean.add_(1)
     assert not torch.equal(few_rows.packed_taps(convs), before)
 
@@ -103,5 +105,5 @@ def test_changes_of_a_convolution_are_noticed():
 def test_conv_linear_takes_one_launch_for_few_tokens():
     for chip, kernels in ((H200, 1), (launching.Chip(90, 2), 2)):
         with launching.recorded_launches(chip) as launches, ck.use_backend("triton"):
-            project_linearly((5, 3), 200, (72,) * 3, dtype=torch.float16)
+            project_linearly((5, 3), 200, (72,) * 3, dtype=torch.float16, gap=0)
         assert len(launches) == kernels
