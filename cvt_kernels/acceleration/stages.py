@@ -48,7 +48,7 @@ from .fused import output_grid
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64
 #: Up to so many tokens times channels squared, the last block is one operator with the others, for all of its
-#: tokens. That takes up to five launches fewer than the class token alone, of 3 µs each on an H200, and
+#: tokens. That takes up to five launches fewer than the class token alone, of 3 µs or more on an H200, and
 #: 6.6 ns more for each token of 384 channels.
 _FEW_PRODUCTS = 2**27
 

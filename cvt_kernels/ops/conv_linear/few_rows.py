@@ -34,7 +34,7 @@ GROUP_ROWS = 128
 _COLUMNS = 64
 _TILES = (16, 32, 64)
 #: The most elements of tokens that a program convolves. By its instructions (2,900 of 256 threads for half as
-#: many, with LayerNorm) that takes 5 to 6 µs of an H200, where the two launches take 6 and 4 for one image.
+#: many, with LayerNorm) that takes 5 to 6 µs of an H200, where for one image the projection alone takes 6.
 _MOST_ELEMENTS = 32 * 384
 
 
