@@ -124,19 +124,26 @@ def test_launches_of_a_forward():
 
 
 def test_layer_norm_takes_no_launch_within_a_stage_on_sm_90():
-    """Those that stay are before the first block, which has no statistics, and the last, of a class token."""
-    for settings, expected in (
-        ({}, [1, 1, 2]),
-        ({"arch": 80}, [1, 2, 10]),
-        ({"dtype": torch.float32}, [1, 2, 10]),
+    """Those that stay are of stage 1; of many tokens also before the first block and of the class token."""
+    products = ["pingpong_product"] * 4
+    for settings, expected, blocks in (
+        ({}, [1, 0, 0], ["conv_linear_few", "attention_add", *products[:2]] * 12),
+        ({"batch": 256}, [1, 1, 2], ["conv_projection_sliding_fwd", *products] * 11),
+        ({"arch": 80}, [1, 2, 10], []),
+        ({"dtype": torch.float32}, [1, 2, 10], []),
     ):
-        noted = floors.forward_launches(batch=1, **settings)
+        noted = floors.forward_launches(**{"batch": 1} | settings)
         norms = [each.part for each in noted if each.operator == "layer_norm"]
         assert [norms.count(f"stage {n}") for n in (1, 2, 3)] == expected
-        together = [each.kernel for each in noted if each.operator == "transformer_blocks"]
-        assert together == (
-            [] if settings else ["conv_projection_sliding_fwd", *["pingpong_product"] * 4] * 11
-        )
+        assert [each.kernel for each in noted if each.operator == "transformer_blocks"] == blocks
+
+
+def test_launches_of_one_image():
+    """The few tokens of one image are computed in the fewest launches."""
+    noted = floors.forward_launches(batch=1)
+    assert len(noted) <= 60
+    # The head alone: the last block computes all tokens, with no copy of the class token.
+    assert [each.kernel for each in noted if each.operator == "PyTorch"] == ["addmm"]
 
 
 @pytest.mark.parametrize("freeze", [True, None])

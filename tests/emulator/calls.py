@@ -123,7 +123,7 @@ def _of_the_table() -> dict[str, Call]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(launch.overridden(entry.kernel, entry.config))
             if entry.kernel == "conv_linear":
-                stack.enter_context(mock.patch.object(conv_linear, "_is_in_two", return_value=False))
+                stack.enter_context(mock.patch.object(conv_linear, "_is_stacked", return_value=False))
                 return tests.project_linearly((rows, 14), *sizes, 3 * sizes, dtype=dtype)
             if entry.kernel == "conv_projection_sliding_bwd_conv":
                 return tests.project((rows, 13), *sizes, (3, 3, 3), dtype=dtype)
@@ -154,6 +154,17 @@ _TWO_LAUNCHES = {
     "sm_90: conv_linear in two launches": _call(
         tests.project_linearly, (7, 9), 200, (136,) * 3, dtype=BFLOAT16
     )._replace(arch=90)
+}
+_FEW = {
+    f"sm_{arch}: conv_linear of few tokens": Call(
+        tests.Case(
+            lambda: tests.project_linearly((5, 6), 200, (72,) * 3, dtype=BFLOAT16, gap=0),
+            "",
+            launching.Chip(arch, 132),
+        ),
+        arch,
+    )
+    for arch in (80, 90)
 }
 #: Sizes of 1 are constants for Triton, which compiles other code for them.
 _ONES = {
@@ -304,17 +315,31 @@ _GLUON = {
     "gluon: gradients of attention, (300, 256)": _by_gluon(
         _streamed, 300, 256, batch=1, heads=1, dtype=FLOAT16, programs=1
     ),
+    **{
+        f"gluon: Q, K and V of few tokens, {channels} to {outputs} channels": _by_gluon(
+            tests.project_linearly, (14, 13), channels, (outputs,) * 3, programs=132, gap=0
+        )
+        for channels, outputs in ((64, 64), (384, 384), (136, 200))
+    },
+    "gluon: two blocks of few tokens": _by_gluon(_blocks_serving, (7, 6), 3, 2, tokens=1, programs=132),
+    "gluon: three blocks of few tokens, float16": _by_gluon(
+        _blocks_serving, (5, 5), 2, 3, tokens=0, dtype=FLOAT16, programs=132
+    ),
+    "gluon: two blocks of few tokens, means of 100 deviations": _by_gluon(
+        _blocks_serving, (8, 8), 3, 2, tokens=1, mean=100.0, programs=132
+    ),
     "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
 }
 
 CALLS: dict[str, Call] = {
     name: Call(case, 89 if name.startswith("float8") else 80)
     for name, case in tests.CASES.items()
-    if name != "float8"  # the reference computes no such layer in float64
+    # The reference computes no layer of float8 in float64, and has no parts of blocks.
+    if name != "float8" and name not in tests.OF_BLOCKS
 }
 #: Calls of kernels with the configurations that ship for sm_90, which is what they are compiled for.
 SHIPPED = _of_the_table()
-CALLS |= _of_every_dtype() | _TWO_LAUNCHES | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
+CALLS |= _of_every_dtype() | _TWO_LAUNCHES | _FEW | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (

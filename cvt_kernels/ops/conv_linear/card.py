@@ -42,6 +42,16 @@ def _conv_linear_work(arguments: dict[str, Any]) -> Work:
     return Work(bytes_of(x, outs, arguments["linear_ptrs"]), flops)
 
 
+def _conv_linear_few_work(arguments: dict[str, Any]) -> Work:
+    batch, height, width = (arguments[name] for name in ("batch", "height", "width"))
+    few, x = arguments["FEW"], arguments["x_ptr"]
+    grids = [(-(-height // stride), -(-width // stride)) for stride in arguments["STRIDES"]]
+    rows = sum(batch * (h * w + few.class_token) for h, w in grids)
+    size = bytes_of(x, arguments["w_ptr"]) + rows * few.outputs * x.element_size()
+    size += bytes_of(arguments["statistics_ptr"]) if few.norm_width else 0
+    return Work(size, 2 * rows * few.outputs * few.channels)
+
+
 CARDS = {
     "conv_linear": Card(
         call=_conv_linear,
@@ -59,6 +69,6 @@ CARDS = {
             "triton",
         ),
         stages={"conv_linear": Launches(_conv_linear_stage)},
-        work={"conv_linear_fwd": _conv_linear_work},
+        work={"conv_linear_fwd": _conv_linear_work, "conv_linear_few": _conv_linear_few_work},
     ),
 }

@@ -1,4 +1,4 @@
-"""``conv_linear`` in two launches: the projection, then one product of all branches.
+"""``conv_linear`` in two launches: the projection, then one product of all branches. In one of few tokens.
 
 The projection writes the tokens of all branches below one another into one matrix, each branch from a
 multiple of ``GROUP_ROWS`` rows on. The product multiplies each group of rows by the weight of its branch. The
@@ -23,10 +23,10 @@ from .. import planned_launches, weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ..conv_projection.triton.sliding import has_sliding_kernel
 from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
+from . import few_rows
+from .few_rows import GROUP_ROWS
 
 Linear = tuple[Tensor, Tensor | None]
-#: Rows of which each group of rows begins at a multiple; no tile of a product has more.
-GROUP_ROWS = 128
 
 
 class Projection(NamedTuple):
@@ -37,6 +37,7 @@ class Projection(NamedTuple):
         weight: (branches · outputs, C), the weights of the linear layers below one another.
         bias: (branches · outputs,), or None for 0.
         norm: LayerNorm of x before the convolutions, if any.
+        taps: See :func:`few_rows.packed_taps`, for one launch; None for two.
     """
 
     x: Tensor
@@ -45,6 +46,7 @@ class Projection(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     norm: NormOfRows | None = None
+    taps: Tensor | None = None
 
 
 #: Writes the product of groups of rows, each by a weight and a bias of its own: takes x (M, C), the weights
@@ -55,9 +57,15 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, ...]], An
 
 def project(multiply: Multiply, call: Projection) -> Tensor:
     """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it."""
-    x, grid, convs, weight, bias, norm = call
+    x, grid, convs, weight, bias, norm, taps = call
     x, geometry = maybe_contiguous(x), Geometry.of(grid, convs)
     first_rows, rows = _rows_of(x, geometry)
+    out = x.new_empty(rows, weight.shape[0] // len(convs))
+    if taps is not None:
+        block_m = few_rows.tile_rows(x, geometry, out.shape[1])
+        assert block_m is not None
+        few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
+        return out
     ones, zeros = (None, None)
     if any(conv.bn_weight is None or conv.bn_bias is None for conv in convs):
         ones, zeros = x.new_ones(x.shape[2]), x.new_zeros(x.shape[2])
@@ -72,7 +80,6 @@ def project(multiply: Multiply, call: Projection) -> Tensor:
         _contiguous([conv.running_mean for conv in convs]), _contiguous([conv.running_var for conv in convs]),
         [tokens] * len(convs), norm=norm, first_rows=first_rows,
     )  # fmt: skip
-    out = x.new_empty(rows, weight.shape[0] // len(convs))
     multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
     return out
 
@@ -123,20 +130,42 @@ def packed_linears(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
     return weight_cache.packed(weights[0], "conv_linear", pack, others=[*weights[1:], *biases])
 
 
+def stacked_rows(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> int:
+    """Returns the number of rows of what :func:`project` returns."""
+    return _rows_of(x, Geometry.of(grid, convs))[1]
+
+
+def taps_of(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> Tensor | None:
+    """Returns the taps for one launch; None for two."""
+    return few_rows.packed_taps(convs) if is_one_launch(x, grid, convs, linears) else None
+
+
+def is_one_launch(
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+) -> bool:
+    """Returns whether a call that is served here takes one launch, as that of few tokens does."""
+    return few_rows.tile_rows(x, Geometry.of(grid, convs), linears[0][0].shape[0]) is not None
+
+
 # Calls ----------------------------------------------------------------------------------------------------
 
 
 def serve(multiply: Multiply, call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear``."""
     x, grid, convs, linears = call
-    out = project(multiply, Projection(x, grid, convs, *packed_linears(linears)))
+    taps = taps_of(x, grid, convs, linears)
+    out = project(multiply, Projection(x, grid, convs, *packed_linears(linears), taps=taps))
     return tuple(branches_of(out, x, grid, convs))
 
 
 def prepare(multiply: Multiply, call: Record) -> Callable[..., Any] | None:
     """Returns a function that serves calls of a key by planned launches, or None."""
     x, grid, convs, linears = call
-    projection = Projection(x, grid, convs, *packed_linears(linears))
+    taps = taps_of(x, grid, convs, linears)
+    is_few = taps is not None  # as are the tokens of every call of the key
+    projection = Projection(x, grid, convs, *packed_linears(linears), taps=taps)
     plan = planned_launches.plan(functools.partial(project, multiply), projection)
     if plan is None:
         return None
@@ -144,7 +173,8 @@ def prepare(multiply: Multiply, call: Record) -> Callable[..., Any] | None:
     def serve_planned(
         x: Tensor, grid: tuple[int, int], convs: Any, linears: Sequence[Linear]
     ) -> tuple[Tensor, ...]:
-        out = plan(x, grid, convs, *packed_linears(linears), None)
+        taps = few_rows.packed_taps(convs) if is_few else None
+        out = plan(x, grid, convs, *packed_linears(linears), None, taps)
         return tuple(branches_of(out, x, grid, convs))
 
     return serve_planned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cards import MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step
+from ...cards import MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step, Work, bytes_of
 from ...records import Linear, Norm, TransformerBlock
 from ..conv_projection.card import conv_batch_norm
 from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, make_block
@@ -36,6 +36,15 @@ def _transformer_blocks_stage(step: Step) -> None:
     step.call("transformer_blocks", step.x(), step.stage.grid, blocks, backend="gluon")
 
 
+def _attention_add(arguments: dict[str, Any]) -> Work:
+    q, k, out = (arguments[f"{name}_ptr"] for name in ("q", "k", "out"))
+    names = "q k v w residual out sums"
+    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
+    products = 4 * batch * heads * queries * keys * head_dim
+    moved = (arguments[f"{name}_ptr"] for name in names.split())
+    return Work(bytes_of(*moved), products + 2 * out.numel() * heads * head_dim)
+
+
 CARDS = {
     "transformer_blocks": Card(
         call=_transformer_blocks,
@@ -53,5 +62,6 @@ CARDS = {
         without_gradients=("gluon",),
         normalizes=True,
         stages={"transformer_blocks": Launches(_transformer_blocks_stage)},
+        work={"attention_add": _attention_add},
     ),
 }

@@ -1,4 +1,4 @@
-"""Blocks of CvT on sm_90 in six launches each, none of them for LayerNorm.
+"""Blocks of CvT on sm_90 in six launches each, of few tokens in four, none of them for LayerNorm.
 
     projection       normalizes the tokens as it reads them, for Q, K and V
     Q, K and V       one product
@@ -10,6 +10,9 @@
 Statistics are the sums of each part of a token's channels and of their squared deviations from its mean; see
 ``linear.gluon``. LayerNorm's weight is part of a copy of fc1's, its bias of fc1's bias. Only the first block
 needs a launch for its first LayerNorm, since nobody has written statistics for it.
+
+Of few tokens, the projection and its product are one launch (``conv_linear.few_rows``), which also computes
+the first LayerNorm of the first block, and so are attention and proj (``attention_add``).
 
 Bytes, in units of one B·T·C activation: 2.5 of the projection, 3 of Q, K and V, 3 of attention, 3 of proj, 5
 of fc1, 6 of fc2.
@@ -24,17 +27,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import launching
 from ...backends import Record, prepared_by
 from ...records import Linear, TransformerBlock
 from .. import planned_launches, weight_cache
 from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
-from ..conv_linear.stacked import Projection, branches_of, packed_linears, project, why_not_projected
+from ..conv_linear.stacked import (
+    Projection,
+    branches_of,
+    packed_linears,
+    project,
+    stacked_rows,
+    taps_of,
+    why_not_projected,
+)
 from ..conv_projection.triton.sliding_forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
 from ..transformer_block import facts_of_block
+from . import attention_add
 
 # The second half of a block ---------------------------------------------------------------------------------
 
@@ -43,7 +56,9 @@ class SecondHalf(NamedTuple):
     """The launches from the result of attention to the end of a block.
 
     Attributes:
-        y: (M, channels of all heads).
+        y: (M, channels of all heads), the result of attention; or queries, keys and values (B, N, h, D), of
+            few tokens, which one launch attends and projects.
+        scale: Of the scores.
         stream: (M, C), the tokens, which are overwritten.
         proj_weight, proj_bias: The linear layer after attention.
         fc1_weight, fc1_bias, column_sums: The first layer of the MLP, with LayerNorm folded into it.
@@ -53,7 +68,8 @@ class SecondHalf(NamedTuple):
         has_statistics: Whether the statistics of the result are written, for a next block.
     """
 
-    y: Tensor
+    y: Tensor | tuple[Tensor, Tensor, Tensor]
+    scale: float
     stream: Tensor
     proj_weight: Tensor
     proj_bias: Tensor | None
@@ -69,17 +85,33 @@ class SecondHalf(NamedTuple):
 
 def finish(call: SecondHalf) -> Tensor:
     """Overwrites the stream; returns its statistics, or itself without them."""
-    stream, hidden = call.stream, call.y.new_empty(call.y.shape[0], call.fc1_weight.shape[0])
-    proj, fc2 = gluon.aligned(call.proj_weight), gluon.aligned(call.fc2_weight)
-    y = gluon.aligned(call.y)
-    statistics = gluon.product(y, proj, call.proj_bias, stream, residual=stream, has_statistics=True)
-    assert statistics is not None
-    norm = gluon.FoldedNorm(statistics, call.column_sums, call.eps)
+    stream, fc2 = call.stream, gluon.aligned(call.fc2_weight)
+    hidden = stream.new_empty(stream.shape[0], call.fc1_weight.shape[0])
+    norm = gluon.FoldedNorm(_project_attended(call), call.column_sums, call.eps)
     gluon.product(stream, call.fc1_weight, call.fc1_bias, hidden, approximate=call.approximate, norm=norm)
     statistics = gluon.product(
         hidden, fc2, call.fc2_bias, stream, residual=stream, has_statistics=call.has_statistics
     )
     return stream if statistics is None else statistics.sums
+
+
+def _project_attended(call: SecondHalf) -> gluon.Statistics:
+    """Adds the layer after attention to the stream; returns the statistics of its rows."""
+    proj, bias, stream = call.proj_weight, call.proj_bias, call.stream
+    if isinstance(call.y, Tensor):
+        y, proj = gluon.aligned(call.y), gluon.aligned(proj)
+        written = gluon.product(y, proj, bias, stream, residual=stream, has_statistics=True)
+        assert written is not None
+        return written
+    q, k, v = call.y
+    block_m = attention_add.tile_rows(q.shape, k.shape[1], len(proj), _multiprocessors(stream))
+    assert block_m is not None
+    sums = attention_add.attention_add(q, k, v, call.scale, proj, bias, stream, stream, block_m)
+    return gluon.Statistics(sums, attention_add.COLUMNS)
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return launching.chip(x.device).multiprocessors
 
 
 def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,22 +136,55 @@ def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
 _PROJECT = functools.partial(project, multiply)
 
 
+def _taps_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor | None:
+    """Returns the taps with which one launch projects x; None for two launches."""
+    return taps_of(x, grid, block.convs, block.linears)  # type: ignore[arg-type]
+
+
 def _projection(
-    x: Tensor, grid: tuple[int, int], block: TransformerBlock, sums: Tensor | None, width: int
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    sums: Tensor | None,
+    width: int,
+    taps: Tensor | None,
 ) -> Projection:
-    """Returns the launches of Q, K and V; x is normalized unless there are its statistics."""
+    """Returns the launches of Q, K and V; x is normalized if it has neither statistics nor one launch."""
     norm, linears = None, packed_linears(block.linears)  # type: ignore[arg-type]
-    if sums is not None:
+    if sums is not None or taps is not None:
         weight, bias, eps = block.norm1
         assert weight is not None
         assert bias is not None
         norm = NormOfRows(sums, width, weight, bias, eps)
-    return Projection(x, grid, block.convs, *linears, norm)
+    return Projection(x, grid, block.convs, *linears, norm, taps)
 
 
-def _second_half(y: Tensor, stream: Tensor, block: TransformerBlock, has_statistics: bool) -> SecondHalf:
+def _heads_of(
+    out: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values (B, N, h, D), parts of what the projection has returned."""
+    q, k, v = branches_of(out, x, grid, block.convs)
+    return _by_head(q, block), _by_head(k, block), _by_head(v, block)
+
+
+def _by_head(tokens: Tensor, block: TransformerBlock) -> Tensor:
+    return tokens.unflatten(2, (block.num_heads, -1))
+
+
+def _attends_in_one(heads: tuple[Tensor, Tensor, Tensor], block: TransformerBlock) -> bool:
+    """Returns whether attention and the layer behind it are one launch."""
+    q, k, _ = heads
+    outputs, multiprocessors = block.proj.weight.shape[0], _multiprocessors(q)
+    return attention_add.tile_rows(q.shape, k.shape[1], outputs, multiprocessors) is not None
+
+
+def _second_half(
+    y: Tensor | tuple[Tensor, Tensor, Tensor], stream: Tensor, block: TransformerBlock, has_statistics: bool
+) -> SecondHalf:
+    heads, outputs = block.num_heads, block.linears[0].weight.shape[0]
+    scale = (outputs // heads) ** -0.5 if block.scale is None else block.scale
     return SecondHalf(
-        y, stream, *block.proj[:2], *_folded_fc1(block), *block.fc2[:2],
+        y, scale, stream, *block.proj[:2], *_folded_fc1(block), *block.fc2[:2],
         eps=block.norm2.eps, approximate=block.approximate, has_statistics=has_statistics,
     )  # fmt: skip
 
@@ -133,12 +198,13 @@ def _serve(
     rows, sums, width = stream.view(-1, x.shape[2]), None, 0
     for i, block in enumerate(blocks):
         weight, bias, eps = block.norm1
-        tokens = layer_norm(stream, weight, bias, eps=eps) if sums is None else stream
-        out = projects[sums is None](*_projection(tokens, grid, block, sums, width))
-        q, k, v = (
-            each.unflatten(2, (block.num_heads, -1)) for each in branches_of(out, stream, grid, block.convs)
-        )
-        y = attention(q, k, v, scale=block.scale).reshape(rows.shape[0], -1)
+        tokens, taps = stream, _taps_of(stream, grid, block)
+        if sums is None and taps is None:
+            tokens = layer_norm(stream, weight, bias, eps=eps)
+        out = projects[sums is None](*_projection(tokens, grid, block, sums, width, taps))
+        y: Any = _heads_of(out, stream, grid, block)
+        if not _attends_in_one(y, block):
+            y = attention(*y, scale=block.scale).reshape(rows.shape[0], -1)
         is_last = i + 1 == len(blocks)
         sums, width = finishes[is_last](*_second_half(y, rows, block, not is_last)), _width(x, block)
     if not inplace:
@@ -163,10 +229,15 @@ def _prepare(call: Record) -> Callable[..., Any] | None:
         return None  # the plans hold for all blocks
     width = _width(x, first)
     sums = x.new_empty(2, -(-x.shape[2] // width), rows.shape[0], dtype=torch.float32)
-    y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
+    taps = _taps_of(x, grid, first)
     projects = [
-        planned_launches.plan(_PROJECT, _projection(x, grid, first, each, width)) for each in (sums, None)
+        planned_launches.plan(_PROJECT, _projection(x, grid, first, each, width, taps))
+        for each in (sums, None)
     ]
+    out = x.new_empty(stacked_rows(x, grid, first.convs), first.linears[0].weight.shape[0])
+    y: Any = _heads_of(out, x, grid, first)
+    if not _attends_in_one(y, first):
+        y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
     finishes = [planned_launches.plan(finish, _second_half(y, rows, first, each)) for each in (True, False)]
     if None in projects or None in finishes:
         return None

@@ -18,6 +18,10 @@ from triton.runtime.interpreter import InterpretedFunction
 import cvt_kernels as ck
 from benchmarks import floors
 from cvt_kernels import launching, machine, ops
+from cvt_kernels.ops.conv_linear import few_rows, stacked
+from cvt_kernels.ops.conv_projection.triton.common import Geometry
+from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
+from cvt_kernels.ops.transformer_blocks import attention_add
 from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
@@ -123,12 +127,40 @@ def project_sums(grid, channels, dtype):
     return gradients(out, x, *(t for conv in convs for t in conv[:3]))
 
 
-def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32):
-    x = randn(3, 1 + grid[0] * grid[1], channels, dtype=dtype, gap=4)
+def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32, gap=4):
+    x = randn(3, 1 + grid[0] * grid[1], channels, dtype=dtype, gap=gap)
     convs = [random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides]
     linears = [(randn(n, channels, dtype=dtype), randn(n, dtype=dtype)) for n in outputs]
     with torch.no_grad():
         return ck.conv_linear(x, grid, convs, linears)
+
+
+def project_few(grid, channels, outputs, *, statistics, block_m=16, dtype=FLOAT16):
+    """Projects a few tokens with LayerNorm, whose statistics the kernel reads or computes."""
+    x = randn(2, 1 + grid[0] * grid[1], channels, dtype=dtype)
+    convs = [random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in (1, 2, 2)]
+    parts, vectors = (
+        x.float().flatten(0, 1).split(16, dim=1),
+        [randn(channels, dtype=dtype) for _ in range(2)],
+    )
+    squares = [part.var(1, correction=0) * part.shape[1] for part in parts]
+    sums = torch.stack([torch.stack([part.sum(1) for part in parts]), torch.stack(squares)])
+    norm = NormOfRows(sums if statistics else None, 16, *vectors, 1e-5)
+    weight, bias = randn(3 * outputs, channels, dtype=dtype), randn(3 * outputs, dtype=dtype)
+    out = torch.zeros(stacked.stacked_rows(x, grid, convs), outputs, dtype=dtype)
+    geometry, taps = Geometry.of(grid, convs), few_rows.packed_taps(convs)
+    few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
+    return x, convs, norm, weight, bias, out
+
+
+def attend_and_add(queries, keys, heads, dim, outputs, *, dtype=FLOAT16, block_m=16, batch=2):
+    """Attends from a few tokens and adds the layer behind to a residual, in place."""
+    q, k, v = (randn(batch, n, heads, dim, dtype=dtype, gap=8) for n in (queries, keys, keys))
+    weight, bias = randn(outputs, heads * dim, dtype=dtype), randn(outputs, dtype=dtype)
+    residual = randn(batch * queries, outputs, dtype=dtype)
+    before, scale = residual.clone(), -(dim**-0.5)
+    sums = attention_add.attention_add(q, k, v, scale, weight, bias, residual, residual, block_m)
+    return q, k, v, weight, bias, before, residual, sums
 
 
 def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT32):
@@ -188,6 +220,11 @@ CONVOLUTIONS = {
     "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
+    ),
+    "with linear layers, few tokens": Case(
+        lambda: project_linearly((127, 1), 200, (24, 24, 24), strides=(1, 1, 1), dtype=FLOAT16, gap=0),
+        "conv_linear_few",
+        launching.Chip(90, 132),
     ),
     "with linear layers, grouped": Case(  # without rows between two groups, which nobody writes
         lambda: project_linearly((127, 1), 200, (24, 24, 24), strides=(1, 1, 1), dtype=FLOAT16),
@@ -384,7 +421,18 @@ ROWS = {
     "scatter in place": Case(lambda: scatter_in_place(3, 41, 37, 5), "scatter_rows_inplace"),
 }
 
-CASES = ATTENTION | CONVOLUTIONS | LINEAR | ROWS
+#: Launches that no operator makes but transformer_blocks, by Gluon.
+OF_BLOCKS = {
+    "projection with LayerNorm": Case(
+        lambda: project_few((5, 4), 40, 24, statistics=False)[-1], "conv_linear_few"
+    ),
+    "projection with statistics": Case(
+        lambda: project_few((5, 4), 40, 24, statistics=True)[-1], "conv_linear_few"
+    ),
+    "attention and a layer": Case(lambda: attend_and_add(21, 5, 3, 7, 67)[-2:], "attention_add"),
+}
+
+CASES = ATTENTION | CONVOLUTIONS | LINEAR | ROWS | OF_BLOCKS
 
 # The tests ------------------------------------------------------------------------------------------------
 
@@ -452,6 +500,7 @@ def test_sizes_that_are_drawn(data):
 NOT_COUNTED = {
     "attention": "bias slots",
     "conv_embedding": "bias gamma beta class_token",
+    "conv_linear_few": "taps bias norm_weight norm_bias",
     "conv_linear": "w gamma beta mean var bias",
     "conv_projection": "w gamma beta mean var sums",
     "depthwise_conv_gelu": "w bias",
@@ -481,7 +530,7 @@ def test_launches_move_the_bytes_that_are_said(name):
 def test_every_kernel_has_a_case():
     kernels = set()
     for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-        if ".triton" in module.name:
+        if ".triton" in module.name or module.name.endswith((".few_rows", ".attention_add")):
             values = vars(importlib.import_module(module.name)).values()
             kernels |= {each.__name__ for each in values if isinstance(each, InterpretedFunction)}
     with_case = {kernel for case in CASES.values() for kernel in case.kernels.split()}

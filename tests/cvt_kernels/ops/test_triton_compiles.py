@@ -20,8 +20,12 @@ import cvt_kernels
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[3]
-SOURCES = sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/triton*/*.py"))
-SOURCES += sorted(Path(cvt_kernels.__file__).parent.glob("ops/triton_*.py"))
+OPERATORS = Path(cvt_kernels.__file__).parent / "ops"
+SOURCES = [
+    path
+    for path in sorted(OPERATORS.rglob("*.py"))
+    if "triton" in str(path.relative_to(OPERATORS)) or "@triton.jit" in path.read_text()
+]
 
 
 def _classes_of(path):

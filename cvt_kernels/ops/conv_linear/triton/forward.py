@@ -463,7 +463,7 @@ def why_unsupported(call: Record) -> str | None:
         return "a branch has no running statistics"
     if not has_sliding_kernel(Geometry.of(grid, convs)):
         return "only up to three 3×3 convolutions with padding 1, dilation 1 and stride 1 or 2 are supported"
-    if max(channels, *outputs) > MAX_CHANNELS and not _is_in_two(call):
+    if max(channels, *outputs) > MAX_CHANNELS and not _is_stacked(call):
         return f"tokens have {max(channels, *outputs)} channels, more than {MAX_CHANNELS}"
     if x.is_cuda and x.dtype == torch.float64:
         return "float64 is computed in Triton's interpreter only"
@@ -472,8 +472,8 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-def _is_in_two(call: Record) -> bool:
-    """Returns whether a projection and a product serve a call, rather than one kernel.
+def _is_stacked(call: Record) -> bool:
+    """Returns whether ``stacked`` serves a call: by a projection and a product, or one launch of few tokens.
 
     Many channels leave no registers to hide the loads of a fused kernel. On an H200, it takes 185 µs for 256
     images of CvT-13 at 384 channels, the projection and three products of cuBLAS 100, for one image 49 and
@@ -481,12 +481,13 @@ def _is_in_two(call: Record) -> bool:
     compile it), 14 and 21 for 8; at 64 channels 130 and 199 for 256.
     """
     batch, tokens, channels = call.x.shape
-    is_slow = channels > 192 or (channels > 64 and batch * tokens > 2**14)
-    return is_slow and stacked.why_unsupported(call) is None
+    if channels <= 64 or stacked.why_unsupported(call) is not None:
+        return False
+    return channels > 192 or batch * tokens > 2**14 or stacked.is_one_launch(*call)
 
 
 def _prepare(call: Record) -> Callable[..., Any] | None:
-    if _is_in_two(call):
+    if _is_stacked(call):
         return stacked.prepare(grouped_linear_forward, call)
     return planned_launches.plan(_in_one, call)
 
@@ -498,7 +499,7 @@ def conv_linear(call: Record) -> tuple[Tensor, ...]:
     ``x`` is read in place if its channels are contiguous; otherwise it is copied first. Under autocast it
     computes in autocast's dtype.
     """
-    return stacked.serve(grouped_linear_forward, call) if _is_in_two(call) else _in_one(call)
+    return stacked.serve(grouped_linear_forward, call) if _is_stacked(call) else _in_one(call)
 
 
 def _in_one(call: Record) -> tuple[Tensor, ...]:

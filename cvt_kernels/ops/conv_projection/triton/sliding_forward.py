@@ -47,7 +47,7 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, LANES: tl
 
 
 @triton.jit
-def _row_norm(ptr, row, mask, rows, eps, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+def row_norm(ptr, row, mask, rows, eps, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
     """Returns rstd and −mean · rstd of rows, from the statistics (2, parts, rows) of their parts."""
     PARTS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
     LAST: tl.constexpr = CHANNELS - (PARTS - 1) * WIDTH  # columns of the last part
@@ -88,7 +88,7 @@ def _prepare_norm(
         row = place.first_row - 1 + (first + pixel) // COLUMNS
         col = first_col - 1 + (first + pixel) % COLUMNS
         mask = (row >= 0) & (row < height) & (col >= 0) & (col < width)
-        scale, shift = _row_norm(
+        scale, shift = row_norm(
             statistics_ptr, first_token + row * width + col, mask, rows, eps, WIDTH, CHANNELS
         )
         tl.store(scratch_ptr + first + pixel, scale, mask=first + pixel < window)
@@ -155,7 +155,7 @@ def _conv_projection_sliding_fwd_kernel(
             token = tl.load(units(x, LANES) + class_lane, mask=class_mask)
             if NORM_WIDTH > 0:
                 here = tl.broadcast_to(first_token - 1, (P, BC // 2))
-                scale, shift = _row_norm(
+                scale, shift = row_norm(
                     statistics_ptr, here, class_mask, rows, norm_eps, NORM_WIDTH, CHANNELS
                 )
                 low, high = unpack(token, LANES)
@@ -197,13 +197,13 @@ class NormOfRows(NamedTuple):
 
     Attributes:
         sums: (2, parts, B · T) in float32: of each part of a token's channels the sum, then the sum of the
-            squared deviations from its mean.
+            squared deviations from its mean. None for a kernel that computes them itself.
         width: Channels of a part; the last one may have fewer.
         weight, bias: (C,), of the dtype of the tokens.
         eps: Added to the variance.
     """
 
-    sums: Tensor
+    sums: Tensor | None
     width: int
     weight: Tensor
     bias: Tensor

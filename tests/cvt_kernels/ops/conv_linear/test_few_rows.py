@@ -1,0 +1,109 @@
+"""Q, K and V of few tokens in one launch, in Triton's interpreter; the emulator runs it in blocks."""
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import launching, machine
+from cvt_kernels.ops.conv_linear import few_rows, stacked
+from cvt_kernels.ops.conv_projection.triton.common import Geometry
+from tests.checks import assert_accurate
+from tests.cvt_kernels.ops.test_accesses import project_few, project_linearly, random_conv
+
+pytestmark = pytest.mark.skipif(not machine.INTERPRETING, reason="the emulator runs what is compiled")
+H200 = launching.Chip(90, 132)
+
+
+def reference_of(x, grid, convs, norm, weight, bias):
+    """Returns LayerNorm, convolutions and layers by PyTorch, in the dtype of x."""
+    y = torch.nn.functional.layer_norm(x, x.shape[2:], norm.weight.to(x), norm.bias.to(x), norm.eps)
+    linears = zip(weight.to(x).chunk(3), bias.to(x).chunk(3), strict=True)
+    convs = [
+        conv._replace(**{n: t.to(x) for n, t in conv._asdict().items() if isinstance(t, torch.Tensor)})
+        for conv in convs
+    ]
+    return ck.reference.conv_linear(y, grid, convs, tuple(linears))
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize(
+    ("grid", "channels", "outputs", "block_m"),
+    [((5, 4), 40, 24, 16), ((3, 7), 160, 72, 32), ((1, 1), 64, 64, 64), ((6, 5), 16, 136, 16)],
+    ids=str,
+)
+def test_layer_norm_convolutions_and_layers(grid, channels, outputs, block_m, statistics):
+    x, convs, norm, weight, bias, out = project_few(
+        grid, channels, outputs, statistics=statistics, block_m=block_m
+    )
+    actual = stacked.branches_of(out, x, grid, convs)
+    same = reference_of(x, grid, convs, norm, weight, bias)
+    exact = reference_of(x.double(), grid, convs, norm, weight, bias)
+    for each in zip(actual, same, exact, strict=True):
+        assert_accurate(*each)
+
+
+def test_a_large_mean_cancels():
+    grid, channels = (4, 4), 64
+    x = torch.randn(1, 16, channels).round().add(200).half()
+    convs = [random_conv(channels, dtype=torch.float16, stride=1, padding=1)]
+    weight = torch.randn(channels, channels).half()
+    norm = stacked.NormOfRows(None, 0, torch.ones(channels).half(), torch.zeros(channels).half(), 1e-5)
+    out = x.new_empty(16, channels)
+    taps = few_rows.packed_taps(convs)
+    few_rows.project_few(x, Geometry.of(grid, convs), taps, weight, None, out, 16, norm)
+    zeros = torch.zeros(channels)
+    same, exact = (
+        ck.reference.conv_linear(
+            torch.nn.functional.layer_norm(x.to(dtype), (channels,)),
+            grid,
+            [
+                convs[0]._replace(
+                    **{n: t.to(dtype) for n, t in zip(convs[0]._fields, convs[0][:5], strict=False)}
+                )
+            ],
+            ((weight.to(dtype), zeros.to(dtype)),),
+        )[0]
+        for dtype in (torch.float16, torch.float64)
+    )
+    assert_accurate(out[None], same, exact)
+
+
+def test_the_same_bits_again():
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        results.append(project_few((5, 4), 40, 24, statistics=False)[-1])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "channels", "expected"),
+    [
+        (1, 56, 64, 64), (1, 28, 192, 32), (1, 14, 384, 16), (2, 28, 192, 64), (2, 14, 384, 32),
+        (4, 14, 384, None), (2, 56, 64, None), (256, 14, 384, None), (1, 24, 1024, None),
+    ],
+)  # fmt: skip
+def test_all_programs_run_at_once(batch, size, channels, expected):
+    with torch.device("meta"):
+        x = torch.empty(batch, size**2, channels, dtype=torch.bfloat16)
+        geometry = Geometry((size, size), (3,) * 3, (1, 2, 2), (1,) * 3, (1,) * 3, (1e-5,) * 3)
+    with launching.recorded_launches(H200):
+        assert few_rows.tile_rows(x, geometry, channels) == expected
+        assert few_rows.tile_rows(x.float(), geometry, channels) is None
+        assert few_rows.tile_rows(torch.cat([x, x], dim=2)[..., :channels], geometry, channels) is None
+
+
+def test_changes_of_a_convolution_are_noticed():
+    convs = [random_conv(8, dtype=torch.float16, stride=1, padding=1)]
+    before = few_rows.packed_taps(convs)
+    assert few_rows.packed_taps(convs) is before
+    assert not torch.equal(few_rows.packed_taps([convs[0]._replace(eps=1.0)]), before)
+    convs[0].running_mean.add_(1)
+    assert not torch.equal(few_rows.packed_taps(convs), before)
+
+
+def test_conv_linear_takes_one_launch_for_few_tokens():
+    for chip, kernels in ((H200, 1), (launching.Chip(90, 2), 2)):
+        with launching.recorded_launches(chip) as launches, ck.use_backend("triton"):
+            project_linearly((5, 3), 200, (72,) * 3, dtype=torch.float16, gap=0)
+        assert len(launches) == kernels

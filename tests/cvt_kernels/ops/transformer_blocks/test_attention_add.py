@@ -1,0 +1,65 @@
+"""Attention of few tokens with the layer behind it, in Triton's interpreter; the emulator runs it too."""
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import machine
+from cvt_kernels.ops.transformer_blocks import attention_add
+from tests.checks import assert_accurate
+from tests.cvt_kernels.ops.test_accesses import attend_and_add
+
+pytestmark = pytest.mark.skipif(not machine.INTERPRETING, reason="the emulator runs what is compiled")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "dim", "outputs", "block_m"),
+    [(21, 5, 3, 7, 67, 16), (1, 50, 6, 64, 384, 16), (40, 130, 2, 32, 64, 32), (1, 1, 1, 1, 1, 16)],
+    ids=str,
+)
+def test_attention_layer_and_residual(queries, keys, heads, dim, outputs, block_m):
+    q, k, v, weight, bias, before, out, sums = attend_and_add(
+        queries, keys, heads, dim, outputs, block_m=block_m
+    )
+    same, exact = (
+        before.to(dtype)
+        + torch.nn.functional.linear(
+            ck.reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), scale=-(dim**-0.5)).reshape(
+                len(before), -1
+            ),
+            weight.to(dtype),
+            bias.to(dtype),
+        )
+        for dtype in (torch.float16, torch.float64)
+    )
+    assert_accurate(out, same, exact)
+    parts = out.double().split(64, dim=1)
+    torch.testing.assert_close(
+        sums[0].double(), torch.stack([part.sum(1) for part in parts]), rtol=1e-5, atol=1e-4
+    )
+    squares = torch.stack([part.var(1, correction=0) * part.shape[1] for part in parts])
+    torch.testing.assert_close(sums[1].double(), squares, rtol=1e-4, atol=1e-4)
+
+
+def test_the_same_bits_again():
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        results.append(attend_and_add(21, 5, 3, 7, 67)[-2])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "outputs", "expected"),
+    [
+        ((1, 197, 6, 64), 50, 384, 16),
+        ((2, 197, 6, 64), 50, 384, 32),
+        ((4, 197, 6, 64), 50, 384, None),
+        ((1, 784, 3, 64), 196, 192, 32),
+        ((1, 784, 3, 64), 257, 192, None),
+        ((1, 197, 3, 128), 50, 384, None),
+        ((256, 197, 6, 64), 50, 384, None),
+    ],
+)
+def test_all_programs_run_at_once(queries, keys, outputs, expected):
+    assert attention_add.tile_rows(queries, keys, outputs, 132) == expected
