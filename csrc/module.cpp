@@ -142,6 +142,10 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "segmentation_head_packed(Tensor[] maps, Tensor[] packed, Tensor bias, Tensor classifier, Tensor classifier_bias) "
       "-> Tensor");
 
+  // resized_argmax/, on the CPU: the largest class (batch, height, width), int64, of each pixel of logits (batch, h, w, classes)
+  // that are resized to height × width.
+  m.def("resized_argmax(Tensor logits, SymInt height, SymInt width) -> Tensor");
+
   // snapshots/: whether a tensor is the address of this pointer.
   m.def("holds_pointer(int pointer, Tensor tensor) -> bool");
 }

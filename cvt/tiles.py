@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels import checks
+from cvt_kernels import checks, resized_argmax
 
 #: Offsets of tiles are multiples of this: the strides of a model fall on the same pixels as in the whole.
 GRID = 32
@@ -33,6 +33,8 @@ def segment_in_tiles(
     logits: bool = False,
 ) -> Tensor:
     """Computes the class of every pixel by tiles, with the memory for one tile and one row of logits.
+
+    Of an image that is a single tile, smaller logits are not interpolated in memory to find the classes.
 
     Neighboring tiles share at least ``overlap`` pixels. At every edge within the image, the outer ``context``
     pixels of a tile only serve its inner ones, and the logits of both tiles are blended linearly in between.
@@ -63,8 +65,12 @@ def segment_in_tiles(
     """
     tiles = Tiles(tile, overlap, context)
     _check(model, images, tiles, logits)
-    finish: Callable[[Tensor], Tensor] = (lambda x: x) if logits else _labels
-    return torch.cat([finish(strip) for strip in tiles.strips(model, images)], dim=-2)
+    if not logits and max(images.shape[2:]) <= tile:
+        return _classes_of(model, images)
+    strips = tiles.strips(model, images)
+    if not logits:
+        strips = (_labels(strip.argmax(1), strip.shape[1]) for strip in strips)
+    return torch.cat(list(strips), dim=-2)
 
 
 class Tiles(NamedTuple):
@@ -134,6 +140,23 @@ def _strip(model: Model, images: Tensor, columns: list[tuple[int, int]], weights
 
 @torch.no_grad()
 def _logits_of(model: Model, tile: Tensor) -> Tensor:
+    """Returns the logits of a tile at its size, in float32."""
+    out, size = _answer_of(model, tile), tile.shape[2:]
+    if out.shape[2:] != size:
+        out = F.interpolate(out.float(), size, mode="bilinear", align_corners=False)
+    return out.to(tile.device, torch.float32)
+
+
+@torch.no_grad()
+def _classes_of(model: Model, images: Tensor) -> Tensor:
+    """Returns the classes of images that are one tile."""
+    out, size = _answer_of(model, images), images.shape[2:]
+    labels = out.argmax(1) if out.shape[2:] == size else resized_argmax(out.float(), (size[0], size[1]))
+    return _labels(labels, out.shape[1]).to(images.device)
+
+
+def _answer_of(model: Model, tile: Tensor) -> Tensor:
+    """Returns a model's logits; those of a model of transformers may be smaller than the tile."""
     tensors = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     answer = model(tile.to(next((tensor.device for tensor in tensors), tile.device)))
     out = getattr(answer, "logits", answer)
@@ -143,19 +166,18 @@ def _logits_of(model: Model, tile: Tensor) -> Tensor:
             f"model: returned {type(answer).__name__}, expected logits {expected}, or an output of "
             'transformers with logits; of others give a function, such as lambda images: model(images)["out"]'
         )
-    if out is not answer and out.ndim == 4 and min(out.shape) > 0:
-        out = F.interpolate(out.float(), size, mode="bilinear", align_corners=False)
-    if out.ndim != 4 or (out.shape[0], *out.shape[2:]) != (tile.shape[0], *size):
+    is_resized = out is not answer and out.ndim == 4 and min(out.shape) > 0
+    if out.ndim != 4 or len(out) != len(tile) or not (is_resized or out.shape[2:] == size):
         raise ValueError(
             f"model: returned shape {tuple(out.shape)}, expected {expected}; for smaller logits give a "
             "function, such as lambda images: F.interpolate(model(images), images.shape[2:])"
         )
-    return out.to(tile.device, torch.float32)
+    return out
 
 
-def _labels(logits: Tensor) -> Tensor:
-    labels = logits.argmax(1)
-    return labels.to(torch.uint8) if logits.shape[1] <= _MOST_OF_BYTES else labels
+def _labels(labels: Tensor, classes: int) -> Tensor:
+    """Returns labels as bytes where these are enough."""
+    return labels.to(torch.uint8) if classes <= _MOST_OF_BYTES else labels
 
 
 def _spans(size: int, tile: int, overlap: int) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp, mlp_add
+from .ops.resized_argmax import resized_argmax
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
 from .ops.transformer_block import transformer_block
@@ -96,6 +97,7 @@ __all__ = [
     "register_attention",
     "register_layers",
     "release_memory",
+    "resized_argmax",
     "restore",
     "scatter_rows",
     "segmentation_head",

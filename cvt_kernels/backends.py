@@ -118,6 +118,8 @@ class Operator:
         exact: Takes a record in float64; returns the exact result for autotuning. By default the reference.
         unrounded: Computes alternative results that are correct too, for implementations that do not round
             where the operator does.
+        score: Takes a record and outputs that are no numbers, such as classes; returns numbers in their place
+            whose errors the check compares.
         fused_by_compiler: Whether torch.compile fuses the operator with its neighbors on a CPU.
         package: The name of the package that declares it, which has its card (``cards``).
     """
@@ -129,6 +131,7 @@ class Operator:
     defaults: tuple[str, ...]
     exact: Callable[[Record], Any] | None
     unrounded: Callable[[Record], Any] | None
+    score: Callable[[Record, list[torch.Tensor]], list[torch.Tensor]] | None
     fused_by_compiler: bool
     package: str
 

@@ -32,7 +32,7 @@ class Card(NamedTuple):
             few channels; ``empty``, no images or rows; ``many``, enough for several threads; and
             ``tiny``, for derivatives by differences. With ``inplace=True`` it can write in place.
         without_gradients: The backends that compute no gradients, and refuse them.
-        rounds: Whether it rounds to 8 bits, and has no gradients at all.
+        rounds: Whether it rounds to 8 bits, or to a class, and has no gradients at all.
         normalizes: Whether it has a LayerNorm.
         needed: Backend → settings without which it serves no example.
         stages: What a stage of a model launches of it, by name for ``cvt compile``.
@@ -86,7 +86,8 @@ def make(operator: str, settings: Mapping[str, Any], seed: int = 0) -> Made:
     card = card_of(operator)
     maker = Maker(card, settings, seed)
     args, kwargs = card.call(maker)
-    call = tuner.Call(backends.operators[operator].bind(*args, **kwargs), False)
+    declared = backends.operators[operator]
+    call = tuner.Call(declared.bind(*args, **kwargs), False, declared.score)
     call = call._replace(gradient=any(tensor.requires_grad for tensor in call.tensors()))
     return Made(call, maker.dout, maker.ignored)
 

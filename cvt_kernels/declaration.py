@@ -206,6 +206,7 @@ def operator(
     defaults: tuple[str, ...] = ("reference",),
     exact: Callable[[Record], Any] | None = None,
     unrounded: Callable[[Record], Any] | None = None,
+    score: Callable[[Record, list[Tensor]], list[Tensor]] | None = None,
     fused_by_compiler: bool = False,
     values: tuple[str, Callable[[Record], None]] | None = None,
     instead: Callable[[Record], Callable[[Record], Any] | None] | None = None,
@@ -215,7 +216,7 @@ def operator(
     """Declares an operator; the decorated function computes it in plain PyTorch.
 
     Functions take the record of a call, a NamedTuple with the names of the parameters. For ``kind``,
-    ``sample``, ``defaults``, ``exact``, ``unrounded`` and ``fused_by_compiler``, see
+    ``sample``, ``defaults``, ``exact``, ``unrounded``, ``score`` and ``fused_by_compiler``, see
     :class:`backends.Operator`.
 
     - ``backends``: Backend → implementation, besides the decorated function.
@@ -235,7 +236,7 @@ def operator(
         declared = Declaration(
             name or function.__name__, function, check, values, instead, arguments, facts or {},
             kind=kind, sample=sample, defaults=defaults, exact=exact, unrounded=unrounded,
-            fused_by_compiler=fused_by_compiler,
+            score=score, fused_by_compiler=fused_by_compiler,
         )  # fmt: skip
         setattr(reference, declared.name, function)
         _register(declared, backends)

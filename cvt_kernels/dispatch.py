@@ -368,7 +368,7 @@ def _task_of(operator: str, call: Record) -> tuner.Task:
     asked, gradient = _cache_key_of(operator, call), wants_gradient(call)
 
     def images(factor: int) -> tuner.Call:
-        return tuner.Call(described.sample(factor, call), gradient)
+        return tuner.Call(described.sample(factor, call), gradient, described.score)
 
     with tuner.undisturbed(x.device):
         return tuner.Task(

@@ -58,10 +58,17 @@ Function = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """The record of an operator's call, and whether it includes the backward."""
+    """The record of an operator's call, and whether it includes the backward.
+
+    Attributes:
+        record: The record.
+        gradient: Whether the backward is included.
+        score: Turns outputs that are no numbers into some; see :class:`backends.Operator`.
+    """
 
     record: Any
     gradient: bool
+    score: Callable[[Any, list[Tensor]], list[Tensor]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -408,6 +415,7 @@ def _forward(function: Function, call: Call) -> list[Tensor]:
 
 def _results(call: Call, outputs: list[Tensor], douts: list[Tensor]) -> Results:
     gradients = _gradients(call, outputs, douts) if call.gradient else []
+    outputs = outputs if call.score is None else call.score(call.record, outputs)
     return Results([out.detach() for out in outputs], gradients, [t.detach() for t in call.tensors()])
 
 

@@ -13,7 +13,7 @@ import cvt_kernels as ck
 from cvt import create_model, segment_in_tiles
 from cvt.factory import randomize
 from cvt.tiles import Tiles
-from tests.checks import python_blocks, run_blocks, section_of
+from tests.checks import python_blocks, record_calls, run_blocks, section_of
 from tests.cvt.models import SMALL
 
 SIZES = [(64, 64), (128, 96), (200, 340), (65, 512), (256, 97), (1, 300)]
@@ -102,6 +102,23 @@ def test_logits_are_blended_between_contexts():
 
 def test_many_classes_are_int64():
     assert segment_in_tiles(local(300), images(32, 32)).dtype == torch.int64
+
+
+@pytest.mark.parametrize(("tile", "calls"), [(128, 1), (64, 0)])
+def test_smaller_logits_of_one_tile_are_not_interpolated_in_memory(tile, calls):
+    class Small(nn.Module):
+        def forward(self, x):
+            return Output(x[:, :, ::4, ::4].repeat(1, 4, 1, 1).bfloat16())
+
+    x, recorded = images(96, 128), record_calls("resized_argmax")
+    with ck.use_backend("cpu"):
+        labels = segment_in_tiles(Small().eval(), x, tile=tile, overlap=32, context=0)
+    assert len(recorded) == calls
+    if calls:
+        logits = Small()(x).logits.float()
+        expected = F.interpolate(logits, (96, 128), mode="bilinear").argmax(1)
+        assert labels.dtype == torch.uint8
+        assert torch.equal(labels.long(), expected)
 
 
 class Output(NamedTuple):

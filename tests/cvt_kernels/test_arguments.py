@@ -298,6 +298,10 @@ OPERATORS = {
     },
     "quantize_rows": ROUNDED,
     "refresh": {"model": (lambda: nn.Linear(2, 2), of_values("a", 3, nn.Linear))},
+    "resized_argmax": {
+        "logits": (lambda: randn(B, 3, H, W), tensor((3, H, W), (B, 0, H, W), (B, 3, 0, W), first=True)),
+        "size": (lambda: (4, 5), of_values("a", 3, (4,), (4, 0), (4, -1), (4.0, 5), None)),
+    },
     "restore": {"model": (lambda: nn.Linear(2, 2), of_values("a", 3, nn.Linear))},
     "scatter_rows": TOKENS
     | {

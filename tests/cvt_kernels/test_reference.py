@@ -403,6 +403,20 @@ def test_segmentation_head(bias):
     assert_same(got, image_to_tokens(classifier(total.relu()), torch.zeros(2, 0, 3)))
 
 
+@pytest.mark.parametrize("size", [(12, 20), (7, 5), (3, 4), (2, 3), (1, 1)])
+def test_resized_argmax(size):
+    """By the definition: each resized logit is a sum over all pixels with triangular weights."""
+    logits = torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    sides = []
+    for side, pixels in zip(size, logits.shape[2:], strict=True):
+        center = ((torch.arange(side) + 0.5) * (pixels / side) - 0.5).clamp(0, pixels - 1)
+        sides.append((1 - (center[:, None] - torch.arange(pixels)).abs()).clamp_min(0).double())
+    resized = torch.einsum("bkhw,yh,xw->bkyx", logits, *sides)
+    got = reference.resized_argmax(logits, size)
+    assert got.dtype == torch.int64
+    assert torch.equal(got, resized.argmax(1))
+
+
 # dtypes ---------------------------------------------------------------------------------------------------
 
 

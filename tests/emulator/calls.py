@@ -92,6 +92,9 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: segmentation head": _call(
                 tests.segment, [(9, 33), (5, 17), (3, 9), (1, 1)], 72, 150, inputs=40, dtype=dtype
             ),
+            f"{name}: classes of resized logits": _call(
+                tests.find_classes, 150, ((5, 9), (20, 37)), dtype=dtype
+            ),
             f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
             f"{name}: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, dtype=dtype),
             f"{name}: linear_add": _call(tests.linear_add, 150, 264, 136, dtype=dtype),

@@ -12,6 +12,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 from triton import language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -191,6 +192,14 @@ def segment(sizes, channels, classes, *, inputs=5, gap=0, dtype=FLOAT16):
     return ck.segmentation_head(x, weight, bias, tuple(others), classifier, of_classifier)
 
 
+def find_classes(classes, sizes, *, gap=0, dtype=FLOAT16, channels_last=True):
+    size, to = sizes
+    logits = randn(2, size[0], size[1], classes, dtype=dtype, gap=gap).permute(0, 3, 1, 2)
+    classes = ck.resized_argmax(logits if channels_last else logits.contiguous(), to)
+    resized = F.interpolate(logits.double(), to, mode="bilinear", align_corners=False)
+    return resized.gather(1, classes[:, None]).to(dtype)  # numbers, which are compared
+
+
 def convolve_and_activate(grid, channels, dtype=FLOAT32):
     x, weight, bias = (
         randn(*shape, dtype=dtype, grad=True)
@@ -246,6 +255,19 @@ CONVOLUTIONS = {
         lambda: segment([(3, 2), (1, 3)], 40, 301, inputs=35, dtype=FLOAT32), "segmentation_head"
     ),
     "segmentation head of one map": Case(lambda: segment([(1, 19)], 5, 2), "segmentation_head"),
+    "classes of resized logits": Case(
+        lambda: find_classes(19, ((3, 5), (12, 20)), gap=1), "pixel_classes resized_argmax"
+    ),
+    "classes of smaller logits": Case(
+        lambda: find_classes(70, ((7, 9), (3, 4)), dtype=FLOAT32, channels_last=False),
+        "pixel_classes resized_argmax",
+        is_dense=False,
+    ),
+    "one class": Case(
+        lambda: find_classes(1, ((2, 3), (5, 7)), dtype=BFLOAT16),
+        "pixel_classes resized_argmax",
+        is_dense=False,
+    ),
     "convolution and GELU": Case(
         lambda: convolve_and_activate((3, 5), 5),
         "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions",

@@ -16,6 +16,7 @@ from ....launch.records import Product
 from ...linear.triton.common import padded, part_width
 from ...planned_launches import planned
 from ...triton_launch import grid_dependency_synchronize, product_types
+from ...triton_resize import source
 from ...triton_tf32 import rounded
 
 #: The most maps besides the first.
@@ -50,14 +51,6 @@ class HeadSpec(NamedTuple):
     operand: Any
     accumulator: Any
     precision: str
-
-
-@triton.jit
-def _source(place, ratio, size):
-    """Returns for pixels their first and second source of ``size``, and the second one's weight."""
-    at = tl.maximum((place.to(tl.float32) + 0.5) * ratio - 0.5, 0.0)
-    first = tl.minimum(at.to(tl.int32), size - 1)
-    return first, tl.minimum(first + 1, size - 1), at - first.to(tl.float32)
 
 
 @triton.jit
@@ -147,8 +140,8 @@ def _segmentation_head_kernel(
         if bias_ptr is not None:
             total += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(SPEC.accumulator)
         for i in tl.static_range(MAPS):
-            upper, lower, down = _source(y, ratios_y[i], heights[i])
-            left, right, across = _source(x, ratios_x[i], widths[i])
+            upper, lower, down = source(y, ratios_y[i], heights[i])
+            left, right, across = source(x, ratios_x[i], widths[i])
             map_ptr = map_ptrs[i] + image * heights[i] * widths[i] * D
             upper *= widths[i]
             lower *= widths[i]

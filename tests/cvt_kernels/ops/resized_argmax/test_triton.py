@@ -1,0 +1,103 @@
+"""The Triton kernels of resized_argmax, on a GPU or else in Triton's interpreter on CPU tensors."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cvt_kernels as ck
+from cvt_kernels import backends, launch, launching
+from cvt_kernels.launch.records import Rows
+from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+
+DTYPES = "float16", "bfloat16", "float32"
+USUAL = {"height": 5, "width": 6, "channels": 19, "out_height": 20, "out_width": 24}
+
+
+def run(logits, size):
+    with torch.no_grad(), ck.use_backend("triton"):
+        return ck.resized_argmax(logits, size)
+
+
+def expected(logits, size):
+    return F.interpolate(logits, size, mode="bilinear", align_corners=False).argmax(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"channels_last": True},
+        {"channels": 1},
+        {"channels": 2},
+        {"channels": 150, "out_height": 9},
+        {"channels": 1000, "out_height": 3, "out_width": 5},
+        {"height": 1, "width": 1},
+        {"out_height": 1, "out_width": 1},
+        {"height": 7, "width": 11, "out_height": 13, "out_width": 37},
+        {"height": 9, "width": 8, "out_height": 4, "out_width": 3},
+        {"out_height": 5, "out_width": 6},
+    ],
+    ids=str,
+)
+def test_values(settings, dtype):
+    call = made_of("resized_argmax", "triton", **USUAL | settings, dtype=dtype).call.record
+    with launching.recorded_launches(launching.Chip(90, 132)) as launches:
+        run(*call)
+    assert [each.kernel.__name__ for each in launches] == ["_pixel_classes_kernel", "_resized_argmax_kernel"]
+    assert_agrees("resized_argmax", "triton", **USUAL | settings, dtype=dtype)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy in the interpreter
+def test_the_first_of_equal_classes_wins():
+    logits = torch.randn(2, 40, 3, 4)
+    logits[:, 35] = logits[:, 3] = 5.0
+    assert (run(logits, (12, 16)) == 3).all()
+    assert (run(torch.full((2, 40, 3, 4), -torch.inf), (3, 4)) == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy in the interpreter
+@pytest.mark.parametrize("size", [(10, 15), (13, 4), (5, 6)])
+def test_numbers_that_are_not_finite_count_as_by_pytorch(size):
+    """NaN is the largest, also of an infinity by a weight of 0; the first NaN wins."""
+    logits = torch.randn(2, 40, 5, 6)
+    logits[0, 37, 2, 3] = logits[0, 5, 4, 5] = logits[0, 6, 4, 5] = torch.nan
+    logits[1, 33, 1, 1] = torch.inf
+    logits[1, 2, 3, 4] = -torch.inf
+    out = run(logits, size)
+    assert torch.equal(out, expected(logits, size))
+    assert {5, 37} <= set(out[0].flatten().tolist())
+
+
+def test_neighbors_that_agree_need_no_logits():
+    """The second kernel reads their classes alone: numbers that are planted in the logits change nothing."""
+    logits = torch.zeros(1, 5, 4, 4)
+    logits[0, 3] = 1.0
+    with launching.recorded_launches(launching.Chip(90, 132)) as launches:
+        run(logits, (16, 16))
+    resize = launches[1]
+    largest, out = resize.arguments["largest_ptr"], resize.arguments["out_ptr"]
+    largest.fill_(2)
+    logits.fill_(torch.nan)
+    resize.start()
+    assert (out == 2).all()
+
+
+@pytest.mark.parametrize("elements", [32, 256, 4096])
+def test_replaced_configurations(elements):
+    with launch.overridden("resized_argmax", Rows(elements=elements, num_warps=1)):
+        assert_agrees("resized_argmax", "triton", **USUAL, dtype="float16")
+
+
+def test_what_is_refused():
+    bind = backends.operators["resized_argmax"].bind
+    why = backends.implementations["resized_argmax"]["triton"].load().why_unsupported
+    logits = torch.randn(2, 3, 4, 5)
+    assert why(bind(logits, (8, 9))) is None
+    assert why(bind(logits[:0], (8, 9))) == "the batch is empty"
+    assert why(bind(logits.double(), (8, 9))) == "serves float32, bfloat16 and float16"
+    assert "2³¹" in why(bind(logits, (2**16, 2**15)))
+    assert "2³¹" in why(bind(torch.empty(1, 2**15, 2**8, 2**8, device="meta"), (8, 9)))
+    assert "images" in why(bind(torch.empty(2**16, 2, 3, 3, device="meta"), (8, 9)))
+    with pytest.raises(ValueError, match="logits: wants a gradient"):
+        ck.resized_argmax(logits.requires_grad_(), (8, 9))
