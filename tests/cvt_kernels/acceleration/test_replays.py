@@ -81,8 +81,12 @@ def recorded_segformer():
     return model
 
 
+def layer_of(model):
+    return next(each for each in model.modules() if type(each).__name__ == "SegformerLayer")
+
+
 def weights_of(model):
-    return next(each for each in model.modules() if type(each).__name__ == "SegformerLayer").mlp.fc1.weight
+    return layer_of(model).mlp.fc1.weight
 
 
 @pytest.mark.parametrize(
@@ -93,8 +97,9 @@ def weights_of(model):
         lambda model: [setattr(m, "eps", 0.5) for m in model.modules() if hasattr(m, "eps")],
         lambda model: model.load_state_dict({k: v + v for k, v in model.state_dict().items()}),
         lambda model: model.to(torch.bfloat16),
+        lambda model: vars(layer_of(model).layernorm_after).update(bias=torch.ones(16)),
     ],
-    ids=["in place", "data", "settings", "load_state_dict", "dtype"],
+    ids=["in place", "data", "settings", "load_state_dict", "dtype", "shadowed"],
 )
 def test_changes_are_noticed(change):
     model = recorded_segformer()
