@@ -7,8 +7,9 @@ Every call checks that the block is what its entry in the table expects; if not,
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
 layers for serving), ``class_token`` (the last block of a classifier), ``cvt`` and ``pyramids`` (the entries
-of each upstream), ``matching`` (finds and checks blocks), ``freezing`` (finds and checks stages and layers,
-and runs them), this file (swaps classes), ``coverage`` and ``verify``.
+of each upstream), ``matching`` (finds and checks blocks), ``recording`` (stages and encoders recorded as a
+whole), ``freezing`` (finds and checks stages and layers, and runs them), this file (swaps classes),
+``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
