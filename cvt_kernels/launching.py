@@ -206,6 +206,25 @@ def is_descriptor(value: object) -> bool:
     return hasattr(value, "block_shape")
 
 
+def are_watched() -> bool:
+    """Returns whether a hook on Triton's launches, such as a profiler's, has to see them."""
+    runtime = _knobs().runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+@functools.cache
+def _knobs() -> Any:
+    from triton import knobs
+
+    return knobs
+
+
+def stream_of(on: Tensor) -> int | None:
+    """Returns the address of the current stream on a tensor's GPU; None on the CPU."""
+    return torch._C._cuda_getCurrentRawStream(on.get_device()) if on.is_cuda else None
+
+
 _NOTHING = contextlib.nullcontext()
 
 

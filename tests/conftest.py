@@ -185,8 +185,8 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     served, left, plan = [], [], planned_launches.plan
 
-    def noted(function, call):
-        run = plan(lambda call: left.append(call) or function(call), call)
+    def noted(function, call, **settings):
+        run = plan(lambda call: left.append(call) or function(call), call, **settings)
         left.clear()
         if run is None:
             return None

@@ -7,8 +7,9 @@ Every call checks that the block is what its entry in the table expects; if not,
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
 layers for serving), ``class_token`` (the last block of a classifier), ``cvt`` and ``pyramids`` (the entries
-of each upstream), ``matching`` (finds and checks blocks), ``freezing`` (finds and checks stages and layers,
-and runs them), this file (swaps classes), ``coverage`` and ``verify``.
+of each upstream), ``matching`` (finds and checks blocks), ``recording`` (stages and encoders recorded as a
+whole), ``freezing`` (finds and checks stages and layers, and runs them), this file (swaps classes),
+``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import freezing
+from . import freezing, recording
 from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .cvt import CLASSIFIERS
@@ -46,6 +47,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 #: The attribute of a derived class with the original class and the keys of the entries, in order.
 _MADE_OF = "_cvt_kernels_made_of"
+#: The attribute of the derived class of a stage or an encoder that is recorded as a whole.
+_RECORDED = "_cvt_kernels_records"
 
 
 def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
@@ -104,6 +107,9 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         classifier = None if is_fused(module) else classifier_of(module)
         if classifier is not None:
             change_class(module, functools.partial(_classifying_class, key=classifier.name))
+    for module, key in recording.find_recordable(model) if freeze is False else []:
+        if not hasattr(type(module), _RECORDED):
+            change_class(module, functools.partial(_recorded_class, key=key))
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             change_class(stage, functools.partial(_serving_class, key=key + _IN_EVALUATION))
@@ -247,8 +253,22 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
         return forward_block(parts, x, grid, rows)[0]
 
     replays = None if torch.compiler.is_compiling() else replays_of(block)
-    tokens = forward() if replays is None else replays.run(forward, x, rows, grid)
+    tokens = forward() if replays is None else replays.run(forward, (x, rows), grid)
     return entry.result(block, tokens, grid)
+
+
+@cached
+def _recorded_class(original: Any, key: str) -> Any:
+    """Returns the subclass of ``original`` that records the forward of a stage or an encoder as a whole."""
+    entry = recording.ENTRIES[key]
+
+    @functools.wraps(original.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_recorded(args, kwargs):
+            return original.forward(self, *args, **kwargs)
+        return recording.run(self, entry, lambda: original.forward(self, *args, **kwargs), args, kwargs)
+
+    return _derived(original, key, forward=forward, **{_RECORDED: True})
 
 
 @cached
@@ -352,6 +372,8 @@ def _derived_class(original: type[nn.Module], *keys: str) -> Any:
     for key in keys:
         if key in CLASSIFIERS:
             made = _classifying_class(made, key)
+        elif key in recording.ENTRIES:
+            made = _recorded_class(made, key)
         elif key.endswith(_IN_EVALUATION):
             made = _serving_class(made, key)
         else:

@@ -589,6 +589,25 @@ class StageEntry(NamedTuple):
         return None if given is None or not isinstance(given[0], Tensor) else (given[0], None)
 
 
+class RecordedEntry(NamedTuple):
+    """A class of stages or encoders whose forward may be recorded as a whole.
+
+    Attributes:
+        block: Describes the class as if it were a block. Its first argument is a tensor, or a list of them.
+        classes: Names of the classes within it that hold modules, besides those with entries of their own.
+        settings: Returns what its forward reads of a configuration.
+    """
+
+    block: BlockEntry
+    classes: frozenset[str] = frozenset()
+    settings: Callable[[Any], Any] = lambda module: None
+
+    @property
+    def key(self) -> str:
+        """The name among the entries of what is recorded, and in pickles."""
+        return f"{self.block.key}, recorded"
+
+
 #: The entry of something that is served as one.
 ServedEntry = StageEntry | BlockEntry
 #: What the ``parts`` of a block entry return.

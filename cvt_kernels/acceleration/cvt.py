@@ -14,6 +14,7 @@ from .blocks import (
     HUGGING_FACE,
     BlockEntry,
     BlockParts,
+    RecordedEntry,
     StageEntry,
     StageParts,
     Unsupported,
@@ -376,6 +377,12 @@ ENTRIES = (*(each for entries in _HF_ENTRIES.values() for each in entries), *_MS
 ENTRIES += tuple(_OWN_ENTRIES.values())
 #: Every entry of a stage.
 STAGES: tuple[StageEntry, ...] = _HF_STAGE, _MS_STAGE, _OWN_STAGE
+#: Every entry of what is recorded as a whole.
+RECORDED = (
+    RecordedEntry(
+        _HF_STAGE.block, _HF_STAGE.classes, settings=lambda stage: stage.config.cls_token[stage.stage]
+    ),
+)
 #: The entries of other projects' classifiers by the names of their classes.
 CLASSIFIERS = {entry.name: entry for entry in (_HF_CLASSIFIER, _MS_CLASSIFIER)}
 

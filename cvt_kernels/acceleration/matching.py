@@ -198,7 +198,7 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 # Whether it runs fused now --------------------------------------------------------------------------------
 
 
-class _ExaminedBlock(Examined):
+class ExaminedBlock(Examined):
     """The parts of a block that was called; None for one that does not run fused.
 
     Attributes:
@@ -228,9 +228,9 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     elif torch_module._has_any_global_hook():
         return None
     else:
-        known = known_of(block, _ExaminedBlock)
+        known = known_of(block, ExaminedBlock)
         if known is None:
-            known = _examine(block, entry)
+            known = examine(block, entry)
             # A transform and a mode have put tensors in the places of parameters, which must not be kept.
             if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
                 vars(block)[known.attribute] = known
@@ -242,19 +242,20 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
 
 def replays_of(block: nn.Module) -> Replays | None:
     """Returns the recordings of a block that was examined, for a call in evaluation."""
-    known: _ExaminedBlock | None = vars(block).get(_ExaminedBlock.attribute)
+    known: ExaminedBlock | None = vars(block).get(ExaminedBlock.attribute)
     return None if known is None or known.watch.is_training() else known.replays
 
 
-def _examine(block: nn.Module, entry: BlockEntry) -> _ExaminedBlock:
+def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
+    """Examines a block, without keeping the result."""
     parts = parts_or_why_not(block, entry)
     modules = list(itertools.islice(block.modules(), 1, None))
     if isinstance(parts, BypassedParts):
         modules = [module for module, _ in parts.modules]
     watch = Watch(block, modules)  # first: what changes meanwhile is noticed
     if isinstance(parts, str) or _why_other_parts(block, entry, parts) is not None:
-        return _ExaminedBlock(block, watch, None)
-    return _ExaminedBlock(block, watch, parts.prepared())
+        return ExaminedBlock(block, watch, None)
+    return ExaminedBlock(block, watch, parts.prepared())
 
 
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:

@@ -25,6 +25,7 @@ from .blocks import (
     BlockParts,
     BypassedParts,
     Kinds,
+    RecordedEntry,
     StageEntry,
     StageParts,
     Unsupported,
@@ -542,6 +543,39 @@ STAGES = (
     ),
 )
 _STAGES = {entry.block.name: entry for entry in STAGES}
+
+
+def _encoder_entry(name: str, *children: str, settings: Callable[[Any], Any] | None = None) -> RecordedEntry:
+    """Returns the entry of a class of encoders, by the names of its submodules."""
+    block = BlockEntry(
+        upstream=HUGGING_FACE,
+        name=name,
+        arguments=("pixel_values", "output_attentions", "output_hidden_states", "return_dict"),
+        children=frozenset(children),
+        parts=lambda self: BypassedParts([]),
+    )
+    return RecordedEntry(block) if settings is None else RecordedEntry(block, settings=settings)
+
+
+#: Every entry of what is recorded as a whole.
+RECORDED = (
+    RecordedEntry(next(entry for entry in ENTRIES if entry.name == "SegformerStage")),
+    _encoder_entry("GLPNEncoder", "patch_embeddings", "block", "layer_norm"),
+    _encoder_entry(
+        "PvtEncoder", "patch_embeddings", "block", "layer_norm", settings=lambda self: self.config.image_size
+    ),
+    _encoder_entry("PvtV2Encoder", "layers"),
+    RecordedEntry(
+        BlockEntry(
+            upstream=HUGGING_FACE,
+            name="GLPNDecoder",
+            arguments=("hidden_states",),
+            children=frozenset(("stages", "final_upsample")),
+            parts=lambda self: BypassedParts([]),
+        ),
+        classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
+    ),
+)
 
 
 def recognize_stage(module: nn.Module) -> StageEntry | None:

@@ -126,6 +126,7 @@ _SETTINGS = (
     *("is_causal",),
     *("approximate", "act", "momentum", "process_group", "track_running_stats"),
     *("token_keep", "token_keep_bounds", "pool", "stride_kv", "linear_attention"),
+    *("reshape", "image_size", "num_channels", "scale_factor", "mode", "align_corners"),
     *("sequence_reduction_ratio", "sequences_reduction_ratio", "spatial_reduction_ratio", "sr_ratio"),
 )
 _CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
@@ -151,6 +152,7 @@ class Watch(Structure):
         self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
         self._configs = [space["config"] for space in spaces if "config" in space]
         self._values = [space.get(name) for space, name in settings]
+        self._is_shadowed = any(map(_is_shadowed, (owner, *modules)))
         self._hooked = self._hook_numbers()
         self._before = self._attributes()
 
@@ -172,9 +174,10 @@ class Watch(Structure):
     def identity(self) -> tuple[Any, ...] | None:
         """Returns what modules that compute the same have in common besides tensors; None if it has no hash.
 
-        It is None too where a module has hooks that get something from it.
+        It is None too where a module has hooks that get something from it, or an attribute in the place of a
+        member.
         """
-        if self._hooked:
+        if self._hooked or self._is_shadowed:
             return None
         values = [(type(value), value) for value in self._values]
         found = (*map(type, self.modules), *self._settings, *values, *map(tuple, self._members))
@@ -191,6 +194,12 @@ class Watch(Structure):
         if not looks().same_items(self._settings_of, self._settings, self._values):
             return True
         return self._attributes() != self._before
+
+
+def _is_shadowed(module: nn.Module) -> bool:
+    """Returns whether attributes of a module are in the place of its parameters, buffers or modules."""
+    members = *module._parameters, *module._buffers, *module._modules
+    return not vars(module).keys().isdisjoint(members)
 
 
 class Examined:

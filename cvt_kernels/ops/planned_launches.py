@@ -43,6 +43,11 @@ def planned(function: _Function) -> _Function:
     return prepared_by(lambda call: plan(function, call))(function)
 
 
+def planned_with_operators(function: _Function) -> _Function:
+    """Marks a backend's function without gradients that calls PyTorch's operators too; its plan does."""
+    return prepared_by(lambda call: plan(function, call, computes=True))(function)
+
+
 def planned_part(function: _Part) -> _Part:
     """Plans the launches of a part of an operator, such as of its backward, after the first call of a key.
 
@@ -122,7 +127,8 @@ class _Recording(TorchDispatchMode):
         made = {_storage(leaf): leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)}
         # An operator that launches would do it twice; what returns a number may decide what follows.
         refused = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
-        if len(self.events) != before or refused.intersection(function.tags):
+        is_refused = bool(refused.intersection(function.tags)) and not _drops_nothing(function, args)
+        if len(self.events) != before or is_refused:
             self.is_refused = True
         elif function in _ALLOCATIONS:
             self.allocated |= made
@@ -142,14 +148,22 @@ class _Recording(TorchDispatchMode):
         return any(isinstance(each, launching.Launch) for each in self.events)
 
 
+def _drops_nothing(function: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an operator is dropout in evaluation, which returns its input."""
+    return function is _aten.dropout.default and not args[2]
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] | None:
+def plan(
+    function: Callable[[Record], Any], call: Record, *, computes: bool = False
+) -> Callable[..., Any] | None:
     """Returns the plan of a function that does nothing but launch, for calls of one key; None without one.
 
     It takes the fields of the record by position. A record is any NamedTuple, with tensors also in tuples.
+    With ``computes`` the function may call PyTorch's operators too, if no gradients are recorded.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if not all(type(leaf) in _PLAIN and leaf.numel() for leaf in leaves):
@@ -159,7 +173,9 @@ def plan(function: Callable[[Record], Any], call: Record) -> Callable[..., Any] 
     recording = _Recording(alone)
     with launching.planned_launches(recording.events.append), recording:
         out = function(alone)
-    return None if recording.computes else _written(function, alone, recording, out)
+    if (recording.computes and not computes) or not recording.launches:
+        return None
+    return _written(function, alone, recording, out)
 
 
 def recorded(function: Callable[[Record], Any], call: Record) -> tuple[Any, Callable[..., Any] | None]:
@@ -203,7 +219,7 @@ def _leave(call: Record) -> Any:
 def _written(
     otherwise: Callable[[Record], Any], call: Record, recording: _Recording, out: Any
 ) -> Callable[..., Any] | None:
-    if recording.is_refused or not recording.launches:
+    if recording.is_refused:
         return None
     try:
         return _Writer(otherwise, call, recording).plan(out)
@@ -234,6 +250,8 @@ class _Source(NamedTuple):
 _DIRECT = {
     _aten.linear.default: F.linear, _aten.addmm.default: torch.addmm, _aten.mm.default: torch.mm,
     _aten.add.Tensor: torch.add, _aten.layer_norm.default: torch.layer_norm, _aten.clone.default: torch.clone,
+    _aten.flatten.using_ints: torch.flatten, _aten.conv2d.default: torch.conv2d,
+    _aten.convolution.default: torch.convolution, _aten.cat.default: torch.cat,
 }  # fmt: skip
 
 
@@ -244,7 +262,7 @@ class _Writer:
         self._record, self._recording = type(call), recording
         self._scope: dict[str, Any] = {
             "_otherwise": otherwise, "_record": type(call), "_on": launching.current_device_of,
-            "_empty": torch.empty_strided,
+            "_empty": torch.empty_strided, "_watched": launching.are_watched, "_stream": launching.stream_of,
             "_descriptor": _descriptor, "_changed": torch.autograd.graph.increment_version,
         }  # fmt: skip
         self._lines: list[str] = []
@@ -275,7 +293,10 @@ class _Writer:
         lines = [f"{pointer} = {each}.data_ptr()" for each, pointer in given.items()]
         if given:
             lines += [f"if ({' | '.join(given.values())}) % 16:", f"    return _otherwise(_record({names}))"]
-        lines += [f"with _on({next(iter(self._of_call))}):", *(f"    {line}" for line in self._lines)]
+        lines += ["if _watched():", f"    return _otherwise(_record({names}))"]  # by hooks that want more
+        first = next(iter(self._of_call))
+        lines += [f"with _on({first}):", f"    stream = _stream({first})"]
+        lines += [f"    {line}" for line in self._lines]
         source = f"def plan({names}):\n" + "".join(f"    {line}\n" for line in lines)
         filename = f"<cvt_kernels {self._record.__name__} launch>"
         linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
@@ -375,21 +396,22 @@ class _Writer:
     def _start(self, launch: launching.Launch) -> None:
         """Adds the line that starts a launch: through Triton until it is compiled, then directly."""
         kernel, grid, options = launch.kernel, (*launch.grid, 1, 1)[:3], launch.options
-        runs: list[Any] = [None]
+        run: list[Any] = []  # Triton's launcher, and what it takes for the kernel
 
         def compile_and_start(*arguments: Any) -> None:
             launching.settle_key(kernel)
             compiled = kernel[grid](*arguments, **options)
             if compiled is not None:  # as in Triton's interpreter, which compiles nothing
-                runs[0] = compiled[grid]
+                run[:] = compiled.run, compiled.function, compiled.packed_metadata
 
         given = [launch.arguments[name] for name in kernel.arg_names]
         pointers, tensors = (
             ", ".join(self._argument(value, as_tensor=as_tensor) for value in given)
             for as_tensor in (False, True)
         )
-        run = f"{self._constant(runs)}[0]"
-        self._add(f"{run}({pointers}) if {run} else {self._constant(compile_and_start)}({tensors})")
+        name, blocks = self._constant(run), ", ".join(map(str, grid))
+        started = f"{name}[0]({blocks}, stream, {name}[1], {name}[2], None, None, None, {pointers})"
+        self._add(f"{started} if {name} else {self._constant(compile_and_start)}({tensors})")
 
     def _compute(self, operation: _Operation) -> None:
         """Adds the line that calls an operator of PyTorch's."""
@@ -432,10 +454,22 @@ class _Writer:
             return "None"
         if isinstance(out, Tensor):
             return self._tensor(out)
+        if not isinstance(out, tuple | list):
+            return self._other_result(out)
         results = ", ".join(map(self._result, out))
         if hasattr(out, "_fields"):
             return f"{self._constant(type(out))}({results})"
-        return f"[{results}]" if isinstance(out, list) else f"({results},)"
+        return f"[{results}]" if isinstance(out, list) else f"({results},)" if out else "()"
+
+    def _other_result(self, out: Any) -> str:
+        """Returns the expression of a number, or of a record of results that PyTorch can take apart."""
+        leaves, spec = pytree.tree_flatten(out)
+        if len(leaves) == 1 and leaves[0] is out:
+            if type(out) not in (bool, int, float, str):
+                raise _CannotBePlannedError
+            return repr(out) if type(out) in (bool, int) else self._constant(out)
+        made = self._constant(functools.partial(pytree.tree_unflatten, treespec=spec))
+        return f"{made}([{', '.join(map(self._result, leaves))}])"
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -127,32 +127,39 @@ class Replays:
 
     def __init__(self, name: Any, tensors: Sequence[Tensor]) -> None:
         self._name, self._tensors = name, list(tensors)
-        fields = ["x", "rows", *(f"t{i}" for i in range(len(self._tensors)))]
-        self._record: Any = collections.namedtuple("module_call", fields)  # type: ignore[misc]
         self._known: dict[Any, _Replay] = {}
         self._calls: collections.Counter[Any] = collections.Counter()
 
-    def run(self, forward: Callable[[], Any], x: Tensor, rows: Tensor | None, *settings: Any) -> Any:
-        """Returns ``forward()``, of x, rows and settings, by a recording if there is one for such a call."""
-        token = key_of_serving(x) if self._may_run(x) else None
+    def run(self, forward: Callable[[], Any], inputs: tuple[Tensor | None, ...], *settings: Any) -> Any:
+        """Returns ``forward()`` of inputs and settings, by a recording if there is one for such a call.
+
+        Args:
+            forward: Computes the result: tensors, constants, and sequences and records of these.
+            inputs: The tensors of the call, the first not None.
+            settings: All else that it depends on, hashable.
+        """
+        x = inputs[0]
+        assert x is not None
+        token = key_of_serving(x) if self.may_run(x) else None
         if token is None:
             return forward()
-        key = token, facts_of_tensor(rows, False), settings
+        key = token, *(facts_of_tensor(each, False) for each in inputs[1:]), settings
         layouts = looks().layouts(self._tensors)
         known = self._known.get(key)
         if known is not None and known.layouts == layouts and known.plans is backends.plans:
-            out = known.run(x, rows, *self._tensors)
+            out = known.run(*inputs, *self._tensors)
             return forward() if out is NotImplemented else out
-        return self._look_for(key, layouts, forward, x, rows)
+        return self._look_for(key, layouts, forward, inputs)
 
     @staticmethod
-    def _may_run(x: Tensor) -> bool:
+    def may_run(x: Tensor) -> bool:
+        """Returns whether a call with such a tensor may run by a recording."""
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():  # which keeps its casts of weights
             return False
         return (x.is_cuda or machine.INTERPRETING) and not is_noting()
 
     def _look_for(
-        self, key: Any, layouts: Any, forward: Callable[[], Any], x: Tensor, rows: Tensor | None
+        self, key: Any, layouts: Any, forward: Callable[[], Any], inputs: tuple[Tensor | None, ...]
     ) -> Any:
         """Serves a call without a recording, and records it if it is the second, the fourth, … of its key."""
         table, shared, out = backends.plans, (self._name, key, self._facts()), None
@@ -161,12 +168,12 @@ class Replays:
             if len(self._calls) >= _MOST:
                 self._calls.clear()
             self._calls[key] += 1
-            calls = self._calls[key]
+            calls, x = self._calls[key], inputs[0]
+            assert x is not None
             # The first call compiles and tunes; what it could not tune may be tuned later.
             if calls == 1 or calls & (calls - 1) or machine.is_capturing(x) or not self._are_distinct():
                 return forward()
-            call = self._record(x, rows, *self._tensors)
-            out, plan = planned_launches.recorded(lambda call: forward(), call)
+            out, plan = planned_launches.recorded(lambda call: forward(), self._record(inputs))
             if plan is None:
                 return out
             backends.keep_plan(table, shared, plan)
@@ -176,6 +183,11 @@ class Replays:
             self._known.clear()
         self._known[key] = _Replay(table, layouts, plan)
         return forward() if out is None else out
+
+    def _record(self, inputs: tuple[Tensor | None, ...]) -> Any:
+        fields = [f"x{i}" for i in range(len(inputs))] + [f"t{i}" for i in range(len(self._tensors))]
+        record: Any = collections.namedtuple("module_call", fields)  # type: ignore[misc]
+        return record(*inputs, *self._tensors)
 
     def _facts(self) -> tuple[Any, ...]:
         return tuple(facts_of_tensor(each, False) for each in self._tensors)

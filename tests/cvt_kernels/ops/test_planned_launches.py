@@ -3,6 +3,7 @@
 import collections
 import gc
 import threading
+import types
 import weakref
 
 import pytest
@@ -34,9 +35,15 @@ class Kernel:
     def __getitem__(self, grid):
         def bind(*arguments, **options):
             self.bound.append((grid, arguments, options))
-            return {grid: lambda *arguments: self.direct.append(arguments)}
+            return types.SimpleNamespace(run=self.run, function="function", packed_metadata="metadata")
 
         return bind
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, before, after, *arguments):
+        assert (x, y, z) == self.bound[-1][0]
+        assert (stream, function, metadata) == (None, "function", "metadata")  # None on the CPU
+        assert launch_metadata is before is after is None
+        self.direct.append(arguments)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from .... import checks, launch, launching, modes
 from ....backends import Record
 from ....launch.records import Product
 from ...linear.triton.common import padded, part_width
-from ...planned_launches import planned
+from ...planned_launches import planned_with_operators
 from ...triton_launch import grid_dependency_synchronize, product_types
 from ...triton_resize import source
 from ...triton_tf32 import rounded
@@ -261,7 +261,7 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
+@planned_with_operators
 def segmentation_head(call: Record) -> Tensor:
     """Computes ``cvt_kernels.segmentation_head`` for checked arguments."""
     x, weight, bias, others, classifier_weight, classifier_bias = call
