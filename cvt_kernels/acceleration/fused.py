@@ -346,7 +346,7 @@ class _End(NamedTuple):
             return False
         if not modes.wants_gradient(x, stream) or not (type(layer) is Linear or is_plain_linear(layer)):
             return False
-        if torch.compiler.is_compiling() or not dispatch.may_be_ours(operator, x.device.type):
+        if not dispatch.may_be_ours(operator, x.device.type):
             return False
         return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
 
