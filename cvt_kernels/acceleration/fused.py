@@ -271,7 +271,7 @@ def _narrowed(parts: BlockParts, dtype: torch.dtype | None, rows: Tensor | None)
     Autocast would start a kernel for each of them, and for each of their gradients. Layers of the same tokens
     become one (:func:`_projected`).
     """
-    if dtype is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if dtype is None or not torch.is_grad_enabled():
         return parts
     groups = _layers_together(parts, rows)  # modules where they must be called
     stacks = [list(each) for group in groups if type(group[0]) is Linear for each in zip(*group, strict=True)]
@@ -346,7 +346,7 @@ class _End(NamedTuple):
             return False
         if not modes.wants_gradient(x, stream) or not (type(layer) is Linear or is_plain_linear(layer)):
             return False
-        if torch.compiler.is_compiling() or not dispatch.may_be_ours(operator, x.device.type):
+        if not dispatch.may_be_ours(operator, x.device.type):
             return False
         return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
 

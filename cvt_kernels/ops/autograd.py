@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import function
 
 from .. import modes
+
+_Item = TypeVar("_Item")
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,31 +36,69 @@ class _CastTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, counts: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Casts the tensors; saves nothing."""
-        groups = _grouped(tensors, counts)
-        ctx.dtype, ctx.rows = tensors[0].dtype, [[len(each) for each in group] for group in groups]
+        ctx.dtype, ctx.rows = tensors[0].dtype, _rows_of(tensors, counts)
         ctx.set_materialize_grads(False)
-        made = [
-            torch.empty_like(group[0], dtype=dtype)
-            if len(group) == 1
-            else group[0].new_empty((sum(rows), *group[0].shape[1:]), dtype=dtype)
-            for group, rows in zip(groups, ctx.rows, strict=True)
-        ]
-        parts = [part for out, rows in zip(made, ctx.rows, strict=True) for part in _split(out, rows)]
-        _cast_all(tensors, parts)
-        return tuple(made)
+        return tuple(_cast(tensors, dtype, counts))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Casts the gradients that there are."""
-        parts: list[Tensor | None] = []
-        for gradient, rows in zip(gradients, ctx.rows, strict=True):
-            parts += [None] * len(rows) if gradient is None else _split(gradient, rows)
-        given = [each for each in parts if each is not None]
-        wide = [torch.empty_like(each, dtype=ctx.dtype) for each in given]
-        _cast_all(given, wide)
-        made = iter(wide)
-        return None, None, *(None if each is None else next(made) for each in parts)
+        return None, None, *_cast_back(_cast_apart, gradients, ctx.dtype, ctx.rows)
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
+    """Returns the tensors of each group below one another, in a dtype."""
+    made = _empty_groups(tensors, dtype, counts)
+    rows = _rows_of(tensors, counts)
+    _cast_all(tensors, [part for out, each in zip(made, rows, strict=True) for part in _split(out, each)])
+    return made
+
+
+def _empty_groups(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
+    """Returns the tensors of :func:`_cast` before they are filled."""
+    return [
+        torch.empty_like(group[0], dtype=dtype)
+        if len(group) == 1
+        else group[0].new_empty((sum(len(each) for each in group), *group[0].shape[1:]), dtype=dtype)
+        for group in _grouped(tensors, counts)
+    ]
+
+
+def _rows_of(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[int]]:
+    return [[len(each) for each in group] for group in _grouped(tensors, counts)]
+
+
+def _cast_back(
+    cast_apart: Callable[..., list[Tensor]],
+    gradients: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    rows: Sequence[list[int]],
+) -> list[Tensor | None]:
+    """Returns the gradients of the tensors that :func:`_cast` put below one another."""
+    given = [each for each in gradients if each is not None]
+    parts = [each for gradient, each in zip(gradients, rows, strict=True) if gradient is not None]
+    counts = [len(each) for each in parts]
+    wide = iter(cast_apart(given, dtype, [n for each in parts for n in each], counts))
+    return [
+        None if gradient is None else next(wide)
+        for gradient, each in zip(gradients, rows, strict=True)
+        for _ in each
+    ]
+
+
+def _cast_apart(
+    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
+) -> list[Tensor]:
+    """Returns the parts of tensors in a dtype, as many of each as ``counts`` says, with so many rows."""
+    parts = [
+        part
+        for tensor, each in zip(tensors, _grouped(rows, counts), strict=True)
+        for part in _split(tensor, each)
+    ]
+    wide = [torch.empty_like(each, dtype=dtype) for each in parts]
+    _cast_all(parts, wide)
+    return wide
 
 
 def _cast_all(tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -66,14 +106,53 @@ def _cast_all(tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(made), list(tensors))
 
 
-def _grouped(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Returns the first tensors, then the next ones, and so on, as many as ``counts`` says."""
+def _grouped(items: Sequence[_Item], counts: Sequence[int]) -> list[Sequence[_Item]]:
+    """Returns the first items, then the next ones, and so on, as many as ``counts`` says."""
     ends = list(itertools.accumulate(counts))
-    return [tensors[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return [items[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
-def _split(tensor: Tensor, rows: list[int]) -> list[Tensor]:
-    return [tensor] if len(rows) == 1 else list(tensor.split(rows))
+def _split(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    return [tensor] if len(rows) == 1 else list(tensor.split(list(rows)))
+
+
+# torch.compile would make a kernel of each cast: these are one launch, and one operator.
+
+
+@torch.library.custom_op("cvt_kernels::cast_together", mutates_args=())
+def _cast_op(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
+    return _cast(tensors, dtype, counts)
+
+
+@_cast_op.register_fake
+def _(tensors, dtype, counts):
+    return _empty_groups(tensors, dtype, counts)
+
+
+@torch.library.custom_op("cvt_kernels::cast_apart", mutates_args=())
+def _cast_apart_op(
+    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
+) -> list[Tensor]:
+    return _cast_apart(tensors, dtype, rows, counts)
+
+
+@_cast_apart_op.register_fake
+def _(tensors, dtype, rows, counts):
+    parts = zip(tensors, _grouped(rows, counts), strict=True)
+    return [torch.empty_like(part, dtype=dtype) for each, own in parts for part in _split(each, own)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, _, counts = inputs
+    ctx.dtype, ctx.rows = tensors[0].dtype, _rows_of(tensors, counts)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_op(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+    return _cast_back(_cast_apart_op, gradients, ctx.dtype, ctx.rows), None, None
+
+
+_cast_op.register_autograd(_backward_of_op, setup_context=_setup_context)
 
 
 def cast_together(
@@ -84,6 +163,8 @@ def cast_together(
     With ``counts``, the first so many tensors become one, below one another, then the next, and so on.
     """
     counts = (1,) * len(tensors) if counts is None else tuple(counts)
+    if torch.compiler.is_compiling():
+        return tuple(_cast_op(list(tensors), dtype, list(counts)))
     return _CastTogether.apply(dtype, counts, *tensors)
 
 

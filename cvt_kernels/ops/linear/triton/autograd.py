@@ -69,9 +69,16 @@ class _LinearGelu(torch.autograd.Function):
         return *_products(ctx, start.product, rows, weight), start.bias, None
 
 
-@planned_part
 def activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     """Returns GELU of the product, and its input."""
+    run = _linear_gelu_op if torch.compiler.is_compiling() else _launch_gelu
+    return run(rows, weight, bias, approximate)
+
+
+@planned_part
+def _launch_gelu(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
+) -> tuple[Tensor, Tensor]:
     out, pre = linear_gelu_forward(rows, weight, bias, approximate, need_pre=True)
     assert pre is not None
     return out, pre
@@ -270,8 +277,6 @@ def why_linear_unsupported(call: Record) -> str | None:
 
 def why_not_training(call: Record) -> str | None:
     """Returns why the kernels around the products of gradients cannot serve a call, or None."""
-    if torch.compiler.is_compiling():
-        return "has no gradients under torch.compile"
     if modes.forward_mode_enabled():
         return "has no derivatives in forward mode"
     if call.x.is_cuda and call.x.dtype == torch.float64:

@@ -119,7 +119,6 @@ def _linear_ends_kernel(
     tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@planned_part
 def linear_ends(
     product: Tensor,
     bias: Tensor | None,
@@ -129,6 +128,15 @@ def linear_ends(
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the end of a branch in a dtype, for contiguous matrices (M, N) and factors (B,)."""
+    run = _linear_ends_op if torch.compiler.is_compiling() else _launch_ends
+    return run(product, bias, residual, scale, scales_sum, dtype)
+
+
+@planned_part
+def _launch_ends(
+    product: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None, scales_sum: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     out = torch.empty_like(product, dtype=dtype)
     spec, config = RowsSpec.of("linear_ends", product, scales_sum=scales_sum)
     rows = product.shape[0]
@@ -139,6 +147,18 @@ def linear_ends(
         tokens=1 if scale is None else rows // scale.shape[0], SPEC=spec,
     )  # fmt: skip
     return out
+
+
+_linear_ends_op = torch.library.custom_op(
+    "cvt_kernels::linear_ends", _launch_ends, mutates_args=(),
+    schema="(Tensor product, Tensor? bias, Tensor residual, Tensor? scale, bool scales_sum, "
+    "ScalarType dtype) -> Tensor",
+)  # fmt: skip
+
+
+@_linear_ends_op.register_fake
+def _(product, bias, residual, scale, scales_sum, dtype):
+    return torch.empty_like(product, dtype=dtype)
 
 
 # The start of the backward --------------------------------------------------------------------------------
@@ -221,7 +241,8 @@ def linear_starts(
     changes = pre is not None or scale is not None or dout.dtype != dtype
     if not changes and bias is None:
         return Start(dout, dout, None)
-    dproduct, dresidual, dbias, activated = _launch_starts(
+    run = _starts_by_op if torch.compiler.is_compiling() else _launch_starts
+    dproduct, dresidual, dbias, activated = run(
         dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
     )
     dresidual = dout if dresidual is None else dresidual
@@ -253,3 +274,35 @@ def _launch_starts(
     )  # fmt: skip
     total = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
     return dproduct, dresidual, total, activated
+
+
+@torch.library.custom_op("cvt_kernels::linear_starts", mutates_args=())
+def _linear_starts_op(
+    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
+    activates: bool, scale: Tensor | None, scales_sum: bool,
+) -> list[Tensor]:  # fmt: skip
+    made = _launch_starts(dout, dtype, bias, pre, approximate, activates, scale, scales_sum)
+    return [each for each in made if each is not None]
+
+
+@_linear_starts_op.register_fake
+def _(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
+    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
+    made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
+    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
+    return made + ([torch.empty_like(pre)] if activates and pre is not None else [])
+
+
+def _starts_by_op(
+    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
+    activates: bool, scale: Tensor | None, scales_sum: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """Returns what :func:`_launch_starts` returns, by the operator, which returns no None."""
+    made = iter(_linear_starts_op(dout, dtype, bias, pre, approximate, activates, scale, scales_sum))
+    there = (
+        dtype is not None,
+        scales_sum and scale is not None,
+        bias is not None,
+        activates and pre is not None,
+    )
+    return [next(made) if each else None for each in there]
