@@ -463,7 +463,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
     "segmentation_head": Kernel((Product,), _segmentation_head),
-    "resized_argmax": Kernel((Rows,), lambda need: [Rows(elements=2048, num_warps=4)]),
+    "resized_argmax": Kernel((Rows,), lambda need: [Rows(elements=512, num_warps=4)]),
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
     "layer_norm_mlp": Kernel((Mlp,), _mlp),
     **{f"attention_{kernel}": Kernel((Attention,), _attention) for kernel in _ATTENTION["half", 80, 64]},

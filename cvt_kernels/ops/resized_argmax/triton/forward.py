@@ -17,7 +17,7 @@ from ...triton_launch import grid_dependency_synchronize
 from ...triton_resize import source
 
 #: The most classes that are compared at once, and the most columns of a rectangle of pixels.
-_CHUNK, _COLUMNS = 32, 16
+_CHUNK, _COLUMNS = 8, 16
 _NONE = tl.constexpr(2**31 - 1)  # larger than every class
 
 

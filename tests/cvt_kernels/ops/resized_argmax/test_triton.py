@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching
+from cvt_kernels.autotune import tuner
 from cvt_kernels.launch.records import Rows
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
@@ -87,6 +88,22 @@ def test_neighbors_that_agree_need_no_logits():
 def test_replaced_configurations(elements):
     with launch.overridden("resized_argmax", Rows(elements=elements, num_warps=1)):
         assert_agrees("resized_argmax", "triton", **USUAL, dtype="float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autotuning_refuses_wrong_classes_and_takes_near_ones(dtype):
+    declared = backends.operators["resized_argmax"]
+    record = declared.bind(torch.randn(2, 9, 4, 5).to(getattr(torch, dtype)), (8, 9))
+    expected = tuner.Expected.of(declared.reference, tuner.Call(record, False, declared.score))
+
+    def shifted(call):
+        return (declared.reference(call) + 1) % 9
+
+    def in_float32(call):  # where 16 bits have equal logits, it may name another class
+        return declared.reference(call._replace(logits=call.logits.float()))
+
+    assert "wrong: output is off" in tuner.check(shifted, expected).flaw
+    assert tuner.check(in_float32, expected).flaw is None
 
 
 def test_what_is_refused():
