@@ -30,7 +30,7 @@ from . import freezing
 from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .cvt import CLASSIFIERS
-from .fused import forward_block
+from .fused import draw_factors, draws_of, forward_block
 from .matching import (
     TABLE,
     classifier_of,
@@ -246,8 +246,20 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
     def forward() -> torch.Tensor:
         return forward_block(parts, x, grid, rows)[0]
 
-    replays = None if torch.compiler.is_compiling() else replays_of(block)
-    tokens = forward() if replays is None else replays.run(forward, x, rows, grid)
+    found = None if torch.compiler.is_compiling() else replays_of(block)
+    if found is None:
+        tokens = forward()
+    elif torch.is_grad_enabled():
+        rate = None if rows is not None else draws_of(parts)
+        if rate is None:
+            tokens = forward()
+        else:
+            settings = grid, rate > 0, found[1]
+            tokens = found[0].train(forward, x, lambda: draw_factors(parts, x), *settings)
+    elif found[1] is None:
+        tokens = found[0].run(forward, x, rows, grid)
+    else:
+        tokens = forward()
     return entry.result(block, tokens, grid)
 
 
