@@ -248,18 +248,14 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
 
     found = None if torch.compiler.is_compiling() else replays_of(block)
     if found is None:
-        tokens = forward()
-    elif torch.is_grad_enabled():
-        rate = None if rows is not None else draws_of(parts)
-        if rate is None:
-            tokens = forward()
-        else:
-            settings = grid, rate > 0, found[1]
-            tokens = found[0].train(forward, x, lambda: draw_factors(parts, x), *settings)
-    elif found[1] is None:
-        tokens = found[0].run(forward, x, rows, grid)
+        return entry.result(block, forward(), grid)
+    replays, training = found
+    rate = draws_of(parts) if torch.is_grad_enabled() and rows is None else None
+    if rate is not None:
+        settings = grid, rate > 0, training
+        tokens = replays.train(forward, x, lambda: draw_factors(parts, x), *settings)
     else:
-        tokens = forward()
+        tokens = forward() if training else replays.run(forward, x, rows, grid)
     return entry.result(block, tokens, grid)
 
 

@@ -369,8 +369,14 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
 
 
 def draws_of(parts: BlockParts) -> float | None:
-    """Returns the rate of stochastic depth if no random numbers are drawn but for it; else None."""
+    """Returns the rate of stochastic depth of a block whose training may be recorded; else None.
+
+    It draws no other random numbers, and exchanges nothing with other processes.
+    """
     if parts.dropout_p() > 0 or any(drop is not None and _probability(drop) > 0 for drop in parts.drops):
+        return None
+    norms = parts.norms or [norm for _, norm in parts.pairs()]
+    if any(type(norm) is nn.SyncBatchNorm for norm in norms):
         return None
     return _drop_rate(parts.drop_path)
 
@@ -420,9 +426,7 @@ def draw_factors(parts: BlockParts, x: Tensor) -> list[Tensor]:
     return [_drawn_factors(parts.drop_path, rate, x, x.dtype, drops) for drops in (False, parts.drops_sum)]
 
 
-def _drawn_factors(
-    drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, drops_sum: bool
-) -> Tensor:
+def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, drops_sum: bool) -> Tensor:
     branch = modes.autocast_dtype(x) or x.dtype
     dtype = torch.promote_types(branch, stream) if drops_sum else branch
     kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)) != 0

@@ -202,7 +202,7 @@ class _ExaminedBlock(Examined):
     """The parts of a block that was called; None for one that does not run fused.
 
     Attributes:
-        replays: The recordings of its forward and backward; None where they could not notice what it depends on.
+        replays: The recordings of its calls; None where they could not notice what these depend on.
     """
 
     attribute = "_cvt_kernels_parts"

@@ -219,7 +219,7 @@ def _started(recording: _Recording, leaves: Sequence[Tensor]) -> Iterator[Callab
 
 
 def drawn_outside(draw: Callable[[], Tensor]) -> Tensor:
-    """Returns ``draw()``; a plan of the caller takes it as an argument, since plans draw no random numbers."""
+    """Returns ``draw()``, which a plan of the caller takes as an argument: plans draw no random numbers."""
     recording = _get_current_dispatch_mode()
     if not isinstance(recording, _Recording):
         return draw()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, machine, modes
-from ..declaration import facts_of_tensor, key_of_training
+from ..declaration import key_of_training
 from ..structure import looks
 from . import planned_launches
 from .autograd import once_differentiable
@@ -25,6 +25,11 @@ from .weight_cache import is_noting
 
 class _Replayed(torch.autograd.Function):
     """Autograd function of a recorded call: (plan, what is drawn, the tensors of the call)."""
+
+    @classmethod
+    def apply(cls, *values: Any) -> Any:
+        """Is ``Function.apply`` without a search of every argument for what transforms have left."""
+        return super(torch.autograd.Function, cls).apply(*values)  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, plan: TrainingPlan, *values: Tensor) -> Tensor:
@@ -64,6 +69,10 @@ class TrainingReplays(Replays):
     :func:`planned_launches.drawn_outside` or makes no recording, and gives a contiguous result.
     """
 
+    def __init__(self, name: Any, tensors: Sequence[Tensor]) -> None:
+        super().__init__(name, tensors)
+        self._trained: dict[Any, _Known] = {}
+
     def train(
         self, forward: Callable[[], Tensor], x: Tensor, draw: Callable[[], Sequence[Tensor]], *settings: Any
     ) -> Tensor:
@@ -80,7 +89,7 @@ class TrainingReplays(Replays):
             return forward()
         key = token, settings, tuple([each.requires_grad for each in self._tensors])
         layouts = looks().layouts(self._tensors)
-        known = self._known.get(key)
+        known = self._trained.get(key)
         if known is None or known.layouts != layouts or known.plans is not backends.plans:
             return self._record_or_find(key, layouts, forward, x)
         drawn = draw() if known.plan.draws else ()
@@ -88,17 +97,22 @@ class TrainingReplays(Replays):
         return out
 
     def _may_train(self, x: Tensor) -> bool:
-        if not (x.is_cuda or machine.INTERPRETING) or is_noting() or torch._C._get_tracing_state() is not None:
+        if (
+            not (x.is_cuda or machine.INTERPRETING)
+            or is_noting()
+            or torch._C._get_tracing_state() is not None
+        ):
+            return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):  # which a transform has left
             return False
         # Activation checkpointing compares what two calls save; a recording may begin between them.
         return modes.wants_gradient(x, *self._tensors) and not modes.saved_tensors_hooked()
 
-    def _record_or_find(
-        self, key: Any, layouts: Any, forward: Callable[[], Tensor], x: Tensor
-    ) -> Tensor:
+    def _record_or_find(self, key: Any, layouts: Any, forward: Callable[[], Tensor], x: Tensor) -> Tensor:
         """Serves a call without a recording, and records it if it is the second, the fourth, … of its key."""
-        table, shared = backends.plans, (self._name, key, self._facts())
-        plan, out = table.get(shared), None
+        table, shared = backends.plans, ("training", self._name, key, self._facts())
+        plan: Any = table.get(shared)
+        out: Tensor | None = None
         aligned = not any(each.data_ptr() % 16 for each in (x, *self._tensors))
         if not aligned or not self._are_distinct():
             return forward()
@@ -114,9 +128,9 @@ class TrainingReplays(Replays):
             if plan is None:
                 return out
             backends.keep_plan(table, shared, plan)
-        if len(self._known) >= MOST:
-            self._known.clear()
-        self._known[key] = _Known(table, layouts, plan)
+        if len(self._trained) >= MOST:
+            self._trained.clear()
+        self._trained[key] = _Known(table, layouts, plan)
         return forward() if out is None else out
 
     def _has_hooks(self) -> bool:
