@@ -273,7 +273,8 @@ def recorded_with_gradients(
     gradients = [next(found) if each.requires_grad else None for each in tensors]
     written = {i for i, each in enumerate(tensors) if each._version != versions[i]}
     shared = [each for each in gradients if each is not None and _storage(each) in {*before, _storage(dout)}]
-    if not may_be_planned() or shared or any(tensors[i].requires_grad for i in written):
+    changed = any(tensors[i].requires_grad for i in written)
+    if not may_be_planned() or shared or changed or not out.is_contiguous():
         return out, None
     given, events = [*recording.drawn, *tensors], recording.events
     needed = {each: before[each] for each in _read_by(events) if each in before}

@@ -133,7 +133,7 @@ def test_stochastic_depth_draws_the_same_numbers(make, plans, replayed):
 
 
 def test_autocast(replayed, monkeypatch):
-    """As on a GPU, where the weights of a block are cast together."""
+    """Weights of a block are cast together, which is so on a GPU alone."""
     monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
     model = trained()
     plain = copy.deepcopy(model)
