@@ -363,6 +363,12 @@ def key_of_serving(x: Tensor) -> tuple[Any, ...] | None:
     return None if token is None else (token, facts_of_tensor(x, False))
 
 
+def key_of_training(x: Tensor) -> tuple[Any, ...] | None:
+    """Returns a key for calls with gradients whose parameters are told apart otherwise, or None."""
+    token = _token(True, x)
+    return None if token is None else (token, facts_of_tensor(x, True))
+
+
 #: The errors that wrong arguments cause while their key is made.
 _NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _FACT = (

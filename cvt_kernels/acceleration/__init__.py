@@ -31,7 +31,7 @@ from . import freezing, recording
 from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .cvt import CLASSIFIERS
-from .fused import forward_block
+from .fused import draw_factors, draws_of, forward_block
 from .matching import (
     TABLE,
     classifier_of,
@@ -252,8 +252,16 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
     def forward() -> torch.Tensor:
         return forward_block(parts, x, grid, rows)[0]
 
-    replays = None if torch.compiler.is_compiling() else replays_of(block)
-    tokens = forward() if replays is None else replays.run(forward, (x, rows), grid)
+    found = None if torch.compiler.is_compiling() else replays_of(block)
+    if found is None:
+        return entry.result(block, forward(), grid)
+    replays, training = found
+    rate = draws_of(parts) if torch.is_grad_enabled() and rows is None else None
+    if rate is not None:
+        settings = grid, rate > 0, training
+        tokens = replays.train(forward, x, lambda: draw_factors(parts, x), *settings)
+    else:
+        tokens = forward() if training else replays.run(forward, (x, rows), grid)
     return entry.result(block, tokens, grid)
 
 

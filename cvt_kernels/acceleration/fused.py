@@ -21,6 +21,7 @@ from ..ops.linear import linear, linear_add, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import mlp_add
+from ..ops.planned_launches import drawn_outside
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
@@ -367,6 +368,19 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
     return mlp_add(y, *layers, stream, approximate=parts.approximate, **settings)
 
 
+def draws_of(parts: BlockParts) -> float | None:
+    """Returns the rate of stochastic depth of a block whose training may be recorded; else None.
+
+    It draws no other random numbers, and exchanges nothing with other processes.
+    """
+    if parts.dropout_p() > 0 or any(drop is not None and _probability(drop) > 0 for drop in parts.drops):
+        return None
+    norms = parts.norms or [norm for _, norm in parts.pairs()]
+    if any(type(norm) is nn.SyncBatchNorm for norm in norms):
+        return None
+    return _drop_rate(parts.drop_path)
+
+
 def _is_idle(drop: Any) -> bool:
     """Returns whether a dropout is none or drops nothing now, and nobody watches it."""
     if drop is None:
@@ -402,8 +416,19 @@ def _factors_of_images(
     """
     if rate == 0:
         return None
+    return drawn_outside(lambda: _drawn_factors(drop_path, rate, x, stream.dtype, drops_sum))
+
+
+def draw_factors(parts: BlockParts, x: Tensor) -> list[Tensor]:
+    """Draws the factors of both branches, as :func:`forward_block` does for tokens x."""
+    rate = _drop_rate(parts.drop_path)
+    assert rate is not None
+    return [_drawn_factors(parts.drop_path, rate, x, x.dtype, drops) for drops in (False, parts.drops_sum)]
+
+
+def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, drops_sum: bool) -> Tensor:
     branch = modes.autocast_dtype(x) or x.dtype
-    dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
+    dtype = torch.promote_types(branch, stream) if drops_sum else branch
     kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)) != 0
     factor = 1 / (1 - rate) if getattr(drop_path, "scale_by_keep", True) else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.programs import Replays
+from ..ops.training_replays import TrainingReplays
 from . import cvt, pyramids
 from .blocks import (
     BlockEntry,
@@ -202,7 +202,7 @@ class ExaminedBlock(Examined):
     """The parts of a block that was called; None for one that does not run fused.
 
     Attributes:
-        replays: The recordings of its forward; None where they could not notice what it depends on.
+        replays: The recordings of its calls; None where they could not notice what these depend on.
     """
 
     attribute = "_cvt_kernels_parts"
@@ -210,12 +210,12 @@ class ExaminedBlock(Examined):
     def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
         super().__init__(block, watch)
         self.parts = parts
-        self.replays: Replays | None = None
+        self.replays: TrainingReplays | None = None
         if isinstance(parts, BlockParts) and parts.are_all_replaced():
             identity = watch.identity()
             if identity is not None:
                 tensors = (*block.parameters(), *block.buffers())
-                self.replays = Replays((type(block), identity), tensors)
+                self.replays = TrainingReplays((type(block), identity), tensors)
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
@@ -240,10 +240,17 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     return parts
 
 
-def replays_of(block: nn.Module) -> Replays | None:
-    """Returns the recordings of a block that was examined, for a call in evaluation."""
+def replays_of(block: nn.Module) -> tuple[TrainingReplays, tuple[bool, ...] | None] | None:
+    """Returns the recordings of a block that was examined, with which modules are in training mode.
+
+    These are None where none is.
+    """
     known: ExaminedBlock | None = vars(block).get(ExaminedBlock.attribute)
-    return None if known is None or known.watch.is_training() else known.replays
+    if known is None or known.replays is None:
+        return None
+    if not known.watch.is_training():
+        return known.replays, None
+    return known.replays, tuple([space["training"] for space in known.watch.spaces])
 
 
 def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:

@@ -10,19 +10,24 @@ kernels directly.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
 import linecache
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from .. import backends, declaration, launching
 from ..backends import Record, prepared_by
@@ -110,6 +115,7 @@ class _Recording(TorchDispatchMode):
         events: Its launches and operators, without allocations and views.
         allocated: The storage of an allocation → the tensor.
         is_refused: Whether it does what no plan can do again.
+        drawn: What :func:`drawn_outside` has drawn.
     """
 
     def __init__(self, values: Any) -> None:
@@ -117,7 +123,9 @@ class _Recording(TorchDispatchMode):
         self.events: list[launching.Launch | _Operation] = []
         self.allocated: dict[int, Tensor] = {}
         self.is_refused = False
-        self._known = {_storage(leaf) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
+        self.drawn: list[Tensor] = []
+        #: Storage → the first tensor there.
+        self.known = {_storage(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,9 +140,9 @@ class _Recording(TorchDispatchMode):
             self.is_refused = True
         elif function in _ALLOCATIONS:
             self.allocated |= made
-        elif function._schema.is_mutable or not self._known.issuperset(made):  # unlike a view
+        elif function._schema.is_mutable or not made.keys() <= self.known.keys():  # unlike a view
             self.events.append(_Operation(function, args, kwargs, out))
-        self._known.update(made)
+        self.known = made | self.known
         return out
 
     @property
@@ -191,23 +199,9 @@ def recorded(function: Callable[[Record], Any], call: Record) -> tuple[Any, Call
     """
     leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     recording = _Recording(call)
-
-    def take(launch: launching.Launch) -> None:
-        recording.events.append(launch)
-        with _disable_current_modes():  # Triton's interpreter computes with tensors
-            launch.start()
-
-    with (
-        declaration.noted_choices() as choices,
-        weight_cache.noted_uses() as uses,
-        launching.current_device_of(leaves[0]),
-        launching.planned_launches(take),
-        recording,
-    ):
+    with _started(recording, leaves) as may_be_planned:
         out = function(call)
-    distinct = len(set(map(_storage, leaves))) == len(leaves)
-    plain = all(type(leaf) in _PLAIN and leaf.numel() for leaf in leaves)
-    if not (distinct and plain and choices.all_last) or uses.were_asked:
+    if not may_be_planned():
         return out, None
     return out, _written(_leave, call, recording, out)
 
@@ -216,8 +210,119 @@ def _leave(call: Record) -> Any:
     return NotImplemented
 
 
+@contextlib.contextmanager
+def _started(recording: _Recording, leaves: Sequence[Tensor]) -> Iterator[Callable[[], bool]]:
+    """Records what a block computes and launches on tensors; gives whether a plan may do the same later."""
+
+    def take(launch: launching.Launch) -> None:
+        recording.events.append(launch)
+        with _disable_current_modes():  # Triton's interpreter computes with tensors
+            launch.start()
+
+    def may_be_planned() -> bool:
+        distinct = len(set(map(_storage, leaves))) == len(leaves)
+        plain = all(type(leaf) in _PLAIN and leaf.numel() for leaf in leaves)
+        return distinct and plain and choices.all_last and not uses.were_asked
+
+    with (
+        declaration.noted_choices() as choices,
+        weight_cache.noted_uses() as uses,
+        launching.current_device_of(leaves[0]),
+        launching.planned_launches(take),
+        recording,
+    ):
+        yield may_be_planned
+
+
+def drawn_outside(draw: Callable[[], Tensor]) -> Tensor:
+    """Returns ``draw()``, which a plan of the caller takes as an argument: plans draw no random numbers."""
+    recording = _get_current_dispatch_mode()
+    if not isinstance(recording, _Recording):
+        return draw()
+    with _disable_current_modes():
+        drawn = draw()
+    recording.drawn.append(drawn)
+    recording.known[_storage(drawn)] = drawn
+    return drawn
+
+
+class TrainingPlan(NamedTuple):
+    """The plans of a forward and of its backward, for calls of one key.
+
+    Attributes:
+        forward: Takes what is drawn and the tensors of the call; returns the result, then what is saved.
+        backward: Takes the result's gradient, the tensors of the call that it reads, and what is saved.
+            Returns the gradient of each tensor of the call, None where none is wanted.
+        draws: How many tensors :func:`drawn_outside` draws.
+        read: The places of the tensors of the call, with what is drawn, that the backward reads.
+        written: Likewise of those that the forward writes to.
+    """
+
+    forward: Callable[..., list[Tensor]]
+    backward: Callable[..., Sequence[Tensor | None]]
+    draws: int
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+
+
+def recorded_with_gradients(
+    function: Callable[[], Tensor], tensors: Sequence[Tensor]
+) -> tuple[Tensor, TrainingPlan | None]:
+    """Serves a call with gradients; returns the result, and the plan for later calls like it, or None.
+
+    It computes the gradients once, to record them, and gives them to nobody.
+
+    Args:
+        function: Computes the result. It may depend on nothing but the key of the call.
+        tensors: All tensors of the call. They do not overlap in memory.
+    """
+    recording, versions = _Recording(tensors), [each._version for each in tensors]
+    with _started(recording, tensors) as may_be_planned:
+        out = function()
+        forward, before, recording.events = recording.events, recording.known, []
+        with _disable_current_modes():
+            dout = torch.zeros_like(out)
+        recording.known = {**before, _storage(dout): dout}
+        wanted = [each for each in tensors if each.requires_grad]
+        with torch.autograd.set_multithreading_enabled(False):  # the launches of this thread are recorded
+            found = iter(torch.autograd.grad(out, wanted, dout, retain_graph=True, allow_unused=True))
+    gradients = [next(found) if each.requires_grad else None for each in tensors]
+    written = {i for i, each in enumerate(tensors) if each._version != versions[i]}
+    shared = [each for each in gradients if each is not None and _storage(each) in {*before, _storage(dout)}]
+    changed = any(tensors[i].requires_grad for i in written)
+    if not may_be_planned() or shared or changed or not out.is_contiguous():
+        return out, None
+    given, events = [*recording.drawn, *tensors], recording.events
+    needed = {each: before[each] for each in _read_by(events) if each in before}
+    read = tuple(i for i, each in enumerate(given) if needed.pop(_storage(each), None) is not None)
+    saved = [*needed.values()]
+    backward = _written(None, _record_of([dout, *(given[i] for i in read), *saved]), recording, gradients)
+    recording.events = forward
+    made = _written(None, _record_of(given), recording, [out, *saved])
+    if made is None or backward is None:
+        return out, None
+    draws = len(recording.drawn)
+    return out, TrainingPlan(made, backward, draws, read, tuple(draws + i for i in written))
+
+
+def _record_of(tensors: Sequence[Tensor]) -> Record:
+    kind: Any = collections.namedtuple("module_call", [f"t{i}" for i in range(len(tensors))])  # type: ignore[misc]
+    made: Record = kind(*tensors)
+    return made
+
+
+def _read_by(events: Sequence[launching.Launch | _Operation]) -> Iterator[int]:
+    """Yields the storages of all arguments."""
+    for event in events:
+        given = event.arguments if isinstance(event, launching.Launch) else (event.args, event.kwargs)
+        for leaf in pytree.tree_leaves(given):
+            base = leaf.base if launching.is_descriptor(leaf) else leaf
+            if isinstance(base, Tensor):
+                yield _storage(base)
+
+
 def _written(
-    otherwise: Callable[[Record], Any], call: Record, recording: _Recording, out: Any
+    otherwise: Callable[[Record], Any] | None, call: Record, recording: _Recording, out: Any
 ) -> Callable[..., Any] | None:
     if recording.is_refused:
         return None
@@ -258,8 +363,10 @@ _DIRECT = {
 class _Writer:
     """The writer of a plan's Python source, a line for each allocation, launch or operator."""
 
-    def __init__(self, otherwise: Callable[[Record], Any], call: Record, recording: _Recording) -> None:
-        self._record, self._recording = type(call), recording
+    def __init__(
+        self, otherwise: Callable[[Record], Any] | None, call: Record, recording: _Recording
+    ) -> None:
+        self._record, self._recording, self._otherwise = type(call), recording, otherwise
         self._scope: dict[str, Any] = {
             "_otherwise": otherwise, "_record": type(call), "_on": launching.current_device_of,
             "_empty": torch.empty_strided, "_watched": launching.are_watched, "_stream": launching.stream_of,
@@ -291,9 +398,11 @@ class _Writer:
         names = ", ".join(self._record._fields)
         given = {each: pointer for each, pointer in self._pointers.items() if each in self._of_call}
         lines = [f"{pointer} = {each}.data_ptr()" for each, pointer in given.items()]
-        if given:
-            lines += [f"if ({' | '.join(given.values())}) % 16:", f"    return _otherwise(_record({names}))"]
-        lines += ["if _watched():", f"    return _otherwise(_record({names}))"]  # by hooks that want more
+        if self._otherwise is not None:
+            otherwise = f"    return _otherwise(_record({names}))"
+            if given:
+                lines += [f"if ({' | '.join(given.values())}) % 16:", otherwise]
+            lines += ["if _watched():", otherwise]  # by hooks that want more
         first = next(iter(self._of_call))
         lines += [f"with _on({first}):", f"    stream = _stream({first})"]
         lines += [f"    {line}" for line in self._lines]

@@ -21,7 +21,7 @@ from . import planned_launches
 from .weight_cache import Snapshot, is_noting
 
 #: The most programs cached per module.
-_MOST = 32
+MOST = 32
 
 Steps = Sequence[Callable[[Tensor], Tensor]]
 
@@ -91,7 +91,7 @@ class Programs:
         known = self._programs.get((state, settings))
         if state is None or (known is not None and known.is_current()):
             return
-        if len(self._programs) >= _MOST:
+        if len(self._programs) >= MOST:
             self._programs.clear()
         self._programs[state, settings] = _Program(tensors(), bind)
 
@@ -165,7 +165,7 @@ class Replays:
         table, shared, out = backends.plans, (self._name, key, self._facts()), None
         plan = table.get(shared)
         if plan is None:
-            if len(self._calls) >= _MOST:
+            if len(self._calls) >= MOST:
                 self._calls.clear()
             self._calls[key] += 1
             calls, x = self._calls[key], inputs[0]
@@ -179,7 +179,7 @@ class Replays:
             backends.keep_plan(table, shared, plan)
         elif not self._are_distinct():
             return forward()
-        if len(self._known) >= _MOST:
+        if len(self._known) >= MOST:
             self._known.clear()
         self._known[key] = _Replay(table, layouts, plan)
         return forward() if out is None else out

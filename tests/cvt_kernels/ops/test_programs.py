@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.ops import weight_cache
-from cvt_kernels.ops.programs import _MOST, Programs
+from cvt_kernels.ops.programs import MOST, Programs
 from tests.checks import add_marked_backend
 
 
@@ -178,9 +178,9 @@ def test_modules_without_steps_are_asked_once(model):
 
 
 def test_ever_new_sizes_do_not_fill_the_memory(model):
-    for n in range(2 * _MOST):
+    for n in range(2 * MOST):
         model.programs.add(torch.zeros(n + 1), lambda: [model.weight], model.bind)
-    assert len(model.programs._programs) <= _MOST
+    assert len(model.programs._programs) <= MOST
 
 
 def test_threads(model):

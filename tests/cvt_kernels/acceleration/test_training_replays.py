@@ -1,0 +1,323 @@
+"""Recordings of blocks in training: the bits of the operators' own steps, and who must not get one."""
+
+import copy
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import cvt_kernels as ck
+from cvt_kernels import backends, modes
+from cvt_kernels.ops import planned_launches, training_replays
+from cvt_kernels.ops.training_replays import TrainingReplays
+from tests import upstream
+from tests.cvt_kernels.acceleration.test_replays import FAMILIES
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    with ck.use_backend("triton", "cpu", "composed", "reference"):
+        yield
+    backends.forget()
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Lists the plan, or None, of each recording."""
+    made, recorded = [], planned_launches.recorded_with_gradients
+
+    def noted(*args):
+        out, plan = recorded(*args)
+        made.append(plan)
+        return out, plan
+
+    monkeypatch.setattr(planned_launches, "recorded_with_gradients", noted)
+    return made
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Counts the calls that a recording serves."""
+    count, apply = [], training_replays._Replayed.apply
+
+    def counted(*args):
+        count.append(1)
+        return apply(*args)
+
+    monkeypatch.setattr(training_replays._Replayed, "apply", counted)
+    return count
+
+
+LAYERS = "CvtLayer", "SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer", "Block"
+
+
+class OneBlock(nn.Module):
+    """The last block of a model, called as the model does."""
+
+    def __init__(self, model, size):
+        super().__init__()
+        block = [each for each in model.modules() if type(each).__name__ in LAYERS][-1]
+        calls = []
+        handle = block.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+        with torch.no_grad(), ck.use_backend("reference"):
+            model.eval()(upstream.images(2, size, size))
+        handle.remove()
+        ((x, *self.args), self.kwargs), *_ = calls
+        self.register_buffer("x", x)
+        self.block = block
+
+    def forward(self, factor=1.0):
+        self.leaf = self.x.detach().requires_grad_()
+        out = self.block(factor * self.leaf, *self.args, **self.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def trained(family="cvt", make=None, **config):
+    model = (make or FAMILIES[family])(**config)
+    return ck.accelerate(OneBlock(model, 70 if family == "pvt" else 32).train(), freeze=False)
+
+
+def run(model, count, seed=0):
+    """Runs steps of SGD; returns all results, gradients and buffers."""
+    torch.manual_seed(seed)
+    found = []
+    for i in range(count):
+        out = model(1.0 + i)
+        out.float().sin().sum().backward()
+        found += [out.detach(), *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+        found.append(model.leaf.grad)
+        with torch.no_grad():
+            for each in model.parameters():
+                if each.grad is not None:
+                    each.sub_(0.01 * each.grad)
+                each.grad = None
+    return [each if each is None else each.detach().clone() for each in found]
+
+
+def run_without_recordings(model, *args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingReplays, "_may_train", lambda *args: False)
+        return run(model, *args)
+
+
+def assert_same(ours, expected):
+    for a, b in zip(ours, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_have_the_same_bits(family, plans, replayed):
+    """The first step runs as it is, the second records, later ones replay, with other weights and numbers."""
+    model = trained(family)
+    plain = copy.deepcopy(model)
+    ours = run(model, 3)
+    assert [plan is not None for plan in plans] == [True]
+    assert len(replayed) == 1
+    assert_same(ours, run_without_recordings(plain, 3))
+    assert len(replayed) == 1
+
+
+@pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft])
+def test_stochastic_depth_draws_the_same_numbers(make, plans, replayed):
+    model = trained(make=make, drop_path=0.4)
+    plain = copy.deepcopy(model)
+    assert_same(run(model, 3), run_without_recordings(plain, 3))
+    assert replayed
+    assert [plan.draws for plan in plans] == [2]
+
+
+def test_autocast(replayed, monkeypatch):
+    """Weights of a block are cast together, which is so on a GPU alone."""
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
+    model = trained()
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = run(model, 3)
+        assert replayed
+        assert_same(ours, run_without_recordings(plain, 3))
+
+    replayed.clear()
+    assert_same(run(model, 1), run_without_recordings(plain, 1))
+    assert not replayed
+
+
+def drop(model):
+    for each in model.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.5
+
+
+def freeze(model):
+    for each in model.block.intermediate.parameters():
+        each.requires_grad_(False)
+
+
+def freeze_statistics(model):
+    for each in model.modules():
+        if isinstance(each, nn.BatchNorm2d):
+            each.eval()
+
+
+def watch(model):
+    model.block.intermediate.dense.register_forward_hook(lambda *args: None)
+
+
+@pytest.fixture
+def recorded():
+    model = trained()
+    run(model, 2)
+    return model
+
+
+@pytest.mark.parametrize("change", [freeze, freeze_statistics, drop, watch, nn.Module.double])
+def test_changes_are_noticed(change, recorded, replayed):
+    plain = copy.deepcopy(recorded)
+    for each in (recorded, plain):
+        change(each)
+    assert_same(run(recorded, 1), run_without_recordings(plain, 1))
+    assert not replayed
+
+
+def test_dropout_has_no_recording(replayed):
+    model = trained(drop=0.5)
+    plain = copy.deepcopy(model)
+    assert_same(run(model, 3), run_without_recordings(plain, 3))
+    assert not replayed
+
+
+def gradients_of(model, differentiate):
+    model.zero_grad()
+    differentiate(model)
+    return [model.leaf.grad, *(each.grad for each in model.parameters())]
+
+
+def twice(model):
+    """Uses the block twice before a backward."""
+    (model() * model(2.0)).sum().backward()
+
+
+def retain(model):
+    loss = model().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def of_strided_gradients(model):
+    """Gives the block gradients that are expanded or begin anywhere."""
+    out = model()
+    out.sum().backward(retain_graph=True)
+    weights = torch.randn(out.numel() + 1, generator=torch.Generator().manual_seed(0))[1:]
+    out.backward(weights.view(out.shape))
+
+
+def checkpointed(model):
+    checkpoint(model, 2.0, use_reentrant=False).sum().backward()
+
+
+def in_a_thread(model):
+    def differentiate():
+        with ck.use_backend("triton", "cpu", "composed", "reference"):
+            model().sum().backward()
+
+    thread = threading.Thread(target=differentiate)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("use", [twice, retain, of_strided_gradients, checkpointed, in_a_thread])
+def test_uses_of_a_recorded_block(use, recorded, replayed):
+    plain = copy.deepcopy(recorded)
+    ours = gradients_of(recorded, use)
+    assert bool(replayed) == (use is not checkpointed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingReplays, "_may_train", lambda *args: False)
+        assert_same(ours, gradients_of(plain, use))
+
+
+def test_hooks_of_parameters_see_no_gradient_of_a_recording(plans):
+    model, seen = trained(), []
+    for each in model.parameters():
+        each.register_hook(lambda gradient: seen.append(1))
+    run(model, 1)
+    count = len(seen)
+    run(model, 1)
+    assert len(seen) == 2 * count
+    assert not plans
+
+
+def test_changed_tensors_and_second_derivatives_raise(recorded, replayed):
+    loss = recorded().sum()
+    with torch.no_grad():
+        recorded.block.layernorm_before.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    (gradient,) = torch.autograd.grad(recorded().sin().sum(), recorded.leaf, create_graph=True)
+    assert replayed
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_statistics_count_as_changed(recorded):
+    """Whoever reads the buffers of a BatchNorm notices an update, as of one by PyTorch."""
+    buffers = [each for name, each in recorded.named_buffers() if "running" in name]
+    versions = [each._version for each in buffers]
+    recorded()
+    assert all(each._version > version for each, version in zip(buffers, versions, strict=True))
+
+
+def test_blocks_alike_share_a_plan(recorded, plans, replayed):
+    other = trained()
+    run(other, 2)
+    assert len(replayed) == 1
+    assert not plans
+
+
+# The host -------------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """A compiled kernel whose launches do nothing."""
+
+    function = packed_metadata = None
+
+    def run(self, *args):
+        pass
+
+    def __getitem__(self, grid):
+        return self.run
+
+
+def calls_of_a_step(model):
+    """Returns how many functions Python calls in a step, its own and C's."""
+    count = [0]
+
+    def note(frame, event, argument):
+        count[0] += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        model().sum().backward()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+def test_a_recorded_step_takes_fewer_calls(monkeypatch):
+    """Launches do nothing here, so that what is left is the host's."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **kwargs: Compiled())
+    model = trained(drop_path=0.2)
+    for _ in range(3):
+        model().sum().backward()
+    replayed = calls_of_a_step(model)
+    monkeypatch.setattr(TrainingReplays, "_may_train", lambda *args: False)
+    for _ in range(3):
+        model().sum().backward()
+    by_operators = calls_of_a_step(model)
+    assert replayed <= 0.35 * by_operators, (replayed, by_operators)
