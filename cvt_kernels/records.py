@@ -315,7 +315,7 @@ def written_of(bn: Any) -> tuple[Tensor | None, ...]:
 
 def is_shadowed(module: nn.Module) -> bool:
     """Returns whether attributes shadow parameters or buffers; their values may differ in every call."""
-    return not vars(module).keys().isdisjoint(("weight", "bias", "running_mean", "running_var"))
+    return not set(vars(module)).isdisjoint(("weight", "bias", "running_mean", "running_var"))
 
 
 def _settings_of(bn: Any) -> tuple[float | None, float]:

@@ -125,7 +125,7 @@ def _cast_op(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int
 
 
 @_cast_op.register_fake
-def _(tensors, dtype, counts):
+def _fake_cast(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
     return _empty_groups(tensors, dtype, counts)
 
 
@@ -137,7 +137,9 @@ def _cast_apart_op(
 
 
 @_cast_apart_op.register_fake
-def _(tensors, dtype, rows, counts):
+def _fake_cast_apart(
+    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
+) -> list[Tensor]:
     parts = zip(tensors, _grouped(rows, counts), strict=True)
     return [torch.empty_like(part, dtype=dtype) for each, own in parts for part in _split(each, own)]
 

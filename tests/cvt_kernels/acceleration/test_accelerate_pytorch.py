@@ -1,20 +1,24 @@
 """Accelerated models under autocast, torch.compile, export, ONNX, DDP, SyncBatchNorm, FSDP2, CUDA graphs."""
 
+import collections
 import copy
 import functools
 import gc
+import sys
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cvt_kernels as ck
-from cvt_kernels import backends
+from cvt_kernels import backends, modes
 from cvt_kernels.autotune import tuner
 from tests.checks import assert_accurate, not_built, record_calls
 from tests.processes import run_ranks
@@ -142,6 +146,42 @@ def test_compiles_without_graph_breaks(make, mode):
     compiled = torch.compile(ck.accelerate(copy.deepcopy(own)), fullgraph=True, backend="aot_eager")
     assert_same_step(own, compiled, images(), 2e-5)
     assert len(called) == 1
+
+
+@pytest.mark.parametrize("drop_path", [0.0, 0.5])
+def test_a_compiled_training_step_has_few_passes(drop_path, monkeypatch):
+    """By what the compiler of the graphs gets, whose gradients are those of the step without it."""
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)  # as on a GPU
+    model = one_stage(huggingface).train()
+    (block,) = model.cvt.encoder.stages[0].layers
+    if drop_path > 0:
+        block.drop_path = sys.modules[type(block).__module__].CvtDropPath(drop_path)
+    ck.accelerate(model)
+    found = [collections.Counter(), collections.Counter()]
+
+    def note(graph, _, seen):
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    compilers = (functools.partial(note, seen=each) for each in found)
+    backend = aot_autograd(fw_compiler=next(compilers), bw_compiler=next(compilers))
+    gradients = []
+    with ck.use_backend("triton", "reference"):
+        for called in (model, torch.compile(model, fullgraph=True, backend=backend)):
+            model.zero_grad()
+            torch.manual_seed(0)
+            with torch.autocast("cpu", torch.bfloat16):
+                out = logits(called(images()))
+            out.float().square().mean().backward()
+            gradients.append([each.grad.clone() for each in block.parameters()])
+    forward, backward = ({name.removesuffix(".default"): n for name, n in each.items()} for each in found)
+    assert forward["cvt_kernels.cast_together"] == backward["cvt_kernels.cast_apart"] == 1
+    # The end of the MLP, and of attention where images are dropped; the start of both, and GELU's derivative.
+    ends = 1 if drop_path == 0 else 2
+    assert forward["cvt_kernels.linear_ends"] == ends
+    assert backward["cvt_kernels.linear_starts"] == ends + 1
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=1e-2 * eager.abs().max().item())
 
 
 @pytest.mark.parametrize("make", [huggingface, pytest.param(microsoft, marks=pytest.mark.rest)])
