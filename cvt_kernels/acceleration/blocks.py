@@ -595,7 +595,7 @@ class RecordedEntry(NamedTuple):
     Attributes:
         block: Describes the class as if it were a block. Its first argument is a tensor, or a list of them.
         classes: Names of the classes within it that hold modules, besides those with entries of their own.
-        settings: Returns what its forward reads of a configuration.
+        settings: Returns what its forward reads of a configuration, as something hashable.
     """
 
     block: BlockEntry

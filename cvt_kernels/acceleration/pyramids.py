@@ -562,7 +562,11 @@ RECORDED = (
     RecordedEntry(next(entry for entry in ENTRIES if entry.name == "SegformerStage")),
     _encoder_entry("GLPNEncoder", "patch_embeddings", "block", "layer_norm"),
     _encoder_entry(
-        "PvtEncoder", "patch_embeddings", "block", "layer_norm", settings=lambda self: self.config.image_size
+        "PvtEncoder",
+        "patch_embeddings",
+        "block",
+        "layer_norm",
+        settings=lambda self: repr(self.config.image_size),
     ),
     _encoder_entry("PvtV2Encoder", "layers"),
     RecordedEntry(

@@ -378,7 +378,9 @@ class _Writer:
         self._allocating: list[int] = []  # lines
         for name, value in zip(call._fields, call, strict=True):
             self._add_leaves(name, value)
-        self._of_call = {source.expression for source in self._sources.values()}
+        given = list(self._sources.values())
+        self._of_call = {source.expression for source in given}
+        self._on = next((each for each in given if each.like.is_cuda), given[0]).expression
 
     def plan(self, out: Any) -> Callable[..., Any]:
         """Returns the plan: a function of the values of a call's record."""
@@ -403,8 +405,7 @@ class _Writer:
             if given:
                 lines += [f"if ({' | '.join(given.values())}) % 16:", otherwise]
             lines += ["if _watched():", otherwise]  # by hooks that want more
-        first = next(iter(self._of_call))
-        lines += [f"with _on({first}):", f"    stream = _stream({first})"]
+        lines += [f"with _on({self._on}):", f"    stream = _stream({self._on})"]
         lines += [f"    {line}" for line in self._lines]
         source = f"def plan({names}):\n" + "".join(f"    {line}\n" for line in lines)
         filename = f"<cvt_kernels {self._record.__name__} launch>"
