@@ -369,7 +369,7 @@ class _Writer:
         self._record, self._recording, self._otherwise = type(call), recording, otherwise
         self._scope: dict[str, Any] = {
             "_otherwise": otherwise, "_record": type(call), "_on": launching.current_device_of,
-            "_empty": torch.empty_strided, "_watched": launching.are_watched, "_stream": launching.stream_of,
+            "_empty": torch.empty_strided, "_watched": launching.are_watched, "_stream_of": launching.stream_of,
             "_descriptor": _descriptor, "_changed": torch.autograd.graph.increment_version,
         }  # fmt: skip
         self._lines: list[str] = []
@@ -405,7 +405,7 @@ class _Writer:
             if given:
                 lines += [f"if ({' | '.join(given.values())}) % 16:", otherwise]
             lines += ["if _watched():", otherwise]  # by hooks that want more
-        lines += [f"with _on({self._on}):", f"    stream = _stream({self._on})"]
+        lines += [f"with _on({self._on}):", f"    _stream = _stream_of({self._on})"]  # no field begins so
         lines += [f"    {line}" for line in self._lines]
         source = f"def plan({names}):\n" + "".join(f"    {line}\n" for line in lines)
         filename = f"<cvt_kernels {self._record.__name__} launch>"
@@ -520,7 +520,7 @@ class _Writer:
             for as_tensor in (False, True)
         )
         name, blocks = self._constant(run), ", ".join(map(str, grid))
-        started = f"{name}[0]({blocks}, stream, {name}[1], {name}[2], None, None, None, {pointers})"
+        started = f"{name}[0]({blocks}, _stream, {name}[1], {name}[2], None, None, None, {pointers})"
         self._add(f"{started} if {name} else {self._constant(compile_and_start)}({tensors})")
 
     def _compute(self, operation: _Operation) -> None:

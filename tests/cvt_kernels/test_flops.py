@@ -21,6 +21,7 @@ from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft
 WITHOUT_PRODUCTS = (
     "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu", "quantize_rows",
     "layer_norm_quantize", "gelu_quantize", "gather_rows", "gather_add_layer_norm", "scatter_rows",
+    "resized_argmax",
 )  # fmt: skip
 
 

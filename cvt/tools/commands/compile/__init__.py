@@ -102,4 +102,4 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _check_names(option: str, given: Iterable[Any], known: Collection[Any]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{option}: got {name!r}, expected one of {', '.join(map(str, known))}")
+            raise ValueError(f"{option}: got {name!r}, expected {', '.join(map(str, known))}")
