@@ -236,7 +236,7 @@ def _started(recording: _Recording, leaves: Sequence[Tensor]) -> Iterator[Callab
 
 def drawn_outside(draw: Callable[[], Tensor]) -> Tensor:
     """Returns ``draw()``, which a plan of the caller takes as an argument: plans draw no random numbers."""
-    recording = _get_current_dispatch_mode()
+    recording = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
     if not isinstance(recording, _Recording):
         return draw()
     with _disable_current_modes():
@@ -369,8 +369,9 @@ class _Writer:
         self._record, self._recording, self._otherwise = type(call), recording, otherwise
         self._scope: dict[str, Any] = {
             "_otherwise": otherwise, "_record": type(call), "_on": launching.current_device_of,
-            "_empty": torch.empty_strided, "_watched": launching.are_watched, "_stream_of": launching.stream_of,
-            "_descriptor": _descriptor, "_changed": torch.autograd.graph.increment_version,
+            "_empty": torch.empty_strided, "_watched": launching.are_watched,
+            "_stream_of": launching.stream_of, "_descriptor": _descriptor,
+            "_changed": torch.autograd.graph.increment_version,
         }  # fmt: skip
         self._lines: list[str] = []
         self._pointers: dict[str, str] = {}
