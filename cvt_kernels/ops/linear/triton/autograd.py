@@ -270,6 +270,8 @@ def why_linear_unsupported(call: Record) -> str | None:
     x, weight, bias = call
     if not modes.wants_gradient(bias):
         return "is for gradients of a bias; PyTorch's own does all else"
+    if torch.compiler.is_compiling():
+        return "has no gradients under torch.compile"  # which sums them itself
     if x.numel() == 0 or weight.numel() == 0:
         return "the batch is empty" if weight.numel() else "the weight is empty"
     return why_not_training(call)
