@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -208,16 +209,11 @@ def is_descriptor(value: object) -> bool:
 
 def are_watched() -> bool:
     """Returns whether a hook on Triton's launches, such as a profiler's, has to see them."""
-    runtime = _knobs().runtime
-    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    knobs = sys.modules.get("triton.knobs")  # where hooks are: none without Triton, nor before it is imported
+    if knobs is None:
+        return False
+    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
-
-
-@functools.cache
-def _knobs() -> Any:
-    from triton import knobs
-
-    return knobs
 
 
 def stream_of(on: Tensor) -> int | None:

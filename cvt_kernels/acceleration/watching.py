@@ -152,7 +152,7 @@ class Watch(Structure):
         self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
         self._configs = [space["config"] for space in spaces if "config" in space]
         self._values = [space.get(name) for space, name in settings]
-        self._is_shadowed = any(map(_is_shadowed, (owner, *modules)))
+        self._is_shadowed = any(map(_hides_members, (owner, *modules)))
         self._hooked = self._hook_numbers()
         self._before = self._attributes()
 
@@ -196,7 +196,7 @@ class Watch(Structure):
         return self._attributes() != self._before
 
 
-def _is_shadowed(module: nn.Module) -> bool:
+def _hides_members(module: nn.Module) -> bool:
     """Returns whether attributes of a module are in the place of its parameters, buffers or modules."""
     members = *module._parameters, *module._buffers, *module._modules
     return not vars(module).keys().isdisjoint(members)

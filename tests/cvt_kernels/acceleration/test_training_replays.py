@@ -278,6 +278,21 @@ def test_blocks_alike_share_a_plan(recorded, plans, replayed):
     assert not plans
 
 
+def test_hooks_on_launches_run_the_operators(replayed):
+    model, hook = trained(), pytest.importorskip("triton.knobs").runtime.launch_enter_hook
+    run(model, 3)
+    assert replayed
+    replayed.clear()
+    hook.add(print)
+    try:
+        run(model, 2)
+        assert not replayed
+    finally:
+        hook.remove(print)
+    run(model, 1)
+    assert replayed
+
+
 # The host -------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import sys
 import threading
 import types
 import weakref
@@ -15,6 +16,7 @@ from tests.checks import precision_of
 from tests.contract.examples import served, tensors_of
 
 pytest.importorskip("triton")
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cvt_kernels.ops.planned_launches import planned, planned_part
@@ -104,6 +106,52 @@ def test_tensors_of_another_alignment_are_left_to_the_function(kernel):
         assert kernel.bound.pop()[0] == (3, 2)  # as the function launches it
     run(*call)
     assert (served, len(kernel.bound)) == ([], 1)
+
+
+def test_hooks_on_launches_see_those_of_the_function(kernel, monkeypatch):
+    served = []
+
+    @planned
+    def function(call):
+        served.append(call)
+        out = torch.empty_like(call.x)
+        launch(kernel, call.x, call.parts, out)
+        return out
+
+    run, hook = function.prepare(make_call()), knobs.runtime.launch_enter_hook
+    served.clear()
+    hook.add(print)
+    try:
+        run(*make_call())
+        assert len(served) == len(kernel.bound) == 1
+    finally:
+        hook.remove(print)
+    run(*make_call())
+    assert len(served) == 1
+    hook.add(print)
+    try:
+        monkeypatch.delitem(sys.modules, "triton.knobs")  # as without Triton, where nobody has a hook
+        run(*make_call())
+    finally:
+        hook.remove(print)
+    assert len(served) == 1
+
+
+def test_fields_may_have_any_name(kernel):
+    @planned
+    def function(call):
+        out = torch.empty_like(call.stream)
+        launch(kernel, call.stream, call.plan, out)
+        return out
+
+    named = collections.namedtuple("Named", ["stream", "plan", "torch"])
+    run = function.prepare(named(*make_call()))
+    first, call = named(*make_call()), named(*make_call())
+    run(*first)
+    assert kernel.bound[0][1][:2] == (first.stream, first.plan)
+    out = run(*call)
+    pointers = [t.data_ptr() for t in (call.stream, *call.plan, out)]
+    assert kernel.direct == [(pointers[0], (pointers[1], pointers[2]), None, pointers[3], 7, 16)]
 
 
 def test_results_in_the_place_of_an_argument_are_counted_as_changes(kernel):

@@ -67,12 +67,10 @@ def test_smooth_logits_of_a_few_regions():
     assert torch.equal(out, reference.resized_argmax(logits, (128, 160)))
 
 
+@built
 def test_what_is_refused():
     bind = backends.operators["resized_argmax"].bind
-    known = backends.implementations["resized_argmax"]["cpu"]
-    if not_built():
-        pytest.skip("there is no extension")
-    why = known.load().why_unsupported
+    why = backends.implementations["resized_argmax"]["cpu"].load().why_unsupported
     logits = torch.randn(2, 3, 4, 5)
     assert why(bind(logits, (8, 9))) is None
     assert why(bind(logits.double(), (8, 9))) == "serves float32, bfloat16 and float16"
