@@ -35,6 +35,7 @@ class Card(NamedTuple):
         rounds: Whether it rounds to 8 bits, and has no gradients at all.
         normalizes: Whether it has a LayerNorm.
         needed: Backend → settings without which it serves no example.
+        wrong: Tensor of the example ``usual`` → wrong shapes of it, where the usual ones do not do.
         stages: What a stage of a model launches of it, by name for ``cvt compile``.
         work: Kernel, without ``_`` before and ``_kernel`` behind → what a launch has to move and to multiply.
     """
@@ -46,6 +47,7 @@ class Card(NamedTuple):
     rounds: bool = False
     normalizes: bool = False
     needed: Mapping[str, dict[str, Any]] = {}
+    wrong: Mapping[str, tuple[tuple[int, ...], ...]] = {}
     stages: Mapping[str, Launches] = {}
     work: Mapping[str, Callable[[dict[str, Any]], Work]] = {}
 

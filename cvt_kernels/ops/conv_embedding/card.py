@@ -114,6 +114,10 @@ CARDS = {
             "triton",
         ),
         normalizes=True,
+        wrong={
+            "image": ((5, 3, 4), (2, 2, 3, 4), (2, 5, 0, 0)),
+            "weight": ((20, 5, 3), (20, 5, 3, 2), (0, 5, 3, 3)),
+        },
         stages={
             "conv_embedding": Launches(_conv_embedding_stage),
             "token_reduction": Launches(_token_reduction_stage, of_pyramids=True),

@@ -59,6 +59,7 @@ CARDS = {
         call=_gelu,
         choices=COMMON | LEADING | APPROXIMATE,
         examples=of_rows(*GELUS),
+        wrong={"x": ()},
     ),
     "bias_gelu": Card(
         call=_bias_gelu,

@@ -138,6 +138,7 @@ CARDS = {
         examples=of_rows("bare=True", outputs=33),
         without_gradients=("float32",),
         needed={"float32": {"dtype": "bfloat16", "bare": True}},
+        wrong={"bias": ((3,), (33, 33))},  # F.linear takes a scalar
         stages={"linear": Launches(_linear_stage), "linear_gluon": Launches(_linear_gluon_stage)},
         work={
             "grouped_linear": functools.partial(linear_work, results="out"),

@@ -75,6 +75,7 @@ CARDS = {
         examples=of_rows("bare=True", "shifted=True", *GELUS, outputs=33),
         without_gradients=("triton",),
         normalizes=True,
+        wrong={"x": ((), (0,))},
         stages={"layer_norm_mlp": Launches(_layer_norm_mlp_stage)},
         work={"layer_norm_mlp_fwd": _mlp_work, "layer_norm_mlp_fwd_resident": _mlp_work},
     ),

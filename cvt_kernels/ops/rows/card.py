@@ -109,6 +109,7 @@ CARDS = {
         choices=COMMON | TOKENS | ABSENT | {"count": (*SIZES, 0)} | NORM | RESULT,
         examples=_EXAMPLES | {"bare": _SOME | {"bare": True}},
         normalizes=True,
+        wrong={"branch": ((2, 6, 40), (40,))},
         stages={"gather_add_layer_norm": Launches(_gather_add_layer_norm_stage)},
         work={
             "gather_add_layer_norm": _gathered_and_normalized_rows,
@@ -123,6 +124,7 @@ CARDS = {
             "bare": _SOME | {"bare": True},
             "inplace=True": _SOME | {"inplace": True},
         },
+        wrong={"values": ((2, 6, 40), (2, 7, 3), (7, 40))},
         stages={"scatter_rows": Launches(_scatter_rows_stage)},
         work={
             "scatter_rows": _scattered_rows,

@@ -89,6 +89,11 @@ CARDS = {
             "cpu",
             "triton",
         ),
+        wrong={
+            "x": ((9, 3, 4), (2, 9, 0, 4)),
+            "weight": ((20,), (20, 2), (20, 9, 1)),
+            "classifier_weight": ((20,), (33, 3), (0, 20)),
+        },
         stages={"segmentation_head": Launches(_segmentation_head_stage, of_pyramids=True)},
         work={"segmentation_head": _segmentation_head_work},
     ),
