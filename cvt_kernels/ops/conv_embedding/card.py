@@ -127,5 +127,6 @@ CARDS = {
             "conv_embedding_patches": _embedding_of_patches,
             "conv_embedding_normalize": functools.partial(once, names="x out"),
         },
+        uncounted={"conv_embedding": "bias gamma beta class_token"},
     ),
 }

@@ -60,5 +60,7 @@ CARDS = {
         ),
         stages={"conv_linear": Launches(_conv_linear_stage)},
         work={"conv_linear_fwd": _conv_linear_work},
+        uncounted={"conv_linear": "w gamma beta mean var bias"},
+        factors=("linears",),
     ),
 }

@@ -144,5 +144,6 @@ CARDS = {
             "merge_stats": functools.partial(once, names="partial counts mean var"),
             "sum_regions": functools.partial(once, names="partial sum"),
         },
+        uncounted={"conv_projection": "w gamma beta mean var sums"},
     ),
 }

@@ -15,6 +15,7 @@ from ...cards import (
     ODD_MAP,
     TINY_MAP,
     WIDE,
+    Accesses,
     Card,
     Launches,
     Step,
@@ -33,6 +34,10 @@ def _depthwise_conv_gelu_stage(step: Step) -> None:
     weight, bias = step.tensor(step.channels, 1, 3, 3), step.tensor(step.channels)
     step.call("depthwise_conv_gelu", step.x(), step.stage.grid, weight, bias)
 
+
+_KERNELS = (
+    "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions"
+)
 
 CARDS = {
     "depthwise_conv_gelu": Card(
@@ -53,5 +58,13 @@ CARDS = {
             "depthwise_conv_gelu_fwd": functools.partial(once, names="x y"),
             "depthwise_conv_gelu_bwd_conv": functools.partial(once, names="x dy da partial"),
         },
+        uncounted={"depthwise_conv_gelu": "w bias"},
+        accesses={
+            "convolution and GELU": Accesses(_KERNELS, "gradient=all batch=2 height=3 width=5 channels=5"),
+            "convolution and GELU of pairs": Accesses(
+                _KERNELS, "dtype=float16 gradient=all batch=2 height=5 width=2 channels=6"
+            ),
+        },
+        emulated={"depthwise_conv_gelu": "gradient=all batch=2 height=9 width=11 channels=40"},
     ),
 }

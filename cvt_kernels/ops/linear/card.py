@@ -19,6 +19,7 @@ from ...cards import (
     OUTPUTS,
     ROWS,
     SHIFTED,
+    Accesses,
     Card,
     Launches,
     Step,
@@ -60,6 +61,8 @@ def _linear_add_layer_norm(m: Any) -> Any:
     return (*args, *m.norm(m.outputs)[:2]), {"eps": m.eps, "shift": shift, **settings}
 
 
+#: The kernels of the gradient of a bias.
+BIAS_GRADIENT = "linear_starts sum_regions"
 #: Examples with factors of images.
 SCALED = {
     "scaled": ROWS | {"outputs": 33, "scaled": True},
@@ -145,6 +148,14 @@ CARDS = {
             "linear_starts": functools.partial(once, names="dout pre dproduct dresidual activated partial"),
             "pingpong_product": _pingpong_product,
         },
+        uncounted={"linear_starts": "scale"},
+        accesses={
+            "gradient of a bias": Accesses(BIAS_GRADIENT, "gradient=all rows=131 channels=5 outputs=67"),
+            "gradient of a bias, many rows": Accesses(
+                BIAS_GRADIENT, "dtype=float16 gradient=all rows=2099 channels=3 outputs=192"
+            ),
+        },
+        emulated={"linear, training": "gradient=all rows=2099 channels=8 outputs=136"},
     ),
     "linear_gelu": Card(
         call=_linear_gelu,
@@ -152,6 +163,16 @@ CARDS = {
         examples=of_rows("bare=True", *GELUS, outputs=33),
         stages={"linear_gelu": Launches(_linear_gelu_stage)},
         work={"linear_gelu": functools.partial(linear_work, results="out pre")},
+        accesses={
+            name: Accesses(f"linear_gelu {BIAS_GRADIENT}", f"gradient=all {words}")
+            for name, words in {
+                "GELU": "rows=131 channels=5 outputs=67",
+                "GELU by descriptors": "dtype=float16 rows=259 channels=72 outputs=264",
+                "GELU of half a tile": "dtype=float16 rows=5 channels=20 outputs=384",
+            }.items()
+        },
+        emulated={"linear_gelu": "gradient=all rows=150 channels=200 outputs=136"},
+        factors=("x", "weight"),
     ),
     "linear_add": Card(
         call=_linear_add,
@@ -162,6 +183,19 @@ CARDS = {
             "linear_add": functools.partial(linear_work, results="out"),
             "linear_ends": functools.partial(once, names="product residual out"),
         },
+        uncounted={"linear_ends": "bias scale"},
+        accesses={
+            "sum": Accesses("linear_add", "rows=131 channels=5 outputs=67"),
+            "sum of 16 bits": Accesses("linear_add", "dtype=bfloat16 rows=3 channels=17 outputs=5", 80),
+            "sum of two thirds of a tile": Accesses(
+                "linear_add", "dtype=float16 rows=5 channels=24 outputs=1024"
+            ),
+            "sum in place by descriptors": Accesses(
+                "linear_add", "dtype=float16 rows=131 channels=72 outputs=200 inplace=True"
+            ),
+        },
+        emulated={"linear_add": "rows=150 channels=264 outputs=136"},
+        factors=("x", "weight"),
     ),
     "linear_add_layer_norm": Card(
         call=_linear_add_layer_norm,
@@ -171,5 +205,17 @@ CARDS = {
         normalizes=True,
         stages={"linear_add_layer_norm": Launches(_linear_add_layer_norm_stage)},
         work={"linear_add_layer_norm": functools.partial(linear_work, results="h y")},
+        accesses={
+            name: Accesses("linear_add_layer_norm", f"shifted=True {words}")
+            for name, words in {
+                "LayerNorm": "rows=37 channels=5 outputs=67",
+                "LayerNorm of wide rows": "rows=1 channels=3 outputs=401",
+                "LayerNorm in place by descriptors": (
+                    "dtype=float16 rows=131 channels=72 outputs=200 inplace=True"
+                ),
+            }.items()
+        },
+        emulated={"linear_add_layer_norm": "rows=150 channels=264 outputs=192 shifted=True"},
+        factors=("x", "weight"),
     ),
 }

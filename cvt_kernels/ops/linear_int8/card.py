@@ -18,6 +18,7 @@ from ...cards import (
     OUTPUTS,
     SHIFTED,
     VARIANTS,
+    Accesses,
     Card,
     Launches,
     Step,
@@ -102,6 +103,7 @@ def _linear_float8_stage(step: Step) -> None:
         run(step, numbers=torch.float8_e4m3fn)
 
 
+_LAYER = "rows=150 channels=272 outputs=136 rounded=True added=True"
 _ROUNDING = functools.partial(once, names="x scales values")
 
 
@@ -113,6 +115,10 @@ CARDS = {
         rounds=True,
         stages={"quantize_rows": Launches(_quantize_rows_stage)},
         work={"quantize_rows": _ROUNDING},
+        accesses={
+            "int8 rows": Accesses("quantize_rows", "rows=67 channels=5"),
+            "float8 rows": Accesses("quantize_rows", "rows=3 channels=1031 to=float8_e4m3fn"),
+        },
     ),
     "layer_norm_quantize": Card(
         call=_layer_norm_quantize,
@@ -121,6 +127,9 @@ CARDS = {
         rounds=True,
         stages={"layer_norm_quantize": Launches(_layer_norm_quantize_stage)},
         work={"layer_norm_quantize": _ROUNDING},
+        uncounted={"layer_norm_quantize": "gamma beta shift"},
+        accesses={"LayerNorm to int8": Accesses("layer_norm_quantize", "rows=67 channels=5")},
+        emulated={"layer_norm_quantize": "rows=67 channels=192"},
     ),
     "gelu_quantize": Card(
         call=_gelu_quantize,
@@ -129,6 +138,9 @@ CARDS = {
         rounds=True,
         stages={"gelu_quantize": Launches(_gelu_quantize_stage)},
         work={"gelu_quantize": _ROUNDING},
+        uncounted={"gelu_quantize": "bias"},
+        accesses={"GELU to int8": Accesses("gelu_quantize", "dtype=float16 rows=5 channels=67")},
+        emulated={"float8 GELU": "dtype=float32 to=float8_e4m3fn rows=67 channels=192"},
     ),
     "linear_int8": Card(
         call=_linear_int8,
@@ -156,5 +168,14 @@ CARDS = {
             "linear_float8": Launches(_linear_float8_stage),
         },
         work={"linear_int8": functools.partial(linear_work, results="out")},
+        accesses={
+            name: Accesses("linear_int8", f"rounded=True {words}")
+            for name, words in {
+                "int8": "rows=131 channels=5 outputs=67 added=True",
+                "int8 by descriptors": "dtype=float16 rows=259 channels=80 outputs=264 added=True",
+                "float8": "to=float8_e4m3fn rows=3 channels=37 outputs=5",
+            }.items()
+        },
+        emulated={"int8 layer": _LAYER, "float8 layer": f"dtype=float16 to=float8_e4m3fn {_LAYER}"},
     ),
 }

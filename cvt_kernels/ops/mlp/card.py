@@ -15,6 +15,7 @@ from ...cards import (
     NORM,
     OUTPUTS,
     SHIFTED,
+    Accesses,
     Card,
     Launches,
     Step,
@@ -23,7 +24,7 @@ from ...cards import (
     of_rows,
     shape_of,
 )
-from ..linear.card import SCALED, factors
+from ..linear.card import BIAS_GRADIENT, SCALED, factors
 
 
 def _layer_norm_mlp(m: Any) -> Any:
@@ -68,6 +69,8 @@ def _mlp_work(arguments: dict[str, Any]) -> Work:
     return Work(bytes_of(x, arguments["out_ptr"], weights), flops)
 
 
+_TRAINING = f"linear_gelu linear_ends {BIAS_GRADIENT}"
+
 CARDS = {
     "layer_norm_mlp": Card(
         call=_layer_norm_mlp,
@@ -78,6 +81,18 @@ CARDS = {
         wrong={"x": ((), (0,))},
         stages={"layer_norm_mlp": Launches(_layer_norm_mlp_stage)},
         work={"layer_norm_mlp_fwd": _mlp_work, "layer_norm_mlp_fwd_resident": _mlp_work},
+        uncounted={"layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift"},
+        accesses={
+            "MLP": Accesses("layer_norm_mlp_fwd", "rows=257 channels=5 outputs=37"),
+            "resident MLP": Accesses(
+                "layer_norm_mlp_fwd_resident", "dtype=float16 rows=643 channels=20 outputs=70"
+            ),
+        },
+        emulated={
+            "MLP": "rows=150 channels=64 outputs=256",
+            "stage 1: MLP": "dtype=bfloat16 rows=3136 channels=64 outputs=256",
+        },
+        factors=("fc1_weight", "fc2_weight"),
     ),
     "mlp_add": Card(
         call=_mlp_add,
@@ -88,5 +103,16 @@ CARDS = {
         | dict.fromkeys(("bare", "scaled", "scales_sum"), BOTH),
         examples=of_rows("bare=True", *GELUS, outputs=33) | SCALED,
         stages={"mlp_add": Launches(_mlp_add_stage)},
+        accesses={
+            "MLP in training": Accesses(_TRAINING, "gradient=all rows=131 channels=5 outputs=67"),
+            "MLP of 16 bits in training": Accesses(
+                _TRAINING,
+                "dtype=bfloat16 gradient=all leading=tokens rows=131 channels=24 outputs=192 scaled=True",
+            ),
+        },
+        emulated={
+            "MLP, training": "gradient=all leading=tokens rows=75 channels=24 outputs=136 scaled=True",
+            "ones: MLP, scaled": "dtype=bfloat16 gradient=all rows=1 channels=1 outputs=1 scaled=True",
+        },
     ),
 }

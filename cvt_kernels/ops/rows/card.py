@@ -17,6 +17,7 @@ from ...cards import (
     RESULT,
     SIZES,
     TOKENS,
+    Accesses,
     Card,
     Launches,
     Step,
@@ -35,6 +36,9 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "tiny": {"batch": 2, "tokens": 4, "count": 3, "channels": 5, "absent": "some"},
     "no rows": _SOME | {"count": 0},
 }
+#: The kernels that scatter into new rows, and settings of calls with gradients.
+_SCATTERED, _TRAINING = "scatter_rows_places scatter_rows", "gradient=all layout=sliced"
+_EMULATED = f"{_TRAINING} batch=2 tokens=50 count=33 channels=64"
 
 
 def _index(m: Any) -> Tensor:
@@ -103,6 +107,17 @@ CARDS = {
         examples=_EXAMPLES,
         stages={"gather_rows": Launches(_gather_rows_stage)},
         work={"gather_rows": functools.partial(once, names="rows out out")},
+        accesses={
+            name: Accesses(
+                f"gather_rows {_SCATTERED}", f"{_TRAINING} {words}", is_dense="absent" not in words
+            )
+            for name, words in {
+                "gather": "batch=3 tokens=41 count=37 channels=5",
+                "gather one": "dtype=float16 batch=1 tokens=1 count=1 channels=1",
+                "gather nothing": "batch=2 tokens=3 count=2 channels=5 absent=some",
+                "gather wide rows": "batch=2 tokens=3 count=2 channels=1031",
+            }.items()
+        },
     ),
     "gather_add_layer_norm": Card(
         call=_gather_add_layer_norm,
@@ -114,6 +129,17 @@ CARDS = {
         work={
             "gather_add_layer_norm": _gathered_and_normalized_rows,
             "gather_add_layer_norm_backward": functools.partial(once, names="dy dh h out sums"),
+        },
+        uncounted={"gather_add_layer_norm": "gamma beta"},
+        accesses={
+            "gather and normalize": Accesses(
+                f"gather_add_layer_norm gather_add_layer_norm_backward {_SCATTERED}",
+                f"{_TRAINING} batch=3 tokens=131 count=127 channels=13",
+            )
+        },
+        emulated={
+            "gather and normalize": _EMULATED,
+            "ones: normalize, training": f"{_TRAINING} dtype=float32 batch=1 tokens=1 count=1 channels=2",
         },
     ),
     "scatter_rows": Card(
@@ -131,5 +157,18 @@ CARDS = {
             "scatter_rows_places": functools.partial(once, names="rows places"),
             "scatter_rows_inplace": functools.partial(once, names="rows values values branch"),
         },
+        accesses={
+            "scatter": Accesses(
+                f"{_SCATTERED} gather_rows",
+                f"{_TRAINING} dtype=bfloat16 batch=3 tokens=41 count=37 channels=5",
+            ),
+            "scatter many": Accesses(
+                f"{_SCATTERED} gather_rows", f"{_TRAINING} batch=1 tokens=521 count=519 channels=1"
+            ),
+            "scatter in place": Accesses(
+                "scatter_rows_inplace", "batch=3 tokens=41 count=37 channels=5 inplace=True"
+            ),
+        },
+        emulated={"scatter": _EMULATED},
     ),
 }

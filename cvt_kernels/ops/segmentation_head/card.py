@@ -17,6 +17,7 @@ from ...cards import (
     OUTPUTS,
     TINY_MAP,
     WIDE,
+    Accesses,
     Card,
     Launches,
     Step,
@@ -96,5 +97,23 @@ CARDS = {
         },
         stages={"segmentation_head": Launches(_segmentation_head_stage, of_pyramids=True)},
         work={"segmentation_head": _segmentation_head_work},
+        uncounted={"segmentation_head": "bias classifier_bias"},
+        accesses={
+            name: Accesses("segmentation_head", f"batch=2 {words}")
+            for name, words in {
+                "segmentation head": (
+                    "dtype=bfloat16 layout=sliced height=5 width=7 inputs=5 channels=13 outputs=6"
+                ),
+                "segmentation head of many classes": (
+                    "height=3 width=2 inputs=35 channels=40 outputs=301 others=1"
+                ),
+                "segmentation head of one map": (
+                    "dtype=float16 height=1 width=19 inputs=5 channels=5 outputs=2 others=0"
+                ),
+            }.items()
+        },
+        emulated={
+            "segmentation head": "batch=2 height=9 width=33 inputs=40 channels=72 outputs=150 others=3"
+        },
     ),
 }
