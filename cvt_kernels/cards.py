@@ -35,6 +35,7 @@ class Card(NamedTuple):
         without_gradients: The backends that compute no gradients, and refuse them.
         rounds: Whether it rounds to 8 bits, and has no gradients at all.
         normalizes: Whether it has a LayerNorm.
+        multiplies: Whether it multiplies matrices or convolves, which counters of operations count.
         needed: Backend → settings without which it serves no example.
         wrong: Tensor of the example ``usual`` → wrong shapes of it, where the usual ones do not do.
         stages: What a stage of a model launches of it, by name for ``cvt compile``.
@@ -52,6 +53,7 @@ class Card(NamedTuple):
     without_gradients: tuple[str, ...] = ()
     rounds: bool = False
     normalizes: bool = False
+    multiplies: bool = True
     needed: Mapping[str, dict[str, Any]] = {}
     wrong: Mapping[str, tuple[tuple[int, ...], ...]] = {}
     stages: Mapping[str, Launches] = {}

@@ -37,19 +37,13 @@ COMPILED = """
 from cvt.tools.commands import main
 sys.exit(main("compile --operator scaled_rows --model cvt_13 --stage 1 --jobs 1".split()))
 """
-#: The contract, accesses and their bytes, floors, bad arguments, and what declarations give.
-TESTS = (
-    "tests/contract tests/cvt_kernels/ops/test_accesses.py tests/benchmarks/test_floors.py "
-    "tests/cvt_kernels/test_arguments.py tests/cvt_kernels/test_declaration.py"
-)
-
-
 #: Some tests that must be among them.
 NAMES = {
     "test_values", "test_autocast", "test_transforms_are_right_or_refused", "test_compiled",
     "test_operators_are_registered_right", "test_every_program_keeps_to_its_own_memory",
     "test_launches_move_the_bytes_that_are_said", "test_every_large_kernel_has_its_work_described",
     "test_bad_arguments_are_refused_by_name", "test_a_public_function_looks_as_it_was_declared",
+    "test_cases_of_operators", "test_every_operator_of_triton_kernels_is_planned",
 }  # fmt: skip
 
 
@@ -69,16 +63,9 @@ def run(tmp_path):
 
 
 def test_the_tests_of_all_operators_take_it(run):
-    told = run(TESTED.format(TESTS))
+    told = run(TESTED.format("tests --ignore=tests/new_operator"))
     assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-2000:]
     assert set(re.findall(r"^PASSED .*::(\w+)", told.stdout, re.MULTILINE)) >= NAMES
-
-
-def test_the_fuzzer_takes_it(run):
-    told = run(FUZZED)
-    served, *flaws = told.stdout.splitlines()
-    assert int(served.split()[0]) > 10, told.stderr
-    assert flaws == [""]
 
 
 @pytest.mark.parametrize("code", [EMULATED, COMPILED], ids=["emulator", "compile"])
@@ -99,8 +86,18 @@ FAULTS = {
         "tests/cvt_kernels/ops/test_accesses.py",
         "outside of its tensors",
     ),
-    "bytes": ('names="x out"', 'names="x"', TESTS, "::test_launches_move_the_bytes_that_are_said"),
-    "arguments": ('checks.check_tensor_like("scale"', '(lambda *_: None)("scale"', TESTS, "::test_bad_arg"),
+    "bytes": (
+        'names="x out"',
+        'names="x"',
+        "tests/cvt_kernels/ops/test_accesses.py",
+        "::test_launches_move_the_bytes_that_are_said",
+    ),
+    "arguments": (
+        'checks.check_tensor_like("scale"',
+        '(lambda *_: None)("scale"',
+        "tests/cvt_kernels/test_arguments.py",
+        "::test_bad_arg",
+    ),
     "channels": ("i % channels", "(i + 1) % channels", FUZZED, "triton outputs 0 is off by"),
     "overlapping": ("    grid_dependency_synchronize()\n", "", EMULATED, "before griddepcontrol.wait"),
     "waiting": ("    grid_dependency_synchronize()\n", "", COMPILED, "before griddepcontrol.wait"),

@@ -39,28 +39,33 @@ CARDS = {
         choices=cards.COMMON | cards.LEADING | cards.NORM | cards.SHIFTED | cards.RESULT,
         examples=cards.of_rows("bare=True", "shifted=True", "result=bfloat16"),
         normalizes=True,
+        multiplies=False,
     ),
     "add_layer_norm": cards.Card(
         call=_add_layer_norm,
         choices=cards.COMMON | cards.LEADING | cards.NORM | cards.RESULT | {"added": (True, False)},
         examples=cards.of_rows("bare=True", "result=bfloat16", "added=False"),
         normalizes=True,
+        multiplies=False,
     ),
     "gelu": cards.Card(
         call=_gelu,
         choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
         examples=cards.of_rows(*cards.GELUS),
+        multiplies=False,
         wrong={"x": ()},
     ),
     "bias_gelu": cards.Card(
         call=_bias_gelu,
         choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
         examples=cards.of_rows(*cards.GELUS),
+        multiplies=False,
     ),
     "layer_norm_gelu": cards.Card(
         call=_layer_norm_gelu,
         choices=cards.COMMON | cards.LEADING | cards.NORM | cards.APPROXIMATE,
         examples=cards.of_rows("bare=True", *cards.GELUS),
         normalizes=True,
+        multiplies=False,
     ),
 }

@@ -97,6 +97,7 @@ CARDS = {
         choices=_QUANTIZED,
         examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05"),
         rounds=True,
+        multiplies=False,
         stages={"quantize_rows": cards.Launches(_quantize_rows_stage)},
         work={"quantize_rows": _ROUNDING},
         accesses={
@@ -109,6 +110,7 @@ CARDS = {
         choices=_QUANTIZED | cards.NORM | cards.SHIFTED,
         examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
         rounds=True,
+        multiplies=False,
         stages={"layer_norm_quantize": cards.Launches(_layer_norm_quantize_stage)},
         work={"layer_norm_quantize": _ROUNDING},
         uncounted={"layer_norm_quantize": "gamma beta shift"},
@@ -120,6 +122,7 @@ CARDS = {
         choices=_QUANTIZED | cards.APPROXIMATE | {"bare": cards.BOTH},
         examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *cards.GELUS),
         rounds=True,
+        multiplies=False,
         stages={"gelu_quantize": cards.Launches(_gelu_quantize_stage)},
         work={"gelu_quantize": _ROUNDING},
         uncounted={"gelu_quantize": "bias"},

@@ -88,6 +88,7 @@ CARDS = {
         call=_gather_rows,
         choices=cards.COMMON | cards.TOKENS | cards.ABSENT | {"count": (*cards.SIZES, 0)},
         examples=_EXAMPLES,
+        multiplies=False,
         stages={"gather_rows": cards.Launches(_gather_rows_stage)},
         work={"gather_rows": functools.partial(cards.once, names="rows out out")},
         accesses={
@@ -112,6 +113,7 @@ CARDS = {
         | cards.RESULT,
         examples=_EXAMPLES | {"bare": _SOME | {"bare": True}},
         normalizes=True,
+        multiplies=False,
         wrong={"branch": ((2, 6, 40), (40,))},
         stages={"gather_add_layer_norm": cards.Launches(_gather_add_layer_norm_stage)},
         work={
@@ -138,6 +140,7 @@ CARDS = {
         | {"count": (*cards.SIZES, 0), "bare": cards.BOTH}
         | cards.INPLACE,
         examples=_EXAMPLES | {"bare": _SOME | {"bare": True}, "inplace=True": _SOME | {"inplace": True}},
+        multiplies=False,
         wrong={"values": ((2, 6, 40), (2, 7, 3), (7, 40))},
         stages={"scatter_rows": cards.Launches(_scatter_rows_stage)},
         work={

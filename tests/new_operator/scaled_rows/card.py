@@ -23,6 +23,7 @@ CARDS = {
         choices=cards.COMMON | cards.LEADING,
         examples=cards.of_rows(),
         without_gradients=("triton",),
+        multiplies=False,
         stages={"scaled_rows": cards.Launches(_stage)},
         work={"scaled_rows": functools.partial(cards.once, names="x out")},
         uncounted={"scaled_rows": "scale"},
