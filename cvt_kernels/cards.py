@@ -64,7 +64,13 @@ class Card(NamedTuple):
     factors: tuple[str, ...] = ()
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings ``given``, and the simplest choice of each of the others."""
+        """Returns the settings ``given``, and the simplest choice of each of the others.
+
+        Raises:
+            KeyError: There is no such setting.
+        """
+        if unknown := given.keys() - self.choices.keys():
+            raise KeyError(f"settings: got {', '.join(unknown)}, expected {', '.join(self.choices)}")
         return {name: given.get(name, values[0]) for name, values in self.choices.items()}
 
 

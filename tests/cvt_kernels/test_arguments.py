@@ -208,8 +208,7 @@ def call_of(function, **others):
 
 def call_by_card(operator):
     """Returns a good call of an operator, an example with other examples' tensors where it has none."""
-    usual = {name: values[0] for name, values in card_of(operator).choices.items()}
-    usual |= card_of(operator).examples["usual"]
+    usual = card_of(operator).settings(card_of(operator).examples["usual"])
 
     def arguments(settings):
         return make(operator, settings).call.record._asdict()

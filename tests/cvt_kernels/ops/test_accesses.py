@@ -296,9 +296,9 @@ DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
 
 def drawn(operator: str, words: str, n: Callable[[list[Any]], Any]) -> Any:
     """Makes a call of other sizes than words say."""
-    sizes = {"rows", "count", "channels", "outputs"} & cards.worded(words).keys()
-    settings = {name: n(SIZES) for name in sorted(sizes)} | {"dtype": n(["float16", "bfloat16", "float32"])}
-    return call(operator, words, tokens=67, **settings)
+    sizes = {"tokens": [67], **dict.fromkeys(("rows", "count", "channels", "outputs"), SIZES)}
+    drawn = {name: n(sizes[name]) for name in cards.worded(words) if name in sizes}
+    return call(operator, words, **drawn, dtype=n(["float16", "bfloat16", "float32"]))
 
 
 DRAWN += [
