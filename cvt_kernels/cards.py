@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from . import backends, launching, reference
 from .autotune import tuner
-from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear
+from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
 
 
 class Card(NamedTuple):
@@ -34,9 +35,16 @@ class Card(NamedTuple):
         without_gradients: The backends that compute no gradients, and refuse them.
         rounds: Whether it rounds to 8 bits, or to a class, and has no gradients at all.
         normalizes: Whether it has a LayerNorm.
+        multiplies: Whether it multiplies matrices or convolves, which counters of operations count.
         needed: Backend → settings without which it serves no example.
+        wrong: Tensor of the example ``usual`` → wrong shapes of it, where the usual ones do not do.
         stages: What a stage of a model launches of it, by name for ``cvt compile``.
         work: Kernel, without ``_`` before and ``_kernel`` behind → what a launch has to move and to multiply.
+        uncounted: Start of kernels' names → their tensors whose bytes are no work, without ``_ptr``.
+        accesses: Calls of Triton's kernels, without full tiles, whose accesses are checked, by name.
+        emulated: Settings of larger ones for the emulator, which runs them in each dtype unless they have
+            one, by name.
+        factors: The parameters that Triton's kernels multiply in TF32 where PyTorch allows it for float32.
     """
 
     call: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -45,9 +53,50 @@ class Card(NamedTuple):
     without_gradients: tuple[str, ...] = ()
     rounds: bool = False
     normalizes: bool = False
+    multiplies: bool = True
     needed: Mapping[str, dict[str, Any]] = {}
+    wrong: Mapping[str, tuple[tuple[int, ...], ...]] = {}
     stages: Mapping[str, Launches] = {}
     work: Mapping[str, Callable[[dict[str, Any]], Work]] = {}
+    uncounted: Mapping[str, str] = {}
+    accesses: Mapping[str, Accesses] = {}
+    emulated: Mapping[str, str] = {}
+    factors: tuple[str, ...] = ()
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings ``given``, and the simplest choice of each of the others.
+
+        Raises:
+            KeyError: There is no such setting.
+        """
+        if unknown := given.keys() - self.choices.keys():
+            raise KeyError(f"settings: got {', '.join(unknown)}, expected {', '.join(self.choices)}")
+        return {name: given.get(name, values[0]) for name, values in self.choices.items()}
+
+
+class Accesses(NamedTuple):
+    """A call by Triton whose accesses are checked.
+
+    Attributes:
+        kernels: The kernels that it launches, without ``_`` before and ``_kernel`` behind.
+        words: Its settings, as of :func:`worded`.
+        capability: The GPU that it is planned for.
+        is_dense: Whether the launches read all rows of their tensors.
+    """
+
+    kernels: str
+    words: str
+    capability: int = 90
+    is_dense: bool = True
+
+
+def worded(words: str) -> dict[str, Any]:
+    """Returns settings from words, as ``"rows=13 dtype=float16 inplace=True"``."""
+    pairs = (word.split("=", 1) for word in words.split())
+    return {name: _BOOLEANS.get(text, int(text) if text.isdecimal() else text) for name, text in pairs}
+
+
+_BOOLEANS = {"True": True, "False": False}
 
 
 def card_of(operator: str) -> Card:
@@ -90,6 +139,15 @@ def make(operator: str, settings: Mapping[str, Any], seed: int = 0) -> Made:
     call = tuner.Call(declared.bind(*args, **kwargs), False, declared.score)
     call = call._replace(gradient=any(tensor.requires_grad for tensor in call.tensors()))
     return Made(call, maker.dout, maker.ignored)
+
+
+def call_public(operator: str, call: backends.Record) -> Any:
+    """Calls the public function of an operator with the arguments of its implementations."""
+    arguments = call._asdict()
+    if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
+        arguments["x"] = QuantizedRows(call.x, scales)
+    declared: Any = backends.operators[operator]
+    return getattr(sys.modules[__package__], operator, declared.public)(**arguments)
 
 
 # Tensors --------------------------------------------------------------------------------------------------
@@ -347,11 +405,7 @@ def of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
         "many": {"leading": "tokens", "rows": 501, "channels": 65} | settings,
         "tiny": {"rows": 3, "channels": 5} | settings | ({"outputs": 4} if has_outputs else {}),
     }
-    for name in names:
-        setting, _, value = name.partition("=")
-        choices = {str(choice): choice for choice in (True, False, "tanh", "quick", "float8_e4m3fn", "0.05")}
-        examples[name] = ROWS | settings | {setting: choices.get(value, value)}
-    return examples
+    return examples | {name: ROWS | settings | worded(name) for name in names}
 
 
 # What a stage of a model launches -------------------------------------------------------------------------

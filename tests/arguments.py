@@ -4,6 +4,8 @@ import inspect
 import math
 import re
 import time
+import types
+import typing
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -112,6 +114,29 @@ def _other_tensors(good: Tensor, first: bool) -> list[Any]:
 def tensor(*shapes: tuple[int, ...], first: bool = False) -> Kind:
     """A tensor; of the bad shapes that are named too. The others are compared with the ``first``."""
     return _kind(lambda good: _other_tensors(good, first) + [good.new_zeros(s) for s in shapes])
+
+
+def wrong_shapes(good: Tensor) -> list[tuple[int, ...]]:
+    """Returns the usual wrong shapes: another last size, or of an index first size, and other dimensions."""
+    shape = tuple(good.shape)
+    other = 2 if 3 in shape else 3
+    if not shape:
+        return [(other,)]
+    changed = (*shape[:-1], other) if good.is_floating_point() else (other, *shape[1:])
+    return [changed, shape[1:], (*shape, 2)]
+
+
+def of_type(hint: Any, good: Any, shapes: Any = None, *, first: bool = False) -> Kind:
+    """An argument by its annotation and a good value, with these wrong ``shapes`` or the usual ones."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [each for each in typing.get_args(hint) if each is not type(None)] if is_union else [hint]
+    if kinds == [Tensor]:
+        kind = tensor(*(wrong_shapes(good) if shapes is None else shapes), first=first)
+    elif typing.get_origin(kinds[0]) is typing.Literal:
+        kind = choice()
+    else:
+        kind = {float: number, int: integer, bool: flag, torch.dtype: dtype}[kinds[0]]()
+    return optional(kind) if is_union else kind
 
 
 def parts(kinds: dict[str, Kind]) -> Kind:

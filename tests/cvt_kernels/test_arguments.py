@@ -1,6 +1,7 @@
 """Every public argument of cvt_kernels is checked by name; a new one without an entry here fails a test."""
 
 import inspect
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
+from cvt_kernels import backends
+from cvt_kernels.cards import card_of, make
 from tests.arguments import (
     Call,
     also_named,
@@ -20,6 +23,7 @@ from tests.arguments import (
     module,
     names_of,
     number,
+    of_type,
     of_values,
     optional,
     parts,
@@ -167,12 +171,6 @@ def rows():
 USUAL = {
     "x": (lambda: randn(B, T, C), tensor((), (0,), first=True)),
     "residual": (lambda: randn(B, T, C), tensor((C,), (B, T, 3))),
-    "weight": (lambda: randn(C), optional(vector())),
-    "bias": (lambda: randn(C), optional(vector())),
-    "norm_weight": (lambda: randn(C), optional(vector())),
-    "norm_bias": (lambda: randn(C), optional(vector())),
-    "shift": (lambda: randn(C), optional(vector())),
-    "eps": (lambda: 1e-5, positive()),
     "approximate": (lambda: "none", choice()),
     "dtype": (lambda: None, optional(dtype())),
     "inplace": (lambda: False, flag()),
@@ -183,17 +181,8 @@ USUAL = {
     "model": (lambda: create_model(ONE_STAGE).eval(), module()),
     "progress": (lambda: False, flag()),
 }
-#: Those of linear layers, of tokens by image, of roundings and of attention.
-LAYER = {
-    "x": (USUAL["x"][0], tensor((), first=True)),
-    "weight": (lambda: randn(C, C), tensor((C,), (C, C, 1), (C, 3))),
-    "bias": (lambda: randn(C), optional(tensor((3,), (C, C)))),
-}
+#: Those of tokens by image and of attention.
 TOKENS = {"x": (USUAL["x"][0], tensor((), (C,), (B, C), first=True))}
-ROUNDED = {
-    "scale": (lambda: torch.tensor(0.1), optional(tensor((3,)))),
-    "dtype": (lambda: torch.int8, dtype()),
-}
 HEADS_SHAPE = (T, HEADS, 4)
 ATTENTION = {
     "q": (lambda: randn(B, *HEADS_SHAPE), tensor(HEADS_SHAPE, (B, 0, HEADS, 4), (B, T, 0, 4), first=True)),
@@ -217,11 +206,49 @@ def call_of(function, **others):
     )
 
 
+def call_by_card(operator):
+    """Returns a good call of an operator, an example with other examples' tensors where it has none."""
+    usual = card_of(operator).settings(card_of(operator).examples["usual"])
+
+    def arguments(settings):
+        return make(operator, settings).call.record._asdict()
+
+    def missing(settings):
+        return sum(value is None for value in arguments(settings).values())
+
+    for example in card_of(operator).examples.values():
+        usual |= example if missing(usual | example) < missing(usual) else {}
+    hints, good = get_type_hints(getattr(ck, operator)), arguments(usual)
+    kinds = {
+        name: SPECIAL.get(name) or of_type(hints[name], value, wrong_of(operator, name, value), first=not i)
+        for i, (name, value) in enumerate(good.items())
+    }
+    return Call(lambda: arguments(usual), kinds, getattr(ck, operator))
+
+
+def wrong_of(operator, name, value):
+    """Returns the wrong shapes of an operator's tensor; None for the usual ones."""
+    card, is_first = card_of(operator), name == next(iter(backends.operators[operator].signature.parameters))
+    if name in card.wrong or not is_first:
+        return card.wrong.get(name)
+    if "leading" in card.choices:  # any number of dimensions
+        return ((),) if "outputs" in card.choices else ((), (0,))
+    return [value.shape[i:] for i in range(1, value.ndim + 1)]
+
+
 LINEARS = each(parts(LINEAR), [], [1, 2], [None, None], [(), ()])
+#: Arguments by names that say more than their types.
+SPECIAL = {
+    "convs": USUAL["convs"][1],
+    "eps": positive(),
+    "grid": grid((3, 3), [3, 4]),
+    "others": each(each(tensor((C,), (3, 5)), ()), [()]),
+    "padding": PADDING,
+    "stride": STRIDE,
+}
 SELECTED = of_values("a", 1.5, [1.5], [], [T], -T - 1, [True], torch.ones(2), [None], ["a"])
 OPERATORS = {
     "accelerate": {"freeze": (lambda: False, optional(flag()))},
-    "add_layer_norm": {"residual": (USUAL["residual"][0], optional(tensor((C,), (B, T, 3))))},
     "attention": ATTENTION,
     "attention_map": ATTENTION
     | {
@@ -229,65 +256,21 @@ OPERATORS = {
         "grid": (lambda: GRID, optional(grid((3, 3)))),
         "query_grid": (lambda: GRID, optional(grid((3, 3)))),
     },
-    "bias_gelu": {"bias": (lambda: randn(C), vector())},
-    "conv_embedding": {
-        "image": (lambda: randn(B, 3, 9, 9), tensor((3, 9, 9), (B, 2, 9, 9), (B, 3, 0, 0), first=True)),
-        "weight": (lambda: randn(C, 3, 3, 3), tensor((C, 3, 3), (C, 3, 3, 2), (0, 3, 3, 3))),
-        "stride": (lambda: 2, STRIDE),
-        "padding": (lambda: 1, PADDING),
-        "class_token": (lambda: randn(C), optional(vector())),
-    },
     "conv_linear": TOKENS | {"linears": (lambda: [layer(), layer()], also_named(LINEARS, "linears"))},
-    "conv_projection": BLOCKS,
     "coverage": {"inputs": (lambda: randn(1, 3, 16, 16), optional(of_values("a", 3, [], ())))},
-    "depthwise_conv_gelu": BLOCKS
-    | {
-        "weight": (lambda: randn(C, 1, 3, 3), DEPTHWISE["weight"]),
-        "bias": (lambda: randn(C), DEPTHWISE["bias"]),
-    },
-    "gather_add_layer_norm": TOKENS | {"branch": (lambda: randn(B, 3, C), tensor((B, 2, C), (C,)))},
-    "gather_rows": TOKENS,
-    "gelu": {"x": (USUAL["x"][0], tensor(first=True))},
-    "gelu_quantize": ROUNDED,
     "graphed": {
         "model": (lambda: nn.Linear(2, 2), of_values("a", 3, nn.Linear)),
         "most": (lambda: 8, of_values("a", True, 1.5, 0, -1, [1])),
     },
-    "layer_norm": {},
-    "layer_norm_gelu": {},
-    "layer_norm_mlp": {
-        "fc1_weight": (lambda: randn(3, C), tensor((C,), (3, 3))),
-        "fc1_bias": (lambda: randn(3), optional(tensor((C,)))),
-        "fc2_weight": (lambda: randn(C, 3), tensor((C,), (3, 3))),
-        "fc2_bias": (lambda: randn(C), optional(tensor((3,)))),
-    },
-    "layer_norm_quantize": ROUNDED,
-    "linear": LAYER,
-    "linear_add": LAYER
-    | {
-        "scale": (lambda: torch.rand(B), optional(tensor((B + 1,), (B, 1)))),
-        "scales_sum": (lambda: False, flag()),
-    },
-    "linear_add_layer_norm": LAYER,
-    "linear_gelu": LAYER,
     "linear_int8": {
         name: (lambda name=name: getattr(quantized_layer(), name), kind) for name, kind in QUANTIZED.items()
     }
     | {
-        "x": LAYER["x"],
+        "x": (USUAL["x"][0], tensor((), first=True)),
         "approximate": (lambda: None, optional(choice())),
         "residual": (USUAL["residual"][0], optional(tensor((C,), (B, T, 3)))),
     },
     "merge_convolutions": {"convs": (USUAL["convs"][0], also_named(USUAL["convs"][1], "bn_weight"))},
-    "mlp_add": {
-        "x": LAYER["x"],
-        "fc1_weight": (lambda: randn(3, C), tensor((C,), (3, 3))),
-        "fc1_bias": (lambda: randn(3), optional(tensor((C,)))),
-        "fc2_weight": (lambda: randn(C, 3), tensor((C,), (3, 3))),
-        "fc2_bias": (lambda: randn(C), optional(tensor((3,)))),
-        "scale": (lambda: torch.rand(B), optional(tensor((B + 1,), (B, 1)))),
-        "scales_sum": (lambda: False, flag()),
-    },
     "quantize": {
         "calibration": (lambda: None, optional(of_values(3, True, [], ["a"], torch.ones(2)))),
         "scheme": (lambda: "dynamic", choice()),
@@ -296,25 +279,12 @@ OPERATORS = {
         "embeddings": (lambda: False, flag()),
         "dtype": (lambda: torch.int8, dtype()),
     },
-    "quantize_rows": ROUNDED,
     "refresh": {"model": (lambda: nn.Linear(2, 2), of_values("a", 3, nn.Linear))},
     "resized_argmax": {
         "logits": (lambda: randn(B, 3, H, W), tensor((3, H, W), (B, 0, H, W), (B, 3, 0, W), first=True)),
         "size": (lambda: (4, 5), of_values("a", 3, (4,), (4, 0), (4, -1), (4.0, 5), None)),
     },
     "restore": {"model": (lambda: nn.Linear(2, 2), of_values("a", 3, nn.Linear))},
-    "scatter_rows": TOKENS
-    | {
-        "values": (lambda: randn(B, 3, C), tensor((B, 2, C))),
-        "branch": (lambda: randn(B, 3, C), optional(tensor((C,)))),
-    },
-    "segmentation_head": {
-        "x": (lambda: randn(B, 3, H, W), tensor((3, H, W), (B, 3, 0, W), first=True)),
-        "weight": (lambda: randn(C, 3), tensor((C,), (C, 2), (C, 3, 1))),
-        "others": (lambda: [(randn(B, 5, 2, 3), randn(C, 5))], each(each(tensor((C,), (3, 5)), ()), [()])),
-        "classifier_weight": (lambda: randn(3, C), tensor((C,), (3, 5), (0, C))),
-        "classifier_bias": (lambda: randn(3), optional(tensor((C,)))),
-    },
     "transformer_block": BLOCKS
     | {
         "block": (block, parts(BLOCK)),
@@ -335,7 +305,9 @@ OPERATORS = {
     },
 }
 
-CALLS = {name: call_of(getattr(ck, name), **others) for name, others in OPERATORS.items()} | {
+CALLS = {name: call_of(getattr(ck, name), **others) for name, others in OPERATORS.items()}
+CALLS |= {name: call_by_card(name) for name in backends.operators if name not in OPERATORS}
+CALLS |= {
     "conv_projection in training": Call(
         lambda: {"x": randn(B, T, C), "grid": GRID, "convs": [conv(), conv()], "training": True},
         {"convs": each(parts(CONV))},

@@ -10,19 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools.evaluation import cost
-from cvt_kernels import backends, modes, reference
+from cvt_kernels import modes, reference
 from cvt_kernels.autotune import tuner
+from cvt_kernels.cards import all_cards
 from tests.checks import recorded_operators
 from tests.contract.examples import example
 from tests.fuzz.judge import call_public
 from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours, with_all_tokens
-
-#: The operators that neither multiply matrices nor convolve.
-WITHOUT_PRODUCTS = (
-    "layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu", "quantize_rows",
-    "layer_norm_quantize", "gelu_quantize", "gather_rows", "gather_add_layer_norm", "scatter_rows",
-    "resized_argmax",
-)  # fmt: skip
 
 
 def flops(function, *args, backward=False, **kwargs):
@@ -111,7 +105,7 @@ def test_modules_are_told_apart():
     assert counts["CvT.stage0.blocks.0.attn"] > counts["CvT.stage0.blocks.0.attn.proj_q"]
 
 
-CASES = [(operator, "usual") for operator in backends.operators if operator not in WITHOUT_PRODUCTS]
+CASES = [(operator, "usual") for operator, card in all_cards().items() if card.multiplies]
 CASES += [
     ("conv_projection", "training"),
     ("transformer_block", "SegFormer"),

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cvt_kernels as ck
-from cvt_kernels import launch, launching
+from cvt_kernels import cards, launch, launching
 from cvt_kernels.launch import tables
 from cvt_kernels.ops.conv_linear.triton import forward as conv_linear
 from tests.cvt_kernels.ops import test_accesses as tests
-from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT8, FLOAT16, FLOAT32
+from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT16, FLOAT32
 
 
 class Call(NamedTuple):
@@ -43,6 +43,13 @@ def _project_only(grid: tuple[int, int], channels: int, dtype: Any, batch: int =
     return tests.ck.conv_projection(x, grid, convs, training=False)
 
 
+def _layer(
+    operator: str, rows: int, channels: int, outputs: int, *, dtype: Any = BFLOAT16, **settings: Any
+) -> Any:
+    sizes = {"rows": rows, "channels": channels, "outputs": outputs}
+    return tests.call(operator, "", dtype=str(dtype).removeprefix("torch."), **sizes, **settings)
+
+
 def _attend_serving(queries: int, keys: int, heads: int) -> Any:
     q, k, v = (tests.randn(1, n, heads, 64, dtype=BFLOAT16) for n in (queries, keys, keys))
     return ck.attention(q, k, v)
@@ -53,19 +60,19 @@ def _of_cvt_13() -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for stage, (size, heads) in enumerate(((56, 1), (28, 3), (14, 6)), 1):
         tokens, keys, channels = size**2, (size // 2) ** 2, 64 * heads
-        hidden, grid, settings = 4 * channels, (size, size), {"dtype": BFLOAT16}
+        hidden, grid = 4 * channels, (size, size)
         calls |= {
             f"stage {stage}: attention": _call(_attend_serving, tokens, keys, heads),
             f"stage {stage}: projection": _call(_project_only, grid, channels, BFLOAT16, 1, 0),
-            f"stage {stage}: linear_gelu": _call(tests.linear_gelu, tokens, channels, hidden, **settings),
-            f"stage {stage}: linear_add": _call(tests.linear_add, tokens, hidden, channels, **settings),
+            f"stage {stage}: linear_gelu": _call(
+                _layer, "linear_gelu", tokens, channels, hidden, gradient="all"
+            ),
+            f"stage {stage}: linear_add": _call(_layer, "linear_add", tokens, hidden, channels),
             f"stage {stage}: end of a branch": _call(
                 tests.train_linear_add, tokens, 8, channels, BFLOAT16, batch=1, scales_sum=True
             ),
         }
-    mlp = {"stage 1: layer_norm_mlp": _call(tests.mlp, 3136, 64, 256, BFLOAT16)}
-    embedding = {"stage 1: embedding": _call(tests.embed, (3, 64), 7, 4, (224, 224), dtype=BFLOAT16)}
-    return calls | mlp | embedding
+    return calls | {"stage 1: embedding": _call(tests.embed, (3, 64), 7, 4, (224, 224), dtype=BFLOAT16)}
 
 
 def _of_every_dtype() -> dict[str, Call]:
@@ -89,28 +96,12 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
             f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
             f"{name}: patches": _call(tests.reduce_tokens, (40, 136), 4, (13, 27), dtype=dtype),
-            f"{name}: segmentation head": _call(
-                tests.segment, [(9, 33), (5, 17), (3, 9), (1, 1)], 72, 150, inputs=40, dtype=dtype
-            ),
             f"{name}: classes of resized logits": _call(
                 tests.find_classes, 150, ((5, 9), (20, 37)), dtype=dtype
             ),
-            f"{name}: depthwise_conv_gelu": _call(tests.convolve_and_activate, (9, 11), 40, dtype),
-            f"{name}: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, dtype=dtype),
-            f"{name}: linear_add": _call(tests.linear_add, 150, 264, 136, dtype=dtype),
-            f"{name}: linear, training": _call(tests.train_linear, 2099, 8, 136, dtype=dtype),
             f"{name}: linear_add, training": _call(
                 tests.train_linear_add, 150, 24, 136, dtype, batch=3, scales_sum=True
             ),
-            f"{name}: MLP, training": _call(tests.train_mlp, 150, 24, 136, dtype, batch=3),
-            f"{name}: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 150, 264, 192, dtype),
-            f"{name}: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, dtype),
-            f"{name}: int8 layer": _call(tests.linear_int8, 150, 272, 136, dtype),
-            f"{name}: layer_norm_quantize": _call(
-                tests.quantize, ck.layer_norm_quantize, 67, 192, dtype=dtype, vectors=2
-            ),
-            f"{name}: gather and normalize": _call(tests.gather_and_normalize, 2, 50, 33, 64, dtype),
-            f"{name}: scatter": _call(tests.scatter, 2, 50, 33, 64, dtype),
         }
     return calls
 
@@ -130,7 +121,9 @@ def _of_the_table() -> dict[str, Call]:
                 return tests.project_linearly((rows, 14), *sizes, 3 * sizes, dtype=dtype)
             if entry.kernel == "conv_projection_sliding_bwd_conv":
                 return tests.project((rows, 13), *sizes, (3, 3, 3), dtype=dtype)
-            return getattr(tests, entry.kernel)(rows, *sizes, dtype=dtype)
+            settings = cards.worded(next(iter(cards.card_of(entry.kernel).emulated.values())))
+            sizes_of = {"rows": rows, "channels": sizes[0], "outputs": sizes[1], "dtype": "bfloat16"}
+            return tests.call(entry.kernel, "", **settings | sizes_of)
 
     def size_of(entry: tables.Entry) -> tuple[tuple[int, ...], int]:
         return entry.sizes, entry.rows
@@ -180,35 +173,34 @@ _ONES = {
     "ones: conv_linear": _call(tests.project_linearly, (1, 1), 1, (1, 1, 1)),
     "ones: embedding": _call(tests.embed, (1, 1), 3, 2, (1, 1)),
     "ones: patches": _call(tests.reduce_tokens, (1, 1), 1, (1, 1)),
-    "ones: segmentation head": _call(tests.segment, [(1, 1), (1, 1)], 1, 1, inputs=1),
-    "ones: depthwise_conv_gelu": _call(tests.convolve_and_activate, (1, 1), 1),
-    "ones: linear_gelu": _call(tests.linear_gelu, 1, 1, 1),
-    "ones: linear_add": _call(tests.linear_add, 1, 1, 1),
     "ones: linear_add, training": _call(tests.train_linear_add, 1, 1, 1, BFLOAT16, batch=1),
-    "ones: MLP, training": _call(tests.train_mlp, 1, 1, 1, BFLOAT16, batch=1),
-    "ones: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 1, 1, 1),
-    "ones: layer_norm_mlp": _call(tests.mlp, 1, 1, 1),
-    "ones: int8 layer": _call(tests.linear_int8, 1, 1, 1),
-    "ones: quantize_rows": _call(tests.quantize, ck.quantize_rows, 1, 1),
-    "ones: gather and normalize": _call(tests.gather_and_normalize, 1, 1, 1, 1),
-    "ones: scatter": _call(tests.scatter, 1, 1, 1, 1),
 }
 _TF32 = {
     "tf32: attention": _call(tests.attend, 65, 197, heads=1, dim=64, precision="tf32"),
     "tf32: attention, training": _call(tests.attend, 131, 37, heads=3, dim=64, precision="tf32"),
     "tf32: attention of one query": _call(tests.attend, 1, 50, dim=64, grad=False, precision="tf32"),
     "tf32: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), precision="tf32"),
-    "tf32: linear_gelu": _call(tests.linear_gelu, 150, 200, 136, precision="tf32"),
-    "tf32: linear_add": _call(tests.linear_add, 150, 264, 136, precision="tf32"),
-    "tf32: linear_add_layer_norm": _call(tests.linear_add_layer_norm, 150, 264, 192, precision="tf32"),
-    "tf32: layer_norm_mlp": _call(tests.mlp, 150, 64, 256, precision="tf32"),
 }
-_FLOAT8 = {
-    "float8 layer": _call(tests.linear_int8, 150, 272, 136, FLOAT16, FLOAT8)._replace(arch=89),
-    "float8 GELU": _call(tests.quantize, ck.gelu_quantize, 67, 192, vectors=1, number=FLOAT8)._replace(
-        arch=89
-    ),
-}
+
+
+def _by_cards() -> dict[str, Call]:
+    """Returns the calls of the operators' cards: in every dtype, in TF32, and of sizes of 1."""
+    calls: dict[str, Call] = {}
+    for operator, card in cards.all_cards().items():
+        for name, words in card.emulated.items():
+            settings = cards.worded(words)
+            arch = 89 if "float8" in settings.get("to", "") else 80
+            for dtype in ("float32", "float16", "bfloat16"):
+                call = _call(tests.call, operator, words, **{"dtype": dtype} | settings)
+                calls[name if "dtype" in settings else f"{dtype}: {name}"] = call._replace(arch=arch)
+        if card.factors and card.emulated:
+            words = next(iter(card.emulated.values()))
+            calls[f"tf32: {operator}"] = _call(tests.call, operator, words, dtype="float32", precision="tf32")
+        for example in [*card.accesses.values()][:1]:
+            settings = card.settings(cards.worded(example.words))
+            ones = {name: 1 if type(value) is int else value for name, value in settings.items()}
+            calls[f"ones: {operator}"] = _call(tests.call, operator, "", **ones)
+    return calls
 
 
 def _by_gluon(
@@ -216,11 +208,6 @@ def _by_gluon(
 ) -> Call:
     case = tests.Case(lambda: function(*args, dtype=dtype, **kwargs), "", launching.Chip(90, programs))
     return Call(case, 90, backends=("gluon", "triton", "reference"))
-
-
-def _gelu_serving(*sizes: int, approximate: Any, dtype: Any) -> Any:
-    x, weight, bias, _ = tests.layer(*sizes, dtype)
-    return ck.linear_gelu(x, weight, bias, approximate=approximate)
 
 
 def _streamed(
@@ -269,7 +256,7 @@ def _blocks_serving(
 _GLUON = {
     **{
         f"gluon: {approximate} GELU, {sizes}, {programs} programs": _by_gluon(
-            _gelu_serving, *sizes, approximate=approximate, programs=programs
+            _layer, "linear_gelu", *sizes, approximate=approximate, programs=programs
         )
         for approximate, sizes, programs in (
             ("none", (197, 384, 384), 1),
@@ -280,7 +267,7 @@ _GLUON = {
     },
     **{
         f"gluon: sum{' in place' * inplace}, {sizes}, {programs} programs": _by_gluon(
-            tests.linear_add, *sizes, inplace=inplace, programs=programs
+            _layer, "linear_add", *sizes, inplace=inplace, programs=programs
         )
         for sizes, inplace, programs in (
             ((197, 768, 384), True, 2),
@@ -289,9 +276,7 @@ _GLUON = {
             ((785, 64, 64), True, 132),
         )
     },
-    "gluon: float16 GELU": _by_gluon(
-        _gelu_serving, 197, 192, 192, approximate="none", dtype=FLOAT16, programs=3
-    ),
+    "gluon: float16 GELU": _by_gluon(_layer, "linear_gelu", 197, 192, 192, dtype=FLOAT16, programs=3),
     **{
         f"gluon: Q, K and V of {grid}, {channels} to {outputs} channels, {programs} programs": _by_gluon(
             tests.project_linearly, grid, channels, (outputs,) * 3, programs=programs
@@ -331,7 +316,7 @@ _GLUON = {
     "gluon: two blocks of few tokens, means of 100 deviations": _by_gluon(
         _blocks_serving, (8, 8), 3, 2, tokens=1, mean=100.0, programs=132
     ),
-    "gluon: float16 sum": _by_gluon(tests.linear_add, 197, 192, 192, dtype=FLOAT16, programs=3),
+    "gluon: float16 sum": _by_gluon(_layer, "linear_add", 197, 192, 192, dtype=FLOAT16, programs=3),
 }
 
 CALLS: dict[str, Call] = {
@@ -342,7 +327,8 @@ CALLS: dict[str, Call] = {
 }
 #: Calls of kernels with the configurations that ship for sm_90, which is what they are compiled for.
 SHIPPED = _of_the_table()
-CALLS |= _of_every_dtype() | _TWO_LAUNCHES | _FEW | _ONES | _TF32 | _FLOAT8 | _GLUON | _of_cvt_13() | SHIPPED
+CALLS |= _of_every_dtype() | _TWO_LAUNCHES | _FEW | _ONES | _TF32 | _by_cards() | _GLUON | _of_cvt_13()
+CALLS |= SHIPPED
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (
@@ -362,6 +348,6 @@ SMOKE_90 = (
 #: Calls in which faults are planted, of kernels with all that can be left out.
 PLANTED = (
     "bfloat16: attention, training", "bfloat16: linear_gelu", "bfloat16: linear_add_layer_norm",
-    "bfloat16: int8 layer", "bfloat16: conv_linear", "bfloat16: layer_norm_mlp", "sliding at one pixel",
+    "bfloat16: int8 layer", "bfloat16: conv_linear", "bfloat16: MLP", "sliding at one pixel",
     "embedding", "scatter in place",
 )  # fmt: skip

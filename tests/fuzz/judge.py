@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import cvt_kernels
 from cvt_kernels import backends
 from cvt_kernels.autotune import accuracy, tuner
 from cvt_kernels.autotune.tuner import Results
-from cvt_kernels.cards import Made, make
-from cvt_kernels.records import LIMITS, QuantizedRows
+from cvt_kernels.cards import Made, call_public, make
+from cvt_kernels.records import LIMITS
 
 from .cases import Case
 from .worker import Answer
@@ -92,15 +91,6 @@ def _able(operator: str, call: tuner.Call, triton: bool) -> list[str]:
         able = [name for name in requested if backends.why_unsupported(operator, name, call.record) is None]
     # On a CPU the public functions of some operators call others without a choice.
     return [*able, "composed"] if "composed" in registered and "cpu" not in registered else able
-
-
-def call_public(operator: str, call: backends.Record) -> Any:
-    """Calls the public function of an operator with the arguments of its implementations."""
-    arguments = call._asdict()
-    if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
-        arguments["x"] = QuantizedRows(call.x, scales)
-    exported = getattr(cvt_kernels, operator, None)
-    return (exported or backends.operators[operator].public)(**arguments)
 
 
 def _standards(case: Case, made: Made, same: Results, douts: list[Tensor]) -> Iterator[_Standards]:

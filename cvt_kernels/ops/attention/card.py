@@ -146,5 +146,6 @@ CARDS = {
             "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
             "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
         },
+        uncounted={"attention": "bias slots"},
     ),
 }

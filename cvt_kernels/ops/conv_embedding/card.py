@@ -7,29 +7,11 @@ from typing import Any
 
 import torch
 
-from ...cards import (
-    BOTH,
-    COMMON,
-    GRID,
-    K3X3,
-    MANY_PIXELS,
-    MAP,
-    NORM,
-    ODD_MAP,
-    TINY_MAP,
-    WIDE,
-    Card,
-    Launches,
-    Step,
-    Work,
-    bytes_of,
-    image_of,
-    once,
-)
+from ... import cards
 
 
 def _conv_embedding(m: Any) -> Any:
-    image = image_of(m, m.inputs, m.height, m.width)
+    image = cards.image_of(m, m.inputs, m.height, m.width)
     weight = m.parameter(m.channels, m.inputs, m.kernel, m.kernel, scale=(m.inputs * m.kernel**2) ** -0.5)
     token = m.parameter(m.channels) if m.class_token else None
     padding = max(m.padding, -((min(m.height, m.width) - m.kernel) // 2))  # so that there is an output
@@ -37,7 +19,7 @@ def _conv_embedding(m: Any) -> Any:
     return args, {"stride": m.stride, "padding": padding, "eps": m.eps, "class_token": token}
 
 
-def _conv_embedding_stage(step: Step) -> None:
+def _conv_embedding_stage(step: cards.Step) -> None:
     """Runs a stage's embedding: of images with channels first, and of channels-last maps."""
     assert step.stage.embedding is not None
     size, in_channels, kernel_size, stride, padding = step.stage.embedding
@@ -52,7 +34,7 @@ def _conv_embedding_stage(step: Step) -> None:
     )  # fmt: skip
 
 
-def _token_reduction_stage(step: Step) -> None:
+def _token_reduction_stage(step: cards.Step) -> None:
     """Runs a pyramid's reduction of the tokens of keys and values, where it has one."""
     if step.stage.embedding is None:
         return
@@ -63,65 +45,61 @@ def _token_reduction_stage(step: Step) -> None:
     step.call("conv_embedding", image, weight, vector, vector, vector, stride=ratio, padding=0)
 
 
-def _embedding_in_one(arguments: dict[str, Any]) -> Work:
+def _embedding_in_one(arguments: dict[str, Any]) -> cards.Work:
     image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
-    return Work(bytes_of(image, weight, out), 2 * weight.numel() * image.shape[0] * arguments["tokens"])
+    return cards.Work(
+        cards.bytes_of(image, weight, out), 2 * weight.numel() * image.shape[0] * arguments["tokens"]
+    )
 
 
-def _embedding_of_patches(arguments: dict[str, Any]) -> Work:
+def _embedding_of_patches(arguments: dict[str, Any]) -> cards.Work:
     image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
-    return Work(bytes_of(image, weight, out), 2 * weight.numel() * arguments["rows"])
+    return cards.Work(cards.bytes_of(image, weight, out), 2 * weight.numel() * arguments["rows"])
 
 
 CARDS = {
-    "conv_embedding": Card(
+    "conv_embedding": cards.Card(
         call=_conv_embedding,
-        choices=COMMON
-        | GRID
-        | NORM
+        choices=cards.COMMON
+        | cards.GRID
+        | cards.NORM
         | {
             "inputs": (1, 2, 3, 5, 8, 17, 64),
-            "channels": WIDE,
+            "channels": cards.WIDE,
             "kernel": (1, 2, 3, 4, 7),
             "stride": (1, 2, 3, 4),
             "padding": (0, 1, 2, 3),
-            "class_token": BOTH,
-            "channels_last": BOTH,
+            "class_token": cards.BOTH,
+            "channels_last": cards.BOTH,
         },
         examples={
-            "usual": MAP | K3X3 | {"inputs": 5, "stride": 2, "class_token": True},
-            "odd": ODD_MAP | K3X3 | {"inputs": 1},
-            "empty": MAP | K3X3 | {"inputs": 3, "batch": 0},
-            "many": MANY_PIXELS | K3X3 | {"inputs": 8},
-            "tiny": TINY_MAP | K3X3 | {"inputs": 2, "stride": 2, "class_token": True},
-            "first stage": {
-                "batch": 2,
-                "height": 14,
-                "width": 17,
-                "inputs": 3,
-                "channels": 64,
-                "kernel": 7,
-                "stride": 4,
-                "padding": 2,
-                "class_token": True,
-            },
-            "later stage": MAP | K3X3 | {"inputs": 40, "stride": 2, "class_token": True},
-            "bare": MAP | K3X3 | {"inputs": 5, "stride": 2, "bare": True},
-            "channels last": MAP | K3X3 | {"inputs": 5, "stride": 2, "channels_last": True},
+            "usual": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "class_token": True},
+            "odd": cards.ODD_MAP | cards.K3X3 | {"inputs": 1},
+            "empty": cards.MAP | cards.K3X3 | {"inputs": 3, "batch": 0},
+            "many": cards.MANY_PIXELS | cards.K3X3 | {"inputs": 8},
+            "tiny": cards.TINY_MAP | cards.K3X3 | {"inputs": 2, "stride": 2, "class_token": True},
+            "first stage": cards.worded(
+                "batch=2 height=14 width=17 inputs=3 channels=64 kernel=7 stride=4 padding=2 class_token=True"
+            ),
+            "later stage": cards.MAP | cards.K3X3 | {"inputs": 40, "stride": 2, "class_token": True},
+            "bare": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "bare": True},
+            "channels last": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "channels_last": True},
         },
-        without_gradients=(
-            "cpu",
-            "triton",
-        ),
+        without_gradients=("cpu", "triton"),
         normalizes=True,
+        wrong={
+            "image": ((5, 3, 4), (2, 2, 3, 4), (2, 5, 0, 0)),
+            "weight": ((20, 5, 3), (20, 5, 3, 2), (0, 5, 3, 3)),
+        },
         stages={
-            "conv_embedding": Launches(_conv_embedding_stage),
-            "token_reduction": Launches(_token_reduction_stage, of_pyramids=True),
+            "conv_embedding": cards.Launches(_conv_embedding_stage),
+            "token_reduction": cards.Launches(_token_reduction_stage, of_pyramids=True),
         },
         work={
             "conv_embedding_embed": _embedding_in_one,
             "conv_embedding_patches": _embedding_of_patches,
-            "conv_embedding_normalize": functools.partial(once, names="x out"),
+            "conv_embedding_normalize": functools.partial(cards.once, names="x out"),
         },
+        uncounted={"conv_embedding": "bias gamma beta class_token"},
     ),
 }

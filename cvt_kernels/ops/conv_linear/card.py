@@ -70,5 +70,10 @@ CARDS = {
         ),
         stages={"conv_linear": Launches(_conv_linear_stage)},
         work={"conv_linear_fwd": _conv_linear_work, "conv_linear_few": _conv_linear_few_work},
+        uncounted={
+            "conv_linear_few": "taps bias norm_weight norm_bias",
+            "conv_linear": "w gamma beta mean var bias",
+        },
+        factors=("linears",),
     ),
 }

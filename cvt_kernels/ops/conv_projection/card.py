@@ -9,31 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cards import (
-    BOTH,
-    COMMON,
-    CONV,
-    GRID,
-    K3X3,
-    MANY_PIXELS,
-    MAP,
-    NORM,
-    ODD_MAP,
-    TINY_MAP,
-    WIDE,
-    Card,
-    Launches,
-    Step,
-    Work,
-    bytes_of,
-    each_once,
-    once,
-)
+from ... import cards
 from ...records import ConvBatchNorm
 
-PROJECTION = GRID | CONV | {
-    "channels": WIDE, "class_token": BOTH, "branches": (1, 2, 3), "summands": (1, 2, 3), "mixed": BOTH,
-    "statistics": ("running", "none", "averaged"), **NORM,
+PROJECTION = cards.GRID | cards.CONV | {
+    "channels": cards.WIDE, "class_token": cards.BOTH, "branches": (1, 2, 3), "summands": (1, 2, 3),
+    "mixed": cards.BOTH, "statistics": ("running", "none", "averaged"), **cards.NORM,
 }  # fmt: skip
 
 
@@ -59,7 +40,7 @@ def _conv_projection(m: Any) -> Any:
     return (x, (m.height, m.width), _convs(m)), {"training": m.training}
 
 
-def conv_batch_norm(step: Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
+def conv_batch_norm(step: cards.Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
     """Returns a convolution with BatchNorm, which in training has parameters in float32."""
 
     def vector() -> Tensor:
@@ -70,7 +51,7 @@ def conv_batch_norm(step: Step, stride: int, kernel: int, padding: int, dilation
     return ConvBatchNorm(weight, *vectors, count, stride, padding, dilation)
 
 
-def _conv_projection_stage(step: Step, *, hybrid: bool = False) -> None:
+def _conv_projection_stage(step: cards.Step, *, hybrid: bool = False) -> None:
     """Runs a CvT block's projection (q has stride 1, k and v stride 2).
 
     With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under
@@ -85,53 +66,55 @@ def _conv_projection_stage(step: Step, *, hybrid: bool = False) -> None:
 def _spatial_bytes(arguments: dict[str, Any], tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of tensors (B, T, C) without their class tokens."""
     tokens = arguments["CLASS_TOKEN"]
-    return sum(bytes_of(tensor) // tensor.shape[1] * (tensor.shape[1] - tokens) for tensor in tensors)
+    return sum(cards.bytes_of(tensor) // tensor.shape[1] * (tensor.shape[1] - tokens) for tensor in tensors)
 
 
 def _inputs_bytes(arguments: dict[str, Any]) -> int:
     """Returns the bytes of x and, in the backward, of the gradients of the outputs, without class tokens."""
-    return _spatial_bytes(arguments, [arguments["x_ptr"], *each_once(arguments.get("dy_ptrs", ()))])
+    return _spatial_bytes(arguments, [arguments["x_ptr"], *cards.each_once(arguments.get("dy_ptrs", ()))])
 
 
-def _projection_forward(arguments: dict[str, Any]) -> Work:
+def _projection_forward(arguments: dict[str, Any]) -> cards.Work:
     statistics = arguments.get("statistics_ptr")  # of a LayerNorm that it applies
-    return Work(bytes_of(arguments["x_ptr"], each_once(arguments["y_ptrs"]), statistics))
+    return cards.Work(cards.bytes_of(arguments["x_ptr"], cards.each_once(arguments["y_ptrs"]), statistics))
 
 
-def _projection_sums(arguments: dict[str, Any]) -> Work:
+def _projection_sums(arguments: dict[str, Any]) -> cards.Work:
     """Describes sums over outputs, for the statistics of the batch and for the backward."""
     sums = [arguments.get("partial_ptr"), arguments.get("counts_ptr")]
-    return Work(_inputs_bytes(arguments) + bytes_of(sums))
+    return cards.Work(_inputs_bytes(arguments) + cards.bytes_of(sums))
 
 
-def _projection_backward_convolution(arguments: dict[str, Any]) -> Work:
-    return Work(_inputs_bytes(arguments) + bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"]))
+def _projection_backward_convolution(arguments: dict[str, Any]) -> cards.Work:
+    return cards.Work(
+        _inputs_bytes(arguments) + cards.bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"])
+    )
 
 
-def _projection_backward_input(arguments: dict[str, Any]) -> Work:
-    dys = each_once(arguments["dy_ptrs"])
-    class_tokens = bytes_of(dys) - _spatial_bytes(arguments, dys)  # whose gradients are copied
-    return Work(bytes_of(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
+def _projection_backward_input(arguments: dict[str, Any]) -> cards.Work:
+    dys = cards.each_once(arguments["dy_ptrs"])
+    class_tokens = cards.bytes_of(dys) - _spatial_bytes(arguments, dys)  # whose gradients are copied
+    return cards.Work(cards.bytes_of(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
 
 
 CARDS = {
-    "conv_projection": Card(
+    "conv_projection": cards.Card(
         call=_conv_projection,
-        choices=COMMON | PROJECTION | {"training": BOTH},
+        choices=cards.COMMON | PROJECTION | {"training": cards.BOTH},
         examples={
-            "usual": MAP | K3X3 | {"branches": 2, "class_token": True},
-            "odd": ODD_MAP | K3X3,
-            "empty": MAP | K3X3 | {"batch": 0},
-            "many": MANY_PIXELS | K3X3 | {"branches": 2, "class_token": True},
-            "tiny": TINY_MAP | K3X3 | {"branches": 2, "class_token": True},
-            "5x5": MAP | {"kernel": 5, "padding": 2, "stride": 2, "bare": True},
-            "sums": MAP | K3X3 | {"summands": 2, "branches": 2},
-            "training": MAP | K3X3 | {"branches": 2, "class_token": True, "training": True},
-            "mixed": MAP | K3X3 | {"mixed": True},
+            "usual": cards.MAP | cards.K3X3 | {"branches": 2, "class_token": True},
+            "odd": cards.ODD_MAP | cards.K3X3,
+            "empty": cards.MAP | cards.K3X3 | {"batch": 0},
+            "many": cards.MANY_PIXELS | cards.K3X3 | {"branches": 2, "class_token": True},
+            "tiny": cards.TINY_MAP | cards.K3X3 | {"branches": 2, "class_token": True},
+            "5x5": cards.MAP | {"kernel": 5, "padding": 2, "stride": 2, "bare": True},
+            "sums": cards.MAP | cards.K3X3 | {"summands": 2, "branches": 2},
+            "training": cards.MAP | cards.K3X3 | {"branches": 2, "class_token": True, "training": True},
+            "mixed": cards.MAP | cards.K3X3 | {"mixed": True},
         },
         stages={
-            "conv_projection": Launches(_conv_projection_stage),
-            "conv_projection_hybrid": Launches(
+            "conv_projection": cards.Launches(_conv_projection_stage),
+            "conv_projection_hybrid": cards.Launches(
                 functools.partial(_conv_projection_stage, hybrid=True), by_default=False
             ),
         },
@@ -141,8 +124,9 @@ CARDS = {
             "conv_projection_bwd_sums": _projection_sums,
             "conv_projection_bwd_conv": _projection_backward_convolution,
             "conv_projection_bwd_input": _projection_backward_input,
-            "merge_stats": functools.partial(once, names="partial counts mean var"),
-            "sum_regions": functools.partial(once, names="partial sum"),
+            "merge_stats": functools.partial(cards.once, names="partial counts mean var"),
+            "sum_regions": functools.partial(cards.once, names="partial sum"),
         },
+        uncounted={"conv_projection": "w gamma beta mean var sums"},
     ),
 }

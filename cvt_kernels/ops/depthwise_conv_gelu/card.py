@@ -5,21 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ...cards import (
-    APPROXIMATE,
-    BOTH,
-    COMMON,
-    GRID,
-    MANY_PIXELS,
-    MAP,
-    ODD_MAP,
-    TINY_MAP,
-    WIDE,
-    Card,
-    Launches,
-    Step,
-    once,
-)
+from ... import cards
 
 
 def _depthwise_conv_gelu(m: Any) -> Any:
@@ -28,30 +14,44 @@ def _depthwise_conv_gelu(m: Any) -> Any:
     return (x, (m.height, m.width), weight, m.optional(m.channels)), {"approximate": m.approximate}
 
 
-def _depthwise_conv_gelu_stage(step: Step) -> None:
+def _depthwise_conv_gelu_stage(step: cards.Step) -> None:
     """Runs a Mix-FFN's convolution with exact GELU."""
     weight, bias = step.tensor(step.channels, 1, 3, 3), step.tensor(step.channels)
     step.call("depthwise_conv_gelu", step.x(), step.stage.grid, weight, bias)
 
 
+_KERNELS = (
+    "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions"
+)
+
 CARDS = {
-    "depthwise_conv_gelu": Card(
+    "depthwise_conv_gelu": cards.Card(
         call=_depthwise_conv_gelu,
-        choices=COMMON | GRID | {"channels": WIDE, "bare": BOTH} | APPROXIMATE,
+        choices=cards.COMMON | cards.GRID | {"channels": cards.WIDE, "bare": cards.BOTH} | cards.APPROXIMATE,
         examples={
-            "usual": MAP,
-            "odd": ODD_MAP,
-            "empty": MAP | {"batch": 0},
-            "many": MANY_PIXELS,
-            "tiny": TINY_MAP,
-            "bare": MAP | {"bare": True},
-            "tanh": MAP | {"approximate": "tanh"},
-            "quick": MAP | {"approximate": "quick"},
+            "usual": cards.MAP,
+            "odd": cards.ODD_MAP,
+            "empty": cards.MAP | {"batch": 0},
+            "many": cards.MANY_PIXELS,
+            "tiny": cards.TINY_MAP,
+            "bare": cards.MAP | {"bare": True},
+            "tanh": cards.MAP | {"approximate": "tanh"},
+            "quick": cards.MAP | {"approximate": "quick"},
         },
-        stages={"depthwise_conv_gelu": Launches(_depthwise_conv_gelu_stage, of_pyramids=True)},
+        stages={"depthwise_conv_gelu": cards.Launches(_depthwise_conv_gelu_stage, of_pyramids=True)},
         work={
-            "depthwise_conv_gelu_fwd": functools.partial(once, names="x y"),
-            "depthwise_conv_gelu_bwd_conv": functools.partial(once, names="x dy da partial"),
+            "depthwise_conv_gelu_fwd": functools.partial(cards.once, names="x y"),
+            "depthwise_conv_gelu_bwd_conv": functools.partial(cards.once, names="x dy da partial"),
         },
+        uncounted={"depthwise_conv_gelu": "w bias"},
+        accesses={
+            "convolution and GELU": cards.Accesses(
+                _KERNELS, "gradient=all batch=2 height=3 width=5 channels=5"
+            ),
+            "convolution and GELU of pairs": cards.Accesses(
+                _KERNELS, "dtype=float16 gradient=all batch=2 height=5 width=2 channels=6"
+            ),
+        },
+        emulated={"depthwise_conv_gelu": "gradient=all batch=2 height=9 width=11 channels=40"},
     ),
 }

@@ -4,71 +4,68 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cards import (
-    APPROXIMATE,
-    COMMON,
-    GELUS,
-    LEADING,
-    NORM,
-    RESULT,
-    SHIFTED,
-    Card,
-    of_rows,
-    result_of,
-    shape_of,
-)
+from ... import cards
 
 
 def _layer_norm(m: Any) -> Any:
-    x = m.activation(*shape_of(m))
+    x = m.activation(*cards.shape_of(m))
     shift = m.parameter(m.channels) if m.shifted else None
-    return (x, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": result_of(m), "shift": shift}
+    return (x, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": cards.result_of(m), "shift": shift}
 
 
 def _add_layer_norm(m: Any) -> Any:
-    x, residual = m.activation(*shape_of(m)), m.activation(*shape_of(m)) if m.added else None
-    return (x, residual, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": result_of(m)}
+    x, residual = m.activation(*cards.shape_of(m)), m.activation(*cards.shape_of(m)) if m.added else None
+    return (x, residual, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": cards.result_of(m)}
 
 
 def _gelu(m: Any) -> Any:
-    return (m.activation(*shape_of(m)),), {"approximate": m.approximate}
+    return (m.activation(*cards.shape_of(m)),), {"approximate": m.approximate}
 
 
 def _bias_gelu(m: Any) -> Any:
-    return (m.activation(*shape_of(m)), m.parameter(m.channels)), {"approximate": m.approximate}
+    return (m.activation(*cards.shape_of(m)), m.parameter(m.channels)), {"approximate": m.approximate}
 
 
 def _layer_norm_gelu(m: Any) -> Any:
-    return (m.activation(*shape_of(m)), *m.norm(m.channels)[:2]), {"eps": m.eps, "approximate": m.approximate}
+    return (m.activation(*cards.shape_of(m)), *m.norm(m.channels)[:2]), {
+        "eps": m.eps,
+        "approximate": m.approximate,
+    }
 
 
 CARDS = {
-    "layer_norm": Card(
+    "layer_norm": cards.Card(
         call=_layer_norm,
-        choices=COMMON | LEADING | NORM | SHIFTED | RESULT,
-        examples=of_rows("bare=True", "shifted=True", "result=bfloat16"),
+        choices=cards.COMMON | cards.LEADING | cards.NORM | cards.SHIFTED | cards.RESULT,
+        examples=cards.of_rows("bare=True", "shifted=True", "result=bfloat16"),
         normalizes=True,
+        multiplies=False,
     ),
-    "add_layer_norm": Card(
+    "add_layer_norm": cards.Card(
         call=_add_layer_norm,
-        choices=COMMON | LEADING | NORM | RESULT | {"added": (True, False)},
-        examples=of_rows("bare=True", "result=bfloat16", "added=False"),
+        choices=cards.COMMON | cards.LEADING | cards.NORM | cards.RESULT | {"added": (True, False)},
+        examples=cards.of_rows("bare=True", "result=bfloat16", "added=False"),
         normalizes=True,
+        multiplies=False,
     ),
-    "gelu": Card(
+    "gelu": cards.Card(
         call=_gelu,
-        choices=COMMON | LEADING | APPROXIMATE,
-        examples=of_rows(*GELUS),
+        choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
+        examples=cards.of_rows(*cards.GELUS),
+        multiplies=False,
+        wrong={"x": ()},
     ),
-    "bias_gelu": Card(
+    "bias_gelu": cards.Card(
         call=_bias_gelu,
-        choices=COMMON | LEADING | APPROXIMATE,
-        examples=of_rows(*GELUS),
+        choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
+        examples=cards.of_rows(*cards.GELUS),
+        multiplies=False,
     ),
-    "layer_norm_gelu": Card(
+    "layer_norm_gelu": cards.Card(
         call=_layer_norm_gelu,
-        choices=COMMON | LEADING | NORM | APPROXIMATE,
-        examples=of_rows("bare=True", *GELUS),
+        choices=cards.COMMON | cards.LEADING | cards.NORM | cards.APPROXIMATE,
+        examples=cards.of_rows("bare=True", *cards.GELUS),
         normalizes=True,
+        multiplies=False,
     ),
 }

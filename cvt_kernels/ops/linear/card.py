@@ -8,31 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cards import (
-    APPROXIMATE,
-    BOTH,
-    COMMON,
-    GELUS,
-    INPLACE,
-    LEADING,
-    NORM,
-    OUTPUTS,
-    ROWS,
-    SHIFTED,
-    Card,
-    Launches,
-    Step,
-    Work,
-    bytes_of,
-    matrix,
-    of_rows,
-    once,
-    shape_of,
-)
+from ... import cards
 
 
 def _linear(m: Any) -> Any:
-    return (m.activation(*shape_of(m)), *m.linear(m.outputs, m.channels)), {}
+    return (m.activation(*cards.shape_of(m)), *m.linear(m.outputs, m.channels)), {}
 
 
 def _linear_gelu(m: Any) -> Any:
@@ -41,7 +21,7 @@ def _linear_gelu(m: Any) -> Any:
 
 def _linear_add(m: Any) -> Any:
     args = _linear(m)[0]
-    residual, settings = m.activation(*shape_of(m)[:-1], m.outputs), {"inplace": m.inplace}
+    residual, settings = m.activation(*cards.shape_of(m)[:-1], m.outputs), {"inplace": m.inplace}
     return (*args, residual), settings | ({} if m.inplace else factors(m, residual))
 
 
@@ -55,25 +35,27 @@ def factors(m: Any, residual: Tensor) -> dict[str, Any]:
 
 def _linear_add_layer_norm(m: Any) -> Any:
     args = _linear(m)[0]
-    args, settings = (*args, m.activation(*shape_of(m)[:-1], m.outputs)), {"inplace": m.inplace}
+    args, settings = (*args, m.activation(*cards.shape_of(m)[:-1], m.outputs)), {"inplace": m.inplace}
     shift = m.parameter(m.outputs) if m.shifted else None
     return (*args, *m.norm(m.outputs)[:2]), {"eps": m.eps, "shift": shift, **settings}
 
 
+#: The kernels of the gradient of a bias.
+BIAS_GRADIENT = "linear_starts sum_regions"
 #: Examples with factors of images.
 SCALED = {
-    "scaled": ROWS | {"outputs": 33, "scaled": True},
-    "scaled sum": ROWS | {"outputs": 33, "scaled": True, "scales_sum": True},
+    "scaled": cards.ROWS | {"outputs": 33, "scaled": True},
+    "scaled sum": cards.ROWS | {"outputs": 33, "scaled": True, "scales_sum": True},
 }
 
 
-def _linear_gelu_stage(step: Step) -> None:
+def _linear_gelu_stage(step: cards.Step) -> None:
     """Runs a CvT block's first linear layer of the MLP, with Microsoft's GELU."""
     x, weight, bias, _ = step.linear(1, 4)
     step.call("linear_gelu", x, weight, bias, approximate="quick")
 
 
-def _linear_add_stage(step: Step) -> None:
+def _linear_add_stage(step: cards.Step) -> None:
     """Runs a CvT block's layers that end its residual branches, attention's and the MLP's.
 
     Training is beside a stream of float32, as under autocast, with stochastic depth and without.
@@ -90,12 +72,12 @@ def _linear_add_stage(step: Step) -> None:
         step.call("linear_add", as_images[0], weight, bias, as_images[1], scale=scale, scales_sum=scales_sum)
 
 
-def _linear_stage(step: Step) -> None:
+def _linear_stage(step: cards.Step) -> None:
     """Runs a CvT block's layers of queries, keys and values, which have kernels in training only."""
     step.call("linear", *step.linear(1, 1)[:3])
 
 
-def _linear_gluon_stage(step: Step) -> None:
+def _linear_gluon_stage(step: cards.Step) -> None:
     """Runs the layers of the two above, without gradients, by the product in Gluon on GPUs that have it."""
     x, weight, bias, _ = step.linear(1, 4)
     for approximate in ("none", "tanh", "quick"):
@@ -104,71 +86,123 @@ def _linear_gluon_stage(step: Step) -> None:
         step.call("linear_add", *step.linear(width, 1), backend="gluon")
 
 
-def _linear_add_layer_norm_stage(step: Step) -> None:
+def _linear_add_layer_norm_stage(step: cards.Step) -> None:
     """Runs the layers of ``_linear_add_stage`` with the LayerNorm that follows each of them."""
     for width in (1, 4):
         x, weight, bias, residual = step.linear(width, 1)
         step.call("linear_add_layer_norm", x, weight, bias, residual, bias, bias)
 
 
-def linear_work(arguments: dict[str, Any], results: str) -> Work:
+def linear_work(arguments: dict[str, Any], results: str) -> cards.Work:
     """Returns the work of a linear layer that writes ``results``."""
     spec = arguments["SPEC"]
-    written = [matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
-    read = [matrix(arguments[name]) for name in ("x", "weight")]
+    written = [cards.matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
+    read = [cards.matrix(arguments[name]) for name in ("x", "weight")]
     read += [value for name, value in arguments.items() if name.endswith("_ptr")]
     size = read[0].element_size()
     flops = 2 * written[0].numel() * spec.inputs if size <= 2 or spec.precision == "tf32" else 0
-    return Work(bytes_of(read, written), flops // (2 if size == 1 else 1))
+    return cards.Work(cards.bytes_of(read, written), flops // (2 if size == 1 else 1))
 
 
-def _pingpong_product(arguments: dict[str, Any]) -> Work:
-    spec, out = arguments["SPEC"], matrix(arguments["out"])
-    moved = [matrix(arguments["x"]), matrix(arguments["weight"]), out]
-    moved += [matrix(arguments["residual"])] if spec.has_residual else []
+def _pingpong_product(arguments: dict[str, Any]) -> cards.Work:
+    spec, out = arguments["SPEC"], cards.matrix(arguments["out"])
+    moved = [cards.matrix(arguments["x"]), cards.matrix(arguments["weight"]), out]
+    moved += [cards.matrix(arguments["residual"])] if spec.has_residual else []
     moved += [arguments["sums_ptr"]] if spec.has_sums else []
     moved += [arguments["statistics_ptr"]] if spec.norm_width else []
-    return Work(bytes_of(moved), 2 * out.numel() * spec.inputs)
+    return cards.Work(cards.bytes_of(moved), 2 * out.numel() * spec.inputs)
 
 
 CARDS = {
-    "linear": Card(
+    "linear": cards.Card(
         call=_linear,
-        choices=COMMON | LEADING | OUTPUTS | {"bare": BOTH},
-        examples=of_rows("bare=True", outputs=33),
+        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | {"bare": cards.BOTH},
+        examples=cards.of_rows("bare=True", outputs=33),
         without_gradients=("float32",),
         needed={"float32": {"dtype": "bfloat16", "bare": True}},
-        stages={"linear": Launches(_linear_stage), "linear_gluon": Launches(_linear_gluon_stage)},
+        wrong={"bias": ((3,), (33, 33))},  # F.linear takes a scalar
+        stages={"linear": cards.Launches(_linear_stage), "linear_gluon": cards.Launches(_linear_gluon_stage)},
         work={
             "grouped_linear": functools.partial(linear_work, results="out"),
-            "linear_starts": functools.partial(once, names="dout pre dproduct dresidual activated partial"),
+            "linear_starts": functools.partial(
+                cards.once, names="dout pre dproduct dresidual activated partial"
+            ),
             "pingpong_product": _pingpong_product,
         },
+        uncounted={"linear_starts": "scale"},
+        accesses={
+            "gradient of a bias": cards.Accesses(
+                BIAS_GRADIENT, "gradient=all rows=131 channels=5 outputs=67"
+            ),
+            "gradient of a bias, many rows": cards.Accesses(
+                BIAS_GRADIENT, "dtype=float16 gradient=all rows=2099 channels=3 outputs=192"
+            ),
+        },
+        emulated={"linear, training": "gradient=all rows=2099 channels=8 outputs=136"},
     ),
-    "linear_gelu": Card(
+    "linear_gelu": cards.Card(
         call=_linear_gelu,
-        choices=COMMON | LEADING | OUTPUTS | {"bare": BOTH} | APPROXIMATE,
-        examples=of_rows("bare=True", *GELUS, outputs=33),
-        stages={"linear_gelu": Launches(_linear_gelu_stage)},
+        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | {"bare": cards.BOTH} | cards.APPROXIMATE,
+        examples=cards.of_rows("bare=True", *cards.GELUS, outputs=33),
+        stages={"linear_gelu": cards.Launches(_linear_gelu_stage)},
         work={"linear_gelu": functools.partial(linear_work, results="out pre")},
+        accesses={
+            name: cards.Accesses(f"linear_gelu {BIAS_GRADIENT}", f"gradient=all {words}")
+            for name, words in {
+                "GELU": "rows=131 channels=5 outputs=67",
+                "GELU by descriptors": "dtype=float16 rows=259 channels=72 outputs=264",
+                "GELU of half a tile": "dtype=float16 rows=5 channels=20 outputs=384",
+            }.items()
+        },
+        emulated={"linear_gelu": "gradient=all rows=150 channels=200 outputs=136"},
+        factors=("x", "weight"),
     ),
-    "linear_add": Card(
+    "linear_add": cards.Card(
         call=_linear_add,
-        choices=COMMON | LEADING | OUTPUTS | INPLACE | dict.fromkeys(("bare", "scaled", "scales_sum"), BOTH),
-        examples=of_rows("bare=True", "inplace=True", outputs=33) | SCALED,
-        stages={"linear_add": Launches(_linear_add_stage)},
+        choices=cards.COMMON
+        | cards.LEADING
+        | cards.OUTPUTS
+        | cards.INPLACE
+        | dict.fromkeys(("bare", "scaled", "scales_sum"), cards.BOTH),
+        examples=cards.of_rows("bare=True", "inplace=True", outputs=33) | SCALED,
+        stages={"linear_add": cards.Launches(_linear_add_stage)},
         work={
             "linear_add": functools.partial(linear_work, results="out"),
-            "linear_ends": functools.partial(once, names="product residual out"),
+            "linear_ends": functools.partial(cards.once, names="product residual out"),
         },
+        uncounted={"linear_ends": "bias scale"},
+        accesses={
+            "sum": cards.Accesses("linear_add", "rows=131 channels=5 outputs=67"),
+            "sum of 16 bits": cards.Accesses("linear_add", "dtype=bfloat16 rows=3 channels=17 outputs=5", 80),
+            "sum of two thirds of a tile": cards.Accesses(
+                "linear_add", "dtype=float16 rows=5 channels=24 outputs=1024"
+            ),
+            "sum in place by descriptors": cards.Accesses(
+                "linear_add", "dtype=float16 rows=131 channels=72 outputs=200 inplace=True"
+            ),
+        },
+        emulated={"linear_add": "rows=150 channels=264 outputs=136"},
+        factors=("x", "weight"),
     ),
-    "linear_add_layer_norm": Card(
+    "linear_add_layer_norm": cards.Card(
         call=_linear_add_layer_norm,
-        choices=COMMON | LEADING | OUTPUTS | NORM | SHIFTED | INPLACE,
-        examples=of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
+        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | cards.NORM | cards.SHIFTED | cards.INPLACE,
+        examples=cards.of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
         without_gradients=("triton",),
         normalizes=True,
-        stages={"linear_add_layer_norm": Launches(_linear_add_layer_norm_stage)},
+        stages={"linear_add_layer_norm": cards.Launches(_linear_add_layer_norm_stage)},
         work={"linear_add_layer_norm": functools.partial(linear_work, results="h y")},
+        accesses={
+            name: cards.Accesses("linear_add_layer_norm", f"shifted=True {words}")
+            for name, words in {
+                "LayerNorm": "rows=37 channels=5 outputs=67",
+                "LayerNorm of wide rows": "rows=1 channels=3 outputs=401",
+                "LayerNorm in place by descriptors": (
+                    "dtype=float16 rows=131 channels=72 outputs=200 inplace=True"
+                ),
+            }.items()
+        },
+        emulated={"linear_add_layer_norm": "rows=150 channels=264 outputs=192 shifted=True"},
+        factors=("x", "weight"),
     ),
 }

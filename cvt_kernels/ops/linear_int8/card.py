@@ -7,35 +7,20 @@ from typing import Any
 
 import torch
 
-from ... import reference
-from ...cards import (
-    APPROXIMATE,
-    BOTH,
-    FORWARD,
-    GELUS,
-    LEADING,
-    NORM,
-    OUTPUTS,
-    SHIFTED,
-    VARIANTS,
-    Card,
-    Launches,
-    Step,
-    of_rows,
-    once,
-    shape_of,
-)
+from ... import cards, reference
 from ..linear.card import linear_work
 
-_QUANTIZED = FORWARD | LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
+_QUANTIZED = (
+    cards.FORWARD | cards.LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
+)
 
 
 def _quantize_rows(m: Any) -> Any:
-    return (m.activation(*shape_of(m)),), {"scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+    return (m.activation(*cards.shape_of(m)),), {"scale": m.row_scale(), "dtype": getattr(torch, m.to)}
 
 
 def _layer_norm_quantize(m: Any) -> Any:
-    x = m.activation(*shape_of(m))
+    x = m.activation(*cards.shape_of(m))
     shift = m.parameter(m.channels) if m.shifted else None
     settings = {"eps": m.eps, "shift": shift, "scale": m.row_scale(), "dtype": getattr(torch, m.to)}
     return (x, *m.norm(m.channels)[:2]), settings
@@ -43,13 +28,13 @@ def _layer_norm_quantize(m: Any) -> Any:
 
 def _gelu_quantize(m: Any) -> Any:
     settings = {"approximate": m.approximate, "scale": m.row_scale(), "dtype": getattr(torch, m.to)}
-    return (m.activation(*shape_of(m)), m.optional(m.channels)), settings
+    return (m.activation(*cards.shape_of(m)), m.optional(m.channels)), settings
 
 
 def _linear_int8(m: Any) -> Any:
     dtype = getattr(torch, m.to)
     layer = m.quantized(m.outputs, m.channels, dtype, None)
-    x, scales, result = m.activation(*shape_of(m)), None, m.dtype
+    x, scales, result = m.activation(*cards.shape_of(m)), None, m.dtype
     if m.autocast and m.dtype != torch.float64:
         result = torch.bfloat16
     residual = m.activation(*x.shape[:-1], m.outputs).to(result) if m.added else None
@@ -62,27 +47,27 @@ def _linear_int8(m: Any) -> Any:
     return (x, layer.weight, layer.weight_scale, layer.bias), {"input_scale": None, **settings}
 
 
-def _quantize_rows_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+def _quantize_rows_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Rounds a stage's tokens to 8-bit ``numbers``, which has no gradient."""
     if not step.training:
         step.call("quantize_rows", step.x(), dtype=numbers)
 
 
-def _layer_norm_quantize_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+def _layer_norm_quantize_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
     vector = step.tensor(step.channels)
     if not step.training:
         step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector, dtype=numbers)
 
 
-def _gelu_quantize_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+def _gelu_quantize_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
     hidden, *_ = step.linear(4, 1)
     if not step.training:
         step.call("gelu_quantize", hidden, approximate="quick", dtype=numbers)
 
 
-def _linear_int8_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None:
+def _linear_int8_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
     """Runs a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
 
     These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
@@ -96,65 +81,84 @@ def _linear_int8_stage(step: Step, *, numbers: torch.dtype = torch.int8) -> None
         )  # fmt: skip
 
 
-def _linear_float8_stage(step: Step) -> None:
+def _linear_float8_stage(step: cards.Step) -> None:
     """Runs these four with float8_e4m3fn; no chip without such products has launches of them."""
     for run in (_quantize_rows_stage, _layer_norm_quantize_stage, _gelu_quantize_stage, _linear_int8_stage):
         run(step, numbers=torch.float8_e4m3fn)
 
 
-_ROUNDING = functools.partial(once, names="x scales values")
+_LAYER = "rows=150 channels=272 outputs=136 rounded=True added=True"
+_ROUNDING = functools.partial(cards.once, names="x scales values")
 
 
 CARDS = {
-    "quantize_rows": Card(
+    "quantize_rows": cards.Card(
         call=_quantize_rows,
         choices=_QUANTIZED,
-        examples=of_rows("to=float8_e4m3fn", "one_scale=0.05"),
+        examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05"),
         rounds=True,
-        stages={"quantize_rows": Launches(_quantize_rows_stage)},
+        multiplies=False,
+        stages={"quantize_rows": cards.Launches(_quantize_rows_stage)},
         work={"quantize_rows": _ROUNDING},
+        accesses={
+            "int8 rows": cards.Accesses("quantize_rows", "rows=67 channels=5"),
+            "float8 rows": cards.Accesses("quantize_rows", "rows=3 channels=1031 to=float8_e4m3fn"),
+        },
     ),
-    "layer_norm_quantize": Card(
+    "layer_norm_quantize": cards.Card(
         call=_layer_norm_quantize,
-        choices=_QUANTIZED | NORM | SHIFTED,
-        examples=of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
+        choices=_QUANTIZED | cards.NORM | cards.SHIFTED,
+        examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
         rounds=True,
-        stages={"layer_norm_quantize": Launches(_layer_norm_quantize_stage)},
+        multiplies=False,
+        stages={"layer_norm_quantize": cards.Launches(_layer_norm_quantize_stage)},
         work={"layer_norm_quantize": _ROUNDING},
+        uncounted={"layer_norm_quantize": "gamma beta shift"},
+        accesses={"LayerNorm to int8": cards.Accesses("layer_norm_quantize", "rows=67 channels=5")},
+        emulated={"layer_norm_quantize": "rows=67 channels=192"},
     ),
-    "gelu_quantize": Card(
+    "gelu_quantize": cards.Card(
         call=_gelu_quantize,
-        choices=_QUANTIZED | APPROXIMATE | {"bare": BOTH},
-        examples=of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *GELUS),
+        choices=_QUANTIZED | cards.APPROXIMATE | {"bare": cards.BOTH},
+        examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *cards.GELUS),
         rounds=True,
-        stages={"gelu_quantize": Launches(_gelu_quantize_stage)},
+        multiplies=False,
+        stages={"gelu_quantize": cards.Launches(_gelu_quantize_stage)},
         work={"gelu_quantize": _ROUNDING},
+        uncounted={"gelu_quantize": "bias"},
+        accesses={"GELU to int8": cards.Accesses("gelu_quantize", "dtype=float16 rows=5 channels=67")},
+        emulated={"float8 GELU": "dtype=float32 to=float8_e4m3fn rows=67 channels=192"},
     ),
-    "linear_int8": Card(
+    "linear_int8": cards.Card(
         call=_linear_int8,
         choices=_QUANTIZED
-        | OUTPUTS
-        | {
-            "rounded": BOTH,
-            "bare": BOTH,
-            "added": BOTH,
-            "approximate": ("nothing", *VARIANTS),
-        },
-        examples=of_rows(
+        | cards.OUTPUTS
+        | dict.fromkeys(("rounded", "bare", "added"), cards.BOTH)
+        | {"approximate": ("nothing", *cards.VARIANTS)},
+        examples=cards.of_rows(
             "to=float8_e4m3fn",
             "one_scale=0.05",
             "rounded=True",
             "bare=True",
             "added=True",
-            *GELUS,
+            *cards.GELUS,
             outputs=33,
         ),
         rounds=True,
         needed={"scaled_mm": {"to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32}},
         stages={
-            "linear_int8": Launches(_linear_int8_stage),
-            "linear_float8": Launches(_linear_float8_stage),
+            "linear_int8": cards.Launches(_linear_int8_stage),
+            "linear_float8": cards.Launches(_linear_float8_stage),
         },
         work={"linear_int8": functools.partial(linear_work, results="out")},
+        accesses={
+            name: cards.Accesses("linear_int8", f"rounded=True {words}")
+            for name, words in {
+                "int8": "rows=131 channels=5 outputs=67 added=True",
+                "int8 by descriptors": "dtype=float16 rows=259 channels=80 outputs=264 added=True",
+                "float8": "to=float8_e4m3fn rows=3 channels=37 outputs=5",
+            }.items()
+        },
+        emulated={"int8 layer": _LAYER, "float8 layer": f"dtype=float16 to=float8_e4m3fn {_LAYER}"},
     ),
 }

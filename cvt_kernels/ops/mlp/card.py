@@ -6,34 +6,18 @@ from typing import Any
 
 import torch
 
-from ...cards import (
-    APPROXIMATE,
-    BOTH,
-    COMMON,
-    GELUS,
-    LEADING,
-    NORM,
-    OUTPUTS,
-    SHIFTED,
-    Card,
-    Launches,
-    Step,
-    Work,
-    bytes_of,
-    of_rows,
-    shape_of,
-)
-from ..linear.card import SCALED, factors
+from ... import cards
+from ..linear.card import BIAS_GRADIENT, SCALED, factors
 
 
 def _layer_norm_mlp(m: Any) -> Any:
-    x, c, hidden = m.activation(*shape_of(m)), m.channels, m.outputs
+    x, c, hidden = m.activation(*cards.shape_of(m)), m.channels, m.outputs
     shift = m.parameter(c) if m.shifted else None
     args = (x, *m.norm(c)[:2], *m.linear(hidden, c), *m.linear(c, hidden))
     return args, {"eps": m.eps, "approximate": m.approximate, "shift": shift}
 
 
-def _layer_norm_mlp_stage(step: Step) -> None:
+def _layer_norm_mlp_stage(step: cards.Step) -> None:
     """Runs a CvT block's MLP (4 hidden features per channel, QuickGELU)."""
     _, first, first_bias, _ = step.linear(1, 4)
     _, second, second_bias, _ = step.linear(4, 1)
@@ -43,13 +27,13 @@ def _layer_norm_mlp_stage(step: Step) -> None:
 
 
 def _mlp_add(m: Any) -> Any:
-    x, c, hidden = m.activation(*shape_of(m)), m.channels, m.outputs
-    residual = m.activation(*shape_of(m))
+    x, c, hidden = m.activation(*cards.shape_of(m)), m.channels, m.outputs
+    residual = m.activation(*cards.shape_of(m))
     args = (x, *m.linear(hidden, c), *m.linear(c, hidden), residual)
     return args, {"approximate": m.approximate, **factors(m, residual)}
 
 
-def _mlp_add_stage(step: Step) -> None:
+def _mlp_add_stage(step: cards.Step) -> None:
     """Runs a CvT block's MLP in training, with stochastic depth; only there has it kernels of its own."""
     if not step.training:
         return
@@ -61,31 +45,57 @@ def _mlp_add_stage(step: Step) -> None:
     step.call("mlp_add", x, fc1, bias1, fc2, bias2, residual, approximate="quick", scale=scale)
 
 
-def _mlp_work(arguments: dict[str, Any]) -> Work:
+def _mlp_work(arguments: dict[str, Any]) -> cards.Work:
     x, weights = arguments["x_ptr"], (arguments["fc1_weight_ptr"], arguments["fc2_weight_ptr"])
     multiplies = x.dtype != torch.float32 or arguments["SPEC"].precision != "ieee"
     flops = 2 * arguments["rows"] * sum(weight.numel() for weight in weights) if multiplies else 0
-    return Work(bytes_of(x, arguments["out_ptr"], weights), flops)
+    return cards.Work(cards.bytes_of(x, arguments["out_ptr"], weights), flops)
 
+
+_TRAINING = f"linear_gelu linear_ends {BIAS_GRADIENT}"
 
 CARDS = {
-    "layer_norm_mlp": Card(
+    "layer_norm_mlp": cards.Card(
         call=_layer_norm_mlp,
-        choices=COMMON | LEADING | OUTPUTS | NORM | SHIFTED | APPROXIMATE,
-        examples=of_rows("bare=True", "shifted=True", *GELUS, outputs=33),
+        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | cards.NORM | cards.SHIFTED | cards.APPROXIMATE,
+        examples=cards.of_rows("bare=True", "shifted=True", *cards.GELUS, outputs=33),
         without_gradients=("triton",),
         normalizes=True,
-        stages={"layer_norm_mlp": Launches(_layer_norm_mlp_stage)},
+        wrong={"x": ((), (0,))},
+        stages={"layer_norm_mlp": cards.Launches(_layer_norm_mlp_stage)},
         work={"layer_norm_mlp_fwd": _mlp_work, "layer_norm_mlp_fwd_resident": _mlp_work},
+        uncounted={"layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift"},
+        accesses={
+            "MLP": cards.Accesses("layer_norm_mlp_fwd", "rows=257 channels=5 outputs=37"),
+            "resident MLP": cards.Accesses(
+                "layer_norm_mlp_fwd_resident", "dtype=float16 rows=643 channels=20 outputs=70"
+            ),
+        },
+        emulated={
+            "MLP": "rows=150 channels=64 outputs=256",
+            "stage 1: MLP": "dtype=bfloat16 rows=3136 channels=64 outputs=256",
+        },
+        factors=("fc1_weight", "fc2_weight"),
     ),
-    "mlp_add": Card(
+    "mlp_add": cards.Card(
         call=_mlp_add,
-        choices=COMMON
-        | LEADING
-        | OUTPUTS
-        | APPROXIMATE
-        | dict.fromkeys(("bare", "scaled", "scales_sum"), BOTH),
-        examples=of_rows("bare=True", *GELUS, outputs=33) | SCALED,
-        stages={"mlp_add": Launches(_mlp_add_stage)},
+        choices=cards.COMMON
+        | cards.LEADING
+        | cards.OUTPUTS
+        | cards.APPROXIMATE
+        | dict.fromkeys(("bare", "scaled", "scales_sum"), cards.BOTH),
+        examples=cards.of_rows("bare=True", *cards.GELUS, outputs=33) | SCALED,
+        stages={"mlp_add": cards.Launches(_mlp_add_stage)},
+        accesses={
+            "MLP in training": cards.Accesses(_TRAINING, "gradient=all rows=131 channels=5 outputs=67"),
+            "MLP of 16 bits in training": cards.Accesses(
+                _TRAINING,
+                "dtype=bfloat16 gradient=all leading=tokens rows=131 channels=24 outputs=192 scaled=True",
+            ),
+        },
+        emulated={
+            "MLP, training": "gradient=all leading=tokens rows=75 channels=24 outputs=136 scaled=True",
+            "ones: MLP, scaled": "dtype=bfloat16 gradient=all rows=1 channels=1 outputs=1 scaled=True",
+        },
     ),
 }

@@ -54,6 +54,7 @@ CARDS = {
             "one pixel": _USUAL | {"height": 1, "width": 1},
         },
         rounds=True,
+        multiplies=False,
         stages={"resized_argmax": Launches(_resized_argmax_stage, of_pyramids=True)},
         work={
             "pixel_classes": functools.partial(once, names="x out"),

@@ -7,37 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cards import (
-    BOTH,
-    COMMON,
-    GRID,
-    MANY_PIXELS,
-    MAP,
-    ODD_MAP,
-    OUTPUTS,
-    TINY_MAP,
-    WIDE,
-    Card,
-    Launches,
-    Step,
-    Work,
-    bytes_of,
-    image_of,
-)
+from ... import cards
 
 
 def _segmentation_head(m: Any) -> Any:
-    x = image_of(m, m.inputs, m.height, m.width)
+    x = cards.image_of(m, m.inputs, m.height, m.width)
     others = []
     for i in range(m.others):
         sizes = [(-(-size // 2), -(-size // 3), size, 2 * size + 1)[i] for size in (m.height, m.width)]
         inputs = m.inputs + 3 * i
-        others.append((image_of(m, inputs, *sizes), m.matrix(m.channels, inputs)))
+        others.append((cards.image_of(m, inputs, *sizes), m.matrix(m.channels, inputs)))
     args = (x, m.matrix(m.channels, m.inputs), m.optional(m.channels), tuple(others))
     return (*args, *m.linear(m.outputs, m.channels)), {}
 
 
-def _segmentation_head_stage(step: Step) -> None:
+def _segmentation_head_stage(step: cards.Step) -> None:
     """Runs SegFormer's decode head for 150 classes, with maps of a half, a quarter and an eighth."""
     if not step.stage.decoder:
         return
@@ -54,42 +38,62 @@ def _segmentation_head_stage(step: Step) -> None:
     step.call("segmentation_head", *first, step.tensor(channels), tuple(others), *classifier)
 
 
-def _segmentation_head_work(arguments: dict[str, Any]) -> Work:
+def _segmentation_head_work(arguments: dict[str, Any]) -> cards.Work:
     x, spec = arguments["x_ptr"], arguments["SPEC"]
     tensors = [arguments[f"{name}_ptr"] for name in ("w", "classifier", "out")]
     flops = 2 * x.numel() // spec.inputs * spec.channels * (spec.inputs + spec.classes)
     is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
-    return Work(bytes_of(x, arguments["map_ptrs"], tensors), 0 if is_exact else flops)
+    return cards.Work(cards.bytes_of(x, arguments["map_ptrs"], tensors), 0 if is_exact else flops)
 
 
 CARDS = {
-    "segmentation_head": Card(
+    "segmentation_head": cards.Card(
         call=_segmentation_head,
-        choices=COMMON
-        | GRID
-        | OUTPUTS
+        choices=cards.COMMON
+        | cards.GRID
+        | cards.OUTPUTS
         | {
             "inputs": (1, 2, 3, 5, 8, 17, 64),
-            "channels": WIDE,
+            "channels": cards.WIDE,
             "others": (3, 2, 1, 0, 4),
-            "bare": BOTH,
-            "channels_last": BOTH,
+            "bare": cards.BOTH,
+            "channels_last": cards.BOTH,
         },
         examples={
-            "usual": MAP | {"inputs": 9, "outputs": 33},
-            "odd": ODD_MAP | {"inputs": 1, "outputs": 5},
-            "empty": MAP | {"inputs": 9, "outputs": 33, "batch": 0},
-            "many": MANY_PIXELS | {"inputs": 8, "outputs": 33},
-            "tiny": TINY_MAP | {"inputs": 2, "outputs": 4},
-            "bare": MAP | {"inputs": 9, "outputs": 33, "bare": True},
-            "one map": MAP | {"inputs": 9, "outputs": 33, "others": 0},
-            "channels last": MAP | {"inputs": 9, "outputs": 33, "channels_last": True},
+            "usual": cards.MAP | {"inputs": 9, "outputs": 33},
+            "odd": cards.ODD_MAP | {"inputs": 1, "outputs": 5},
+            "empty": cards.MAP | {"inputs": 9, "outputs": 33, "batch": 0},
+            "many": cards.MANY_PIXELS | {"inputs": 8, "outputs": 33},
+            "tiny": cards.TINY_MAP | {"inputs": 2, "outputs": 4},
+            "bare": cards.MAP | {"inputs": 9, "outputs": 33, "bare": True},
+            "one map": cards.MAP | {"inputs": 9, "outputs": 33, "others": 0},
+            "channels last": cards.MAP | {"inputs": 9, "outputs": 33, "channels_last": True},
         },
-        without_gradients=(
-            "cpu",
-            "triton",
-        ),
-        stages={"segmentation_head": Launches(_segmentation_head_stage, of_pyramids=True)},
+        without_gradients=("cpu", "triton"),
+        wrong={
+            "x": ((9, 3, 4), (2, 9, 0, 4)),
+            "weight": ((20,), (20, 2), (20, 9, 1)),
+            "classifier_weight": ((20,), (33, 3), (0, 20)),
+        },
+        stages={"segmentation_head": cards.Launches(_segmentation_head_stage, of_pyramids=True)},
         work={"segmentation_head": _segmentation_head_work},
+        uncounted={"segmentation_head": "bias classifier_bias"},
+        accesses={
+            name: cards.Accesses("segmentation_head", f"batch=2 {words}")
+            for name, words in {
+                "segmentation head": (
+                    "dtype=bfloat16 layout=sliced height=5 width=7 inputs=5 channels=13 outputs=6"
+                ),
+                "segmentation head of many classes": (
+                    "height=3 width=2 inputs=35 channels=40 outputs=301 others=1"
+                ),
+                "segmentation head of one map": (
+                    "dtype=float16 height=1 width=19 inputs=5 channels=5 outputs=2 others=0"
+                ),
+            }.items()
+        },
+        emulated={
+            "segmentation head": "batch=2 height=9 width=33 inputs=40 channels=72 outputs=150 others=3"
+        },
     ),
 }

@@ -6,37 +6,21 @@ from typing import Any
 
 import torch
 
-from ...cards import (
-    ABSENT,
-    BOTH,
-    FORWARD,
-    GRID,
-    K3X3,
-    MANY_PIXELS,
-    MAP,
-    NORM,
-    ODD_MAP,
-    SIZES,
-    TINY_MAP,
-    VARIANTS,
-    WIDE,
-    WIDEST,
-    Card,
-)
+from ... import cards
 from ...records import DepthwiseConv, Reduction, TransformerBlock
 
 #: Of examples.
-BLOCK = MAP | K3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
-PYRAMID = MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "hidden": 33}
-CHOICES = FORWARD | GRID | NORM | {
+BLOCK = cards.MAP | cards.K3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
+PYRAMID = cards.MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "hidden": 33}
+CHOICES = cards.FORWARD | cards.GRID | cards.NORM | {
     # Large ones would make chance of what 16 bits round between its parts.
     "parameters": ("normal", "zeros", "tiny"),
-    "gradient": ("none", "all"), "upstream": ("contiguous",), "channels": WIDE, "heads": (1, 2, 3, 4),
-    "head_dim": (*SIZES, 64, 65, 128), "hidden": WIDEST, "scale": (None, 0.1, 0.0, -1.0),
-    "approximate": VARIANTS, "inplace": BOTH, "kernel": (1, 3, 5), "stride": (1, 2, 3), "class_token": BOTH,
-    "mixed": BOTH, **ABSENT, "one_scale": ("none", "0.05"),
+    "gradient": ("none", "all"), "upstream": ("contiguous",), "channels": cards.WIDE, "heads": (1, 2, 3, 4),
+    "head_dim": (*cards.SIZES, 64, 65, 128), "hidden": cards.WIDEST, "scale": (None, 0.1, 0.0, -1.0),
+    "approximate": cards.VARIANTS, "inplace": cards.BOTH, "kernel": (1, 3, 5), "stride": (1, 2, 3),
+    "class_token": cards.BOTH, "mixed": cards.BOTH, **cards.ABSENT, "one_scale": ("none", "0.05"),
     "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
-    "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": BOTH,
+    "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": cards.BOTH,
 }  # fmt: skip
 
 
@@ -97,15 +81,15 @@ def _reduce(m: Any) -> Any:
 
 
 CARDS = {
-    "transformer_block": Card(
+    "transformer_block": cards.Card(
         call=make_block,
         choices=CHOICES | {"count": (0, 1, 2, 3, 5, 9, 17), "scores": ("none", "cls", "avg")},
         examples={
             "usual": BLOCK | {"class_token": True, "stride": 2},
-            "odd": BLOCK | ODD_MAP | {"heads": 1, "head_dim": 7},
+            "odd": BLOCK | cards.ODD_MAP | {"heads": 1, "head_dim": 7},
             "empty": BLOCK | {"batch": 0},
-            "many": BLOCK | MANY_PIXELS,
-            "tiny": BLOCK | TINY_MAP | {"head_dim": 2, "hidden": 4},
+            "many": BLOCK | cards.MANY_PIXELS,
+            "tiny": BLOCK | cards.TINY_MAP | {"head_dim": 2, "hidden": 4},
             "bare": BLOCK | {"bare": True, "approximate": "quick"},
             "rows": BLOCK | {"class_token": True, "count": 9, "scores": "cls"},
             "SegFormer": PYRAMID | {"mixes": True},

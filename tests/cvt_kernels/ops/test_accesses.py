@@ -18,10 +18,13 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
 from benchmarks import floors
-from cvt_kernels import launching, machine, ops
+from cvt_kernels import cards, launching, machine, ops
+from cvt_kernels.autotune import tuner
+from cvt_kernels.cards import call_public
 from cvt_kernels.ops.conv_linear import few_rows, stacked
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
+from cvt_kernels.ops.linear.card import BIAS_GRADIENT
 from cvt_kernels.ops.transformer_blocks import attention_add
 from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, recorded_accesses, tensors_of
@@ -40,7 +43,7 @@ class Case(NamedTuple):
         call: Makes the call and returns its results.
         kernels: The kernels that it launches, without ``_`` before and ``_kernel`` behind.
         chip: The GPU that it is planned for.
-        is_dense: Whether the launches read all rows of their tensors, as :class:`floors.Work` says.
+        is_dense: Whether the launches read all rows of their tensors.
     """
 
     call: Callable[[], Any]
@@ -183,29 +186,12 @@ def reduce_tokens(channels, ratio, size, *, gap=0, dtype=FLOAT16):
     return ck.conv_embedding(image.permute(0, 3, 1, 2), weight, *vectors, stride=ratio, padding=0)
 
 
-def segment(sizes, channels, classes, *, inputs=5, gap=0, dtype=FLOAT16):
-    maps = [randn(2, inputs + i, *size, dtype=dtype, gap=gap) for i, size in enumerate(sizes)]
-    (x, weight), *others = [(each, randn(channels, each.shape[1], dtype=dtype)) for each in maps]
-    bias, classifier, of_classifier = (
-        randn(*shape, dtype=dtype) for shape in ((channels,), (classes, channels), (classes,))
-    )
-    return ck.segmentation_head(x, weight, bias, tuple(others), classifier, of_classifier)
-
-
 def find_classes(classes, sizes, *, gap=0, dtype=FLOAT16, channels_last=True):
     size, to = sizes
     logits = randn(2, size[0], size[1], classes, dtype=dtype, gap=gap).permute(0, 3, 1, 2)
     classes = ck.resized_argmax(logits if channels_last else logits.contiguous(), to)
     resized = F.interpolate(logits.double(), to, mode="bilinear", align_corners=False)
     return resized.gather(1, classes[:, None]).to(dtype)  # numbers, which are compared
-
-
-def convolve_and_activate(grid, channels, dtype=FLOAT32):
-    x, weight, bias = (
-        randn(*shape, dtype=dtype, grad=True)
-        for shape in ((2, grid[0] * grid[1], channels), (channels, 1, 3, 3), (channels,))
-    )
-    return gradients(ck.depthwise_conv_gelu(x, grid, weight, bias), x, weight, bias)
 
 
 def names(prefix: str, kernels: str) -> str:
@@ -248,13 +234,6 @@ CONVOLUTIONS = {
     "patches of many channels": Case(
         lambda: reduce_tokens((40, 300), 2, (4, 18), dtype=BFLOAT16), "conv_embedding_patches"
     ),
-    "segmentation head": Case(
-        lambda: segment([(5, 7), (3, 4), (2, 2), (1, 1)], 13, 6, gap=1, dtype=BFLOAT16), "segmentation_head"
-    ),
-    "segmentation head of many classes": Case(
-        lambda: segment([(3, 2), (1, 3)], 40, 301, inputs=35, dtype=FLOAT32), "segmentation_head"
-    ),
-    "segmentation head of one map": Case(lambda: segment([(1, 19)], 5, 2), "segmentation_head"),
     "classes of resized logits": Case(
         lambda: find_classes(19, ((3, 5), (12, 20)), gap=1), "pixel_classes resized_argmax"
     ),
@@ -268,14 +247,6 @@ CONVOLUTIONS = {
         "pixel_classes resized_argmax",
         is_dense=False,
     ),
-    "convolution and GELU": Case(
-        lambda: convolve_and_activate((3, 5), 5),
-        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions",
-    ),
-    "convolution and GELU of pairs": Case(
-        lambda: convolve_and_activate((5, 2), 6, FLOAT16),
-        "depthwise_conv_gelu_fwd depthwise_conv_gelu_bwd_conv conv_projection_sliding_bwd_input sum_regions",
-    ),
 }
 
 # Linear layers --------------------------------------------------------------------------------------------
@@ -284,20 +255,6 @@ CONVOLUTIONS = {
 def layer(rows, inputs, outputs, dtype, grad=False):
     shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
     return [randn(*shape, dtype=dtype, grad=grad) for shape in shapes]
-
-
-def linear_gelu(*sizes, dtype=FLOAT32):
-    x, weight, bias, _ = layer(*sizes, dtype, grad=True)
-    return gradients(ck.linear_gelu(x, weight, bias), x, weight, bias)
-
-
-def linear_add(*sizes, dtype=FLOAT32, inplace=False):
-    return ck.linear_add(*layer(*sizes, dtype), inplace=inplace)
-
-
-def train_linear(*sizes, dtype=FLOAT32):
-    x, weight, bias, _ = layer(*sizes, dtype, grad=True)
-    return gradients(ck.linear(x, weight, bias), x, weight, bias)
 
 
 def train_linear_add(rows, inputs, outputs, dtype=FLOAT32, stream=FLOAT32, *, batch=0, scales_sum=False):
@@ -312,135 +269,42 @@ def train_linear_add(rows, inputs, outputs, dtype=FLOAT32, stream=FLOAT32, *, ba
     return gradients(out, x, weight, bias, residual)
 
 
-def train_mlp(rows, channels, hidden, dtype=FLOAT32, *, batch=0):
-    """Computes ``mlp_add`` and its gradients, in a ``batch`` with factors of images."""
-    shapes = (rows, channels), (hidden, channels), (hidden,), (channels, hidden), (channels,)
-    tensors = [randn(*shape, dtype=dtype, grad=True) for shape in (*shapes, (rows, channels))]
-    scale, shape = (torch.rand(batch), (batch, rows // batch, -1)) if batch else (None, (rows, -1))
-    x, *layers, residual = tensors
-    return gradients(ck.mlp_add(x.view(shape), *layers, residual.view(shape), scale=scale), *tensors)
-
-
-def linear_add_layer_norm(rows, inputs, outputs, dtype=FLOAT32, inplace=False):
-    tensors = layer(rows, inputs, outputs, dtype)
-    gamma, beta, shift = (randn(outputs, dtype=dtype) for _ in range(3))
-    return ck.linear_add_layer_norm(*tensors, gamma, beta, shift=shift, inplace=inplace)
-
-
-def mlp(rows, channels, hidden, dtype=FLOAT32):
-    shapes = (channels,), (channels,), (hidden, channels), (hidden,), (channels, hidden), (channels,)
-    with torch.no_grad():
-        return ck.layer_norm_mlp(
-            randn(rows, channels, dtype=dtype), *(randn(*shape, dtype=dtype) for shape in shapes)
-        )
-
-
-def quantize(function, rows, channels, *, dtype=FLOAT32, number=torch.int8, vectors=0):
-    x = randn(rows, channels, dtype=dtype)
-    return function(x, *(randn(channels, dtype=dtype) for _ in range(vectors)), dtype=number)
-
-
-def linear_int8(rows, inputs, outputs, dtype=FLOAT32, number=torch.int8, residual=True):
-    x = ck.reference.quantize_rows(randn(rows, inputs), dtype=number)
-    weight = ck.reference.quantize_rows(randn(outputs, inputs), dtype=number)
-    return ck.linear_int8(
-        x, weight.values, weight.scales.flatten(), randn(outputs, dtype=dtype),
-        residual=randn(rows, outputs, dtype=dtype) if residual else None,
-    )  # fmt: skip
-
-
-FLOAT8 = torch.float8_e4m3fn
-OF_BIAS = "linear_starts sum_regions"
 LINEAR = {
-    "GELU": Case(lambda: linear_gelu(131, 5, 67), f"linear_gelu {OF_BIAS}"),
-    "GELU by descriptors": Case(lambda: linear_gelu(259, 72, 264, dtype=FLOAT16), f"linear_gelu {OF_BIAS}"),
-    "GELU of half a tile": Case(lambda: linear_gelu(5, 20, 384, dtype=FLOAT16), f"linear_gelu {OF_BIAS}"),
-    "gradient of a bias": Case(lambda: train_linear(131, 5, 67), OF_BIAS),
-    "gradient of a bias, many rows": Case(lambda: train_linear(2099, 3, 192, dtype=FLOAT16), OF_BIAS),
-    "end of a branch": Case(lambda: train_linear_add(131, 5, 67), f"linear_ends {OF_BIAS}"),
+    "end of a branch": Case(lambda: train_linear_add(131, 5, 67), f"linear_ends {BIAS_GRADIENT}"),
     "end of a branch of 16 bits": Case(
-        lambda: train_linear_add(262, 24, 192, BFLOAT16, batch=2), f"linear_ends {OF_BIAS}"
+        lambda: train_linear_add(262, 24, 192, BFLOAT16, batch=2), f"linear_ends {BIAS_GRADIENT}"
     ),
     "scaled sum": Case(
-        lambda: train_linear_add(201, 5, 67, BFLOAT16, batch=3, scales_sum=True), f"linear_ends {OF_BIAS}"
+        lambda: train_linear_add(201, 5, 67, BFLOAT16, batch=3, scales_sum=True),
+        f"linear_ends {BIAS_GRADIENT}",
     ),
-    "MLP in training": Case(lambda: train_mlp(131, 5, 67), f"linear_gelu linear_ends {OF_BIAS} {OF_BIAS}"),
-    "MLP of 16 bits in training": Case(
-        lambda: train_mlp(262, 24, 192, BFLOAT16, batch=2), f"linear_gelu linear_ends {OF_BIAS} {OF_BIAS}"
-    ),
-    "sum of two thirds of a tile": Case(lambda: linear_add(5, 24, 1024, dtype=FLOAT16), "linear_add"),
-    "sum": Case(lambda: linear_add(131, 5, 67), "linear_add"),
-    "sum of 16 bits": Case(lambda: linear_add(3, 17, 5, dtype=BFLOAT16), "linear_add", launching.Chip(80, 2)),
-    "sum in place by descriptors": Case(
-        lambda: linear_add(131, 72, 200, dtype=FLOAT16, inplace=True), "linear_add"
-    ),
-    "LayerNorm": Case(lambda: linear_add_layer_norm(37, 5, 67), "linear_add_layer_norm"),
-    "LayerNorm of wide rows": Case(lambda: linear_add_layer_norm(1, 3, 401), "linear_add_layer_norm"),
-    "LayerNorm in place by descriptors": Case(
-        lambda: linear_add_layer_norm(131, 72, 200, dtype=FLOAT16, inplace=True), "linear_add_layer_norm"
-    ),
-    "MLP": Case(lambda: mlp(257, 5, 37), "layer_norm_mlp_fwd"),
-    "resident MLP": Case(lambda: mlp(643, 20, 70, FLOAT16), "layer_norm_mlp_fwd_resident"),
-    "int8 rows": Case(lambda: quantize(ck.quantize_rows, 67, 5), "quantize_rows"),
-    "float8 rows": Case(lambda: quantize(ck.quantize_rows, 3, 1031, number=FLOAT8), "quantize_rows"),
-    "LayerNorm to int8": Case(
-        lambda: quantize(ck.layer_norm_quantize, 67, 5, vectors=2), "layer_norm_quantize"
-    ),
-    "GELU to int8": Case(
-        lambda: quantize(ck.gelu_quantize, 5, 67, dtype=FLOAT16, vectors=1), "gelu_quantize"
-    ),
-    "int8": Case(lambda: linear_int8(131, 5, 67), "linear_int8"),
-    "int8 by descriptors": Case(lambda: linear_int8(259, 80, 264, FLOAT16), "linear_int8"),
-    "float8": Case(lambda: linear_int8(3, 37, 5, number=FLOAT8, residual=False), "linear_int8"),
 }
 
-# Rows of tokens -------------------------------------------------------------------------------------------
+# By the cards ---------------------------------------------------------------------------------------------
 
 
-def index(batch, tokens, count):
-    return torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)])
+def made(operator: str, settings: dict[str, Any]) -> tuner.Call:
+    """Returns the arguments of a call that a card makes."""
+    return cards.make(operator, cards.card_of(operator).settings(settings)).call
 
 
-def gather(batch, tokens, count, channels, dtype=FLOAT32, missing=0):
-    x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
-    rows = index(batch, tokens, count)
-    rows[0, :missing] = -1
-    return gradients(ck.gather_rows(x, rows), x)
+def call(operator: str, words: str, **settings: Any) -> Any:
+    """Makes a call by the card of an operator; returns the results, and the gradients that it has."""
+    arguments = made(operator, cards.worded(words) | settings)
+    outs = call_public(operator, arguments.record)
+    leaves = [tensor for tensor in arguments.tensors() if tensor.requires_grad]
+    return gradients(tuple(outs) if isinstance(outs, tuple) else outs, *leaves) if leaves else outs
 
 
-def gather_and_normalize(batch, tokens, count, channels, dtype=FLOAT32):
-    x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
-    branch, gamma, beta = (
-        randn(*shape, channels, dtype=dtype, grad=True) for shape in ((batch, count), (), ())
+BY_CARD = {
+    name: Case(
+        functools.partial(call, operator, each.words),
+        each.kernels,
+        CHIP._replace(capability=each.capability),
+        each.is_dense,
     )
-    outs = ck.gather_add_layer_norm(x, index(batch, tokens, count), branch, gamma, beta)
-    return gradients(tuple(outs), x, branch, gamma, beta)
-
-
-def scatter(batch, tokens, count, channels, dtype=FLOAT32):
-    x = randn(batch, tokens, channels, dtype=dtype, gap=1, grad=True)
-    values, branch = (randn(batch, count, channels, dtype=dtype, grad=True) for _ in range(2))
-    return gradients(ck.scatter_rows(x, index(batch, tokens, count), values, branch), x, values, branch)
-
-
-def scatter_in_place(batch, tokens, count, channels):
-    x, *values = (randn(batch, n, channels) for n in (tokens, count, count))
-    return ck.scatter_rows(x, index(batch, tokens, count), *values, inplace=True)
-
-
-SCATTERED = "scatter_rows_places scatter_rows"
-ROWS = {
-    "gather": Case(lambda: gather(3, 41, 37, 5), f"gather_rows {SCATTERED}"),
-    "gather one": Case(lambda: gather(1, 1, 1, 1, FLOAT16), f"gather_rows {SCATTERED}"),
-    "gather nothing": Case(lambda: gather(2, 3, 2, 5, missing=2), f"gather_rows {SCATTERED}", is_dense=False),
-    "gather wide rows": Case(lambda: gather(2, 3, 2, 1031), f"gather_rows {SCATTERED}"),
-    "gather and normalize": Case(
-        lambda: gather_and_normalize(3, 131, 127, 13),
-        f"gather_add_layer_norm gather_add_layer_norm_backward {SCATTERED}",
-    ),
-    "scatter": Case(lambda: scatter(3, 41, 37, 5, BFLOAT16), f"{SCATTERED} gather_rows"),
-    "scatter many": Case(lambda: scatter(1, 521, 519, 1), f"{SCATTERED} gather_rows"),
-    "scatter in place": Case(lambda: scatter_in_place(3, 41, 37, 5), "scatter_rows_inplace"),
+    for operator, card in cards.all_cards().items()
+    for name, each in card.accesses.items()
 }
 
 #: Launches that no operator makes but transformer_blocks, by Gluon.
@@ -454,7 +318,7 @@ OF_BLOCKS = {
     "attention and a layer": Case(lambda: attend_and_add(21, 5, 3, 7, 67)[-2:], "attention_add"),
 }
 
-CASES = ATTENTION | CONVOLUTIONS | LINEAR | ROWS | OF_BLOCKS
+CASES = ATTENTION | CONVOLUTIONS | LINEAR | BY_CARD | OF_BLOCKS
 
 # The tests ------------------------------------------------------------------------------------------------
 
@@ -497,14 +361,21 @@ DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
     lambda n: attend(n(SIZES), n(SIZES), batch=n([1, 3]), dim=n([1, 8, 40]), dtype=n(DTYPES)),
     lambda n: project_linearly((n([1, 5]), n([2, 7])), n([2, 5, 34]), (n(SIZES),), strides=[n([1, 2])]),
     lambda n: embed((n([1, 3]), n(SIZES)), n([3, 7]), n([2, 4]), (n([7, 16]), 11), gap=n([0, 1])),
-    lambda n: gather_and_normalize(n([1, 3]), 67, n(SIZES), n(SIZES), n(DTYPES)),
-    lambda n: mlp(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
-    lambda n: linear_add_layer_norm(n(SIZES), n(SIZES), n(SIZES), n(DTYPES), n([False, True])),
-    lambda n: linear_gelu(n(SIZES), n(SIZES), n(SIZES), dtype=n(DTYPES)),
     lambda n: train_linear_add(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
-    lambda n: train_mlp(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
-    lambda n: linear_int8(n(SIZES), n(SIZES), n(SIZES), n(DTYPES)),
-    lambda n: scatter(n([1, 3]), 67, n(SIZES), n(SIZES), n(DTYPES)),
+]
+
+
+def drawn(operator: str, words: str, n: Callable[[list[Any]], Any]) -> Any:
+    """Makes a call of other sizes than words say."""
+    sizes = {"tokens": [67], **dict.fromkeys(("rows", "count", "channels", "outputs"), SIZES)}
+    drawn = {name: n(sizes[name]) for name in cards.worded(words) if name in sizes}
+    return call(operator, words, **drawn, dtype=n(["float16", "bfloat16", "float32"]))
+
+
+DRAWN += [
+    functools.partial(drawn, operator, example.words)
+    for operator, card in cards.all_cards().items()
+    for example in card.accesses.values()
 ]
 
 
@@ -518,22 +389,8 @@ def test_sizes_that_are_drawn(data):
     assert run(case).faults == []
 
 
-#: The parameters, without ``_ptr`` or ``_ptrs``, that do not count among the bytes of kernels that begin so.
-NOT_COUNTED = {
-    "attention": "bias slots",
-    "conv_embedding": "bias gamma beta class_token",
-    "conv_linear_few": "taps bias norm_weight norm_bias",
-    "conv_linear": "w gamma beta mean var bias",
-    "conv_projection": "w gamma beta mean var sums",
-    "depthwise_conv_gelu": "w bias",
-    "gather_add_layer_norm": "gamma beta",
-    "gelu_quantize": "bias",
-    "linear_ends": "bias scale",
-    "linear_starts": "scale",
-    "layer_norm_mlp": "norm_weight norm_bias fc1_bias fc2_bias shift",
-    "layer_norm_quantize": "gamma beta shift",
-    "segmentation_head": "bias classifier_bias",
-}
+#: The parameters that do not count among the bytes of kernels that begin so.
+NOT_COUNTED = {start: names for card in cards.all_cards().values() for start, names in card.uncounted.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,18 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from cvt_kernels import dispatch, machine
+from cvt_kernels.cards import all_cards
 from tests.checks import precision_of
 from tests.contract.examples import same_bits, served, tensors_of
 
 MATMUL = torch.backends.cuda.matmul
 #: Operators whose products follow PyTorch's linear layers, and their factors that are arguments.
-LINEAR = {
-    "linear_gelu": ("x", "weight"),
-    "linear_add": ("x", "weight"),
-    "linear_add_layer_norm": ("x", "weight"),
-    "conv_linear": ("linears",),
-    "layer_norm_mlp": ("fc1_weight", "fc2_weight"),
-}
+LINEAR = {operator: card.factors for operator, card in all_cards().items() if card.factors}
 
 
 def to_tf32(tensor):

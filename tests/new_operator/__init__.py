@@ -1,0 +1,1 @@
+"""An operator that is added, and what finds it and its faults."""
