@@ -24,6 +24,15 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <int vector, int vectors, bool adds = false>
 constexpr int kBlocksOf = vector == 1 ? 1 : adds && vector * vectors == 32 ? 3 : 4;
 
+// Likewise of LayerNorm's rows of 32 floats in a thread, where GPUs of 48 warps (sm_86, sm_89, sm_120) spill with 4.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+template <int vector, int vectors>
+constexpr int kBlocksToNormalize = vectors == 8 ? 3 : kBlocksOf<vector, vectors>;
+#else
+template <int vector, int vectors>
+constexpr int kBlocksToNormalize = kBlocksOf<vector, vectors>;
+#endif
+
 // Likewise of a LayerNorm with a shift, which for 32 floats comes in as many registers again; some spilled with fewer.
 template <int vector, int vectors>
 constexpr int kBlocksToShift = vectors == 8 ? 2 : kBlocksOf<vector, vectors, true>;
@@ -462,7 +471,7 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>)
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksToNormalize<VECTOR, VECTORS>)
     layer_norm_kernel(LayerNormForward call, int lanes_log2) {
   normalize<T, activation, VECTOR, VECTORS, Out, Addend::none>(call, lanes_log2);
 }
@@ -540,6 +549,10 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
         if (!present || !at.has(i)) continue;
         keep_reads_here();
         read_both(i);
+      }
+      // A branch, so that few derivatives are under way at once: registers spill otherwise (sm_120).
+      if constexpr (VECTORS == 8 && activation != Activation::identity) {
+        if (!at.has(i)) continue;
       }
       if constexpr (!keeps_parameters) read_parameters(i);
       float part[2];

@@ -114,10 +114,19 @@ def _linear_gelu(need: Need) -> list[Product]:
     if need.generation == 100:
         persistent = Product(block_m=128, width=256, block_k=64, num_stages=4, programs=1, specialized=True)
     if tiles >= _PERSISTS * multiprocessors:
-        return [persistent, _product(128, 128, 64, 2), tall]
-    if need.rows <= 64:
-        return [replace(tall, block_m=64), tall]
-    return [tall, persistent, _product(128, 128, 64, 2)]
+        ranked = [persistent, _product(128, 128, 64, 2), tall]
+    elif need.rows <= 64:
+        ranked = [replace(tall, block_m=64), tall]
+    else:
+        ranked = [tall, persistent, _product(128, 128, 64, 2)]
+    return [_in_steps(config, need) for config in ranked]
+
+
+def _in_steps(config: Product, need: Need) -> Product:
+    """Returns the configuration, on sm_90 in two steps at least: ptxas waits within a single one (C7517)."""
+    if need.generation != 90 or need.sizes[0] > config.block_k:
+        return config
+    return replace(config, block_k=config.block_k // 2, num_stages=2 * config.num_stages)
 
 
 def _linear_add(need: Need) -> list[Product]:
@@ -411,7 +420,9 @@ def _linear_rows(need: Need) -> list[Rows]:
 
     A thread has 16 elements under way, and a multiprocessor as many programs as its registers hold.
     """
-    return [Rows(elements=2048, num_warps=4, resident_programs=5 if need.numbers == "single" else 8)]
+    if need.numbers == "single":
+        return [Rows(elements=2048, num_warps=4, registers=96, resident_programs=5)]
+    return [Rows(elements=2048, num_warps=4, resident_programs=8)]
 
 
 def _quantize(need: Need) -> list[Rows]:
