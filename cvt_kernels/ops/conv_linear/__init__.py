@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, dispatch, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import facts_of_pairs, gluon_kernels, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
@@ -20,6 +20,12 @@ from ..conv_projection import (
     sample_of_projection,
 )
 from ..linear import linear
+
+if TYPE_CHECKING:
+    from . import gluon as _gluon
+    from . import triton as _triton
+else:
+    _gluon, _triton = lazy(__name__, "gluon", "triton")
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
 Linear = tuple[Tensor, Tensor | None]
@@ -70,8 +76,8 @@ def _kind(call: Record) -> str:
 
 @operator(
     backends={
-        "gluon": gluon_kernels(),
-        "triton": triton_kernels(),
+        "gluon": gluon_kernels(_gluon.conv_linear, _gluon.why_unsupported),
+        "triton": triton_kernels(_triton.conv_linear, _triton.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
     kind=_kind,
