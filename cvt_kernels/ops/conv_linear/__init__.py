@@ -28,7 +28,7 @@ else:
     _gluon, _triton = lazy(__name__, "gluon", "triton")
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
-Linear = tuple[Tensor, Tensor | None]
+WeightAndBias = tuple[Tensor, Tensor | None]
 
 
 def _with_tuples(call: Any) -> Any:
@@ -37,7 +37,7 @@ def _with_tuples(call: Any) -> Any:
     return call._replace(convs=convs, linears=linears)
 
 
-def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
+def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[WeightAndBias]) -> None:
     if len(linears) != len(convs):
         raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
     for i, pair in enumerate(linears):
@@ -88,7 +88,7 @@ def _kind(call: Record) -> str:
     facts={"convs": (facts_of_convs,), "linears": (facts_of_pairs,)},
 )
 def conv_linear(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[WeightAndBias]
 ) -> tuple[Tensor, ...]:
     """Computes linearᵢ(BatchNormᵢ(depthwise_convᵢ(x))) for every branch, on tokens, in evaluation.
 

@@ -23,9 +23,6 @@ from ...triton_tf32 import rounded
 from .. import stacked
 from .common import MAX_CHANNELS, Plan
 
-#: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
-Linear = tuple[Tensor, Tensor | None]
-
 # The convolutions -----------------------------------------------------------------------------------------
 
 
