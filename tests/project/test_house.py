@@ -146,7 +146,7 @@ def test_editors_find_the_kernels_that_a_declaration_names():
                     named = [(t.id, m.value) for t, m in zip(targets, modules, strict=True)]
                     assert dict(named) == imported, name
                     found += 1
-    assert found == 14
+    assert found >= 14
 
 
 @pytest.mark.parametrize("package", [cvt_kernels, cvt], ids=lambda package: package.__name__)
