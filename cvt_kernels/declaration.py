@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import inspect
 import linecache
@@ -29,6 +28,9 @@ from . import backends, checks, dispatch, launching, machine, modes, reference
 from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: A backend's function of a record, and its question; ``backends.lazy`` gives their paths in their place.
+_Backend = Callable[[Record], Any]
+_Question = Callable[[Record], str | None]
 
 
 class Declaration(backends.Operator):
@@ -247,52 +249,28 @@ def operator(
 
 def _register(declared: Declaration, given: Mapping[str, Implementation]) -> None:
     backends.declare(declared)
-    module = declared._reference.__module__
     for backend, each in given.items():
-        located: dict[str, Any] = {
-            field: f"{module}{path}".format(name=declared.name)
-            for field in ("function", "why_unsupported")
-            if isinstance(path := getattr(each, field), str)
-        }
-        backends.register(declared.name, backend, dataclasses.replace(each, **located))
+        backends.register(declared.name, backend, each)
     backends.register(declared.name, "reference", Implementation(declared.reference))
 
 
-def triton_kernels(why_unsupported: str = "why_unsupported", *, is_partial: bool = False) -> Implementation:
-    """Returns the Triton implementation for NVIDIA GPUs: ``triton``'s function of the operator's name."""
-    return Implementation(
-        function=".triton:{name}",
-        devices=("cuda",),
-        why_unavailable=machine.why_triton_unavailable,
-        why_unsupported=f".triton:{why_unsupported}",
-        is_partial=is_partial,
-    )
+def triton_kernels(
+    function: _Backend, why_unsupported: _Question, *, is_partial: bool = False
+) -> Implementation:
+    """Returns an implementation in Triton, for NVIDIA GPUs."""
+    return Implementation(function, ("cuda",), machine.why_triton_unavailable, why_unsupported, is_partial)
 
 
-def gluon_kernels() -> Implementation:
-    """Returns the implementation in Gluon, for sm_90: ``gluon``'s function of the operator's name."""
-    return Implementation(
-        function=".gluon:{name}",
-        devices=("cuda",),
-        why_unavailable=machine.why_gluon_unavailable,
-        why_unsupported=".gluon:why_unsupported",
-    )
+def gluon_kernels(function: _Backend, why_unsupported: _Question) -> Implementation:
+    """Returns an implementation in Gluon, for sm_90."""
+    return Implementation(function, ("cuda",), machine.why_gluon_unavailable, why_unsupported)
 
 
 def extension_kernels(
-    device_type: str = "cpu",
-    *,
-    module: str = "cpu",
-    why_unsupported: Callable[[Record], str | None] | str | None = ".cpu:why_unsupported",
+    function: _Backend, why_unsupported: _Question | None = None, *, device_type: str = "cpu"
 ) -> Implementation:
-    """Returns the compiled extension's implementation for a type of device.
-
-    It is the function of the operator's name in ``module``. That name and a path in ``why_unsupported`` are
-    relative to the operator's package.
-    """
-    return Implementation(
-        f".{module}:{{name}}", (device_type,), machine.why_extension_unavailable, why_unsupported
-    )
+    """Returns an implementation by the compiled extension, for a type of device."""
+    return Implementation(function, (device_type,), machine.why_extension_unavailable, why_unsupported)
 
 
 def _may_be_kept(key: Any) -> bool:

@@ -82,7 +82,7 @@ _planning = _Planning()
 
 
 @contextlib.contextmanager
-def planned_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
+def taken_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
     """Passes this thread's launches of Triton kernels in a block to ``take`` instead of running them."""
     previous, _planning.take = _planning.take, take
     try:
@@ -99,7 +99,7 @@ def rehearsed_launches(take: Callable[[Launch], Any], chip: Chip) -> Iterator[No
     """
     previous, _planning.chip = _planning.chip, chip
     try:
-        with planned_launches(take), modes.meta_stands_for("cuda"):
+        with taken_launches(take), modes.meta_stands_for("cuda"):
             yield
     finally:
         _planning.chip = previous

@@ -298,14 +298,14 @@ class TransformerBlock(NamedTuple):
         )  # fmt: skip
 
 
-def is_frozen(bn: nn.Module) -> bool:
+def is_frozen_batch_norm(bn: nn.Module) -> bool:
     """Returns whether a BatchNorm is one of :data:`FROZEN_BATCH_NORMS`."""
     return type(bn).__name__ in FROZEN_BATCH_NORMS
 
 
 def trains(bn: nn.Module) -> bool:
     """Returns whether a BatchNorm normalizes by the batch now."""
-    return bn.training and not is_frozen(bn)
+    return bn.training and not is_frozen_batch_norm(bn)
 
 
 def written_of(bn: Any) -> tuple[Tensor | None, ...]:
@@ -324,7 +324,7 @@ def _settings_of(bn: Any) -> tuple[float | None, float]:
     Raises:
         TypeError: It is of another type.
     """
-    if is_frozen(bn):
+    if is_frozen_batch_norm(bn):
         return 0.1, getattr(bn, "eps", 1e-5)  # those of transformers have no attribute of it
     checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
     return bn.momentum, bn.eps

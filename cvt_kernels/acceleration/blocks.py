@@ -31,7 +31,7 @@ from ..records import (
     QuantizedLinear,
     Reduction,
     TransformerBlock,
-    is_frozen,
+    is_frozen_batch_norm,
     is_shadowed,
     written_of,
 )
@@ -193,7 +193,10 @@ class BlockParts(NamedTuple):
         """Returns the modules that the fused forward replaces, each with its allowed classes."""
         found: list[tuple[Any, Kinds]] = [(self.norm1, LAYER_NORMS), (self.norm2, LAYER_NORMS)]
         for conv, norm in self.pairs():
-            found += [(conv, (nn.Conv2d,)), (norm, (type(norm),) if is_frozen(norm) else BATCH_NORMS)]
+            found += [
+                (conv, (nn.Conv2d,)),
+                (norm, (type(norm),) if is_frozen_batch_norm(norm) else BATCH_NORMS),
+            ]
         if self.reduction is not None:
             found += zip(self.reduction, ((nn.Conv2d,), (nn.LayerNorm,)), strict=True)
         if self.pooling is not None:
@@ -388,7 +391,7 @@ def why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None
         kernel, stride, padding, dilation = conv.kernel_size, conv.stride, conv.padding, conv.dilation
         if (kernel[0], stride[0], padding[0], dilation[0]) != (kernel[1], stride[1], padding[1], dilation[1]):
             return "a convolution is not the same in both directions"
-        if bn.running_mean is not None and not (is_frozen(bn) or bn.track_running_stats):
+        if bn.running_mean is not None and not (is_frozen_batch_norm(bn) or bn.track_running_stats):
             return "a BatchNorm has running statistics that it no longer tracks"
     return None
 

@@ -179,7 +179,7 @@ def plan(
     # Dummy tensors are distinct where the call may pass the same tensor twice.
     alone = pytree.tree_map_only(Tensor, _like, call)
     recording = _Recording(alone)
-    with launching.planned_launches(recording.events.append), recording:
+    with launching.taken_launches(recording.events.append), recording:
         out = function(alone)
     if (recording.computes and not computes) or not recording.launches:
         return None
@@ -228,7 +228,7 @@ def _started(recording: _Recording, leaves: Sequence[Tensor]) -> Iterator[Callab
         declaration.noted_choices() as choices,
         weight_cache.noted_uses() as uses,
         launching.current_device_of(leaves[0]),
-        launching.planned_launches(take),
+        launching.taken_launches(take),
         recording,
     ):
         yield may_be_planned

@@ -22,7 +22,7 @@ from transformers import (
 import cvt_kernels as ck
 from cvt.backbone import CvtBackbone, CvtBackboneConfig, backbone_of
 from cvt.factory import randomize
-from cvt_kernels.records import is_frozen
+from cvt_kernels.records import is_frozen_batch_norm
 from tests.checks import DOCS, python_blocks, run_blocks
 from tests.cvt.models import huggingface_twin, quantized, small
 
@@ -209,7 +209,7 @@ def test_frozen_batch_norms_in_training():
     model, labels = detr()
     randomize(model)
     own = copy.deepcopy(model.train())
-    assert sum(is_frozen(module) for module in model.modules()) == 3 * 6
+    assert sum(is_frozen_batch_norm(module) for module in model.modules()) == 3 * 6
     assert all(row.fused for row in ck.coverage(ck.accelerate(model)) if row.class_name == "CvtLayer")
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for each in (own, model):

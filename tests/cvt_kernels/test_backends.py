@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt_kernels import autotune, backends, dispatch
+from cvt_kernels import autotune, backends, dispatch, machine
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.kinds import size_class
 from tests.checks import add_marked_backend, not_built, remember_entry
@@ -51,6 +51,17 @@ def test_an_implementation_is_loaded_where_it_is_chosen():
     with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.kinds:size_class")):
         choice = dispatch._choice("gelu", "cpu")
     assert choice.eager.function is choice.in_graphs.function is size_class
+
+
+def test_every_declared_function_can_be_imported():
+    pytest.importorskip("triton")
+    for operator, known in backends.implementations.items():
+        for backend, implementation in known.items():
+            if machine.why_extension_unavailable("cpu") is not None and backend in ("cpu", "cuda"):
+                continue  # the extension is not built here
+            loaded = implementation.load()
+            assert callable(loaded.function), (operator, backend)
+            assert loaded.why_unsupported is None or callable(loaded.why_unsupported), (operator, backend)
 
 
 def no_tanh(x, *, approximate):

@@ -78,7 +78,12 @@ ACCESSES = "tests/cvt_kernels/ops/test_accesses.py"
 FAULTS = {
     "values": (" * scale.to(WIDE)", " + scale.to(WIDE)", "tests/contract", "::test_values"),
     "gradients": ('"has no gradients"', "None", "tests/contract", "::test_gradients_are_refused"),
-    "fake": ("x.new_empty(x.shape,", "x.new_empty(x.shape[:-1],", "tests/contract", "::test_compiled"),
+    "shapes": (
+        '("scaled_rows", _scaled)',
+        '("scaled_rows", lambda x, scale: x[0])',
+        "tests/contract",
+        "::test_compiled",
+    ),
     "bounds": (".element_ty), mask=i < elements)", ".element_ty))", ACCESSES, "outside of its tensors"),
     "bytes": ('names="x out"', 'names="x"', ACCESSES, "::test_launches_move_the_bytes_that_are_said"),
     "arguments": (

@@ -77,11 +77,19 @@ def module_name(path):
 MODULES = {module_name(path): path for path in FILES}
 
 
+def is_for_types(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def imports_of(name):
-    """Yields the modules of the project that a file imports, wherever in the file."""
+    """Yields the modules of the project that a file imports, wherever in it, but not for types alone."""
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(parsed(path)):
+    tree = parsed(path)
+    for_types = {each for node in tree.body if is_for_types(node) for each in node.body}
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
@@ -121,6 +129,24 @@ def test_imports_go_downwards():
 
 def test_no_circle_of_files():
     list(graphlib.TopologicalSorter(graph()).static_order())  # whose error names the circle
+
+
+def test_editors_find_the_kernels_that_a_declaration_names():
+    """Type checkers import beside ``lazy`` what a call imports, under the same names."""
+    found = 0
+    for name, path in MODULES.items():
+        for node in filter(is_for_types, parsed(path).body):
+            match node.orelse:
+                case [
+                    ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call(args=[_, *modules]) as call)
+                ]:
+                    assert ast.unparse(call).startswith("lazy(__name__, "), name
+                    imported = {alias.asname: alias.name for each in node.body for alias in each.names}
+                    assert all(each.level == 1 and each.module is None for each in node.body), name
+                    named = [(t.id, m.value) for t, m in zip(targets, modules, strict=True)]
+                    assert dict(named) == imported, name
+                    found += 1
+    assert found >= 14
 
 
 @pytest.mark.parametrize("package", [cvt_kernels, cvt], ids=lambda package: package.__name__)

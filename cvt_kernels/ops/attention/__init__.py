@@ -5,18 +5,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
 from ..kinds import first_images, images_within, scores_within, size_class
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
@@ -125,8 +131,8 @@ def _first_queries(call: Record, most: int) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels(),
-        "cpu": extension_kernels(),
+        "triton": triton_kernels(_triton.attention, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.attention, _cpu.why_unsupported),
         "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
     },
     kind=_kind,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, dispatch, modes, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import layer_norm
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _SAMPLE = 2**18  # elements
 
@@ -91,8 +97,8 @@ def _sample(factor: int, call: Record) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels(),
-        "cpu": extension_kernels(),
+        "triton": triton_kernels(_triton.conv_embedding, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.conv_embedding, _cpu.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
     kind=_kind,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, dispatch, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import facts_of_pairs, gluon_kernels, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
@@ -21,8 +21,14 @@ from ..conv_projection import (
 )
 from ..linear import linear
 
+if TYPE_CHECKING:
+    from . import gluon as _gluon
+    from . import triton as _triton
+else:
+    _gluon, _triton = lazy(__name__, "gluon", "triton")
+
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
-Linear = tuple[Tensor, Tensor | None]
+WeightAndBias = tuple[Tensor, Tensor | None]
 
 
 def _with_tuples(call: Any) -> Any:
@@ -31,7 +37,7 @@ def _with_tuples(call: Any) -> Any:
     return call._replace(convs=convs, linears=linears)
 
 
-def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[Linear]) -> None:
+def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[WeightAndBias]) -> None:
     if len(linears) != len(convs):
         raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
     for i, pair in enumerate(linears):
@@ -70,8 +76,8 @@ def _kind(call: Record) -> str:
 
 @operator(
     backends={
-        "gluon": gluon_kernels(),
-        "triton": triton_kernels(),
+        "gluon": gluon_kernels(_gluon.conv_linear, _gluon.why_unsupported),
+        "triton": triton_kernels(_triton.conv_linear, _triton.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
     kind=_kind,
@@ -82,7 +88,7 @@ def _kind(call: Record) -> str:
     facts={"convs": (facts_of_convs,), "linears": (facts_of_pairs,)},
 )
 def conv_linear(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[WeightAndBias]
 ) -> tuple[Tensor, ...]:
     """Computes linearᵢ(BatchNormᵢ(depthwise_convᵢ(x))) for every branch, on tokens, in evaluation.
 

@@ -23,10 +23,8 @@ from .. import planned_launches, weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ..conv_projection.triton.sliding import has_sliding_kernel
 from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
-from . import few_rows
+from . import WeightAndBias, few_rows
 from .few_rows import GROUP_ROWS
-
-Linear = tuple[Tensor, Tensor | None]
 
 
 class Projection(NamedTuple):
@@ -115,7 +113,7 @@ def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors if tensor is not None]
 
 
-def packed_linears(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+def packed_linears(linears: Sequence[WeightAndBias]) -> tuple[Tensor, Tensor | None]:
     """Returns the weights and the biases of linear layers below one another, kept until one changes."""
     weights, biases = [weight for weight, _ in linears], [bias for _, bias in linears]
 
@@ -136,14 +134,14 @@ def stacked_rows(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm
 
 
 def taps_of(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[WeightAndBias]
 ) -> Tensor | None:
     """Returns the taps for one launch; None for two."""
     return few_rows.packed_taps(convs) if is_one_launch(x, grid, convs, linears) else None
 
 
 def is_one_launch(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[WeightAndBias]
 ) -> bool:
     """Returns whether a call that is served here takes one launch, as that of few tokens does."""
     return few_rows.tile_rows(x, Geometry.of(grid, convs), linears[0][0].shape[0]) is not None
@@ -171,7 +169,7 @@ def prepare(multiply: Multiply, call: Record) -> Callable[..., Any] | None:
         return None
 
     def serve_planned(
-        x: Tensor, grid: tuple[int, int], convs: Any, linears: Sequence[Linear]
+        x: Tensor, grid: tuple[int, int], convs: Any, linears: Sequence[WeightAndBias]
     ) -> tuple[Tensor, ...]:
         taps = few_rows.packed_taps(convs) if is_few else None
         out = plan(x, grid, convs, *packed_linears(linears), None, taps)
@@ -189,7 +187,7 @@ def why_unsupported(call: Record) -> str | None:
 
 
 def why_not_projected(
-    x: Tensor, grid: tuple[int, int], convs: Sequence[Any], linears: Sequence[Linear]
+    x: Tensor, grid: tuple[int, int], convs: Sequence[Any], linears: Sequence[WeightAndBias]
 ) -> str | None:
     """Returns why a call is not served in two launches, or None."""
     if any(type(branch) is not ConvBatchNorm for branch in convs):

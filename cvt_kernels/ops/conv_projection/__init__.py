@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, dispatch, modes
-from ...backends import Record
+from ...backends import Record, lazy
 from ...declaration import extension_kernels, facts_of, facts_of_tensor, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
 from ..kinds import first_images, images_within, size_class
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
 
@@ -115,7 +121,10 @@ def _instead(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "cpu": extension_kernels()},
+    backends={
+        "triton": triton_kernels(_triton.conv_projection, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.conv_projection, _cpu.why_unsupported),
+    },
     kind=kind_of_projection,
     sample=sample_of_projection,
     arguments=_with_tuple,

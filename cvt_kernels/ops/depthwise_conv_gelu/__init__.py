@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Record
+from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..kinds import first_images, gelu_words, images_within, size_class
 from ..layer_norm_gelu import check_approximate
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
 _SAMPLE = 2**18  # elements
@@ -58,7 +64,10 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "cpu": extension_kernels(why_unsupported=None)},
+    backends={
+        "triton": triton_kernels(_triton.depthwise_conv_gelu, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.depthwise_conv_gelu),
+    },
     kind=_kind,
     sample=_sample,
     check=_check,

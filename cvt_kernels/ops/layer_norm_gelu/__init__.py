@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator
 from ...records import GeluVariant, Norm
 from ..kinds import gelu_words, sampled, size_class
+
+if TYPE_CHECKING:
+    from . import extension as _extension
+else:
+    (_extension,) = lazy(__name__, "extension")
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
@@ -36,10 +41,12 @@ def _why_norm_unsupported(call: Record) -> str | None:
     return _why_gelu_unsupported(call)
 
 
-def _backends(why_cuda_unsupported: Callable[[Record], str | None]) -> dict[str, Implementation]:
+def _backends(
+    function: Callable[[Record], Any], why_cuda_unsupported: Callable[[Record], str | None]
+) -> dict[str, Implementation]:
     return {
-        "cuda": extension_kernels("cuda", module="extension", why_unsupported=why_cuda_unsupported),
-        "cpu": extension_kernels("cpu", module="extension", why_unsupported=None),
+        "cuda": extension_kernels(function, why_cuda_unsupported, device_type="cuda"),
+        "cpu": extension_kernels(function),
     }
 
 
@@ -57,15 +64,10 @@ def _kind(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-_OF_NORMS: dict[str, Any] = {
-    "backends": _backends(_why_norm_unsupported),
+_OF_ALL: dict[str, Any] = {
     "kind": _kind,
     "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
-}
-_OF_GELU: dict[str, Any] = {
-    **_OF_NORMS,
-    "backends": _backends(_why_gelu_unsupported),
 }
 
 
@@ -75,7 +77,9 @@ def _check_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(check=_check_layer_norm, **_OF_NORMS)
+@operator(
+    backends=_backends(_extension.layer_norm, _why_norm_unsupported), check=_check_layer_norm, **_OF_ALL
+)
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -136,7 +140,11 @@ def _check_add_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(check=_check_add_layer_norm, **_OF_NORMS)
+@operator(
+    backends=_backends(_extension.add_layer_norm, _why_norm_unsupported),
+    check=_check_add_layer_norm,
+    **_OF_ALL,
+)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -174,7 +182,7 @@ def _check_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check_gelu, **_OF_GELU)
+@operator(backends=_backends(_extension.gelu, _why_gelu_unsupported), check=_check_gelu, **_OF_ALL)
 def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016), exactly or approximated.
 
@@ -202,7 +210,7 @@ def _check_bias_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check_bias_gelu, **_OF_GELU)
+@operator(backends=_backends(_extension.bias_gelu, _why_gelu_unsupported), check=_check_bias_gelu, **_OF_ALL)
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes gelu(x + bias).
 
@@ -227,7 +235,11 @@ def _check_layer_norm_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(check=_check_layer_norm_gelu, **_OF_NORMS)
+@operator(
+    backends=_backends(_extension.layer_norm_gelu, _why_norm_unsupported),
+    check=_check_layer_norm_gelu,
+    **_OF_ALL,
+)
 def layer_norm_gelu(
     x: Tensor,
     weight: Tensor | None = None,

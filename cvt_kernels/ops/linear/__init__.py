@@ -17,20 +17,26 @@ Elsewhere, and where the cache entry says so, they run the separate operators on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, dispatch, modes, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..autograd import check_inplace
 from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
 from ..layer_norm_gelu import add_layer_norm, bias_gelu, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
+
+if TYPE_CHECKING:
+    from . import gluon as _gluon
+    from . import triton as _triton
+else:
+    _gluon, _triton = lazy(__name__, "gluon", "triton")
 
 _SAMPLE = 2**25  # products of two numbers
 
@@ -101,7 +107,7 @@ def _sample(factor: int, call: Record) -> Record:
         "float32": Implementation(
             primitives.by_float32, ("cpu",), why_unsupported=primitives.why_float32_unsupported
         ),
-        "triton": triton_kernels("why_linear_unsupported", is_partial=True),
+        "triton": triton_kernels(_triton.linear, _triton.why_linear_unsupported, is_partial=True),
     },
     kind=_kind_of_linear,
     sample=_sample,
@@ -241,8 +247,8 @@ def _instead_of_gelu(call: Any) -> Callable[..., Tensor] | None:
 
 @operator(
     backends={
-        "gluon": gluon_kernels(),
-        "triton": triton_kernels(),
+        "gluon": gluon_kernels(_gluon.linear_gelu, _gluon.why_unsupported),
+        "triton": triton_kernels(_triton.linear_gelu, _triton.why_unsupported),
         "composed": Implementation(_compose_gelu, ("cuda",)),
     },
     check=_check_linear_gelu,
@@ -302,8 +308,8 @@ def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
 
 @operator(
     backends={
-        "gluon": gluon_kernels(),
-        "triton": triton_kernels(),
+        "gluon": gluon_kernels(_gluon.linear_add, _gluon.why_unsupported),
+        "triton": triton_kernels(_triton.linear_add, _triton.why_unsupported),
         "composed": Implementation(_compose_add, ("cuda",)),
     },
     check=_check_scaled_sum,
@@ -356,7 +362,10 @@ def _check_linear_add_layer_norm(call: Any) -> None:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "composed": Implementation(_compose_add_layer_norm, ("cuda",))},
+    backends={
+        "triton": triton_kernels(_triton.linear_add_layer_norm, _triton.why_unsupported),
+        "composed": Implementation(_compose_add_layer_norm, ("cuda",)),
+    },
     check=_check_linear_add_layer_norm,
     instead=lambda call: None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm,
     **_OF_FUSED,

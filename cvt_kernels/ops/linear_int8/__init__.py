@@ -6,19 +6,25 @@ rounding has no gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
 from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 #: The most inputs of a linear layer whose sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
@@ -35,11 +41,14 @@ def _kind_of_rows(call: Record) -> str:
     return words + ("" if call.scale is None else ", one scale") + ("" if x.is_contiguous() else ", strided")
 
 
+def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
+    return {
+        "triton": triton_kernels(by_triton, _triton.why_rows_unsupported),
+        "cpu": extension_kernels(by_cpu, _cpu.why_rows_unsupported),
+    }
+
+
 _OF_ROWS: dict[str, Any] = {
-    "backends": {
-        "triton": triton_kernels("why_rows_unsupported"),
-        "cpu": extension_kernels(why_unsupported=".cpu:why_rows_unsupported"),
-    },
     "kind": _kind_of_rows,
     "sample": sampled(2**18, "x"),
     "values": ("scale", lambda call: check_scale("scale", call.scale, call.x)),
@@ -51,7 +60,9 @@ def _check_quantize_rows(call: Any) -> None:
     _check_no_gradient(call.x)
 
 
-@operator(check=_check_quantize_rows, **_OF_ROWS)
+@operator(
+    backends=_backends(_triton.quantize_rows, _cpu.quantize_rows), check=_check_quantize_rows, **_OF_ROWS
+)
 def quantize_rows(
     x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> QuantizedRows:
@@ -99,7 +110,11 @@ def _check_layer_norm_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.weight, call.bias, call.shift)
 
 
-@operator(check=_check_layer_norm_quantize, **_OF_ROWS)
+@operator(
+    backends=_backends(_triton.layer_norm_quantize, _cpu.layer_norm_quantize),
+    check=_check_layer_norm_quantize,
+    **_OF_ROWS,
+)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -145,7 +160,9 @@ def _check_gelu_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.bias)
 
 
-@operator(check=_check_gelu_quantize, **_OF_ROWS)
+@operator(
+    backends=_backends(_triton.gelu_quantize, _cpu.gelu_quantize), check=_check_gelu_quantize, **_OF_ROWS
+)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -303,8 +320,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 @operator(
     name="linear_int8",
     backends={
-        "triton": triton_kernels("why_linear_unsupported"),
-        "cpu": extension_kernels(),
+        "triton": triton_kernels(_triton.linear_int8, _triton.why_linear_unsupported),
+        "cpu": extension_kernels(_cpu.linear_int8, _cpu.why_unsupported),
         "int_mm": Implementation(
             primitives.by_int_mm,
             ("cpu", "cuda"),

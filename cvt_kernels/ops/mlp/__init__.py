@@ -7,17 +7,22 @@ training: of the hidden features it keeps GELU's input only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ... import checks, dispatch, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
 from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_factors, check_linear, linear_add, linear_gelu
+
+if TYPE_CHECKING:
+    from . import triton as _triton
+else:
+    (_triton,) = lazy(__name__, "triton")
 
 
 def _check(call: Any) -> None:
@@ -53,7 +58,10 @@ def _kind(call: Record) -> str:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "composed": Implementation(_compose, ("cuda",))},
+    backends={
+        "triton": triton_kernels(_triton.layer_norm_mlp, _triton.why_unsupported),
+        "composed": Implementation(_compose, ("cuda",)),
+    },
     kind=_kind,
     sample=sampled(2**18, "x"),
     check=_check,
@@ -130,7 +138,7 @@ def _sample_of_sum(factor: int, call: Record) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels("why_sum_unsupported", is_partial=True),
+        "triton": triton_kernels(_triton.mlp_add, _triton.why_sum_unsupported, is_partial=True),
         "composed": Implementation(_compose_sum, ("cuda",)),
     },
     kind=_kind_of_sum,

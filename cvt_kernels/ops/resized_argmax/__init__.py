@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes
-from ...backends import Record
+from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..kinds import first_images, images_within, size_class
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _SHAPE = "(batch, classes, height, width)"
 _SAMPLE = 2**18  # numbers of the resized logits
@@ -53,7 +59,10 @@ def _score(call: Record, outputs: list[Tensor]) -> list[Tensor]:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "cpu": extension_kernels()},
+    backends={
+        "triton": triton_kernels(_triton.resized_argmax, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.resized_argmax, _cpu.why_unsupported),
+    },
     kind=_kind,
     sample=_sample,
     check=_check,

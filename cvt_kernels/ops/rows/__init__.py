@@ -6,18 +6,24 @@ They are for blocks that compute only some of the tokens. ``rows`` has their ind
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...backends import Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..autograd import check_inplace
 from ..kinds import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
 _SAMPLE = 2**18  # elements
@@ -60,10 +66,16 @@ def _check_unique(rows: Tensor, tokens: int) -> None:
 
 
 _OF_ROWS: dict[str, Any] = {
-    "backends": {"triton": triton_kernels(), "cpu": extension_kernels(why_unsupported=None)},
     "kind": _kind,
     "sample": _sample,
 }
+
+
+def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
+    return {
+        "triton": triton_kernels(by_triton, _triton.why_unsupported),
+        "cpu": extension_kernels(by_cpu),
+    }
 
 
 def _check_values(call: Any) -> None:
@@ -74,7 +86,12 @@ def _check_gather_rows(call: Any) -> None:
     _check_index(call.x, call.rows)
 
 
-@operator(check=_check_gather_rows, values=("rows", _check_values), **_OF_ROWS)
+@operator(
+    backends=_backends(_triton.gather_rows, _cpu.gather_rows),
+    check=_check_gather_rows,
+    values=("rows", _check_values),
+    **_OF_ROWS,
+)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the tokens of x at ``rows``; zeros where a row is -1.
 
@@ -103,7 +120,12 @@ def _check_gather_add_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(check=_check_gather_add_layer_norm, values=("rows", _check_values), **_OF_ROWS)
+@operator(
+    backends=_backends(_triton.gather_add_layer_norm, _cpu.gather_add_layer_norm),
+    check=_check_gather_add_layer_norm,
+    values=("rows", _check_values),
+    **_OF_ROWS,
+)
 def gather_add_layer_norm(
     x: Tensor,
     rows: Tensor,
@@ -154,7 +176,12 @@ def _check_places(call: Any) -> None:
         _check_inplace(call.x, call.values, call.branch)
 
 
-@operator(check=_check_scatter_rows, values=("rows", _check_places), **_OF_ROWS)
+@operator(
+    backends=_backends(_triton.scatter_rows, _cpu.scatter_rows),
+    check=_check_scatter_rows,
+    values=("rows", _check_places),
+    **_OF_ROWS,
+)
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:

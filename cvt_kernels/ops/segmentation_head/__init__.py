@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks
-from ...backends import Record
+from ...backends import Record, lazy
 from ...declaration import extension_kernels, facts_of_pairs, operator, triton_kernels
 from ..kinds import first_images, images_within, size_class
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+    from . import triton as _triton
+else:
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 _MAP, _WEIGHT, _CLASSIFIER = "(batch, C, height, width)", "(channels, C)", "(classes, channels)"
 _SAMPLE = 2**16  # numbers of the sum
@@ -77,7 +83,10 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 @operator(
-    backends={"triton": triton_kernels(), "cpu": extension_kernels()},
+    backends={
+        "triton": triton_kernels(_triton.segmentation_head, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.segmentation_head, _cpu.why_unsupported),
+    },
     kind=_kind,
     sample=_sample,
     check=_check,

@@ -7,20 +7,25 @@ operators of this package one after the other, each with its own cache entry.
 from __future__ import annotations
 
 import math
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, facts_of_tensor, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..kinds import first_images, gelu_words, images_within, scores_within, size_class
 from ..onednn_layers import why_unavailable
 from . import checking, composed, onednn
+
+if TYPE_CHECKING:
+    from . import cpu as _cpu
+else:
+    (_cpu,) = lazy(__name__, "cpu")
 
 _SAMPLE = 2**17  # elements
 _NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
@@ -161,7 +166,7 @@ def transformer_block(
 
 @operator(
     backends={
-        "cpu": extension_kernels(),
+        "cpu": extension_kernels(_cpu.transformer_block, _cpu.why_unsupported),
         "composed": Implementation(composed.transformer_block, ("cpu", "cuda")),
         "onednn": Implementation(onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported),
     },

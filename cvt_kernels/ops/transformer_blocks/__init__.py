@@ -9,15 +9,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ... import backends, checks, dispatch, reference
-from ...backends import Implementation, Record
+from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator
 from ...records import TransformerBlock
 from ..transformer_block import checking, composed, facts_of_block
+
+if TYPE_CHECKING:
+    from . import gluon as _gluon
+else:
+    (_gluon,) = lazy(__name__, "gluon")
 
 
 def _blocks_of(call: Any) -> list[Record]:
@@ -78,7 +83,10 @@ def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) 
 
 
 @operator(
-    backends={"gluon": gluon_kernels(), "composed": Implementation(_compose, ("cpu", "cuda"))},
+    backends={
+        "gluon": gluon_kernels(_gluon.transformer_blocks, _gluon.why_unsupported),
+        "composed": Implementation(_compose, ("cpu", "cuda")),
+    },
     kind=_kind,
     sample=_sample,
     defaults=("composed", "reference"),

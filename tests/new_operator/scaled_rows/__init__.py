@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from cvt_kernels import checks
+from cvt_kernels.backends import lazy
 from cvt_kernels.declaration import operator, triton_kernels
 from cvt_kernels.ops.kinds import rows_of, sampled, size_class
+
+if TYPE_CHECKING:
+    from . import triton as _triton
+else:
+    (_triton,) = lazy(__name__, "triton")
 
 
 def _check(call: Any) -> None:
@@ -23,7 +29,7 @@ def _kind(call: Any) -> str:
 
 
 @operator(
-    backends={"triton": triton_kernels()},
+    backends={"triton": triton_kernels(_triton.scaled_rows, _triton.why_unsupported)},
     kind=_kind,
     sample=sampled(2**18, "x"),
     check=_check,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cvt_kernels import launching, modes
 from cvt_kernels.backends import Record
+from cvt_kernels.ops.graph_operators import launcher
 from cvt_kernels.ops.planned_launches import planned
 from cvt_kernels.ops.triton_launch import ELEMENTS, accumulator_dtype, grid_dependency_synchronize
 
@@ -26,29 +27,21 @@ def _scaled_rows_kernel(
     tl.store(out_ptr + i, (x.to(WIDE) * scale.to(WIDE)).to(out_ptr.dtype.element_ty), mask=i < elements)
 
 
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
+
+
+@launcher("scaled_rows", _scaled)
 def scaled_rows_forward(x: Tensor, scale: Tensor) -> Tensor:
     """Launches the kernel; a tensor that is not contiguous is copied first."""
     x = x.contiguous()
-    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, scale.dtype))
+    out = _scaled(x, scale)
     launching.launch(
         _scaled_rows_kernel, (-(-x.numel() // _BLOCK),), on=x, options={"num_warps": 4},
         x_ptr=x, scale_ptr=scale.contiguous(), out_ptr=out, channels=x.shape[-1], elements=x.numel(),
         WIDE=ELEMENTS[accumulator_dtype(out)], BLOCK=_BLOCK,
     )  # fmt: skip
     return out
-
-
-_forward_op = torch.library.custom_op(
-    "cvt_kernels::scaled_rows",
-    scaled_rows_forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor scale) -> Tensor",
-)  # fmt: skip
-
-
-@_forward_op.register_fake
-def _(x, scale):
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
 
 
 def why_unsupported(call: Record) -> str | None:
@@ -61,4 +54,4 @@ def why_unsupported(call: Record) -> str | None:
 @planned
 def scaled_rows(call: Record) -> Tensor:
     """Computes ``scaled_rows`` for checked arguments."""
-    return (_forward_op if torch.compiler.is_compiling() else scaled_rows_forward)(*call)
+    return scaled_rows_forward(*call)

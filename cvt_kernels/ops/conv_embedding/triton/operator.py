@@ -1,4 +1,4 @@
-"""Custom operator for torch.compile and backend functions of the embedding's Triton kernels."""
+"""Operator for torch.compile and backend function of the embedding's Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .... import modes
 from ....backends import Record
+from ...graph_operators import launcher
 from ...planned_launches import planned
 from .common import MAX_CHANNELS
 from .embed import embed, why_not_embedded
@@ -17,6 +18,16 @@ from .normalize import normalize
 from .patches import gather, why_not_gathered
 
 
+def _tokens(
+    image: Tensor, weight: Tensor, bias: Any, norm_weight: Any, norm_bias: Any, stride: int, padding: int,
+    eps: float, class_token: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    height, width = ((n + 2 * padding - weight.shape[3]) // stride + 1 for n in image.shape[2:])
+    tokens = height * width + (class_token is not None)
+    return image.new_empty(image.shape[0], tokens, weight.shape[0], dtype=dtype)
+
+
+@launcher("conv_embedding", _tokens)
 def _embedding(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
     stride: int, padding: int, eps: float, class_token: Tensor | None, dtype: torch.dtype,
@@ -35,16 +46,6 @@ def _embedding(
     x = F.conv2d(image, weight, None, stride, padding)
     x = x.permute(0, 2, 3, 1).contiguous().flatten(1, 2)
     return normalize(x, *vectors, eps=eps, dtype=dtype)
-
-
-_embedding_op = torch.library.custom_op("cvt_kernels::conv_embedding", _embedding, mutates_args=())
-
-
-@_embedding_op.register_fake
-def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype):
-    height, width = ((n + 2 * padding - weight.shape[3]) // stride + 1 for n in image.shape[2:])
-    tokens = height * width + (class_token is not None)
-    return image.new_empty(image.shape[0], tokens, weight.shape[0], dtype=dtype)
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -81,5 +82,4 @@ def conv_embedding(call: Record) -> Tensor:
     if (lower := modes.autocast_dtype(image)) is not None:
         image, weight, bias = image.to(lower), weight.to(lower), None if bias is None else bias.to(lower)
         dtype = torch.float32 if image.is_cuda else lower
-    operator: Any = _embedding_op if torch.compiler.is_compiling() else _embedding
-    return operator(image, weight, bias, *others, dtype)
+    return _embedding(image, weight, bias, *[*others, dtype])

@@ -16,14 +16,12 @@ from ....records import ConvBatchNorm
 from ... import planned_launches
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
+from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
 from ...triton_launch import grid_dependency_synchronize
 from ...triton_tf32 import rounded
 from .. import stacked
 from .common import MAX_CHANNELS, Plan
-
-#: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
-Linear = tuple[Tensor, Tensor | None]
 
 # The convolutions -----------------------------------------------------------------------------------------
 
@@ -393,15 +391,33 @@ def _conv_linear_fwd_kernel(
             )  # fmt: skip
 
 
+def _geometry(grid: Sequence[int], strides: Sequence[int], epss: Sequence[float]) -> Geometry:
+    """Returns the geometry of 3×3 convolutions with padding 1."""
+    height, width = grid
+    n = len(strides)
+    return Geometry((height, width), (3,) * n, tuple(strides), (1,) * n, (1,) * n, tuple(epss))
+
+
+def _tokens(
+    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: Any, gammas: Any, betas: Any,
+    means: Any, variances: Any, linears: list[Tensor], biases: Any,
+) -> list[Tensor]:  # fmt: skip
+    geometry = _geometry(grid, strides, epss)
+    return [
+        x.new_empty(x.shape[0], h * w + class_tokens(x, geometry), linear.shape[0])
+        for (h, w), linear in zip(geometry.output_grids, linears, strict=True)
+    ]
+
+
+@launcher("conv_linear", _tokens)
 def conv_linear_forward(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
-    betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
-    linears: Sequence[Tensor], biases: Sequence[Tensor | None],
+    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: list[Tensor],
+    gammas: list[Tensor], betas: list[Tensor], means: list[Tensor], variances: list[Tensor],
+    linears: list[Tensor], biases: list[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     """Returns every branch (B, Tᵢ, outputs), normalized by the given statistics (C,)."""
-    x = maybe_contiguous(x)
-    tokens = [h * w + class_tokens(x, geometry) for h, w in geometry.output_grids]
-    outs = [x.new_empty(x.shape[0], n, w.shape[0]) for n, w in zip(tokens, linears, strict=True)]
+    x, geometry = maybe_contiguous(x), _geometry(grid, strides, epss)
+    outs = _tokens(x, grid, strides, epss, weights, gammas, betas, means, variances, linears, biases)
     pointers = zip(gammas, betas, means, variances, biases, strict=True)
     kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in pointers])
     plan = Plan.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
@@ -413,35 +429,6 @@ def conv_linear_forward(
         stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
     )  # fmt: skip
     return outs
-
-
-# The operator of torch.compile ----------------------------------------------------------------------------
-
-
-@torch.library.custom_op("cvt_kernels::conv_linear", mutates_args=())
-def _forward_op(
-    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: list[Tensor],
-    gammas: list[Tensor], betas: list[Tensor], means: list[Tensor], variances: list[Tensor],
-    linears: list[Tensor], biases: list[Tensor | None],
-) -> list[Tensor]:  # fmt: skip
-    geometry = _geometry(grid, strides, epss)
-    return conv_linear_forward(x, geometry, weights, gammas, betas, means, variances, linears, biases)
-
-
-@_forward_op.register_fake
-def _(x, grid, strides, epss, weights, gammas, betas, means, variances, linears, biases):
-    geometry = _geometry(grid, strides, epss)
-    return [
-        x.new_empty(x.shape[0], h * w + class_tokens(x, geometry), linear.shape[0])
-        for (h, w), linear in zip(geometry.output_grids, linears, strict=True)
-    ]
-
-
-def _geometry(grid: Sequence[int], strides: Sequence[int], epss: Sequence[float]) -> Geometry:
-    """Returns the geometry of 3×3 convolutions with padding 1."""
-    height, width = grid
-    n = len(strides)
-    return Geometry((height, width), (3,) * n, tuple(strides), (1,) * n, (1,) * n, tuple(epss))
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -513,12 +500,9 @@ def _in_one(call: Record) -> tuple[Tensor, ...]:
     betas = [_contiguous(conv.bn_bias, x.new_zeros, x) for conv in convs]
     statistics = [[conv.running_mean for conv in convs], [conv.running_var for conv in convs]]
     means, variances = ([t.contiguous() for t in tensors if t is not None] for tensors in statistics)
-    geometry = Geometry.of(grid, convs)
+    constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
     vectors = gammas, betas, means, variances
-    if torch.compiler.is_compiling():
-        constants = list(grid), list(geometry.strides), list(geometry.epss)
-        return tuple(_forward_op(x, *constants, weights, *vectors, products, biases))
-    return tuple(conv_linear_forward(x, geometry, weights, *vectors, products, biases))
+    return tuple(conv_linear_forward(x, *constants, weights, *vectors, products, biases))
 
 
 def _contiguous(vector: Tensor | None, constant: Callable[[int], Tensor], x: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .... import launching
+from ...graph_operators import launcher
 from ...linear.triton.common import (
     Plan,
     add_products,
@@ -92,12 +95,17 @@ def _linear_int8_kernel(
         )  # fmt: skip
 
 
+def _allocated(x: Tensor, x_scales: Any, weight: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=others[-1])
+
+
+@launcher("triton_linear_int8", _allocated)
 def linear_int8_forward(
     x: Tensor, x_scales: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
     approximate: str | None, residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Returns the layer's result for contiguous values x (M, K) with their scales (M, 1)."""
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+    out = _allocated(x, x_scales, weight, dtype)
     plan = Plan.by(configuration_for(x, out, residual), x, weight, (out,))
     launching.launch(
         _linear_int8_kernel, (plan.programs,), on=x, options=plan.options,

@@ -1,4 +1,4 @@
-"""Custom operators for torch.compile and backend functions of the 8-bit Triton kernels."""
+"""Backend functions of the 8-bit Triton kernels."""
 
 from __future__ import annotations
 
@@ -15,40 +15,6 @@ from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_INPUTS
 from .forward import linear_int8_forward
 from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_rows_forward
-
-# The operators of torch.compile ---------------------------------------------------------------------------
-
-_rows_op = torch.library.custom_op(
-    "cvt_kernels::triton_quantize_rows", quantize_rows_forward, mutates_args=(),
-    schema="(Tensor x, Tensor? scale, ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_layer_norm_op = torch.library.custom_op(
-    "cvt_kernels::triton_layer_norm_quantize", layer_norm_quantize_forward, mutates_args=(),
-    schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift, Tensor? scale, "
-    "ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_gelu_op = torch.library.custom_op(
-    "cvt_kernels::triton_gelu_quantize", gelu_quantize_forward, mutates_args=(),
-    schema="(Tensor x, Tensor? bias, str approximate, Tensor? scale, ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_linear_op = torch.library.custom_op(
-    "cvt_kernels::triton_linear_int8", linear_int8_forward, mutates_args=(),
-    schema="(Tensor x, Tensor x_scales, Tensor weight, Tensor weight_scale, Tensor? bias, str? approximate, "
-    "Tensor? residual, ScalarType dtype) -> Tensor",
-)  # fmt: skip
-
-
-@_rows_op.register_fake
-@_layer_norm_op.register_fake
-@_gelu_op.register_fake
-def _(x, *others):
-    return torch.empty_like(x, dtype=others[-1]), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-
-
-@_linear_op.register_fake
-def _(x, x_scales, weight, weight_scale, bias, approximate, residual, dtype):
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
-
 
 # The backend ----------------------------------------------------------------------------------------------
 
@@ -96,7 +62,7 @@ def why_linear_unsupported(call: Record) -> str | None:
 def quantize_rows(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
     x, scale, dtype = call
-    return _served(_rows_op, quantize_rows_forward, x, scale, dtype)
+    return _served(quantize_rows_forward, x, scale, dtype)
 
 
 @planned
@@ -104,20 +70,20 @@ def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
     x, weight, bias, eps, shift, scale, dtype = call
     weight, bias, shift = map(contiguous, (weight, bias, shift))
-    return _served(_layer_norm_op, layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
+    return _served(layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
 
 
 @planned
 def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
     x, bias, approximate, scale, dtype = call
-    return _served(_gelu_op, gelu_quantize_forward, x, contiguous(bias), approximate, scale, dtype)
+    return _served(gelu_quantize_forward, x, contiguous(bias), approximate, scale, dtype)
 
 
-def _served(operator: Any, forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
-    """Calls an operator, or in eager mode its launcher, on the rows of x; reshapes the values like x."""
+def _served(forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
+    """Calls a launcher on the rows of x; reshapes the values like x."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    values, scales = (operator if torch.compiler.is_compiling() else forward)(rows, *others)
+    values, scales = forward(rows, *others)
     return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))
 
 
@@ -126,9 +92,9 @@ def linear_int8(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
     if x_scales is None:
-        x, x_scales = _served(_rows_op, quantize_rows_forward, x, input_scale, weight.dtype)
+        x, x_scales = _served(quantize_rows_forward, x, input_scale, weight.dtype)
     shape = (*x.shape[:-1], weight.shape[0])
-    args = (
+    out = linear_int8_forward(
         x.reshape(-1, x.shape[-1]).contiguous(),
         x_scales.contiguous(),
         weight.contiguous(),
@@ -138,5 +104,4 @@ def linear_int8(call: Record) -> Tensor:
         contiguous(residual),
         dtype,
     )
-    operator = _linear_op if torch.compiler.is_compiling() else linear_int8_forward
-    return operator(*args).view(shape)
+    return out.view(shape)

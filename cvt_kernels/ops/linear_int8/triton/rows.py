@@ -12,6 +12,7 @@ from torch import Tensor
 from .... import launching
 from ....records import LEAST
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
+from ...graph_operators import launcher
 from ...triton_gelu import activate
 from ...triton_launch import grid_dependency_synchronize
 from .common import RowSpec
@@ -197,11 +198,17 @@ def _gelu_quantize_kernel(
 # Launchers ------------------------------------------------------------------------------------------------
 
 
+def _allocated(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=others[-1]), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+
+
+@launcher("triton_quantize_rows", _allocated)
 def quantize_rows_forward(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the values and scales of contiguous rows x (M, C)."""
     return _launch(_quantize_rows_kernel, x, scale, dtype)
 
 
+@launcher("triton_layer_norm_quantize", _allocated)
 def layer_norm_quantize_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None,
     scale: Tensor | None, dtype: torch.dtype,
@@ -211,6 +218,7 @@ def layer_norm_quantize_forward(
     return _launch(_layer_norm_quantize_kernel, x, scale, dtype, **given)
 
 
+@launcher("triton_gelu_quantize", _allocated)
 def gelu_quantize_forward(
     x: Tensor, bias: Tensor | None, approximate: str, scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -222,8 +230,7 @@ def _launch(
     kernel: Any, x: Tensor, scale: Tensor | None, dtype: torch.dtype, **given: Any
 ) -> tuple[Tensor, Tensor]:
     rows = x.shape[0]
-    values = torch.empty_like(x, dtype=dtype)
-    scales = x.new_empty(rows, 1, dtype=torch.float32)
+    values, scales = _allocated(x, dtype)
     spec, config = RowSpec.of(x, dtype)
     launching.launch(
         kernel, (-(-rows // (spec.repeats * spec.rows)),), on=x, options=config.options,

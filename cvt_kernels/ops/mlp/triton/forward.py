@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from .... import launching, modes
 from ....backends import Record
+from ...graph_operators import launcher
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
 from ...triton_launch import contiguous, grid_dependency_synchronize
@@ -186,6 +189,11 @@ def _layer_norm_mlp_fwd_resident_kernel(
         tl.store(out_ptr + first + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@launcher("layer_norm_mlp", _like)
 def layer_norm_mlp_forward(
     x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, fc1_weight: Tensor,
     fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None, shift: Tensor | None, eps: float,
@@ -194,7 +202,7 @@ def layer_norm_mlp_forward(
     """Launches the kernel, with operands of ``dtype``; a tensor that is not contiguous is copied first."""
     channels, hidden = x.shape[-1], fc1_weight.shape[0]
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = _like(x)
     rows = x.numel() // channels
     config = configuration_for(x, hidden, dtype)
     kernel = _layer_norm_mlp_fwd_resident_kernel if config.resident else _layer_norm_mlp_fwd_kernel
@@ -211,21 +219,6 @@ def layer_norm_mlp_forward(
         BLOCK_ROWS=config.block_rows, BLOCK_HIDDEN=config.block_hidden,
     )  # fmt: skip
     return out
-
-
-# torch.compile --------------------------------------------------------------------------------------------
-
-_forward_op = torch.library.custom_op(
-    "cvt_kernels::layer_norm_mlp", layer_norm_mlp_forward, mutates_args=(),
-    schema="(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor fc1_weight, Tensor? fc1_bias, "
-    "Tensor fc2_weight, Tensor? fc2_bias, Tensor? shift, float eps, str approximate, ScalarType dtype) "
-    "-> Tensor",
-)  # fmt: skip
-
-
-@_forward_op.register_fake
-def _(x, *others):
-    return x.new_empty(x.shape)
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -259,7 +252,6 @@ def layer_norm_mlp(call: Record) -> Tensor:
     """
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, eps, approximate, shift = call
     dtype = modes.autocast_dtype(x) or x.dtype
-    launch = _forward_op if torch.compiler.is_compiling() else layer_norm_mlp_forward
-    return launch(
+    return layer_norm_mlp_forward(
         x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, shift, eps, approximate, dtype
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .... import launching
 from ...conv_embedding.triton.common import channels_of
+from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import RowSpec
 from .forward import added, load_rows, rows_of_tile, store_rows, vector_of
@@ -97,28 +100,31 @@ def _gather_add_layer_norm_backward_kernel(
             tl.store(sums_ptr + C + c, tl.sum(tl.sum(dbeta[part], axis=0), axis=0), mask=c < C)
 
 
+def _gradients(
+    dy: Tensor, dh: Any, h: Tensor, weight: Tensor | None, has_sums: bool, eps: float
+) -> list[Tensor]:
+    sums = [h.new_empty(2, h.shape[2], dtype=accumulator_dtype(h))] if has_sums else []
+    return [h.new_empty(h.shape), *sums]
+
+
+@launcher("triton_rows_layer_norm_backward", _gradients)
 def layer_norm_backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of h (B, K, C), to which dh is added, of weight and of bias; all contiguous."""
+    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, has_sums: bool, eps: float
+) -> list[Tensor]:
+    """Returns the gradient of h (B, K, C), to which dh is added, and of weight and bias with ``has_sums``.
+
+    Those are one tensor (2, C) in the dtype of sums. All tensors are contiguous.
+    """
     channels = h.shape[-1]
     rows = h.numel() // channels
     out = h.new_empty(h.shape)
     spec, config = RowSpec.of("backward", h)
     tiles = spec.tiles(rows)
     programs = min(tiles, config.resident_programs * launching.chip(h.device).multiprocessors)
-    has_sums = weight is not None or bias is not None
     sums = h.new_empty(programs, 2, channels, dtype=accumulator_dtype(h)) if has_sums else None
     launching.launch(
         _gather_add_layer_norm_backward_kernel, (programs,), on=h, options=config.options,
         dy_ptr=dy, dh_ptr=dh, h_ptr=h, gamma_ptr=weight, out_ptr=out, sums_ptr=sums, eps=eps, rows=rows,
         tiles=tiles, SPEC=spec,
     )  # fmt: skip
-    if sums is None:
-        return out, None, None
-    dweight, dbias = sums.sum(0)
-    return (
-        out,
-        None if weight is None else dweight.to(weight.dtype),
-        None if bias is None else dbias.to(bias.dtype),
-    )
+    return [out] if sums is None else [out, sums.sum(0)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from .... import launching
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
+from ...graph_operators import launcher
 from ...triton_launch import grid_dependency_synchronize
 from ..autograd import sum_dtype
 from .common import RowSpec
@@ -120,11 +123,16 @@ def _gather_rows_kernel(
     store_rows(out_ptr + image * count * C, row * C, row < count, xs, SPEC)
 
 
+def _gathered(x: Tensor, rows: Tensor) -> Tensor:
+    return x.new_empty(*rows.shape, x.shape[2])
+
+
+@launcher("triton_gather_rows", _gathered)
 def gather_rows_forward(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the rows (B, K, C) of x (B, T, C), with contiguous channels, at contiguous ``rows``."""
-    batch, tokens, channels = x.shape
-    count = rows.shape[1]
-    out = x.new_empty(batch, count, channels)
+    out = _gathered(x, rows)
+    batch, count, _ = out.shape
+    tokens = x.shape[1]
     spec, config = RowSpec.of("gather", x)
     tiles = spec.tiles(count)
     launching.launch(
@@ -156,6 +164,13 @@ def _gather_add_layer_norm_kernel(
     store_rows(y_ptr + first, row * C, mask, ys, SPEC)
 
 
+def _normalized(
+    x: Tensor, rows: Tensor, branch: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(branch, dtype=sum_dtype(x, branch)), torch.empty_like(branch, dtype=dtype)
+
+
+@launcher("triton_gather_add_layer_norm", _normalized)
 def gather_add_layer_norm_forward(
     x: Tensor, rows: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
     dtype: torch.dtype,
@@ -163,8 +178,7 @@ def gather_add_layer_norm_forward(
     """Returns h (B, K, C) and its LayerNorm in ``dtype``; x is as above, the others are contiguous."""
     batch, tokens, _ = x.shape
     count = rows.shape[1]
-    h = torch.empty_like(branch, dtype=sum_dtype(x, branch))
-    y = torch.empty_like(branch, dtype=dtype)
+    h, y = _normalized(x, rows, branch, weight, bias, eps, dtype)
     spec, config = RowSpec.of("normalize", h)
     tiles = spec.tiles(count)
     launching.launch(
@@ -219,6 +233,13 @@ def _scatter_rows_kernel(
     store_rows(out_ptr + image * tokens * C, token * C, is_token, ys, SPEC)
 
 
+def _scattered(x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Any, tokens: int) -> Tensor:
+    like = values if x is None else x
+    assert like is not None
+    return like.new_empty(rows.shape[0], tokens, like.shape[2])
+
+
+@launcher("triton_scatter_rows", _scattered)
 def scatter_rows_forward(
     x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Tensor | None, tokens: int
 ) -> Tensor:
@@ -226,20 +247,18 @@ def scatter_rows_forward(
 
     x is as above, the others are contiguous; x or values are given.
     """
-    like = values if x is None else x
-    assert like is not None
     batch, count = rows.shape
-    out = like.new_empty(batch, tokens, like.shape[2])
+    out = _scattered(x, rows, values, branch, tokens)
     spec, config = RowSpec.of("scatter", out)
     tiles = spec.tiles(tokens)
     image_stride, token_stride = (0, 0) if x is None else x.stride()[:2]
     places = rows.new_empty(batch, tokens, dtype=torch.int32)
     launching.launch(
-        _scatter_rows_places_kernel, (batch,), on=like, options=config.options,
+        _scatter_rows_places_kernel, (batch,), on=rows, options=config.options,
         rows_ptr=rows, places_ptr=places, tokens=tokens, count=count, CHUNK=CHUNK,
     )  # fmt: skip
     launching.launch(
-        _scatter_rows_kernel, (batch * tiles,), on=like, options=config.options,
+        _scatter_rows_kernel, (batch * tiles,), on=rows, options=config.options,
         x_ptr=x, places_ptr=places, values_ptr=values, branch_ptr=branch, out_ptr=out,
         image_stride=image_stride, token_stride=token_stride, tokens=tokens, count=count, tiles=tiles,
         SPEC=spec,
@@ -264,6 +283,7 @@ def _scatter_rows_inplace_kernel(
     store_rows(x_ptr + image * tokens * C, token * C, is_token, ys, SPEC)
 
 
+@launcher("triton_scatter_rows_", mutates=("x",))
 def scatter_rows_inplace_forward(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
     """Writes values + branch (B, K, C) to the rows of x (B, T, C); all are contiguous."""
     batch, tokens, _ = x.shape

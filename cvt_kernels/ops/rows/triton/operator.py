@@ -1,7 +1,4 @@
-"""Custom operators for torch.compile and backend functions of the Triton kernels on rows.
-
-In eager mode the launchers are called directly; a registered operator would cost more host time per call.
-"""
+"""Backend functions of the Triton kernels on rows."""
 
 from __future__ import annotations
 
@@ -24,58 +21,6 @@ from .forward import (
     scatter_rows_inplace_forward,
 )
 
-# The operators of torch.compile ---------------------------------------------------------------------------
-
-_gather_op = torch.library.custom_op(
-    "cvt_kernels::triton_gather_rows", gather_rows_forward, mutates_args=(),
-    schema="(Tensor x, Tensor rows) -> Tensor",
-)  # fmt: skip
-_gather_add_layer_norm_op = torch.library.custom_op(
-    "cvt_kernels::triton_gather_add_layer_norm", gather_add_layer_norm_forward, mutates_args=(),
-    schema="(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
-    "ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_scatter_op = torch.library.custom_op(
-    "cvt_kernels::triton_scatter_rows", scatter_rows_forward, mutates_args=(),
-    schema="(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, SymInt tokens) -> Tensor",
-)  # fmt: skip
-_scatter_inplace_op = torch.library.custom_op(
-    "cvt_kernels::triton_scatter_rows_", scatter_rows_inplace_forward, mutates_args=("x",),
-    schema="(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()",
-)  # fmt: skip
-
-
-@torch.library.custom_op("cvt_kernels::triton_rows_layer_norm_backward", mutates_args=())
-def _layer_norm_backward_op(
-    dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> list[Tensor]:
-    out, *gradients = layer_norm_backward(dy, dh, h, weight, bias, eps)
-    # In float32 they are halves of one tensor; outputs of an operator must not share storage.
-    return [out, *(gradient.clone() for gradient in gradients if gradient is not None)]
-
-
-@_gather_op.register_fake
-def _(x, rows):
-    return x.new_empty(*rows.shape, x.shape[2])
-
-
-@_gather_add_layer_norm_op.register_fake
-def _(x, rows, branch, weight, bias, eps, dtype):
-    h = torch.empty_like(branch, dtype=autograd.sum_dtype(x, branch))
-    return h, torch.empty_like(branch, dtype=dtype)
-
-
-@_scatter_op.register_fake
-def _(x, rows, values, branch, tokens):
-    like = values if x is None else x
-    return like.new_empty(rows.shape[0], tokens, like.shape[2])
-
-
-@_layer_norm_backward_op.register_fake
-def _(dy, dh, h, weight, bias, eps):
-    return [torch.empty_like(given) for given in (h, weight, bias) if given is not None]
-
-
 # The kernels, whose inputs are contiguous but for x --------------------------------------------------------
 
 
@@ -85,25 +30,20 @@ def _rows_of(x: Tensor) -> Tensor:
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:
-    run = _gather_op if torch.compiler.is_compiling() else gather_rows_forward
-    return run(_rows_of(x), rows.contiguous())
+    return gather_rows_forward(_rows_of(x), rows.contiguous())
 
 
 def _scatter(
     x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Tensor | None, tokens: int
 ) -> Tensor:
-    run = _scatter_op if torch.compiler.is_compiling() else scatter_rows_forward
     x = None if x is None else _rows_of(x)
-    return run(x, rows.contiguous(), contiguous(values), contiguous(branch), tokens)
+    return scatter_rows_forward(x, rows.contiguous(), contiguous(values), contiguous(branch), tokens)
 
 
 def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
-    args = x, rows.contiguous(), values.contiguous(), contiguous(branch)
-    if torch.compiler.is_compiling():
-        _scatter_inplace_op(*args)
-        return
-    scatter_rows_inplace_forward(*args)
-    count_change(x)
+    scatter_rows_inplace_forward(x, rows.contiguous(), values.contiguous(), contiguous(branch))
+    if not torch.compiler.is_compiling():  # the operator does so by itself
+        count_change(x)
 
 
 def _gather_add_layer_norm(
@@ -116,9 +56,8 @@ def _gather_add_layer_norm(
     dtype: torch.dtype,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    run = _gather_add_layer_norm_op if torch.compiler.is_compiling() else gather_add_layer_norm_forward
     args = _rows_of(x), rows.contiguous(), branch.contiguous(), contiguous(weight), contiguous(bias)
-    h, y = run(*args, eps, dtype)
+    h, y = gather_add_layer_norm_forward(*args, eps, dtype)
     return h, y, []
 
 
@@ -131,12 +70,12 @@ def _layer_norm_backward(
     eps: float,
     statistics: list[Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    args = dy.contiguous(), contiguous(dh), h, contiguous(weight), contiguous(bias), eps
-    if not torch.compiler.is_compiling():
-        return layer_norm_backward(*args)
-    out, *gradients = _layer_norm_backward_op(*args)
-    dweight = None if weight is None else gradients.pop(0)
-    return out, dweight, None if bias is None else gradients.pop(0)
+    has_sums = weight is not None or bias is not None
+    out, *sums = layer_norm_backward(dy.contiguous(), contiguous(dh), h, contiguous(weight), has_sums, eps)
+    dweight, dbias = (
+        None if vector is None else sums[0][i].to(vector.dtype) for i, vector in enumerate((weight, bias))
+    )
+    return out, dweight, dbias
 
 
 autograd.KERNELS["triton"] = autograd.Kernels(

@@ -1,0 +1,91 @@
+"""Functions that launch kernels, and that graphs of torch.compile call as operators."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cvt_kernels.ops.graph_operators import launcher
+
+
+def allocated(x: Tensor, scale: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float64)
+
+
+@launcher("test_scaled", allocated)
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """Returns scale · x."""
+    return allocated(x, scale).copy_(x.detach()).mul_(scale)
+
+
+@launcher("test_double_", mutates=("x", "others"))
+def double_(x: Tensor, others: list[Tensor]) -> None:
+    """Doubles tensors, without autograd's knowledge."""
+    for each in (x, *others):
+        each.data.mul_(2)
+
+
+class Called(TorchDispatchMode):
+    """Collects the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_launcher_is_called_directly():
+    with Called() as called:
+        assert torch.equal(scaled(torch.ones(3), 2.0), torch.full((3,), 2.0, dtype=torch.float64))
+    assert called.names
+    assert "cvt_kernels::test_scaled" not in called.names
+    assert scaled.__doc__ == "Returns scale · x."
+
+
+def test_graphs_call_its_operator():
+    graphs = []
+
+    def backend(module, _):
+        graphs.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return module
+
+    compiled = torch.compile(lambda x: scaled(x, 3.0), backend=backend, fullgraph=True)
+    x = torch.randn(4)
+    assert torch.equal(compiled(x), x.double() * 3)
+    assert graphs == [["cvt_kernels.test_scaled.default"]]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_shapes_may_change_in_a_graph(backend):
+    compiled = torch.compile(lambda x: scaled(x, 3.0) + 1, backend=backend, fullgraph=True, dynamic=True)
+    for n in (4, 7):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(compiled(x), x.double() * 3 + 1)
+
+
+def test_an_operator_counts_the_changes_of_what_it_writes_to():
+    x, y, z = (torch.ones(2) for _ in range(3))
+    versions = [each._version for each in (x, y, z)]
+    torch.ops.cvt_kernels.test_double_.default(x, [y, z])
+    assert [each._version - before for each, before in zip((x, y, z), versions, strict=True)] == [1, 1, 1]
+    assert [each[0].item() for each in (x, y, z)] == [2, 2, 2]
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    torch.ops.cvt_kernels.test_double_.default(inference, [])  # whose changes are not counted
+    assert inference[0].item() == 2
+
+
+def test_a_graph_writes_to_its_arguments():
+    x, y = torch.ones(2), torch.ones(2)
+    torch.compile(lambda x, y: double_(x, [y]), backend="aot_eager", fullgraph=True)(x, y)
+    assert (x[0].item(), y[0].item()) == (2, 2)
+
+
+@pytest.mark.parametrize(("operator", "args"), [("test_scaled", (torch.ones(3), 2.0))])
+def test_operators_pass_the_check_of_pytorch(operator, args):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    args = (args[0].clone().requires_grad_(), *args[1:])
+    torch.library.opcheck(getattr(torch.ops.cvt_kernels, operator).default, args, test_utils=tests)
