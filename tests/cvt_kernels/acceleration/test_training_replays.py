@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import cvt.model
 import cvt_kernels as ck
 from cvt_kernels import backends, modes
+from cvt_kernels.acceleration import fused
 from cvt_kernels.ops import planned_launches, training_replays
 from cvt_kernels.ops.training_replays import TrainingReplays
 from tests import upstream
@@ -130,6 +132,27 @@ def test_stochastic_depth_draws_the_same_numbers(make, plans, replayed):
     assert_same(run(model, 3), run_without_recordings(plain, 3))
     assert replayed
     assert [plan.draws for plan in plans] == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [*FAMILIES, "ours"])
+def test_stochastic_depth_draws_what_its_module_draws(family, dtype):
+    if family == "ours":
+        module = cvt.model.DropPath(0.3)
+    else:
+        modules = FAMILIES[family](drop_path=0.3).modules()
+        module = next(m for m in modules if type(m).__name__.endswith("DropPath"))
+        module.drop_prob = 0.3
+    x = torch.zeros(4096, 3, 2, dtype=dtype)
+    for drops_sum in (False, True):
+        torch.manual_seed(0)
+        ours = fused._drawn_factors(module.train(), 0.3, x, dtype, drops_sum)
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        kept = module(torch.ones_like(x))[:, 0, 0] != 0
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(ours, kept.float() * (1 / 0.7))
+        assert 0 < kept.sum() < len(kept)
 
 
 def test_autocast(replayed, monkeypatch):
