@@ -1,4 +1,4 @@
-"""Stages and encoders whose blocks run one by one, recorded as a whole for calls in evaluation on a GPU.
+"""Recordings on a GPU: of blocks, and of stages and encoders as a whole for calls in evaluation.
 
 The first call runs the modules. A later one records what they launch and compute, embeddings and upstream's
 own steps included; from then on a call asks once whether anything has changed, and runs the recording
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -21,7 +22,8 @@ from ..ops.programs import Replays
 from . import cvt, pyramids
 from .blocks import BlockParts, RecordedEntry, is_named
 from .class_token import is_stage_wanted
-from .matching import PLAIN, ExaminedBlock, blocks_in, examine, why_another_forward
+from .fused import draw_factors, draws_of, forward_block
+from .matching import PLAIN, ExaminedBlock, blocks_in, examine, replays_of, why_another_forward
 from .watching import Examined, Watch, is_only_recorded, known_of, patch_of, why_must_be_called
 
 #: Every entry by its key.
@@ -114,3 +116,25 @@ def run(
         return forward()
     settings = (*given.items(),), entry.settings(module), is_stage_wanted(module)
     return known.replays.run(forward, inputs, *settings)
+
+
+def run_block(
+    block: nn.Module, parts: BlockParts, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None
+) -> Tensor:
+    """Returns the tokens of :func:`forward_block` for a block's parts, by a recording if there is one."""
+
+    def forward() -> Tensor:
+        return forward_block(parts, x, grid, rows)[0]
+
+    found = None if torch.compiler.is_compiling() or torch.jit.is_tracing() else replays_of(block)
+    if found is None:
+        return forward()
+    replays, training = found
+    rate = draws_of(parts) if torch.is_grad_enabled() and rows is None else None
+    if rate is not None:
+        settings = grid, rate > 0, training
+        return replays.train(forward, x, lambda: draw_factors(parts, x), *settings)
+    if training:
+        return forward()
+    out: Tensor = replays.run(forward, (x, rows), grid)
+    return out

@@ -80,7 +80,7 @@ class OneBlock(nn.Module):
 
 
 def trained(family="cvt", make=None, **config):
-    model = (make or FAMILIES[family])(**config)
+    model = (make or {**FAMILIES, "ours": upstream.ours}[family])(**config)
     return ck.accelerate(OneBlock(model, 70 if family == "pvt" else 32).train(), freeze=False)
 
 
@@ -113,7 +113,7 @@ def assert_same(ours, expected):
         assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "ours"])
 def test_steps_have_the_same_bits(family, plans, replayed):
     """The first step runs as it is, the second records, later ones replay, with other weights and numbers."""
     model = trained(family)
@@ -125,7 +125,7 @@ def test_steps_have_the_same_bits(family, plans, replayed):
     assert len(replayed) == 1
 
 
-@pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft])
+@pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft, upstream.ours])
 def test_stochastic_depth_draws_the_same_numbers(make, plans, replayed):
     model = trained(make=make, drop_path=0.4)
     plain = copy.deepcopy(model)
