@@ -22,6 +22,9 @@ from .planned_launches import TrainingPlan
 from .programs import MOST, Replays
 from .weight_cache import is_noting
 
+#: Calls PyTorch's operators without the layer that records gradients, which plans need for nothing.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
 
 class _Replayed(torch.autograd.Function):
     """Autograd function of a recorded call: (plan, what is drawn, the tensors of the call)."""
@@ -34,7 +37,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: TrainingPlan, *values: Tensor) -> Tensor:
         """Saves what the backward reads."""
-        with torch._C._DisableAutocast():  # whose casts are part of the plan
+        with torch._C._DisableAutocast(), _BelowAutograd():  # whose casts are part of the plan
             out, *saved = plan.forward(*values)
         if plan.written:
             torch.autograd.graph.increment_version([values[i] for i in plan.written])
@@ -50,7 +53,7 @@ class _Replayed(torch.autograd.Function):
         dout = dout.contiguous()
         if dout.data_ptr() % 16:
             dout = dout.clone()
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), _BelowAutograd():
             return *[None] * (1 + plan.draws), *plan.backward(dout, *ctx.saved_tensors)
 
 
