@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from ..classes import is_fused, original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Replays
+from ..ops.training_replays import States, within
 from . import cvt, pyramids
 from .blocks import BlockParts, RecordedEntry, is_named
 from .class_token import is_stage_wanted
@@ -50,6 +51,7 @@ class _Recorded(Examined):
 
     Attributes:
         replays: The recordings of its forward; None where they could not notice what it depends on.
+        states: What its blocks ask in training; None likewise.
     """
 
     attribute = "_cvt_kernels_recorded"
@@ -61,9 +63,12 @@ class _Recorded(Examined):
                 vars(each).setdefault(kind.attribute, None)
         super().__init__(module, Watch(module, modules))  # first: what changes meanwhile is noticed
         self.replays: Replays | None = None
+        self.states: States | None = None
         identity = self.watch.identity()
         if identity is not None and _is_known(module, entry):
-            self.replays = Replays((type(module), identity), (*module.parameters(), *module.buffers()))
+            tensors = (*module.parameters(), *module.buffers())
+            self.replays = Replays((type(module), identity), tensors)
+            self.states = States(tensors, self.watch.spaces)
 
 
 def _is_known(module: nn.Module, entry: RecordedEntry) -> bool:
@@ -102,16 +107,21 @@ def run(
     given = {**dict(zip(entry.block.arguments, args, strict=False)), **kwargs}
     inputs = given.pop(entry.block.arguments[0], None)
     inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    if module.training or not all(isinstance(x, Tensor) and Replays.may_run(x) for x in inputs):
+    trains = module.training and torch.is_grad_enabled()
+    may_run = all(isinstance(x, Tensor) and (trains or Replays.may_run(x)) for x in inputs)
+    if not inputs or not may_run or (module.training and not trains) or torch_module._has_any_global_hook():
         return forward()
     is_plain = len(args) <= len(entry.block.arguments) and {*map(type, given.values())} <= {bool, NoneType}
-    if not inputs or not is_plain or torch_module._has_any_global_hook():
+    if not is_plain and not trains:
         return forward()
     known = known_of(module, _Recorded)
     if known is None:
         if getattr(module, "_is_replica", False):  # of DataParallel, which lives for one call
             return forward()
         known = vars(module)[_Recorded.attribute] = _Recorded(module, entry)
+    if known.states is not None and trains:
+        with within(known.states.now(inputs[0])):
+            return forward()
     if known.replays is None or known.watch.is_training():
         return forward()
     settings = (*given.items(),), entry.settings(module), is_stage_wanted(module)

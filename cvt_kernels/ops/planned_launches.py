@@ -469,9 +469,9 @@ class _Writer:
         begin = tensor.data_ptr() - like.data_ptr()
         if begin == 0 and (like.shape, like.stride()) == (tensor.shape, tensor.stride()):
             return name
-        if begin == 0 and tensor.ndim == 2 and like.shape == tensor.shape[::-1] and like.is_contiguous():
-            if tensor.stride() == like.stride()[::-1]:
-                return f"{name}.t()"
+        flipped = like.shape[::-1], like.stride()[::-1]
+        if begin == 0 and tensor.ndim == 2 and flipped == (tensor.shape, tensor.stride()):
+            return f"{name}.t()"
         offset = str(begin // tensor.element_size())
         if name in self._of_call:
             offset = f"{name}.storage_offset() + {offset}"
