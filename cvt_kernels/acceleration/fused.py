@@ -436,7 +436,7 @@ def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, 
         kept = torch.empty(len(x), dtype=dtype, device=x.device).bernoulli_(1 - rate)
     else:
         kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)).view(-1) != 0
-    factor = 1 / (1 - rate) if getattr(drop_path, "scale_by_keep", True) else 1.0
+    factor = 1 / (1 - rate) if vars(drop_path).get("scale_by_keep", True) else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return kept.to(wide).mul_(factor)
 

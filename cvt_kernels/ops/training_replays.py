@@ -166,9 +166,8 @@ class TrainingReplays(Replays):
     def __init__(self, name: Any, tensors: Sequence[Tensor]) -> None:
         super().__init__(name, tensors)
         self._trained: dict[Any, _Known] = {}
-        #: The recordings for calls within a stage in one state.
-        self._state: State | None = None
-        self._plans: dict[Any, TrainingPlan] = {}
+        #: The recordings for calls within a stage in one state; one attribute, for threads.
+        self._within: tuple[State | None, dict[Any, TrainingPlan]] = None, {}
 
     def train(
         self, forward: Callable[[], Tensor], x: Tensor, draw: Callable[[], Sequence[Tensor]], *settings: Any
@@ -181,18 +180,16 @@ class TrainingReplays(Replays):
             draw: Draws what the forward draws, in the same order.
             settings: The rest of the key.
         """
-        state = state_around()
-        short = facts_of_tensor(x, True), settings
-        plan = self._plans.get(short) if state is not None and state is self._state else None
+        state, short = state_around(), (facts_of_tensor(x, True), settings)
+        last, plans = self._within
+        plan = plans.get(short) if state is not None and state is last else None
         if plan is None:
             found = self._find(forward, x, *settings)
             if isinstance(found, Tensor):
                 return found
             plan = found
             if state is not None:
-                if state is not self._state:
-                    self._state, self._plans = state, {}
-                self._plans[short] = plan
+                self._within = state, {**(plans if state is last else {}), short: plan}
         drawn = draw() if plan.draws else ()
         out: Tensor = _Replayed.apply(plan, *drawn, x, *self._tensors)
         return out
