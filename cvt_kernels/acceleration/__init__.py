@@ -31,13 +31,11 @@ from . import freezing, recording
 from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .cvt import CLASSIFIERS
-from .fused import draw_factors, draws_of, forward_block
 from .matching import (
     TABLE,
     classifier_of,
     find_blocks,
     parts_if_fused,
-    replays_of,
     why_another_forward,
     why_mismatched,
 )
@@ -248,21 +246,7 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
         if modes.is_known(grid[0] < least) or modes.is_known(grid[1] < least):
             return NotImplemented  # upstream has an error for it
     rows = class_token_of(x) if is_block_wanted(block) else None
-
-    def forward() -> torch.Tensor:
-        return forward_block(parts, x, grid, rows)[0]
-
-    found = None if torch.compiler.is_compiling() else replays_of(block)
-    if found is None:
-        return entry.result(block, forward(), grid)
-    replays, training = found
-    rate = draws_of(parts) if torch.is_grad_enabled() and rows is None else None
-    if rate is not None:
-        settings = grid, rate > 0, training
-        tokens = replays.train(forward, x, lambda: draw_factors(parts, x), *settings)
-    else:
-        tokens = forward() if training else replays.run(forward, (x, rows), grid)
-    return entry.result(block, tokens, grid)
+    return entry.result(block, recording.run_block(block, parts, x, grid, rows), grid)
 
 
 @cached

@@ -1,6 +1,6 @@
 """The blocks of CvT: Hugging Face's (models/cvt/modeling_cvt.py), Microsoft's (cls_cvt.py) and ours (cvt).
 
-The classes of ``cvt`` call :func:`cvt_kernels.acceleration.fused.forward_block` themselves.
+The classes of ``cvt`` call :func:`cvt_kernels.acceleration.recording.run_block` themselves.
 """
 
 from __future__ import annotations

@@ -429,10 +429,16 @@ def draw_factors(parts: BlockParts, x: Tensor) -> list[Tensor]:
 def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, drops_sum: bool) -> Tensor:
     branch = modes.autocast_dtype(x) or x.dtype
     dtype = torch.promote_types(branch, stream) if drops_sum else branch
-    kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)) != 0
-    factor = 1 / (1 - rate) if getattr(drop_path, "scale_by_keep", True) else 1.0
+    home = type(drop_path).__module__
+    if home.startswith("transformers."):  # what it draws, without its other operators
+        kept = torch.rand(len(x), dtype=dtype, device=x.device).add_(1 - rate) >= 1
+    elif home == "cvt.model":
+        kept = torch.empty(len(x), dtype=dtype, device=x.device).bernoulli_(1 - rate)
+    else:
+        kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)).view(-1) != 0
+    factor = 1 / (1 - rate) if vars(drop_path).get("scale_by_keep", True) else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return kept.view(-1).to(wide).mul_(factor)
+    return kept.to(wide).mul_(factor)
 
 
 def _attend(

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.training_replays import TrainingReplays
+from ..ops.training_replays import State, TrainingReplays, state_around
 from . import cvt, pyramids
 from .blocks import (
     BlockEntry,
@@ -203,9 +203,11 @@ class ExaminedBlock(Examined):
 
     Attributes:
         replays: The recordings of its calls; None where they could not notice what these depend on.
+        state: The state of the stage around it in which it was looked at last.
     """
 
     attribute = "_cvt_kernels_parts"
+    state: State | None = None
 
     def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
         super().__init__(block, watch)
@@ -228,16 +230,26 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     elif torch_module._has_any_global_hook():
         return None
     else:
-        known = known_of(block, ExaminedBlock)
-        if known is None:
-            known = examine(block, entry)
-            # A transform and a mode have put tensors in the places of parameters, which must not be kept.
-            if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
-                vars(block)[known.attribute] = known
-        parts = known.parts
+        parts = _examined(block, entry).parts
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
         return None
     return parts
+
+
+def _examined(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
+    """Examines a block if it has changed; within a stage, which notices changes for all, once for a state."""
+    state = state_around()
+    last: ExaminedBlock | None = vars(block).get(ExaminedBlock.attribute)
+    if state is not None and last is not None and last.state is state and last.owner() is block:
+        return last
+    known = known_of(block, ExaminedBlock)
+    if known is None:
+        known = examine(block, entry)
+        # A transform and a mode have put tensors in the places of parameters, which must not be kept.
+        if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
+            vars(block)[known.attribute] = known
+    known.state = state
+    return known
 
 
 def replays_of(block: nn.Module) -> tuple[TrainingReplays, tuple[bool, ...] | None] | None:

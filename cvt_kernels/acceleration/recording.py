@@ -1,4 +1,4 @@
-"""Stages and encoders whose blocks run one by one, recorded as a whole for calls in evaluation on a GPU.
+"""Recordings on a GPU: of blocks, and of stages and encoders as a whole for calls in evaluation.
 
 The first call runs the modules. A later one records what they launch and compute, embeddings and upstream's
 own steps included; from then on a call asks once whether anything has changed, and runs the recording
@@ -12,16 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..classes import is_fused, original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Replays
+from ..ops.training_replays import States, within
 from . import cvt, pyramids
 from .blocks import BlockParts, RecordedEntry, is_named
 from .class_token import is_stage_wanted
-from .matching import PLAIN, ExaminedBlock, blocks_in, examine, why_another_forward
+from .fused import draw_factors, draws_of, forward_block
+from .matching import PLAIN, ExaminedBlock, blocks_in, examine, replays_of, why_another_forward
 from .watching import Examined, Watch, is_only_recorded, known_of, patch_of, why_must_be_called
 
 #: Every entry by its key.
@@ -48,6 +51,7 @@ class _Recorded(Examined):
 
     Attributes:
         replays: The recordings of its forward; None where they could not notice what it depends on.
+        states: What its blocks ask in training; None likewise.
     """
 
     attribute = "_cvt_kernels_recorded"
@@ -59,9 +63,12 @@ class _Recorded(Examined):
                 vars(each).setdefault(kind.attribute, None)
         super().__init__(module, Watch(module, modules))  # first: what changes meanwhile is noticed
         self.replays: Replays | None = None
+        self.states: States | None = None
         identity = self.watch.identity()
         if identity is not None and _is_known(module, entry):
-            self.replays = Replays((type(module), identity), (*module.parameters(), *module.buffers()))
+            tensors = (*module.parameters(), *module.buffers())
+            self.replays = Replays((type(module), identity), tensors)
+            self.states = States(tensors, self.watch.spaces)
 
 
 def _is_known(module: nn.Module, entry: RecordedEntry) -> bool:
@@ -100,17 +107,44 @@ def run(
     given = {**dict(zip(entry.block.arguments, args, strict=False)), **kwargs}
     inputs = given.pop(entry.block.arguments[0], None)
     inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    if module.training or not all(isinstance(x, Tensor) and Replays.may_run(x) for x in inputs):
+    trains = module.training and torch.is_grad_enabled()
+    may_run = all(isinstance(x, Tensor) and (trains or Replays.may_run(x)) for x in inputs)
+    if not inputs or not may_run or (module.training and not trains) or torch_module._has_any_global_hook():
         return forward()
     is_plain = len(args) <= len(entry.block.arguments) and {*map(type, given.values())} <= {bool, NoneType}
-    if not inputs or not is_plain or torch_module._has_any_global_hook():
+    if not is_plain and not trains:
         return forward()
     known = known_of(module, _Recorded)
     if known is None:
         if getattr(module, "_is_replica", False):  # of DataParallel, which lives for one call
             return forward()
         known = vars(module)[_Recorded.attribute] = _Recorded(module, entry)
+    if known.states is not None and trains:
+        with within(known.states.now(inputs[0])):
+            return forward()
     if known.replays is None or known.watch.is_training():
         return forward()
     settings = (*given.items(),), entry.settings(module), is_stage_wanted(module)
     return known.replays.run(forward, inputs, *settings)
+
+
+def run_block(
+    block: nn.Module, parts: BlockParts, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None
+) -> Tensor:
+    """Returns the tokens of :func:`forward_block` for a block's parts, by a recording if there is one."""
+
+    def forward() -> Tensor:
+        return forward_block(parts, x, grid, rows)[0]
+
+    found = None if torch.compiler.is_compiling() or torch.jit.is_tracing() else replays_of(block)
+    if found is None:
+        return forward()
+    replays, training = found
+    rate = draws_of(parts) if torch.is_grad_enabled() and rows is None else None
+    if rate is not None:
+        settings = grid, rate > 0, training
+        return replays.train(forward, x, lambda: draw_factors(parts, x), *settings)
+    if training:
+        return forward()
+    out: Tensor = replays.run(forward, (x, rows), grid)
+    return out

@@ -357,6 +357,8 @@ _DIRECT = {
     _aten.add.Tensor: torch.add, _aten.layer_norm.default: torch.layer_norm, _aten.clone.default: torch.clone,
     _aten.flatten.using_ints: torch.flatten, _aten.conv2d.default: torch.conv2d,
     _aten.convolution.default: torch.convolution, _aten.cat.default: torch.cat,
+    _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten._foreach_copy_.default: torch._foreach_copy_,
 }  # fmt: skip
 
 
@@ -467,6 +469,9 @@ class _Writer:
         begin = tensor.data_ptr() - like.data_ptr()
         if begin == 0 and (like.shape, like.stride()) == (tensor.shape, tensor.stride()):
             return name
+        flipped = like.shape[::-1], like.stride()[::-1]
+        if begin == 0 and tensor.ndim == 2 and flipped == (tensor.shape, tensor.stride()):
+            return f"{name}.t()"
         offset = str(begin // tensor.element_size())
         if name in self._of_call:
             offset = f"{name}.storage_offset() + {offset}"
@@ -527,7 +532,7 @@ class _Writer:
     def _compute(self, operation: _Operation) -> None:
         """Adds the line that calls an operator of PyTorch's."""
         function, args, kwargs, out = operation
-        if operation.is_cast and {*kwargs} <= {"dtype"}:
+        if operation.is_cast and {*kwargs} <= {"dtype", "layout", "device"}:  # of which it changes the first
             call = f"{self._tensor(args[0])}.to({self._constant(out.dtype)})"
         else:
             given = [self._value(each) for each in args]

@@ -7,20 +7,25 @@ are straight lines of launches, products and allocations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import backends, launching, machine, modes
-from ..declaration import key_of_training
+from ..declaration import facts_of_tensor, key_of_training
 from ..structure import looks
 from . import planned_launches
 from .autograd import once_differentiable
 from .planned_launches import TrainingPlan
 from .programs import MOST, Replays
 from .weight_cache import is_noting
+
+#: Calls PyTorch's operators without the layer that records gradients, which plans need for nothing.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _Replayed(torch.autograd.Function):
@@ -34,7 +39,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: TrainingPlan, *values: Tensor) -> Tensor:
         """Saves what the backward reads."""
-        with torch._C._DisableAutocast():  # whose casts are part of the plan
+        with torch._C._DisableAutocast(), _BelowAutograd():  # whose casts are part of the plan
             out, *saved = plan.forward(*values)
         if plan.written:
             torch.autograd.graph.increment_version([values[i] for i in plan.written])
@@ -50,8 +55,97 @@ class _Replayed(torch.autograd.Function):
         dout = dout.contiguous()
         if dout.data_ptr() % 16:
             dout = dout.clone()
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), _BelowAutograd():
             return *[None] * (1 + plan.draws), *plan.backward(dout, *ctx.saved_tensors)
+
+
+# What a stage asks for its blocks ---------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """All that the recordings of the blocks of a stage depend on, besides the tensor of each call.
+
+    Attributes:
+        plans: The table of plans.
+        layouts: Where the stage's parameters and buffers are.
+    """
+
+    plans: Any
+    layouts: Any
+
+
+class States:
+    """The states in which a stage was called.
+
+    Args:
+        tensors: Its parameters and buffers.
+        spaces: The attributes of its modules.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], spaces: Sequence[dict[str, Any]]) -> None:
+        self._tensors, self._spaces = list(tensors), spaces
+        self._states: dict[Any, State] = {}
+
+    def now(self, x: Tensor) -> State | None:
+        """Returns the state of a call with gradients, the same object while nothing changes, or None."""
+        token = key_of_training(x) if _may_record(x) else None
+        if token is None:
+            return None
+        precision = torch.backends.cuda.matmul.fp32_precision, modes.convolution_precision()
+        wanted = tuple([each.requires_grad for each in self._tensors])
+        key = token, precision, wanted, tuple([space["training"] for space in self._spaces])
+        state = State(backends.plans, looks().layouts(self._tensors))
+        known = self._states.get(key)
+        if known is None or known.layouts != state.layouts or known.plans is not state.plans:
+            if len(self._states) >= MOST:
+                self._states.clear()
+            self._states[key] = known = state
+        return known
+
+
+class _Around(threading.local):
+    """The state of the stage that runs in this thread."""
+
+    state: State | None = None
+
+
+_around = _Around()
+
+
+@contextlib.contextmanager
+def within(state: State | None) -> Iterator[None]:
+    """Runs a stage in a state that :meth:`States.now` has returned, for all modules within it."""
+    before, _around.state = _around.state, state
+    try:
+        yield
+    finally:
+        _around.state = before
+
+
+def state_around() -> State | None:
+    """Returns the state of the stage that runs; None where checkpointing or a mode within it differs."""
+    state = _around.state
+    if state is None or modes.saved_tensors_hooked() or torch._C._len_torch_dispatch_stack():
+        return None
+    return state if torch.is_grad_enabled() else None
+
+
+def _may_record(x: Tensor) -> bool:
+    """Returns whether calls with such a tensor may be recorded in training now."""
+    if (
+        not (x.is_cuda or machine.INTERPRETING)
+        or is_noting()
+        or launching.are_watched()  # by hooks that want more than plans call
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # which a transform has left
+        return False
+    # Activation checkpointing compares what two calls save; a recording may begin between them.
+    return not modes.saved_tensors_hooked()
+
+
+# Recordings -----------------------------------------------------------------------------------------------
 
 
 class _Known(NamedTuple):
@@ -72,6 +166,8 @@ class TrainingReplays(Replays):
     def __init__(self, name: Any, tensors: Sequence[Tensor]) -> None:
         super().__init__(name, tensors)
         self._trained: dict[Any, _Known] = {}
+        #: The recordings for calls within a stage in one state; one attribute, for threads.
+        self._within: tuple[State | None, dict[Any, TrainingPlan]] = None, {}
 
     def train(
         self, forward: Callable[[], Tensor], x: Tensor, draw: Callable[[], Sequence[Tensor]], *settings: Any
@@ -84,6 +180,22 @@ class TrainingReplays(Replays):
             draw: Draws what the forward draws, in the same order.
             settings: The rest of the key.
         """
+        state, short = state_around(), (facts_of_tensor(x, True), settings)
+        last, plans = self._within
+        plan = plans.get(short) if state is not None and state is last else None
+        if plan is None:
+            found = self._find(forward, x, *settings)
+            if isinstance(found, Tensor):
+                return found
+            plan = found
+            if state is not None:
+                self._within = state, {**(plans if state is last else {}), short: plan}
+        drawn = draw() if plan.draws else ()
+        out: Tensor = _Replayed.apply(plan, *drawn, x, *self._tensors)
+        return out
+
+    def _find(self, forward: Callable[[], Tensor], x: Tensor, *settings: Any) -> Tensor | TrainingPlan:
+        """Returns the recording for a call, or the call's result where there is none."""
         token = key_of_training(x) if self._may_train(x) else None
         if token is None:
             return forward()
@@ -92,22 +204,10 @@ class TrainingReplays(Replays):
         known = self._trained.get(key)
         if known is None or known.layouts != layouts or known.plans is not backends.plans:
             return self._record_or_find(key, layouts, forward, x)
-        drawn = draw() if known.plan.draws else ()
-        out: Tensor = _Replayed.apply(known.plan, *drawn, x, *self._tensors)
-        return out
+        return known.plan
 
     def _may_train(self, x: Tensor) -> bool:
-        if (
-            not (x.is_cuda or machine.INTERPRETING)
-            or is_noting()
-            or launching.are_watched()  # by hooks that want more than plans call
-            or torch._C._get_tracing_state() is not None
-        ):
-            return False
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):  # which a transform has left
-            return False
-        # Activation checkpointing compares what two calls save; a recording may begin between them.
-        return modes.wants_gradient(x, *self._tensors) and not modes.saved_tensors_hooked()
+        return _may_record(x) and modes.wants_gradient(x, *self._tensors)
 
     def _record_or_find(self, key: Any, layouts: Any, forward: Callable[[], Tensor], x: Tensor) -> Tensor:
         """Serves a call without a recording, and records it if it is the second, the fourth, … of its key."""

@@ -1,20 +1,24 @@
 """Recordings of blocks in training: the bits of the operators' own steps, and who must not get one."""
 
+import contextlib
 import copy
 import sys
 import threading
+import types
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import cvt.model
 import cvt_kernels as ck
 from cvt_kernels import backends, modes
+from cvt_kernels.acceleration import fused, matching
 from cvt_kernels.ops import planned_launches, training_replays
 from cvt_kernels.ops.training_replays import TrainingReplays
 from tests import upstream
-from tests.cvt_kernels.acceleration.test_replays import FAMILIES
+from tests.cvt_kernels.acceleration.test_replays import DEEP, FAMILIES, seconds_of
 
 pytest.importorskip("triton")
 
@@ -57,11 +61,11 @@ LAYERS = "CvtLayer", "SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer
 
 
 class OneBlock(nn.Module):
-    """The last block of a model, called as the model does."""
+    """The last block of a model, or module of another name, called as the model does."""
 
-    def __init__(self, model, size):
+    def __init__(self, model, size, names=LAYERS, index=-1):
         super().__init__()
-        block = [each for each in model.modules() if type(each).__name__ in LAYERS][-1]
+        block = [each for each in model.modules() if type(each).__name__ in names][index]
         calls = []
         handle = block.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
         with torch.no_grad(), ck.use_backend("reference"):
@@ -78,8 +82,14 @@ class OneBlock(nn.Module):
 
 
 def trained(family="cvt", make=None, **config):
-    model = (make or FAMILIES[family])(**config)
+    model = (make or {**FAMILIES, "ours": upstream.ours}[family])(**config)
     return ck.accelerate(OneBlock(model, 70 if family == "pvt" else 32).train(), freeze=False)
+
+
+def trained_stage(**config):
+    """Returns a stage of two blocks."""
+    model = OneBlock(upstream.huggingface(**config), 32, ("CvtStage",), index=1)
+    return ck.accelerate(model.train(), freeze=False)
 
 
 def run(model, count, seed=0):
@@ -100,9 +110,17 @@ def run(model, count, seed=0):
 
 
 def run_without_recordings(model, *args):
+    with without_recordings():
+        return run(model, *args)
+
+
+@contextlib.contextmanager
+def without_recordings():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingReplays, "_may_train", lambda *args: False)
-        return run(model, *args)
+        patch.setattr(training_replays, "state_around", lambda: None)
+        patch.setattr(matching, "state_around", lambda: None)
+        yield
 
 
 def assert_same(ours, expected):
@@ -111,7 +129,7 @@ def assert_same(ours, expected):
         assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "ours"])
 def test_steps_have_the_same_bits(family, plans, replayed):
     """The first step runs as it is, the second records, later ones replay, with other weights and numbers."""
     model = trained(family)
@@ -123,13 +141,34 @@ def test_steps_have_the_same_bits(family, plans, replayed):
     assert len(replayed) == 1
 
 
-@pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft])
+@pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft, upstream.ours])
 def test_stochastic_depth_draws_the_same_numbers(make, plans, replayed):
     model = trained(make=make, drop_path=0.4)
     plain = copy.deepcopy(model)
     assert_same(run(model, 3), run_without_recordings(plain, 3))
     assert replayed
     assert [plan.draws for plan in plans] == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [*FAMILIES, "ours"])
+def test_stochastic_depth_draws_what_its_module_draws(family, dtype):
+    if family == "ours":
+        module = cvt.model.DropPath(0.3)
+    else:
+        modules = FAMILIES[family](drop_path=0.3).modules()
+        module = next(m for m in modules if type(m).__name__.endswith("DropPath"))
+        module.drop_prob = 0.3
+    x = torch.zeros(4096, 3, 2, dtype=dtype)
+    for drops_sum in (False, True):
+        torch.manual_seed(0)
+        ours = fused._drawn_factors(module.train(), 0.3, x, dtype, drops_sum)
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        kept = module(torch.ones_like(x))[:, 0, 0] != 0
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(ours, kept.float() * (1 / 0.7))
+        assert 0 < kept.sum() < len(kept)
 
 
 def test_autocast(replayed, monkeypatch):
@@ -235,8 +274,7 @@ def test_uses_of_a_recorded_block(use, recorded, replayed):
     plain = copy.deepcopy(recorded)
     ours = gradients_of(recorded, use)
     assert bool(replayed) == (use is not checkpointed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingReplays, "_may_train", lambda *args: False)
+    with without_recordings():
         assert_same(ours, gradients_of(plain, use))
 
 
@@ -293,6 +331,133 @@ def test_hooks_on_launches_run_the_operators(replayed):
     assert replayed
 
 
+# Stages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Counts the blocks and embeddings that ask by themselves whether anything has changed."""
+    count, known_of = [], matching.known_of
+
+    def counted(module, kind):
+        count.append(module)
+        return known_of(module, kind)
+
+    monkeypatch.setattr(matching, "known_of", counted)
+    return count
+
+
+def test_a_stage_asks_for_its_blocks(asked, replayed):
+    model = trained_stage(drop_path=0.4)
+    plain = copy.deepcopy(model)
+    depth = len(model.block.layers)
+    ours = run(model, 3)
+    asked.clear(), replayed.clear()
+    ours += run(model, 1)
+    assert (asked, len(replayed)) == ([], depth)
+    assert_same(ours, run_without_recordings(plain, 3) + run_without_recordings(plain, 1))
+
+
+@contextlib.contextmanager
+def frozen_weight(layers):
+    weight = layers[0].intermediate.dense.weight.requires_grad_(False)
+    yield
+    weight.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def other_weight(layers):
+    layer = layers[1].output.dense
+    before, layer.weight = layer.weight, nn.Parameter(2 * layer.weight.detach())
+    yield
+    layer.weight = before
+
+
+@contextlib.contextmanager
+def other_memory(layers):
+    weight = layers[1].output.dense.weight
+    before, weight.data = weight.data, 2 * weight.data
+    yield
+    weight.data = before
+
+
+@contextlib.contextmanager
+def other_rate(layers):
+    before, layers[1].drop_path.drop_prob = layers[1].drop_path.drop_prob, 0.9
+    yield
+    layers[1].drop_path.drop_prob = before
+
+
+@contextlib.contextmanager
+def dropout(layers):
+    layers[1].output.dropout.p = 0.5
+    yield
+    layers[1].output.dropout.p = 0.0
+
+
+@contextlib.contextmanager
+def evaluation(layers):
+    layers[1].eval()
+    yield
+    layers[1].train()
+
+
+@contextlib.contextmanager
+def hook(layers):
+    handle = layers[1].output.dense.register_forward_hook(lambda module, args, out: 2 * out)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def swapped(layers):
+    layers[0], layers[1] = layers[1], layers[0]
+    yield
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@contextlib.contextmanager
+def saved_on_cpu(layers):
+    with torch.autograd.graph.save_on_cpu():
+        yield
+
+
+@contextlib.contextmanager
+def autocast(layers):
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+CHANGES = frozen_weight, other_weight, other_memory, other_rate, dropout, evaluation, hook, swapped
+CHANGES = *CHANGES, saved_on_cpu, autocast
+
+
+def test_changes_within_a_stage_are_noticed(replayed):
+    """Each is taken back, so that the stage and its blocks have recordings for the state before."""
+    model = trained_stage(drop_path=0.4)
+    run(model, 3)
+    plain, state = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    for change in CHANGES:
+        found = []
+        for each, steps in ((model, run), (plain, run_without_recordings)):
+            each.load_state_dict(state)
+            with change(each.block.layers):
+                found.append(steps(each, 1))
+        assert_same(*found)
+    replayed.clear()
+    assert_same(run(model, 1), run_without_recordings(plain, 1))
+    assert len(replayed) == 2
+
+
+def test_a_failure_within_a_stage_leaves_no_state():
+    model = trained_stage()
+    model()
+    model.x = model.x[:, 1:]
+    with pytest.raises((ValueError, RuntimeError)):
+        model()
+    assert training_replays._around.state is None
+
+
 # The host -------------------------------------------------------------------------------------------------
 
 
@@ -336,3 +501,25 @@ def test_a_recorded_step_takes_fewer_calls(monkeypatch):
         model().sum().backward()
     by_operators = calls_of_a_step(model)
     assert replayed <= 0.35 * by_operators, (replayed, by_operators)
+
+
+@pytest.mark.parametrize("family", DEEP)
+def test_the_host_of_a_step_needs_less_than_upstreams(family, monkeypatch):
+    """Over a driver that launches nothing, with operators so small that the host counts most."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    kernel = types.SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: kernel)
+    own = DEEP[family]().train()
+    live = ck.accelerate(copy.deepcopy(own), freeze=False)
+    size = 70 if family == "pvt" else 64
+    x = upstream.images(2, size, size)
+
+    def step(model):
+        upstream.logits(model(x)).sum().backward()
+        model.zero_grad()
+
+    for _ in range(4):
+        step(own)
+        step(live)
+    theirs, ours = seconds_of(lambda: step(own), lambda: step(live))
+    assert ours <= (0.6 if family == "cvt" else 0.9) * theirs
