@@ -50,6 +50,7 @@ class ForwardLaunch(NamedTuple):
         kernel: The kernel of this project, or PyTorch's operator.
         bytes: As of :class:`Work`; of PyTorch's operators, all tensors that come in or go out.
         flops: As of :class:`Work`.
+        is_ours: Whether it is a kernel of this project.
     """
 
     part: str
@@ -57,6 +58,7 @@ class ForwardLaunch(NamedTuple):
     kernel: str
     bytes: int
     flops: int
+    is_ours: bool = True
 
     def __str__(self) -> str:
         """Returns the kernel, after the operator that it is not named after."""
@@ -133,8 +135,9 @@ class Recorder(TorchDispatchMode):
         if start:
             launch.start()
 
-    def _note(self, kernel: str, size: int, flops: int) -> None:
-        self.launches.append(ForwardLaunch(self.part, self._operator or "PyTorch", kernel, size, flops))
+    def _note(self, kernel: str, size: int, flops: int, *, is_ours: bool = True) -> None:
+        operator = self._operator or "PyTorch"
+        self.launches.append(ForwardLaunch(self.part, operator, kernel, size, flops, is_ours))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -150,7 +153,8 @@ class Recorder(TorchDispatchMode):
             if name == "convolution" and result.is_meta:  # as cuDNN's lies for maps with channels last
                 result = result.contiguous(memory_format=torch.channels_last)
             count = flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None))
-            self._note(name, size, count(*args, **kwargs, out_val=result) if count is not None else 0)
+            flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+            self._note(name, size, flops, is_ours=function.namespace == "cvt_kernels")
         return result
 
 
@@ -225,8 +229,30 @@ def pyramid_launches(
         freeze: As of ``accelerate``; None for a live model in evaluation.
     """
     size = PYRAMIDS[model].image_size
-    built = accelerate(build_pyramid(model, None, size).to(dtype).eval(), freeze=freeze).to("meta")
-    images = torch.empty(batch, 3, size, size, dtype=dtype, device="meta")
+    built = build_pyramid(model, None, size)
+    return evaluation_launches(built, (batch, 3, size, size), dtype=dtype, arch=arch, freeze=freeze)
+
+
+def evaluation_launches(
+    model: torch.nn.Module,
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: int = 90,
+    freeze: bool | None = True,
+) -> list[ForwardLaunch]:
+    """Lists the launches of a warm forward of a model of transformers, which becomes one without memory.
+
+    Args:
+        model: Any model that ``accelerate`` takes.
+        shape: Of its images.
+        dtype: Of weights and images.
+        arch: Compute capability of the GPU, 90 for sm_90.
+        freeze: As of ``accelerate``. A CvT's stages are served as one only where it is True, since nothing
+            may count operators of live ones.
+    """
+    built = accelerate(model.to(dtype).eval(), freeze=freeze).to("meta")
+    images = torch.empty(shape, dtype=dtype, device="meta")
     recorder, chip = Recorder(), launching.Chip(arch, LIMITS[arch].multiprocessors)
     with torch.no_grad(), backends.replaced(_serving_everywhere), backends.requesting(*_OURS):
         with launching.intercepted_launches(lambda launch: None, chip):

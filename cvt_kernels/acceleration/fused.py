@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import dispatch, modes
+from .. import backends, dispatch, modes
 from ..ops.attention import attention
 from ..ops.autograd import cast_together
 from ..ops.conv_embedding import conv_embedding
@@ -173,6 +173,9 @@ def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
 
 def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
+    if _is_plain_embedding(projection) and _has_kernel_of_embeddings(image, projection, norm):
+        tokens, *grid = embed_tokens(projection, norm, image)
+        return as_map(tokens, grid)
     image = projection(_channels_last(projection, image))
     tokens = normalize(norm, image.flatten(2).transpose(1, 2))
     return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
@@ -198,6 +201,19 @@ def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int
     image = projection(image)
     height, width = image.shape[2:]
     return normalize(norm, image.flatten(2).transpose(1, 2)), height, width
+
+
+def _has_kernel_of_embeddings(x: Tensor, conv: Any, norm: Any) -> bool:
+    """Returns whether Triton's kernels may compute a convolution and its LayerNorm from x as it lies.
+
+    They have no gradients. On a CPU products of copies are as fast.
+    """
+    tensors = x, conv.weight, conv.bias, norm.weight, norm.bias
+    if modes.wants_gradient(*tensors) or modes.autocast_enabled(x) or type(norm) is not nn.LayerNorm:
+        return False
+    if any(each is not None and each.dtype != x.dtype for each in tensors):
+        return False
+    return x.device.type != "cpu" or "triton" in backends.requested_backends()
 
 
 def output_grid(image: Tensor, conv: Any) -> tuple[int, int]:
@@ -329,10 +345,10 @@ class _End(NamedTuple):
     def with_residual(
         self, drop_path: Any, x: Tensor, stream: Tensor, *, drops_sum: bool = False, always: bool = False
     ) -> Tensor | None:
-        """Returns the stream plus the layer of x with stochastic depth, in one operator with gradients.
+        """Returns the stream plus the layer of x with stochastic depth, in one operator.
 
-        It is None where modules must be called for it, without gradients, and, unless ``always``, where no
-        image is dropped: there the sum is part of the LayerNorm.
+        It is None where modules must be called for it, and, unless ``always``, where no image is dropped:
+        there the sum is part of the LayerNorm.
         """
         rate = _drop_rate(drop_path)
         if rate is None or (rate == 0 and not always) or not self.is_one_with("linear_add", x, stream):
@@ -341,11 +357,11 @@ class _End(NamedTuple):
         return linear_add(x, self.layer.weight, self.layer.bias, stream, scale=factors, scales_sum=drops_sum)
 
     def is_one_with(self, operator: str, x: Tensor, stream: Tensor) -> bool:
-        """Returns whether an operator with gradients may compute the end of the branch of x with it."""
+        """Returns whether an operator may compute the end of the branch of x with it."""
         layer = self.layer
         if self.scale is not None or not _is_idle(self.drop):
             return False
-        if not modes.wants_gradient(x, stream) or not (type(layer) is Linear or is_plain_linear(layer)):
+        if not (type(layer) is Linear or is_plain_linear(layer)):
             return False
         if not dispatch.may_be_ours(operator, x.device.type):
             return False
@@ -356,6 +372,8 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
     """Returns the stream plus the MLP of y in one operator with gradients; None where it must be several."""
     fc1 = parts.fc1
     if parts.mix is not None or not isinstance(y, Tensor) or not _is_idle(parts.drops[1]):
+        return None
+    if not modes.wants_gradient(y, stream):  # it saves what the backward computes again
         return None
     if not (type(fc1) is Linear or is_plain_linear(fc1)) or _dtypes_differ(y, fc1.weight):
         return None
@@ -473,7 +491,12 @@ def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> lis
             return list(conv_projection(y, grid, parts.convs, training=modes.pop()))
         return list(project(y, grid, parts.branches))
     kept = y
-    if parts.reduction is not None:
+    if parts.reduction is not None and _has_kernel_of_embeddings(y, *parts.reduction):
+        conv, norm = parts.reduction
+        settings: dict[str, Any] = {"stride": conv.weight.shape[-1], "padding": 0, "eps": norm.eps}
+        image = as_map(y, grid)
+        kept = conv_embedding(image, conv.weight, conv.bias, norm.weight, norm.bias, **settings)
+    elif parts.reduction is not None:
         conv, norm = parts.reduction
         squares = squares_of(y, grid, conv.weight.shape[-1])
         kept = normalize_for_layers(norm, linear(squares, matrix_of(conv.weight), conv.bias))

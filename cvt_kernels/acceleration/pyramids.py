@@ -21,6 +21,7 @@ from ..records import written_of
 from .blocks import (
     GELU_VARIANTS,
     HUGGING_FACE,
+    LAYER_NORMS,
     BlockEntry,
     BlockParts,
     BypassedParts,
@@ -34,7 +35,9 @@ from .blocks import (
     named,
     parts_of_norm,
     recognize_by_name,
+    why_norms_unsupported,
 )
+from .encoders import encode_glpn, encode_pvt, encode_pvt_v2
 from .fused import as_map, drop, embed_tokens, normalize
 from .watching import is_watched
 
@@ -77,7 +80,7 @@ def _is_served(head: Any, linears: list[Any], states: Sequence[Tensor]) -> bool:
     if not plain or is_watched(activation) or is_watched(dropout):
         return False
     tensors = *states, *_tensors_of(head, linears), layer.weight, layer.bias
-    if any(tensor is not None and tensor.dtype != first.dtype for tensor in tensors):
+    if {tensor.dtype for tensor in tensors if tensor is not None} != {first.dtype}:
         return False
     ours = dispatch.may_be_ours("segmentation_head", first.device.type, gradient=False)
     return ours and weight_cache.why_unpackable(*tensors) is None
@@ -363,14 +366,12 @@ def _pvt_embeddings(self: Any, pixel_values: Tensor) -> Any:
     if pixel_values.ndim == 4 and pixel_values.shape[1] != self.num_channels:
         return NotImplemented  # upstream has an error for it
     tokens, height, width = embed_tokens(self.projection, self.layer_norm, pixel_values)
-    positions, first = self.position_embeddings, None
+    positions = self.position_embeddings
     if self.cls_token is not None:
         tokens = torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
-        first, positions = positions[:, :1], positions[:, 1:]
-    if positions.shape[1] != height * width:
+    if positions.shape[1] != tokens.shape[1]:
         raise _no_positions(self, pixel_values, (height, width))
-    positions = self.interpolate_pos_encoding(positions, height, width)
-    positions = positions if first is None else torch.cat((first, positions), dim=1)
+    # Upstream interpolates them from this grid to this grid, which changes nothing.
     return self.dropout(tokens + positions), height, width
 
 
@@ -432,6 +433,28 @@ def _head_entry(projections: str, *arguments: str) -> BlockEntry:
     )
 
 
+# Encoders -------------------------------------------------------------------------------------------------
+
+
+def _encoder_entry(
+    name: str, forward: Callable[..., Any], parts: Callable[[Any], BypassedParts], *children: str
+) -> BlockEntry:
+    """Returns the entry of a class of encoders, by its forward, the LayerNorms in it and its submodules."""
+    return BlockEntry(
+        upstream=HUGGING_FACE,
+        name=name,
+        arguments=("pixel_values", "output_attentions", "output_hidden_states", "return_dict"),
+        children=frozenset(children),
+        forward=forward,
+        parts=parts,
+    )
+
+
+def _norms_of_glpn(self: Any) -> BypassedParts:
+    norms = self.layer_norm
+    return BypassedParts([(norm, LAYER_NORMS) for norm in norms], why_norms_unsupported(*norms))
+
+
 # Recognition ----------------------------------------------------------------------------------------------
 
 _NAMED = named(
@@ -477,6 +500,14 @@ _NAMED = named(
         forward=_stage_of_pvt_v2,
         parts=lambda self: parts_of_norm(self.layer_norm),
     ),
+    _encoder_entry("GLPNEncoder", encode_glpn, _norms_of_glpn, "patch_embeddings", "block", "layer_norm"),
+    _encoder_entry(
+        "PvtEncoder",
+        encode_pvt,
+        lambda self: parts_of_norm(self.layer_norm),
+        *("patch_embeddings", "block", "layer_norm"),
+    ),
+    _encoder_entry("PvtV2Encoder", encode_pvt_v2, lambda self: BypassedParts([]), "layers"),
 )
 #: Every entry.
 ENTRIES = tuple(entry for variants in _NAMED.values() for entry in variants)
@@ -545,30 +576,12 @@ STAGES = (
 _STAGES = {entry.block.name: entry for entry in STAGES}
 
 
-def _encoder_entry(name: str, *children: str, settings: Callable[[Any], Any] | None = None) -> RecordedEntry:
-    """Returns the entry of a class of encoders, by the names of its submodules."""
-    block = BlockEntry(
-        upstream=HUGGING_FACE,
-        name=name,
-        arguments=("pixel_values", "output_attentions", "output_hidden_states", "return_dict"),
-        children=frozenset(children),
-        parts=lambda self: BypassedParts([]),
-    )
-    return RecordedEntry(block) if settings is None else RecordedEntry(block, settings=settings)
-
-
 #: Every entry of what is recorded as a whole.
 RECORDED = (
-    RecordedEntry(next(entry for entry in ENTRIES if entry.name == "SegformerStage")),
-    _encoder_entry("GLPNEncoder", "patch_embeddings", "block", "layer_norm"),
-    _encoder_entry(
-        "PvtEncoder",
-        "patch_embeddings",
-        "block",
-        "layer_norm",
-        settings=lambda self: repr(self.config.image_size),
+    *map(
+        RecordedEntry,
+        (e for e in ENTRIES if e.name in ("SegformerStage", "GLPNEncoder", "PvtEncoder", "PvtV2Encoder")),
     ),
-    _encoder_entry("PvtV2Encoder", "layers"),
     RecordedEntry(
         BlockEntry(
             upstream=HUGGING_FACE,

@@ -14,6 +14,7 @@ from cvt_kernels import launching, modes
 from cvt_kernels.acceleration import fused
 from cvt_kernels.ops import autograd
 from tests.checks import python_blocks, record_all_calls, record_calls, run_blocks, section_of
+from tests.cvt_kernels.acceleration.served import noted_backends
 from tests.cvt_kernels.acceleration.test_accelerate import inputs
 from tests.upstream import (
     PYRAMIDS,
@@ -31,7 +32,7 @@ from tests.upstream import (
 ROOT = Path(__file__).parents[3]
 
 #: What a layer whose keys are fewer calls, and one whose keys are all tokens.
-FEED_FORWARD = ["add_layer_norm", "linear", "depthwise_conv_gelu", "linear"]
+FEED_FORWARD = ["add_layer_norm", "linear", "depthwise_conv_gelu", "linear_add"]
 ATTENTION = ["layer_norm", *3 * ["linear"], "attention", "linear"]
 REDUCING = ["layer_norm", "linear", "layer_norm", *ATTENTION[1:]]
 
@@ -75,6 +76,30 @@ def test_gradients_under_autocast(make, dtype):
         error, allowed = ((got[name] - each).norm() for got in (ours, theirs))
         # The gradient of the keys' bias is zero but for rounding.
         assert error <= 3 * allowed + torch.finfo(dtype).eps * max(largest * 1e-2, each.norm()), name
+
+
+@every_pyramid
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_models_of_one_dtype(make, dtype):
+    """Without autocast Triton's kernels serve every block, forward and backward."""
+    own, accelerated = (model.to(dtype) for model in pair(make, "train"))
+    x = inputs(make, dtype=dtype)
+    exact = gradients_of(copy.deepcopy(own).double(), x.double())
+    theirs = gradients_of(own, x)
+    with ck.use_backend("triton", "cpu", "reference"), noted_backends() as served:
+        ours = gradients_of(accelerated, x)
+    eps, largest = torch.finfo(dtype).eps, max(each.norm() for each in exact.values())
+    for name, each in exact.items():
+        assert ours[name].dtype == dtype
+        error, allowed = ((got[name] - each).norm() for got in (ours, theirs))
+        # Those of the keys' bias, and of biases before a BatchNorm, are zero but for rounding.
+        is_zero = each.norm() < 1e-10 * largest
+        assert error <= 3 * allowed + eps * (largest if is_zero else each.norm()), name
+    expected = {"attention", "mlp_add"} if make is pvt else {"attention", "depthwise_conv_gelu", "linear_add"}
+    assert {(operator, name) for operator, name in served if operator in expected} == {
+        (operator, "triton") for operator in expected
+    }
+    assert ("linear", "triton") in served  # and PyTorch's, of the head, where there is no bias
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")

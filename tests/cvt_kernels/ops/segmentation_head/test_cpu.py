@@ -28,6 +28,14 @@ def test_rows_of_several_segments(dtype):
     assert_agrees("segmentation_head", "cpu", dtype=dtype, **sizes)
 
 
+@built
+@pytest.mark.parametrize("outputs", [2, 1000])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_two_and_a_thousand_classes(dtype, outputs):
+    sizes = {"height": 3, "width": 5, "inputs": 9, "channels": 40, "outputs": outputs, "others": 3}
+    assert_agrees("segmentation_head", "cpu", dtype=dtype, **sizes)
+
+
 @pytest.mark.sanitized
 @pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
 def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
