@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cvt_kernels import launching, modes
 from cvt_kernels.backends import Record
+from cvt_kernels.ops.graph_operators import graph_operator
 from cvt_kernels.ops.planned_launches import planned
 from cvt_kernels.ops.triton_launch import ELEMENTS, accumulator_dtype, grid_dependency_synchronize
 
@@ -38,15 +39,13 @@ def scaled_rows_forward(x: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-_forward_op = torch.library.custom_op(
-    "cvt_kernels::scaled_rows",
-    scaled_rows_forward,
-    mutates_args=(),
+_forward_op = graph_operator(
+    "scaled_rows",
     schema="(Tensor x, Tensor scale) -> Tensor",
-)  # fmt: skip
+)(scaled_rows_forward)
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("cvt_kernels::scaled_rows")
 def _(x, scale):
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, scale.dtype))
 

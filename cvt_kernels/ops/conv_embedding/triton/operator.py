@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .... import modes
 from ....backends import Record
+from ...graph_operators import graph_operator
 from ...planned_launches import planned
 from .common import MAX_CHANNELS
 from .embed import embed, why_not_embedded
@@ -37,10 +38,10 @@ def _embedding(
     return normalize(x, *vectors, eps=eps, dtype=dtype)
 
 
-_embedding_op = torch.library.custom_op("cvt_kernels::conv_embedding", _embedding, mutates_args=())
+_embedding_op = graph_operator("conv_embedding")(_embedding)
 
 
-@_embedding_op.register_fake
+@torch.library.register_fake("cvt_kernels::conv_embedding")
 def _(image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, dtype):
     height, width = ((n + 2 * padding - weight.shape[3]) // stride + 1 for n in image.shape[2:])
     tokens = height * width + (class_token is not None)

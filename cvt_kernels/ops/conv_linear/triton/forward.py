@@ -16,6 +16,7 @@ from ....records import ConvBatchNorm
 from ... import planned_launches
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
+from ...graph_operators import graph_operator
 from ...linear.triton.forward import grouped_linear_forward
 from ...triton_launch import grid_dependency_synchronize
 from ...triton_tf32 import rounded
@@ -418,7 +419,7 @@ def conv_linear_forward(
 # The operator of torch.compile ----------------------------------------------------------------------------
 
 
-@torch.library.custom_op("cvt_kernels::conv_linear", mutates_args=())
+@graph_operator("conv_linear")
 def _forward_op(
     x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: list[Tensor],
     gammas: list[Tensor], betas: list[Tensor], means: list[Tensor], variances: list[Tensor],
@@ -428,7 +429,7 @@ def _forward_op(
     return conv_linear_forward(x, geometry, weights, gammas, betas, means, variances, linears, biases)
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("cvt_kernels::conv_linear")
 def _(x, grid, strides, epss, weights, gammas, betas, means, variances, linears, biases):
     geometry = _geometry(grid, strides, epss)
     return [

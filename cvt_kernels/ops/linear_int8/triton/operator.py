@@ -10,6 +10,7 @@ from torch import Tensor
 from .... import launching
 from ....backends import Record
 from ....records import QuantizedRows
+from ...graph_operators import graph_operator
 from ...planned_launches import planned
 from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_INPUTS
@@ -18,34 +19,34 @@ from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_r
 
 # The operators of torch.compile ---------------------------------------------------------------------------
 
-_rows_op = torch.library.custom_op(
-    "cvt_kernels::triton_quantize_rows", quantize_rows_forward, mutates_args=(),
+_rows_op = graph_operator(
+    "triton_quantize_rows",
     schema="(Tensor x, Tensor? scale, ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_layer_norm_op = torch.library.custom_op(
-    "cvt_kernels::triton_layer_norm_quantize", layer_norm_quantize_forward, mutates_args=(),
+)(quantize_rows_forward)
+_layer_norm_op = graph_operator(
+    "triton_layer_norm_quantize",
     schema="(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift, Tensor? scale, "
     "ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_gelu_op = torch.library.custom_op(
-    "cvt_kernels::triton_gelu_quantize", gelu_quantize_forward, mutates_args=(),
+)(layer_norm_quantize_forward)
+_gelu_op = graph_operator(
+    "triton_gelu_quantize",
     schema="(Tensor x, Tensor? bias, str approximate, Tensor? scale, ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_linear_op = torch.library.custom_op(
-    "cvt_kernels::triton_linear_int8", linear_int8_forward, mutates_args=(),
+)(gelu_quantize_forward)
+_linear_op = graph_operator(
+    "triton_linear_int8",
     schema="(Tensor x, Tensor x_scales, Tensor weight, Tensor weight_scale, Tensor? bias, str? approximate, "
     "Tensor? residual, ScalarType dtype) -> Tensor",
-)  # fmt: skip
+)(linear_int8_forward)
 
 
-@_rows_op.register_fake
-@_layer_norm_op.register_fake
-@_gelu_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_quantize_rows")
+@torch.library.register_fake("cvt_kernels::triton_layer_norm_quantize")
+@torch.library.register_fake("cvt_kernels::triton_gelu_quantize")
 def _(x, *others):
     return torch.empty_like(x, dtype=others[-1]), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 
-@_linear_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_linear_int8")
 def _(x, x_scales, weight, weight_scale, bias, approximate, residual, dtype):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .... import launching, modes
 from ....backends import Record
+from ...graph_operators import graph_operator
 from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
 from ...triton_launch import contiguous, grid_dependency_synchronize
@@ -215,15 +216,15 @@ def layer_norm_mlp_forward(
 
 # torch.compile --------------------------------------------------------------------------------------------
 
-_forward_op = torch.library.custom_op(
-    "cvt_kernels::layer_norm_mlp", layer_norm_mlp_forward, mutates_args=(),
+_forward_op = graph_operator(
+    "layer_norm_mlp",
     schema="(Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor fc1_weight, Tensor? fc1_bias, "
     "Tensor fc2_weight, Tensor? fc2_bias, Tensor? shift, float eps, str approximate, ScalarType dtype) "
     "-> Tensor",
-)  # fmt: skip
+)(layer_norm_mlp_forward)
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("cvt_kernels::layer_norm_mlp")
 def _(x, *others):
     return x.new_empty(x.shape)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....backends import Record
 from ...autograd import count_change
+from ...graph_operators import graph_operator
 from ...planned_launches import planned
 from ...triton_launch import contiguous
 from .. import autograd
@@ -26,26 +27,27 @@ from .forward import (
 
 # The operators of torch.compile ---------------------------------------------------------------------------
 
-_gather_op = torch.library.custom_op(
-    "cvt_kernels::triton_gather_rows", gather_rows_forward, mutates_args=(),
+_gather_op = graph_operator(
+    "triton_gather_rows",
     schema="(Tensor x, Tensor rows) -> Tensor",
-)  # fmt: skip
-_gather_add_layer_norm_op = torch.library.custom_op(
-    "cvt_kernels::triton_gather_add_layer_norm", gather_add_layer_norm_forward, mutates_args=(),
+)(gather_rows_forward)
+_gather_add_layer_norm_op = graph_operator(
+    "triton_gather_add_layer_norm",
     schema="(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
     "ScalarType dtype) -> (Tensor, Tensor)",
-)  # fmt: skip
-_scatter_op = torch.library.custom_op(
-    "cvt_kernels::triton_scatter_rows", scatter_rows_forward, mutates_args=(),
+)(gather_add_layer_norm_forward)
+_scatter_op = graph_operator(
+    "triton_scatter_rows",
     schema="(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, SymInt tokens) -> Tensor",
-)  # fmt: skip
-_scatter_inplace_op = torch.library.custom_op(
-    "cvt_kernels::triton_scatter_rows_", scatter_rows_inplace_forward, mutates_args=("x",),
+)(scatter_rows_forward)
+_scatter_inplace_op = graph_operator(
+    "triton_scatter_rows_",
+    mutates=("x",),
     schema="(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()",
-)  # fmt: skip
+)(scatter_rows_inplace_forward)
 
 
-@torch.library.custom_op("cvt_kernels::triton_rows_layer_norm_backward", mutates_args=())
+@graph_operator("triton_rows_layer_norm_backward")
 def _layer_norm_backward_op(
     dy: Tensor, dh: Tensor | None, h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> list[Tensor]:
@@ -54,24 +56,24 @@ def _layer_norm_backward_op(
     return [out, *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
-@_gather_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_gather_rows")
 def _(x, rows):
     return x.new_empty(*rows.shape, x.shape[2])
 
 
-@_gather_add_layer_norm_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_gather_add_layer_norm")
 def _(x, rows, branch, weight, bias, eps, dtype):
     h = torch.empty_like(branch, dtype=autograd.sum_dtype(x, branch))
     return h, torch.empty_like(branch, dtype=dtype)
 
 
-@_scatter_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_scatter_rows")
 def _(x, rows, values, branch, tokens):
     like = values if x is None else x
     return like.new_empty(rows.shape[0], tokens, like.shape[2])
 
 
-@_layer_norm_backward_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_rows_layer_norm_backward")
 def _(dy, dh, h, weight, bias, eps):
     return [torch.empty_like(given) for given in (h, weight, bias) if given is not None]
 
