@@ -315,7 +315,8 @@ def written_of(bn: Any) -> tuple[Tensor | None, ...]:
 
 def is_shadowed(module: nn.Module) -> bool:
     """Returns whether attributes shadow parameters or buffers; their values may differ in every call."""
-    return not set(vars(module)).isdisjoint(("weight", "bias", "running_mean", "running_var"))
+    attributes = vars(module)  # asked name by name, since Dynamo of PyTorch 2.11 makes no set of them
+    return any(name in attributes for name in ("weight", "bias", "running_mean", "running_var"))
 
 
 def _settings_of(bn: Any) -> tuple[float | None, float]:

@@ -287,7 +287,9 @@ def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
         modules += [
             module for module in block.modules() if type(module) not in _CALLED and module is not block
         ]
-    return None if any(map(is_watched, modules)) else parts.prepared()
+    if any(is_watched(module) and not is_only_recorded(module) for module in modules):
+        return None
+    return parts.prepared()
 
 
 #: The classes whose modules are called where somebody watches them.

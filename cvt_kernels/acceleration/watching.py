@@ -78,13 +78,17 @@ def _is_noticed(hooks: Mapping[int, Any]) -> bool:
 
     These stay in a model once outputs have been recorded, and find no maps where a block runs fused.
     """
-    for hook in hooks.values():
-        if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
-            return True
-        held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-        if "key" not in held or held["key"].cell_contents != "attentions":
-            return True
-    return False
+    return not all(map(_records_attentions, hooks.values()))
+
+
+def _records_attentions(hook: Any) -> bool:
+    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+        return False
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return "key" in held and held["key"].cell_contents == "attentions"
+
+
+_records_attentions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def patch_of(cls: type) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import function
 
 from .. import modes
+from .graph_operators import graph_operator
 
 _Item = TypeVar("_Item")
 
@@ -119,24 +120,24 @@ def _split(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
 # torch.compile would make a kernel of each cast: these are one launch, and one operator.
 
 
-@torch.library.custom_op("cvt_kernels::cast_together", mutates_args=())
+@graph_operator("cast_together")
 def _cast_op(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
     return _cast(tensors, dtype, counts)
 
 
-@_cast_op.register_fake
+@torch.library.register_fake("cvt_kernels::cast_together")
 def _fake_cast(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
     return _empty_groups(tensors, dtype, counts)
 
 
-@torch.library.custom_op("cvt_kernels::cast_apart", mutates_args=())
+@graph_operator("cast_apart")
 def _cast_apart_op(
     tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
 ) -> list[Tensor]:
     return _cast_apart(tensors, dtype, rows, counts)
 
 
-@_cast_apart_op.register_fake
+@torch.library.register_fake("cvt_kernels::cast_apart")
 def _fake_cast_apart(
     tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
 ) -> list[Tensor]:
@@ -154,7 +155,7 @@ def _backward_of_op(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]
     return _cast_back(_cast_apart_op, gradients, ctx.dtype, ctx.rows), None, None
 
 
-_cast_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+torch.library.register_autograd("cvt_kernels::cast_together", _backward_of_op, setup_context=_setup_context)
 
 
 def cast_together(

@@ -50,6 +50,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ... import launching, modes
 from ...backends import Record
 from ..autograd import count_change
+from ..graph_operators import graph_operator
 from ..planned_launches import planned
 from ..triton_gelu import ERF_CUBIC, ERF_LINEAR, ERF_QUINTIC, LARGEST_SQUARE, TANH_CUBIC, TANH_LINEAR
 from ..triton_launch import grid_dependency_synchronize
@@ -535,19 +536,19 @@ def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None
     return None
 
 
-@torch.library.custom_op("cvt_kernels::pingpong_product", mutates_args=())
+@graph_operator("pingpong_product")
 def _product_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, approximate: str | None
 ) -> Tensor:
     return _product(x, weight, bias, residual, approximate)
 
 
-@_product_op.register_fake
+@torch.library.register_fake("cvt_kernels::pingpong_product")
 def _(x, weight, bias, residual, approximate):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.custom_op("cvt_kernels::pingpong_product_", mutates_args=("residual",))
+@graph_operator("pingpong_product_", mutates=("residual",))
 def _product_inplace_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     _add_product(x, weight, bias, residual)
 

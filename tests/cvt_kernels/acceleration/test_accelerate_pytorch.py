@@ -27,6 +27,7 @@ from tests.upstream import (
     RANDOM,
     UPSTREAMS,
     assert_same_step,
+    glpn,
     huggingface,
     images,
     in_float64,
@@ -34,7 +35,11 @@ from tests.upstream import (
     microsoft,
     microsoft_plain,
     pair,
+    pvt,
+    pvt_v2,
+    pvt_v2_linear,
     relative,
+    segformer,
     step,
 )
 
@@ -148,14 +153,31 @@ def test_compiles_without_graph_breaks(make, mode):
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("drop_path", [0.0, 0.5])
-def test_a_compiled_training_step_has_few_passes(drop_path, monkeypatch):
+def few_blocks(make, drop_path):
+    """Returns a model in training mode, and how many blocks it has and how many of these drop branches."""
+    if make is huggingface:
+        model = one_stage(make)
+        (block,) = model.cvt.encoder.stages[0].layers
+        if drop_path > 0:
+            block.drop_path = sys.modules[type(block).__module__].CvtDropPath(drop_path)
+        return model.train(), 1, int(drop_path > 0)
+    blocks = 4 if make is glpn else 2  # the first has a rate of 0
+    depths = {} if make is glpn else {"depths": [1, 1]}
+    return make(drop_path=drop_path, **depths).train(), blocks, (blocks - 1) * (drop_path > 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "drop_path"),
+    [
+        *((huggingface, rate) for rate in (0.0, 0.5)),
+        *((segformer, 0.5), (pvt_v2, 0.0)),
+        *(pytest.param(make, 0.5, marks=pytest.mark.rest) for make in (pvt, pvt_v2_linear, glpn)),
+    ],
+)
+def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
     """By what the compiler of the graphs gets, whose gradients are those of the step without it."""
     monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)  # as on a GPU
-    model = one_stage(huggingface).train()
-    (block,) = model.cvt.encoder.stages[0].layers
-    if drop_path > 0:
-        block.drop_path = sys.modules[type(block).__module__].CvtDropPath(drop_path)
+    model, blocks, dropping = few_blocks(make, drop_path)
     ck.accelerate(model)
     found = [collections.Counter(), collections.Counter()]
 
@@ -165,23 +187,33 @@ def test_a_compiled_training_step_has_few_passes(drop_path, monkeypatch):
 
     compilers = (functools.partial(note, seen=each) for each in found)
     backend = aot_autograd(fw_compiler=next(compilers), bw_compiler=next(compilers))
-    gradients = []
+    gradients, written = [], []
+    x = images(height=70, width=70) if make is pvt else images()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with ck.use_backend("triton", "reference"):
         for called in (model, torch.compile(model, fullgraph=True, backend=backend)):
             model.zero_grad()
+            model.load_state_dict(before, strict=False)
             torch.manual_seed(0)
             with torch.autocast("cpu", torch.bfloat16):
-                out = logits(called(images()))
+                out = logits(called(x))
             out.float().square().mean().backward()
-            gradients.append([each.grad.clone() for each in block.parameters()])
+            gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+            written.append([each.clone() for each in model.buffers()])
     forward, backward = ({name.removesuffix(".default"): n for name, n in each.items()} for each in found)
-    assert forward["cvt_kernels.cast_together"] == backward["cvt_kernels.cast_apart"] == 1
-    # The end of the MLP, and of attention where images are dropped; the start of both, and GELU's derivative.
-    ends = 1 if drop_path == 0 else 2
+    assert forward["cvt_kernels.cast_together"] == backward["cvt_kernels.cast_apart"] == blocks
+    assert forward["cvt_kernels.attention"] == backward["cvt_kernels.attention_backward"] == blocks
+    # The end of each MLP, and of attention where images are dropped; the start of these in the backward.
+    ends = blocks + dropping
     assert forward["cvt_kernels.linear_ends"] == ends
-    assert backward["cvt_kernels.linear_starts"] == ends + 1
+    # GELU's derivative is a start too, but where a convolution's kernel applies it.
+    mixes = make not in (huggingface, pvt)
+    assert forward.get("cvt_kernels.triton_depthwise_conv_gelu", 0) == blocks * mixes
+    assert backward["cvt_kernels.linear_starts"] == ends + blocks * (not mixes)
     for eager, compiled in zip(*gradients, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=1e-2 * eager.abs().max().item())
+    for eager, compiled in zip(*written, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("make", [huggingface, pytest.param(microsoft, marks=pytest.mark.rest)])

@@ -16,6 +16,7 @@ from .... import modes
 from ....backends import Record
 from ....records import PositionBias
 from ...autograd import once_differentiable
+from ...graph_operators import graph_operator
 from ...planned_launches import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .. import why_scale_too_small
@@ -52,7 +53,7 @@ class _Attention(torch.autograd.Function):
         table: Tensor | None, rows: Tensor | None, places: list[int] | None, scale: float,
     ) -> Tensor:  # fmt: skip
         """Saves the inputs, the output and ``stats``."""
-        out, stats = _forward(q, k, v, bias, table, rows, places, scale)
+        out, stats = _forward(q, k, v, bias, table, rows, places, scale, True)
         ctx.save_for_backward(q, k, v, bias, out, stats, table, rows)
         ctx.places, ctx.scale = places, scale
         return out
@@ -71,9 +72,10 @@ class _Attention(torch.autograd.Function):
 @planned_part
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Tensor | None, rows: Tensor | None,
-    places: list[int] | None, scale: float,
+    places: list[int] | None, scale: float, need_stats: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    return attention_forward(q, k, v, bias, scale, position=_position_of(table, rows, places))
+    position = _position_of(table, rows, places)
+    return attention_forward(q, k, v, bias, scale, need_stats=need_stats, position=position)
 
 
 @planned_part
@@ -88,38 +90,35 @@ def _backward(
     )  # fmt: skip
 
 
-@torch.library.custom_op("cvt_kernels::attention", mutates_args=())
+@graph_operator("attention")
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, need_stats: bool = True,
     table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    position = _position_of(table, rows, places)
-    out, stats = attention_forward(q, k, v, bias, scale, need_stats=need_stats, position=position)
+    out, stats = _forward(q, k, v, bias, table, rows, places, scale, need_stats)
     return out, q.new_empty(0, dtype=accumulator_dtype(q)) if stats is None else stats
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("cvt_kernels::attention")
 def _(q, k, v, bias, scale, need_stats=True, table=None, rows=None, places=None):
     batch, queries, heads, _ = q.shape
     shape = (batch, heads, 2, queries) if need_stats else (0,)
     return q.new_empty(q.shape), q.new_empty(shape, dtype=accumulator_dtype(q))
 
 
-@torch.library.custom_op("cvt_kernels::attention_backward", mutates_args=())
+@graph_operator("attention_backward")
 def _backward_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     scale: float, need_bias: bool,
     table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
     need_table: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    gradients = attention_backward(
-        q, k, v, bias, out, stats, dout, scale, need_bias=need_bias,
-        position=_position_of(table, rows, places), need_table=need_table,
-    )  # fmt: skip
+    settings = scale, True, need_bias, need_table
+    gradients = _backward(q, k, v, bias, out, stats, dout, table, rows, places, *settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 
-@_backward_op.register_fake
+@torch.library.register_fake("cvt_kernels::attention_backward")
 def _(
     q, k, v, bias, out, stats, dout, scale, need_bias, table=None, rows=None, places=None, need_table=False
 ):
@@ -144,7 +143,7 @@ def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]
     return dq, dk, dv, dbias, None, None, dtable, None, None
 
 
-_forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+torch.library.register_autograd("cvt_kernels::attention", _backward_of_op, setup_context=_setup_context)
 
 
 # The backend ----------------------------------------------------------------------------------------------

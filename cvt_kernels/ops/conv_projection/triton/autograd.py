@@ -18,9 +18,10 @@ from .... import modes
 from ....backends import Record
 from ....records import ConvBatchNorm, flattened
 from ...autograd import once_differentiable
+from ...graph_operators import graph_operator
 from ...planned_launches import planned, planned_part
 from ...triton_launch import accumulator_dtype
-from .backward import backward_conv, backward_input, backward_sums
+from .backward import backward_conv, backward_input, backward_sums, weights_of
 from .common import Geometry
 from .forward import (
     batch_statistics,
@@ -125,6 +126,21 @@ _update = planned_part(update_running_statistics)
 _sums = planned_part(backward_sums)
 
 
+def _run_convolutions(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
+    counts: Sequence[float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of x, and of all weights in one tensor."""
+    dconvs, dweights = backward_conv(
+        x, geometry, weights, gammas, means, variances, dys, sums, counts
+    )  # fmt: skip
+    return backward_input(geometry, weights, dconvs, dys), dweights
+
+
+_in_one = planned_part(_run_convolutions)
+
+
 @planned_part
 def _of_convolutions(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
@@ -132,10 +148,10 @@ def _of_convolutions(
     counts: Sequence[float],
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Returns the gradients of x and of the weights."""
-    dconvs, dweights = backward_conv(
+    dx, dweights = _run_convolutions(
         x, geometry, weights, gammas, means, variances, dys, sums, counts
     )  # fmt: skip
-    return backward_input(geometry, weights, dconvs, dys), dweights
+    return dx, weights_of(dweights, geometry.kernel_sizes)
 
 
 def _counts(batch: int, geometry: Geometry) -> list[int]:
@@ -164,34 +180,38 @@ def _unpack_geometry(numbers: Sequence[int], epss: Sequence[float]) -> Geometry:
     return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss), summands)
 
 
-@torch.library.custom_op("cvt_kernels::conv_projection", mutates_args=())
+@graph_operator("conv_projection")
 def _forward_op(
     x: Tensor, weights: list[Tensor], gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
     variances: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
 ) -> list[Tensor]:  # fmt: skip
-    unpacked = _unpack_geometry(geometry, epss)
-    return projection_forward(x, unpacked, weights, gammas, betas, means, variances)
+    return [*_project(x, _unpack_geometry(geometry, epss), weights, gammas, betas, means, variances)]
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("cvt_kernels::conv_projection")
 def _(x, weights, gammas, betas, means, variances, geometry, epss, batch_stats):
     return [x.new_empty(*shape) for shape in output_shapes(x, _unpack_geometry(geometry, epss))]
 
 
-@torch.library.custom_op("cvt_kernels::conv_projection_backward", mutates_args=())
+@graph_operator("conv_projection_backward")
 def _backward_op(
     x: Tensor, weights: list[Tensor], gammas: list[Tensor], means: list[Tensor], variances: list[Tensor],
     dys: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
 ) -> list[Tensor]:  # fmt: skip
-    dx, *shared = _gradients(
-        x, _unpack_geometry(geometry, epss), weights, gammas, means, variances, dys, batch_stats
-    )
-    return [dx, *(gradient.clone() for gradient in shared)]  # an operator's outputs may not share storage
+    """Returns the gradients of x, of all weights, and of all norms: outputs may not share memory."""
+    unpacked = _unpack_geometry(geometry, epss)
+    dys = unpacked.of_each([dy.contiguous() for dy in dys])
+    sums = _sums(x, unpacked, weights, means, variances, dys)
+    counts = [float(n) for n in _counts(x.shape[0], unpacked)]
+    used = sums if batch_stats else None
+    return [*_in_one(x, unpacked, weights, gammas, means, variances, dys, used, counts), sums]
 
 
-@_backward_op.register_fake
+@torch.library.register_fake("cvt_kernels::conv_projection_backward")
 def _(x, weights, gammas, means, variances, dys, geometry, epss, batch_stats):
-    return [x.new_empty(x.shape), *(t.new_empty(t.shape) for t in (*weights, *gammas, *gammas))]
+    dweights = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    sums = x.new_empty(len(weights), 2, x.shape[2], dtype=accumulator_dtype(x))
+    return [x.new_empty(x.shape), dweights, sums]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -203,29 +223,33 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward_of_op(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
     x, *tensors = ctx.saved_tensors
     weights, gammas, means, variances = map(list, _divided(tensors, 4))
-    dx, *dparameters = _backward_op(x, weights, gammas, means, variances, list(dys), *ctx.constants)
+    dx, dweights, sums = _backward_op(x, weights, gammas, means, variances, list(dys), *ctx.constants)
+    own = weights_of(dweights, [weight.shape[-1] for weight in weights])
+    dbetas, dgammas = (
+        [total.to(gamma.dtype) for total, gamma in zip(each.unbind(), gammas, strict=True)]
+        for each in sums.unbind(1)
+    )
     none = [None] * len(weights)
-    return dx, *map(list, _divided(dparameters, 3)), none, none, None, None, None
+    return dx, own, dgammas, dbetas, none, none, None, None, None
 
 
-_forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+torch.library.register_autograd("cvt_kernels::conv_projection", _backward_of_op, setup_context=_setup_context)
 
 
-@torch.library.custom_op("cvt_kernels::conv_projection_statistics", mutates_args=())
+@graph_operator("conv_projection_statistics")
 def _statistics_op(x: Tensor, weights: list[Tensor], geometry: list[int], epss: list[float]) -> list[Tensor]:
-    return list(batch_statistics(x, _unpack_geometry(geometry, epss), weights))
+    return [*_batch_statistics(x, _unpack_geometry(geometry, epss), weights)]
 
 
-@_statistics_op.register_fake
+@torch.library.register_fake("cvt_kernels::conv_projection_statistics")
 def _(x, weights, geometry, epss):
     return [x.new_empty(len(weights), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2)]
 
 
-_update_op = torch.library.custom_op(
-    "cvt_kernels::update_running_statistics",
-    update_running_statistics,
-    mutates_args=("running_means", "running_vars", "tracked"),
-)
+_update_op = graph_operator(
+    "update_running_statistics",
+    mutates=("running_means", "running_vars", "tracked"),
+)(_update)
 
 # The backend ----------------------------------------------------------------------------------------------
 

@@ -247,8 +247,10 @@ def backward_conv(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
     means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
     counts: Sequence[float],
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """Returns the gradients of the convolutions' outputs (B, Hᵢ·Wᵢ, C) and weights (C, 1, k, k).
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Returns the gradients of the convolutions' outputs (B, Hᵢ·Wᵢ, C), and of all weights in one tensor.
+
+    :func:`weights_of` gives the weights' own.
 
     Args:
         sums: The result of :func:`backward_sums` for batch statistics, else None.
@@ -274,8 +276,15 @@ def backward_conv(
             inverse_counts=tuple(1.0 / n for n in counts), regions=plan.regions, stride_b=x.stride(0),
             stride_t=x.stride(1), BATCH_STATS=sums is not None, **plan.arguments,
         )  # fmt: skip
-    dweights = sum_regions(partial, taps, weights[0].dtype).split([n * channels for n in taps])
-    return dconvs, [dw.view(channels, 1, k, k) for dw, k in zip(dweights, geometry.kernel_sizes, strict=True)]
+    return dconvs, sum_regions(partial, taps, weights[0].dtype)
+
+
+def weights_of(total: Tensor, kernel_sizes: Sequence[int]) -> list[Tensor]:
+    """Returns the gradients of weights (C, 1, k, k), as views of one tensor of all."""
+    taps = [k * k for k in kernel_sizes]
+    channels = total.shape[0] // sum(taps)
+    parts = total.split([n * channels for n in taps])
+    return [part.view(channels, 1, k, k) for part, k in zip(parts, kernel_sizes, strict=True)]
 
 
 # The input ------------------------------------------------------------------------------------------------

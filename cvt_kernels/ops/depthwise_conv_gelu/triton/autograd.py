@@ -15,8 +15,9 @@ from .... import modes
 from ....backends import Record
 from ...autograd import once_differentiable
 from ...conv_projection.triton.common import maybe_contiguous
-from ...planned_launches import planned
-from .backward import conv_gelu_backward
+from ...graph_operators import graph_operator
+from ...planned_launches import planned, planned_part
+from .backward import conv_gelu_backward, parameters_of
 from .forward import conv_gelu_forward
 
 # Autograd -------------------------------------------------------------------------------------------------
@@ -40,43 +41,53 @@ class _DepthwiseConvGelu(torch.autograd.Function):
         """Computes the gradients of the parameters and, where needed, of x."""
         x, weight, bias = ctx.saved_tensors
         grid, approximate = ctx.settings
-        dx, dweight, dbias = conv_gelu_backward(
+        dx, sums = conv_gelu_backward(
             dy.contiguous(), x, grid, weight, bias, approximate, needs_dx=ctx.needs_input_grad[0]
         )
-        return dx, None, dweight, dbias, None
+        return dx, None, *parameters_of(sums, x.shape[2]), None
 
 
 # The operators of torch.compile ---------------------------------------------------------------------------
 
+_forward = planned_part(conv_gelu_forward)
 
-@torch.library.custom_op("cvt_kernels::triton_depthwise_conv_gelu", mutates_args=())
+
+@planned_part
+def _backward(
+    dy: Tensor, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    return conv_gelu_backward(dy, x, grid, weight, bias, approximate, needs_dx=needs_dx)
+
+
+@graph_operator("triton_depthwise_conv_gelu")
 def _forward_op(x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     height, width = grid
-    return conv_gelu_forward(maybe_contiguous(x), (height, width), weight, bias, approximate)
+    return _forward(maybe_contiguous(x), (height, width), weight, bias, approximate)
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_depthwise_conv_gelu")
 def _(x, grid, weight, bias, approximate):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("cvt_kernels::triton_depthwise_conv_gelu_backward", mutates_args=())
+@graph_operator("triton_depthwise_conv_gelu_backward")
 def _backward_op(
     dy: Tensor, x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str,
     needs_dx: bool,
 ) -> list[Tensor]:  # fmt: skip
+    """Returns the gradients of x, if needed, and of weight and bias as one: outputs may not share memory."""
     height, width = grid
-    dx, dweight, dbias = conv_gelu_backward(
-        dy.contiguous(), maybe_contiguous(x), (height, width), weight, bias, approximate, needs_dx=needs_dx
+    dx, sums = _backward(
+        dy.contiguous(), maybe_contiguous(x), (height, width), weight, bias, approximate, needs_dx
     )
-    # An operator's outputs may not share storage.
-    return [*([] if dx is None else [dx]), dweight.clone(), *([] if dbias is None else [dbias.clone()])]
+    return [sums] if dx is None else [dx, sums]
 
 
-@_backward_op.register_fake
+@torch.library.register_fake("cvt_kernels::triton_depthwise_conv_gelu_backward")
 def _(dy, x, grid, weight, bias, approximate, needs_dx):
-    given = [x] * needs_dx + [weight] + ([] if bias is None else [bias])
-    return [tensor.new_empty(tensor.shape) for tensor in given]
+    dx = [x.new_empty(x.shape)] if needs_dx else []
+    return [*dx, x.new_empty(x.shape[2] * (9 if bias is None else 10))]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -89,12 +100,13 @@ def _backward_of_op(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight, bias = ctx.saved_tensors
     grid, approximate = ctx.settings
     needs_dx = ctx.needs_input_grad[0]
-    gradients = _backward_op(dy, x, grid, weight, bias, approximate, needs_dx)
-    dx = gradients.pop(0) if needs_dx else None
-    return dx, None, gradients[0], None if bias is None else gradients[1], None
+    *dx, sums = _backward_op(dy, x, grid, weight, bias, approximate, needs_dx)
+    return dx[0] if needs_dx else None, None, *parameters_of(sums, weight.shape[0]), None
 
 
-_forward_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+torch.library.register_autograd(
+    "cvt_kernels::triton_depthwise_conv_gelu", _backward_of_op, setup_context=_setup_context
+)
 
 
 # The backend ----------------------------------------------------------------------------------------------

@@ -104,10 +104,10 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
 def conv_gelu_backward(
     dy: Tensor, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str, *,
     needs_dx: bool,
-) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """Returns the gradients of x, weight and bias for a contiguous gradient of y.
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Returns the gradients of x, None unless needed, and of the parameters for a contiguous gradient of y.
 
-    The gradient of x is None unless needed; the bias's is None if there is no bias.
+    Those of weight and bias are one tensor; :func:`parameters_of` gives each.
     """
     has_bias, channels = bias is not None, x.shape[2]
     plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
@@ -123,5 +123,10 @@ def conv_gelu_backward(
     if needs_dx:
         dx = x.new_empty(x.shape)
         sliding_backward_input(dx, geometry_of(grid), (weight,), (da,), (dy,))
-    dweight = sums[: 9 * channels].view(channels, 1, 3, 3)
-    return dx, dweight, sums[9 * channels :] if has_bias else None
+    return dx, sums
+
+
+def parameters_of(sums: Tensor, channels: int) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of weight and bias, None without a bias, as views of one tensor of both."""
+    dweight, *dbias = sums.split([9 * channels, *[channels] * (sums.shape[0] > 9 * channels)])
+    return dweight.view(channels, 1, 3, 3), dbias[0] if dbias else None

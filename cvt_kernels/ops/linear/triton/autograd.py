@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from .... import modes
 from ....backends import Record
 from ...autograd import count_change, once_differentiable
+from ...graph_operators import graph_operator
 from ...planned_launches import planned, planned_part
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
@@ -147,21 +148,23 @@ def _gradients(
     return dpre @ weight if need_x else None, dpre.t() @ x if need_weight else None, start.bias
 
 
-@torch.library.custom_op("cvt_kernels::linear_gelu", mutates_args=())
+@graph_operator("linear_gelu")
 def _linear_gelu_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, need_pre: bool = True
 ) -> tuple[Tensor, Tensor]:
-    out, pre = linear_gelu_forward(x, weight, bias, approximate, need_pre=need_pre)
-    return out, x.new_empty(0) if pre is None else pre
+    if need_pre:
+        return _launch_gelu(x, weight, bias, approximate)
+    out, _ = linear_gelu_forward(x, weight, bias, approximate)
+    return out, x.new_empty(0)
 
 
-@_linear_gelu_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_gelu")
 def _(x, weight, bias, approximate, need_pre=True):
     out = x.new_empty(x.shape[0], weight.shape[0])
     return out, torch.empty_like(out) if need_pre else x.new_empty(0)
 
 
-@torch.library.custom_op("cvt_kernels::linear_gelu_backward", mutates_args=())
+@graph_operator("linear_gelu_backward")
 def _linear_gelu_backward_op(
     x: Tensor, weight: Tensor, pre: Tensor, dout: Tensor, approximate: str, needed: list[bool]
 ) -> list[Tensor]:
@@ -169,7 +172,7 @@ def _linear_gelu_backward_op(
     return [gradient for gradient in gradients if gradient is not None]
 
 
-@_linear_gelu_backward_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_gelu_backward")
 def _(x, weight, pre, dout, approximate, needed):
     shapes = (x.shape, weight.shape, weight.shape[:1])
     return [x.new_empty(shape) for shape, need in zip(shapes, needed, strict=True) if need]
@@ -188,13 +191,13 @@ def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]
     return *[next(gradients) if need else None for need in needed], None, None
 
 
-_linear_gelu_op.register_autograd(_backward_of_op, setup_context=_setup_context)
+torch.library.register_autograd("cvt_kernels::linear_gelu", _backward_of_op, setup_context=_setup_context)
 
 
 # Linear, residual and LayerNorm: torch.compile ------------------------------------------------------------
 
 
-@torch.library.custom_op("cvt_kernels::linear_add", mutates_args=())
+@graph_operator("linear_add")
 def _linear_add_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -203,17 +206,17 @@ def _linear_add_op(
     return out
 
 
-@_linear_add_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_add")
 def _(x, weight, bias, residual, dtype):
     return torch.empty_like(residual, dtype=dtype)
 
 
-@torch.library.custom_op("cvt_kernels::linear_add_", mutates_args=("residual",))
+@graph_operator("linear_add_", mutates=("residual",))
 def _linear_add_inplace_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     linear_add_forward(x, weight, bias, residual, residual)
 
 
-@torch.library.custom_op("cvt_kernels::linear_add_layer_norm", mutates_args=())
+@graph_operator("linear_add_layer_norm")
 def _linear_add_layer_norm_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype, norm_dtype: torch.dtype,
@@ -223,12 +226,12 @@ def _linear_add_layer_norm_op(
     return h, y
 
 
-@_linear_add_layer_norm_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_add_layer_norm")
 def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, dtype, norm_dtype):
     return torch.empty_like(residual, dtype=dtype), torch.empty_like(residual, dtype=norm_dtype)
 
 
-@torch.library.custom_op("cvt_kernels::linear_add_layer_norm_", mutates_args=("residual",))
+@graph_operator("linear_add_layer_norm_", mutates=("residual",))
 def _linear_add_layer_norm_inplace_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, shift: Tensor | None, eps: float, norm_dtype: torch.dtype,
@@ -238,7 +241,7 @@ def _linear_add_layer_norm_inplace_op(
     return y
 
 
-@_linear_add_layer_norm_inplace_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_add_layer_norm_")
 def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, norm_dtype):
     return torch.empty_like(residual, dtype=norm_dtype)
 

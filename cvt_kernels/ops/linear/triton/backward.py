@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .... import launch, launching, machine
 from ...conv_projection.triton.backward import sum_regions
+from ...graph_operators import graph_operator
 from ...planned_launches import planned_part
 from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
@@ -149,14 +150,14 @@ def _launch_ends(
     return out
 
 
-_linear_ends_op = torch.library.custom_op(
-    "cvt_kernels::linear_ends", _launch_ends, mutates_args=(),
+_linear_ends_op = graph_operator(
+    "linear_ends",
     schema="(Tensor product, Tensor? bias, Tensor residual, Tensor? scale, bool scales_sum, "
     "ScalarType dtype) -> Tensor",
-)  # fmt: skip
+)(_launch_ends)
 
 
-@_linear_ends_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_ends")
 def _(product, bias, residual, scale, scales_sum, dtype):
     return torch.empty_like(product, dtype=dtype)
 
@@ -276,7 +277,7 @@ def _launch_starts(
     return dproduct, dresidual, total, activated
 
 
-@torch.library.custom_op("cvt_kernels::linear_starts", mutates_args=())
+@graph_operator("linear_starts")
 def _linear_starts_op(
     dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
     activates: bool, scale: Tensor | None, scales_sum: bool,
@@ -285,7 +286,7 @@ def _linear_starts_op(
     return [each for each in made if each is not None]
 
 
-@_linear_starts_op.register_fake
+@torch.library.register_fake("cvt_kernels::linear_starts")
 def _(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
     made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
     made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
