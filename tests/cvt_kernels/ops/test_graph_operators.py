@@ -48,14 +48,15 @@ def mix_backward(has_bias=True, needs_dx=True):
     return normal(2, 30, C), normal(2, 30, C), list(GRID), normal(C, 1, 3, 3), bias, "none", needs_dx
 
 
-def attention():
-    return normal(2, 5, 2, 8), normal(2, 4, 2, 8), normal(2, 4, 2, 8), None, 0.3
+def attention(*, is_merged=True):
+    shape = (2, 5, 16) if is_merged else (2, 5, 2, 8)
+    return normal(*shape), normal(2, 4, 16), normal(2, 4, 16), None, 0.3, 2
 
 
-def attention_backward():
-    q, k, v, bias, scale = attention()
-    out, stats = ops.attention(q, k, v, bias, scale)
-    return q, k, v, bias, out, stats, normal(*out.shape), scale, False
+def attention_backward(*, is_merged=True):
+    q, k, v, bias, scale, heads = attention(is_merged=is_merged)
+    out, stats = ops.attention(q, k, v, bias, scale, heads)
+    return q, k, v, bias, out, stats, normal(*out.shape), scale, heads, False
 
 
 CALLS = {
@@ -67,6 +68,8 @@ CALLS = {
     "triton_depthwise_conv_gelu_backward": mix_backward,
     "attention": attention,
     "attention_backward": attention_backward,
+    "attention_of_heads": lambda: attention(is_merged=False),
+    "attention_backward_of_heads": lambda: attention_backward(is_merged=False),
     "linear_gelu": lambda: (normal(6, 8), normal(4, 8), normal(4), "none"),
     "linear_starts": lambda: (
         *(normal(6, 8), torch.float32, torch.float32, normal(6, 8)), "none", True, None, False,
@@ -80,7 +83,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_what_graphs_take_them_for(name):
     """They write to what their schema says, return memory of their own, and tell shapes as they are."""
-    operator = getattr(ops, name).default
+    operator = getattr(ops, name.removesuffix("_of_heads")).default
     for _ in range(2):  # the second call has a plan
         opcheck(operator, CALLS[name](), test_utils=("test_schema", "test_faketensor"))
 

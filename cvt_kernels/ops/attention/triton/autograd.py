@@ -90,44 +90,70 @@ def _backward(
     )  # fmt: skip
 
 
+# Where a graph has convolutions, Inductor lays out what has four dimensions and is saved for the backward as
+# images with channels last, by a copy. So the operators take and give (B, T, heads · D), and saved statistics
+# are (B · heads, 2, T).
+
+
+def _merged(tensor: Tensor) -> Tensor:
+    """Returns (B, T, heads, D) as (B, T, heads · D), unless that would be a copy."""
+    _, _, heads, dim = tensor.shape
+    return tensor.flatten(2) if heads == 1 or tensor.stride(2) == dim * tensor.stride(3) else tensor
+
+
+def _divided(tensor: Tensor, heads: int) -> Tensor:
+    """Returns what :func:`_merged` took."""
+    return tensor if tensor.ndim == 4 else tensor.unflatten(2, (heads, -1))
+
+
 @graph_operator("attention")
 def _forward_op(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, need_stats: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, heads: int, need_stats: bool = True,
     table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k, v = (_divided(each, heads) for each in (q, k, v))
     out, stats = _forward(q, k, v, bias, table, rows, places, scale, need_stats)
-    return out, q.new_empty(0, dtype=accumulator_dtype(q)) if stats is None else stats
+    saved = q.new_empty(0, dtype=accumulator_dtype(q)) if stats is None else stats.flatten(0, 1)
+    return out.flatten(2), saved
 
 
 @torch.library.register_fake("cvt_kernels::attention")
-def _(q, k, v, bias, scale, need_stats=True, table=None, rows=None, places=None):
-    batch, queries, heads, _ = q.shape
-    shape = (batch, heads, 2, queries) if need_stats else (0,)
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=accumulator_dtype(q))
+def _(q, k, v, bias, scale, heads, need_stats=True, table=None, rows=None, places=None):
+    batch, queries = q.shape[:2]
+    shape = (batch * heads, 2, queries) if need_stats else (0,)
+    channels = q.shape[2] if q.ndim == 3 else heads * q.shape[3]
+    return q.new_empty(batch, queries, channels), q.new_empty(shape, dtype=accumulator_dtype(q))
 
 
 @graph_operator("attention_backward")
 def _backward_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
-    scale: float, need_bias: bool,
+    scale: float, heads: int, need_bias: bool,
     table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
     need_table: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    settings = scale, True, need_bias, need_table
-    gradients = _backward(q, k, v, bias, out, stats, dout, table, rows, places, *settings)
-    return [gradient for gradient in gradients if gradient is not None]
+    gradients = _backward(
+        _divided(q, heads), _divided(k, heads), _divided(v, heads), bias, _divided(out, heads),
+        stats.unflatten(0, (-1, heads)), _divided(dout, heads), table, rows, places, scale, True, need_bias,
+        need_table,
+    )  # fmt: skip
+    own = [
+        each.view(like.shape) for each, like in zip(gradients, (q, k, v), strict=False) if each is not None
+    ]
+    return [*own, *(each for each in gradients[3:] if each is not None)]
 
 
 @torch.library.register_fake("cvt_kernels::attention_backward")
 def _(
-    q, k, v, bias, out, stats, dout, scale, need_bias, table=None, rows=None, places=None, need_table=False
-):
+    q, k, v, bias, out, stats, dout, scale, heads, need_bias, table=None, rows=None, places=None,
+    need_table=False,
+):  # fmt: skip
     needed = (q, k, v, *([bias] if need_bias else []), *([table] if need_table else []))
     return [t.new_empty(t.shape) for t in needed]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, ctx.scale, need_stats, table, rows, ctx.places = inputs
+    q, k, v, bias, ctx.scale, ctx.heads, need_stats, table, rows, ctx.places = inputs
     if not need_stats:
         raise ValueError("need_stats: got False, expected True, since the gradients need them")
     ctx.save_for_backward(q, k, v, bias, *output, table, rows)
@@ -135,12 +161,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     _, _, _, need_bias, *others = ctx.needs_input_grad  # PyTorch leaves out last ones that have defaults
-    need_table = len(others) > 2 and others[2]
+    need_table = len(others) > 3 and others[3]
     *saved, table, rows = ctx.saved_tensors
-    dq, dk, dv, *rest = _backward_op(*saved, dout, ctx.scale, need_bias, table, rows, ctx.places, need_table)
+    settings = ctx.scale, ctx.heads, need_bias
+    dq, dk, dv, *rest = _backward_op(*saved, dout, *settings, table, rows, ctx.places, need_table)
     dbias = rest.pop(0) if need_bias else None
     dtable = rest.pop(0) if need_table else None
-    return dq, dk, dv, dbias, None, None, dtable, None, None
+    return dq, dk, dv, dbias, None, None, None, dtable, None, None
 
 
 torch.library.register_autograd("cvt_kernels::attention", _backward_of_op, setup_context=_setup_context)
@@ -191,7 +218,9 @@ def attention(call: Record) -> Tensor:
     table, rows, places = _parts_of(position)
     needs_gradient = modes.wants_gradient(q, k, v, bias, table)
     if torch.compiler.is_compiling():
-        return _forward_op(q, k, v, bias, scale, needs_gradient, table, rows, places)[0]
+        heads, given = q.shape[2], [_merged(each) for each in (q, k, v)]
+        out, _ = _forward_op(*given, bias, scale, heads, needs_gradient, table, rows, places)
+        return out.unflatten(2, (heads, -1))
     if needs_gradient:
         return _Attention.apply(q, k, v, bias, table, rows, places, scale)
     return attention_forward(q, k, v, bias, scale, need_stats=False, position=position)[0]
