@@ -3,6 +3,9 @@
 The first call runs the modules. A later one records what they launch and compute, embeddings and upstream's
 own steps included; from then on a call asks once whether anything has changed, and runs the recording
 (``ops/programs.Replays``). Hooks, training mode, gradients, autocast and tracing run the modules.
+
+In training each block has a recording (``ops/training_replays``), and a stage or an encoder asks once for all
+of its blocks whether anything has changed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from .. import machine
 from ..classes import is_fused, original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Replays
@@ -108,7 +112,7 @@ def run(
     inputs = given.pop(entry.block.arguments[0], None)
     inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
     trains = module.training and torch.is_grad_enabled()
-    may_run = all(isinstance(x, Tensor) and (trains or Replays.may_run(x)) for x in inputs)
+    may_run = all(isinstance(x, Tensor) and (_is_on_gpu(x) if trains else Replays.may_run(x)) for x in inputs)
     if not inputs or not may_run or (module.training and not trains) or torch_module._has_any_global_hook():
         return forward()
     is_plain = len(args) <= len(entry.block.arguments) and {*map(type, given.values())} <= {bool, NoneType}
@@ -128,6 +132,10 @@ def run(
     return known.replays.run(forward, inputs, *settings)
 
 
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda or machine.INTERPRETING
+
+
 def run_block(
     block: nn.Module, parts: BlockParts, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None
 ) -> Tensor:
@@ -136,7 +144,8 @@ def run_block(
     def forward() -> Tensor:
         return forward_block(parts, x, grid, rows)[0]
 
-    found = None if torch.compiler.is_compiling() or torch.jit.is_tracing() else replays_of(block)
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    found = None if is_traced or not _is_on_gpu(x) else replays_of(block)
     if found is None:
         return forward()
     replays, training = found
