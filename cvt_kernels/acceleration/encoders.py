@@ -5,6 +5,7 @@ Upstream copies each map so that channels are first in memory, and the next conv
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ def encode_pvt_v2(
         (tokens, *_), height, width = layer(image, output_attentions)
         return tokens, height, width
 
-    states = _maps(pixel_values, [lambda image, layer=layer: run(layer, image) for layer in self.layers])
+    states = _maps(pixel_values, [functools.partial(run, layer) for layer in self.layers])
     return _result(states[-1], states, output_hidden_states, return_dict)
 
 
@@ -78,7 +79,7 @@ def encode_glpn(
         return normalize(norm, tokens), height, width
 
     stages = zip(self.patch_embeddings, self.block, self.layer_norm, strict=True)
-    states = _maps(pixel_values, [lambda image, stage=stage: run(stage, image) for stage in stages])
+    states = _maps(pixel_values, [functools.partial(run, stage) for stage in stages])
     return _result(states[-1], states, output_hidden_states, return_dict)
 
 
