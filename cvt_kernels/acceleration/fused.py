@@ -206,7 +206,7 @@ def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int
 def _has_kernel_of_embeddings(x: Tensor, conv: Any, norm: Any) -> bool:
     """Returns whether Triton's kernels may compute a convolution and its LayerNorm from x as it lies.
 
-    They have no gradients. On a CPU products of copies are as fast.
+    They have no gradients. On a CPU reductions stay products of copies, unless Triton is asked for.
     """
     tensors = x, conv.weight, conv.bias, norm.weight, norm.bias
     if modes.wants_gradient(*tensors) or modes.autocast_enabled(x) or type(norm) is not nn.LayerNorm:
