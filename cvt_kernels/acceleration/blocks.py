@@ -473,6 +473,7 @@ class BlockEntry(NamedTuple):
         parts: Returns the modules of one; raises AttributeError for one that is not built as upstream's.
         arguments: Names of the arguments of ``forward``; empty for the classes of ``cvt``, which call the
             fused forward themselves.
+        may_take: Names of arguments that ``forward`` has in some versions only.
         children: Names of the submodules. There are no parameters or buffers beside them.
         classes: Names of the classes within a block that hold the modules of its parts.
         layers: Paths of the layers that ``quantize`` may replace: linear, or an embedding's convolution.
@@ -485,6 +486,7 @@ class BlockEntry(NamedTuple):
     name: str
     parts: Callable[[Any], Any]
     arguments: tuple[str, ...] = ()
+    may_take: tuple[str, ...] = ()
     children: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()

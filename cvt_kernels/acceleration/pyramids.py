@@ -18,6 +18,7 @@ from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
 from ..records import written_of
+from . import depth
 from .blocks import (
     GELU_VARIANTS,
     HUGGING_FACE,
@@ -457,6 +458,7 @@ _NAMED = named(
     _block_entry("SegformerLayer", _block_of_4),
     _embeddings_entry("GLPNOverlapPatchEmbeddings"),
     _block_entry("GLPNLayer", _block_of_4),
+    *depth.ENTRIES,
     BlockEntry(
         upstream=HUGGING_FACE,
         name="PvtPatchEmbeddings",
@@ -570,13 +572,7 @@ RECORDED = (
     ),
     _encoder_entry("PvtV2Encoder", "layers"),
     RecordedEntry(
-        BlockEntry(
-            upstream=HUGGING_FACE,
-            name="GLPNDecoder",
-            arguments=("hidden_states",),
-            children=frozenset(("stages", "final_upsample")),
-            parts=lambda self: BypassedParts([]),
-        ),
+        next(entry for entry in ENTRIES if entry.name == "GLPNDecoder"),
         classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
     ),
 )
