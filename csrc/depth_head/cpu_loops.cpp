@@ -159,7 +159,7 @@ void add_channel(const float* hidden, const Strides& strides, const float (&last
   for (int64_t j = 0; j < strides.sums; j += kLanes) {
     unroll<kScale>([&](auto x) LAMBDA_INLINE {
       float* to = sums + x * strides.sums + j;
-      F total = load(to, Whole{});
+      F total = 0.0f;  // of this channel: sums of few numbers round less
       unroll<kTaps>([&](auto i) LAMBDA_INLINE {
         constexpr int row = y + i / 3 - 1, place = x + i % 3 - 1, column = (place + kScale) % kScale;
         if constexpr (row >= first && row <= last) {
@@ -167,7 +167,7 @@ void add_channel(const float* hidden, const Strides& strides, const float (&last
           total = load(from + (place - column) / kScale, Whole{}) * F(last_taps[i]) + total;
         }
       });
-      store(to, total, Whole{});
+      store(to, load(to, Whole{}) + total, Whole{});
     });
   }
 }

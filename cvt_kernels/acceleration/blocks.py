@@ -473,26 +473,26 @@ class BlockEntry(NamedTuple):
         parts: Returns the modules of one; raises AttributeError for one that is not built as upstream's.
         arguments: Names of the arguments of ``forward``; empty for the classes of ``cvt``, which call the
             fused forward themselves.
-        may_take: Names of arguments that ``forward`` has in some versions only.
         children: Names of the submodules. There are no parameters or buffers beside them.
         classes: Names of the classes within a block that hold the modules of its parts.
         layers: Paths of the layers that ``quantize`` may replace: linear, or an embedding's convolution.
         forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
+        may_take: Names of arguments that ``forward`` has in some versions only.
     """
 
     upstream: str
     name: str
     parts: Callable[[Any], Any]
     arguments: tuple[str, ...] = ()
-    may_take: tuple[str, ...] = ()
     children: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
     variant: str = ""
     is_layer: bool = False
+    may_take: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

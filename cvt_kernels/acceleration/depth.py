@@ -23,7 +23,7 @@ from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds
 class _Handed(threading.local):
     """The decoder of the model that runs in this thread, and the map that it has handed to the head."""
 
-    decoder: nn.Module | None = None
+    decoder: Any = None
     image: Tensor | None = None
 
 
@@ -61,7 +61,7 @@ def _is_served(model: Any) -> bool:
     return ours and weight_cache.why_unpackable(*tensors) is None
 
 
-def _tensors_of(head: Any) -> tuple[Any, ...]:
+def _tensors_of(head: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     conv, _, last = head.head
     return conv.weight, conv.bias, last.weight, last.bias
 

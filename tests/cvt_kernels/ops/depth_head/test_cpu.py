@@ -93,7 +93,7 @@ def test_sums_of_many_channels_are_accurate():
 @pytest.mark.parametrize("place", [(0, 0), (7, 9), (20, 17), (0, 9), (13, 17)], ids=str)
 def test_a_number_that_is_not_finite_reaches_no_pixel_that_it_does_not_reach_by_pytorch(number, place):
     arguments = tensors(images=1)
-    arguments[0][0, 2, *place] = number
+    arguments[0][0, 2, place[0], place[1]] = number
     expected = reference.depth_head(*arguments)
     with ck.use_backend("cpu"):
         out = ck.depth_head(*arguments)
