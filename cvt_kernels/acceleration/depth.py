@@ -20,26 +20,29 @@ from ..ops.depth_head import depth_head
 from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds
 
 
-class _Handed(threading.local):
-    """The decoder of the model that runs in this thread, and the map that it has handed to the head."""
+class _Handing(threading.local):
+    """The decoder and the head of the model that runs in this thread, if one may hand its map to the other."""
 
-    decoder: Any = None
-    image: Tensor | None = None
+    modules: tuple[Any, ...] = ()
 
 
-_handed = _Handed()
+_handing = _Handing()
+
+
+def is_handing(module: Any) -> bool:
+    """Returns whether a decoder may hand over its last map as it is, or a head may get such a one."""
+    return any(each is module for each in _handing.modules)
 
 
 def _estimate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the forward of a model whose decoder may hand its map to the head."""
     if not _is_served(model):
         return NotImplemented
-    before = _handed.decoder, _handed.image
-    _handed.decoder, _handed.image = model.decoder, None
+    before, _handing.modules = _handing.modules, (model.decoder, model.head)
     try:
         return original_class(type(model)).forward(model, *args, **kwargs)
     finally:
-        _handed.decoder, _handed.image = before
+        _handing.modules = before
 
 
 def _is_served(model: Any) -> bool:
@@ -49,26 +52,22 @@ def _is_served(model: Any) -> bool:
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or modes.is_transformed():
         return False
     decoder, head = model.decoder, model.head
-    if not is_fused(decoder) or not is_fused(head):
+    if not is_fused(decoder) or not is_fused(head) or len(decoder.stages) < 2:
         return False
     if head.config.head_in_index not in (-1, len(decoder.stages) - 1):
         return False
-    tensors = _tensors_of(head)
-    first = tensors[0]
+    conv, _, last = head.head
+    tensors = conv.weight, conv.bias, last.weight, last.bias
+    first = conv.weight
     if any(tensor is not None and tensor.dtype != first.dtype for tensor in tensors):
         return False
     ours = dispatch.may_be_ours("depth_head", first.device.type, gradient=False)
     return ours and weight_cache.why_unpackable(*tensors) is None
 
 
-def _tensors_of(head: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    conv, _, last = head.head
-    return conv.weight, conv.bias, last.weight, last.bias
-
-
 def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
     """Computes the maps of all stages, the last one not upsampled."""
-    if torch.compiler.is_compiling() or _handed.decoder is not decoder:
+    if torch.compiler.is_compiling() or not is_handing(decoder):
         return NotImplemented
     *stages, last = decoder.stages
     if len(hidden_states) != len(stages) + 1:
@@ -76,17 +75,20 @@ def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
     states: list[Any] = []
     for hidden, stage in zip(hidden_states[:0:-1], stages, strict=True):
         states.append(stage(hidden, states[-1] if states else None))
-    image = last.convolution(hidden_states[0])
-    _handed.image = last.fusion(image, states[-1]) if states else image
-    return [*states, _handed.image]
+    return [*states, last.fusion(last.convolution(hidden_states[0]), states[-1])]
 
 
-def _compute_depth(head: Any, hidden_states: Sequence[Tensor]) -> Any:
-    """Computes the depth of every pixel of the map that the decoder has handed over."""
-    if torch.compiler.is_compiling() or _handed.image is None:
+def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
+    """Computes the depth of every pixel of a map that the decoder has handed over.
+
+    Such a map, unlike an upsampled one, is as large as the map of the stage before. That does not depend on
+    whether a recording of the decoder ran.
+    """
+    if torch.compiler.is_compiling() or not is_handing(head) or states[-1].shape != states[-2].shape:
         return NotImplemented
-    image, _handed.image = _handed.image, None
-    return depth_head(image, *_tensors_of(head), head.config.max_depth)
+    conv, _, last = head.head
+    depth = head.config.max_depth
+    return depth_head(states[-1], conv.weight, conv.bias, last.weight, last.bias, depth)
 
 
 # Entries --------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def _compute_depth(head: Any, hidden_states: Sequence[Tensor]) -> Any:
 def _parts_of_decoder(decoder: Any) -> BypassedParts:
     stage = decoder.stages[-1]
     upsamplings = stage.upsample, decoder.final_upsample
-    modules: list[tuple[Any, Kinds]] = [(stage, ("GLPNDecoderStage",))]
+    modules: list[tuple[Any, Kinds]] = [(decoder.stages, (nn.ModuleList,)), (stage, ("GLPNDecoderStage",))]
     modules += [(upsampling, (nn.Upsample,)) for upsampling in upsamplings]
     settings = {
         (each.size, each.scale_factor, each.mode, bool(each.align_corners), bool(each.recompute_scale_factor))

@@ -574,6 +574,7 @@ RECORDED = (
     RecordedEntry(
         next(entry for entry in ENTRIES if entry.name == "GLPNDecoder"),
         classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
+        settings=depth.is_handing,
     ),
 )
 
