@@ -17,11 +17,11 @@ from .. import dispatch, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.depth_head import depth_head
-from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds
+from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported
 
 
 class _Handing(threading.local):
-    """The decoder and the head of the model that runs in this thread, if one may hand its map to the other."""
+    """The decoder that may hand its map over, and the head that gets it, of this thread's model."""
 
     modules: tuple[Any, ...] = ()
 
@@ -95,6 +95,8 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
 
 
 def _parts_of_decoder(decoder: Any) -> BypassedParts:
+    if type(decoder.stages) is not nn.ModuleList or len(decoder.stages) == 0:
+        raise Unsupported("its stages are not a list")
     stage = decoder.stages[-1]
     upsamplings = stage.upsample, decoder.final_upsample
     modules: list[tuple[Any, Kinds]] = [(decoder.stages, (nn.ModuleList,)), (stage, ("GLPNDecoderStage",))]
@@ -109,6 +111,8 @@ def _parts_of_decoder(decoder: Any) -> BypassedParts:
 
 
 def _parts_of_head(head: Any) -> BypassedParts:
+    if type(head.head) is not nn.Sequential or len(head.head) != 3:
+        raise Unsupported("its head is not two convolutions with ReLU between them")
     conv, activation, last = head.head
     modules: list[tuple[Any, Kinds]] = [(head.head, (nn.Sequential,)), (activation, (nn.ReLU,))]
     return BypassedParts([*modules, (conv, (nn.Conv2d,)), (last, (nn.Conv2d,))], _why_unsupported(conv, last))
