@@ -146,6 +146,11 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // that are resized to height × width.
   m.def("resized_argmax(Tensor logits, SymInt height, SymInt width) -> Tensor");
 
+  // depth_head/, on the CPU: max_depth · sigmoid(conv(relu(conv(upsample(x))))), (batch, 4 height, 4 width). `taps` are those of
+  // the first convolution, (channels, 9, inputs), `last` those of the other one, (channels, 9); both and `bias` are float32.
+  m.def(
+      "depth_head_packed(Tensor x, Tensor taps, Tensor bias, Tensor last, float last_bias, float max_depth) -> Tensor");
+
   // snapshots/: whether a tensor is the address of this pointer.
   m.def("holds_pointer(int pointer, Tensor tensor) -> bool");
 }

@@ -16,6 +16,7 @@ from .ops.conv_embedding import conv_embedding
 from .ops.conv_linear import conv_linear
 from .ops.conv_projection import conv_projection
 from .ops.conv_projection.merging import merge_convolutions
+from .ops.depth_head import depth_head
 from .ops.depthwise_conv_gelu import depthwise_conv_gelu
 from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
@@ -71,6 +72,7 @@ __all__ = [
     "conv_linear",
     "conv_projection",
     "coverage",
+    "depth_head",
     "depthwise_conv_gelu",
     "doctor",
     "fallbacks",

@@ -482,6 +482,7 @@ class BlockEntry(NamedTuple):
         forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
+        may_take: Names of arguments that ``forward`` has in some versions only.
     """
 
     upstream: str
@@ -494,6 +495,7 @@ class BlockEntry(NamedTuple):
     forward: Callable[..., Any] | None = None
     variant: str = ""
     is_layer: bool = False
+    may_take: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

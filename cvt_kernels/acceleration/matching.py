@@ -115,7 +115,7 @@ def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
     if replaced is not None:
         return f"{replaced} is not that of {entry.upstream}'s {entry.name}"
     arguments = tuple(inspect.signature(owner.forward).parameters)[1:]
-    if arguments != entry.arguments:
+    if tuple(name for name in arguments if name not in entry.may_take) != entry.arguments:
         return f"forward takes {', '.join(arguments)}; expected {', '.join(entry.arguments)}"
     members = {**block._modules, **block._parameters, **block._buffers}
     unknown = sorted(set(members) - entry.children)

@@ -18,6 +18,7 @@ from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
 from ..records import written_of
+from . import depth
 from .blocks import (
     GELU_VARIANTS,
     HUGGING_FACE,
@@ -480,6 +481,7 @@ _NAMED = named(
     _block_entry("SegformerLayer", _block_of_4),
     _embeddings_entry("GLPNOverlapPatchEmbeddings"),
     _block_entry("GLPNLayer", _block_of_4),
+    *depth.ENTRIES,
     BlockEntry(
         upstream=HUGGING_FACE,
         name="PvtPatchEmbeddings",
@@ -583,14 +585,9 @@ RECORDED = (
         (e for e in ENTRIES if e.name in ("SegformerStage", "GLPNEncoder", "PvtEncoder", "PvtV2Encoder")),
     ),
     RecordedEntry(
-        BlockEntry(
-            upstream=HUGGING_FACE,
-            name="GLPNDecoder",
-            arguments=("hidden_states",),
-            children=frozenset(("stages", "final_upsample")),
-            parts=lambda self: BypassedParts([]),
-        ),
+        next(entry for entry in ENTRIES if entry.name == "GLPNDecoder"),
         classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
+        settings=depth.is_handing,
     ),
 )
 

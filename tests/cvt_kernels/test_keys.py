@@ -313,7 +313,7 @@ def test_every_fact_of_a_tensor():
 # Entries --------------------------------------------------------------------------------------------------
 
 #: What costs the same whatever its value, and sizes, which are told by their class.
-_SHARED = ("eps", "momentum", "scale", "grid", "size", "position")
+_SHARED = ("eps", "momentum", "scale", "grid", "size", "position", "max_depth")
 
 
 def is_told(change, first):

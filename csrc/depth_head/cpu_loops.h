@@ -1,0 +1,39 @@
+// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+//
+// A map that is upsampled bilinearly by two, twice, passes through a 3×3 convolution, ReLU, and one to a single channel, whose
+// sigmoid is the depth.
+#pragma once
+
+#include <cstdint>
+
+#include "common/half.h"
+#include "common/instruction_sets.h"
+#include "linear/layers.h"
+
+namespace cvt_kernels::depth_head {
+
+constexpr int kScale = 4;  // of the result's sides
+constexpr int kTaps = 9;   // of a convolution
+
+struct Head {
+  const void* data;  // (images, inputs, height, width), contiguous
+  int64_t inputs, height, width;
+  const float* taps;  // (channels, kTaps, inputs), by the first convolution
+  const float* bias;  // (channels,)
+  int64_t channels;
+  const float* last;  // (channels, kTaps), by the last convolution
+  float last_bias, max_depth;
+  int64_t rows;  // the most of a run
+  void* out;     // (images, kScale height, kScale width)
+};
+
+// The loops, compiled for one instruction set. They serve all dtypes but float64.
+struct Kernels {
+  int64_t (*scratch_bytes)(const Head&);
+  // Computes the depths of some rows of the map.
+  void (*estimate)(DType, const Head&, const Run&, void* scratch);
+};
+
+DECLARE_PRODUCT_TABLES;
+
+}  // namespace cvt_kernels::depth_head

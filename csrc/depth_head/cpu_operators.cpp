@@ -1,0 +1,63 @@
+// The depth head on the CPU: tensors, threads and the choice of instruction set around the loops.
+//
+// Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
+
+#include <torch/csrc/stable/library.h>
+
+#include "common/tensors.h"
+#include "common/units.h"
+#include "depth_head/cpu_loops.h"
+
+namespace cvt_kernels::depth_head {
+namespace {
+
+constexpr int64_t kMostSide = 1 << 20;        // of the map
+constexpr int64_t kFewestRows = 4, kMostRows = 16;  // that a thread takes together; with each, up to four more are multiplied
+
+const float* floats_of(const char* name, const Tensor& tensor, std::vector<int64_t> sizes) {
+  const auto got = tensor.sizes();
+  expect(tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && got.size() == sizes.size() &&
+             std::equal(sizes.begin(), sizes.end(), got.begin()),
+         name, tensor, "float32, contiguous, of the channels of the map and of bias");
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& bias, const Tensor& last, double last_bias,
+                         double max_depth) {
+  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "x", given,
+         "(batch, channels, height, width)");
+  expect(given.size(2) <= kMostSide && given.size(3) <= kMostSide, "x", given, "heights and widths of up to ", kMostSide);
+  const DType dtype = dtype_of("x", given);
+  expect(dtype != DType::float64, "x", given, "float32, bfloat16 or float16");
+  expect(bias.dim() == 1 && bias.size(0) > 0, "bias", bias, "(channels,)");
+  const Tensor x = made_contiguous("x", given);
+  const int64_t images = x.size(0), inputs = x.size(1), height = x.size(2), width = x.size(3), channels = bias.size(0);
+  product("result", {images, kScale * height, kScale * width});
+  const Tensor out = empty({images, kScale * height, kScale * width}, x.scalar_type(), x);
+  const std::vector<Run> runs = cut(images, height, kFewestRows, kMostRows);
+  const Head head{
+      .data = x.const_data_ptr(),
+      .inputs = inputs,
+      .height = height,
+      .width = width,
+      .taps = floats_of("taps", taps, {channels, kTaps, inputs}),
+      .bias = floats_of("bias", bias, {channels}),
+      .channels = channels,
+      .last = floats_of("last", last, {channels, kTaps}),
+      .last_bias = static_cast<float>(last_bias),
+      .max_depth = static_cast<float>(max_depth),
+      .rows = longest(runs),
+      .out = out.mutable_data_ptr(),
+  };
+  for_steps({over_runs(runs, loops.scratch_bytes(head),
+                       [&](const Run& run, int64_t, char* scratch) { loops.estimate(dtype, head, run, scratch); })});
+  return out;
+}
+
+}  // namespace
+}  // namespace cvt_kernels::depth_head
+
+STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
+  IMPLEMENT(m, "depth_head_packed", &cvt_kernels::depth_head::depth_head_packed);
+}

@@ -1,0 +1,46 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import cards
+
+
+def _depth_head(m: Any) -> Any:
+    x = cards.image_of(m, m.inputs, m.height, m.width)
+    weight = m.parameter(m.channels, m.inputs, 3, 3, scale=(9 * m.inputs) ** -0.5)
+    bias = m.optional(m.channels)
+    last = m.parameter(1, m.channels, 3, 3, scale=(9 * m.channels) ** -0.5)
+    return (x, weight, bias, last, m.optional(1), m.max_depth), {}
+
+
+CARDS = {
+    "depth_head": cards.Card(
+        call=_depth_head,
+        choices=cards.COMMON
+        | cards.GRID
+        | {
+            "inputs": (1, 2, 3, 5, 8, 17, 64),
+            "channels": cards.WIDE,
+            "max_depth": (10.0, 1.0, 80),
+            "bare": cards.BOTH,
+            "channels_last": cards.BOTH,
+        },
+        examples={
+            "usual": cards.MAP | {"inputs": 9},
+            "odd": cards.ODD_MAP | {"inputs": 1},
+            "empty": cards.MAP | {"inputs": 9, "batch": 0},
+            "many": cards.MANY_PIXELS | {"inputs": 8},
+            "tiny": cards.TINY_MAP | {"inputs": 2},
+            "bare": cards.MAP | {"inputs": 9, "bare": True},
+            "channels last": cards.MAP | {"inputs": 9, "channels_last": True},
+        },
+        without_gradients=("cpu",),
+        wrong={
+            "x": ((9, 3, 4), (2, 9, 0, 4)),
+            "weight": ((20, 9), (20, 2, 3, 3), (20, 9, 1, 1), (0, 9, 3, 3)),
+            "last_weight": ((20, 3, 3), (2, 20, 3, 3), (1, 5, 3, 3)),
+        },
+    ),
+}

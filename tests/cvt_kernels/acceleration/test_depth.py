@@ -1,0 +1,197 @@
+"""GLPN's decoder hands its last map to the head, which computes the depth by one operator."""
+
+import copy
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels.acceleration import depth
+from tests import upstream
+from tests.checks import assert_accurate, not_built
+
+pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+
+
+@pytest.fixture
+def maps(monkeypatch):
+    """Returns the shapes of the maps that the operator gets, and lets kernels serve on a CPU."""
+    shapes, operator = [], ck.depth_head
+
+    def noting(x, *others):
+        shapes.append(tuple(x.shape))
+        return operator(x, *others)
+
+    monkeypatch.setattr(depth, "depth_head", noting)
+    with ck.use_backend("cpu", "reference"):
+        yield shapes
+
+
+def made(dtype=torch.float32, freeze=None, **config):
+    """Returns a model with other statistics than those of its first day, accelerated, and upstream's."""
+    torch.manual_seed(0)
+    model = upstream.glpn(**config).eval().to(dtype)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    return ck.accelerate(copy.deepcopy(model), freeze=freeze), model
+
+
+@pytest.mark.parametrize("freeze", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_depths_are_accurate(maps, dtype, freeze):
+    ours, upstreams = made(dtype, freeze)
+    images = torch.randn(2, 3, 64, 96, dtype=dtype)
+    exact = copy.deepcopy(upstreams).double()(images.double()).predicted_depth
+    assert_accurate(ours(images).predicted_depth, upstreams(images).predicted_depth, exact)
+    assert maps == [(2, 8, 16, 24)]
+
+
+@torch.no_grad()
+def test_images_of_several_sizes(maps):
+    ours, upstreams = made()
+    for size in ((32, 32), (32, 160), (96, 32)):
+        images = torch.randn(1, 3, *size)
+        torch.testing.assert_close(ours(images).predicted_depth, upstreams(images).predicted_depth)
+        assert maps.pop() == (1, 8, size[0] // 4, size[1] // 4)
+
+
+@torch.no_grad()
+def test_all_outputs_are_upstreams(maps):
+    ours, upstreams = made()
+    images = torch.randn(1, 3, 32, 64)
+    for arguments in (
+        {"labels": torch.rand(1, 32, 64) + 1},
+        {"return_dict": False, "output_hidden_states": True},
+    ):
+        got, expected = (model(images, **arguments) for model in (ours, upstreams))
+        assert type(got) is type(expected)
+        got, expected = (each if type(each) is tuple else each.to_tuple() for each in (got, expected))
+        torch.testing.assert_close(got, expected)
+    assert len(maps) == 2
+
+
+PARTS = [
+    *("decoder", "head", "head.head", "head.head.0", "head.head.1", "head.head.2"),
+    *("decoder.stages.3", "decoder.stages.3.upsample", "decoder.final_upsample"),
+]
+
+
+@pytest.mark.parametrize("path", PARTS)
+@torch.no_grad()
+def test_a_hook_sees_what_it_sees_upstream(maps, path):
+    ours, upstreams = made()
+    images = torch.randn(1, 3, 32, 64)
+    ours(images)
+    seen = []
+    for model in (ours, upstreams):
+        model.get_submodule(path).register_forward_hook(lambda module, args, out: seen.append((args, out)))
+        model(images)
+    torch.testing.assert_close(*seen)
+    assert len(maps) == 1  # of the call before
+
+
+@torch.no_grad()
+def test_hooks_on_other_parts_see_their_modules_called(maps):
+    ours, _ = made()
+    seen = []
+    for path in ("decoder.stages.2", "decoder.stages.3.fusion", "decoder.stages.3.convolution"):
+        ours.get_submodule(path).register_forward_hook(lambda *_: seen.append(1))
+    ours(torch.randn(1, 3, 32, 64))
+    assert len(seen) == 3
+    assert len(maps) == 1
+
+
+@torch.no_grad()
+def test_the_decoder_and_the_head_called_by_themselves_run_their_own_forward(maps):
+    ours, upstreams = made()
+    states = ours.glpn(torch.randn(1, 3, 32, 64), output_hidden_states=True).hidden_states
+    got, expected = ours.decoder(states), upstreams.decoder(states)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(ours.head(got), upstreams.head(expected))
+    assert not maps
+
+
+def test_training_and_gradients_run_upstreams_forward(maps):
+    ours, upstreams = made()
+    images = torch.randn(2, 3, 32, 64)
+    for training in (False, True):
+        torch.manual_seed(1)
+        losses = [
+            model.train(training)(images).predicted_depth.square().mean() for model in (ours, upstreams)
+        ]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    gradients = [model.head.head[0].weight.grad for model in (ours, upstreams)]
+    torch.testing.assert_close(*gradients)
+    assert not maps
+
+
+@torch.no_grad()
+def test_changes_of_weights_settings_and_modules_are_noticed(maps):
+    ours, upstreams = made()
+    images = torch.randn(1, 3, 32, 64)
+
+    def change(model, step):
+        if step == 0:
+            model.head.head[0].weight.mul_(2)
+        elif step == 1:
+            model.head.head[2].bias.add_(1)
+        elif step == 2:
+            model.head.config.max_depth = 3
+        elif step == 3:
+            model.decoder.stages[3].fusion.convolutional_layer1[1].running_mean.add_(1)
+        elif step == 4:
+            model.head.head[1] = torch.nn.GELU()
+        else:
+            model.head.head[1] = torch.nn.ReLU()
+            model.decoder.final_upsample.mode, model.decoder.final_upsample.align_corners = "nearest", None
+
+    for step in range(6):
+        before = ours(images).predicted_depth
+        for model in (ours, upstreams):
+            change(model, step)
+        after = ours(images).predicted_depth
+        torch.testing.assert_close(after, upstreams(images).predicted_depth)
+        assert not torch.equal(before, after)
+    assert len(maps) == 9  # neither GELU nor other upsampling
+
+
+@torch.no_grad()
+def test_a_head_that_reads_another_map_runs_its_own_forward(maps):
+    ours, upstreams = made(head_in_index=1)
+    images = torch.randn(1, 3, 32, 64)
+    torch.testing.assert_close(ours(images).predicted_depth, upstreams(images).predicted_depth)
+    assert not maps
+
+
+@torch.no_grad()
+def test_autocast_runs_upstreams_forward(maps):
+    ours, upstreams = made()
+    images = torch.randn(1, 3, 32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(
+            ours(images).predicted_depth, upstreams(images).predicted_depth, atol=0.1, rtol=0.1
+        )
+    assert not maps
+
+
+@torch.no_grad()
+def test_coverage_lists_it_and_restore_undoes_it(maps):
+    ours, _ = made()
+    rows = {row.path: row for row in ck.coverage(ours)}
+    assert all(rows[path].fused for path in ("", "decoder", "head"))
+    assert type(ck.restore(ours).decoder) is type(upstream.glpn().decoder)
+    ours(torch.randn(1, 3, 32, 64))
+    assert not maps
+
+
+@torch.no_grad()
+def test_a_pickled_model_hands_over_too(maps):
+    ours, _ = made()
+    images = torch.randn(1, 3, 32, 64)
+    assert torch.equal(copy.deepcopy(ours)(images).predicted_depth, ours(images).predicted_depth)
+    assert len(maps) == 2
