@@ -20,7 +20,7 @@ from cvt_kernels.acceleration.class_token import (
     is_block_wanted,
     with_class_token_only,
 )
-from cvt_kernels.acceleration.cvt import OWN_BLOCK, OWN_CLASSIFIER
+from cvt_kernels.acceleration.families.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
 from cvt_kernels.acceleration.matching import parts_if_fused
 from cvt_kernels.acceleration.recording import run_block

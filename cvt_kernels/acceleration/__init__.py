@@ -6,10 +6,10 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
-layers for serving), ``class_token`` (the last block of a classifier), ``cvt`` and ``pyramids`` (the entries
-of each upstream), ``matching`` (finds and checks blocks), ``recording`` (stages and encoders recorded as a
-whole), ``freezing`` (finds and checks stages and layers, and runs them), this file (swaps classes),
-``coverage`` and ``verify``.
+layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
+``families`` (which module is which part, a file each), ``matching`` (finds and checks blocks), ``recording``
+(stages and encoders recorded as a whole), ``freezing`` (finds and checks stages and layers, and runs them),
+this file (swaps classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import freezing, recording
 from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
-from .cvt import CLASSIFIERS
+from .families import CLASSIFIERS, RECORDED, SERVED, TABLE
 from .matching import (
-    TABLE,
     classifier_of,
     find_blocks,
     parts_if_fused,
@@ -123,7 +122,7 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
 
     It may be bound to a module of that class too, in the place of a derived class.
     """
-    stages = {key: block_of(entry) for key, entry in freezing.STAGES.items()}
+    stages = {key: block_of(entry) for key, entry in SERVED.items()}
     keys = [key for key, entry in TABLE.items() if _is_entry_of(original, entry)]
     keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
     if not keys:
@@ -252,7 +251,7 @@ def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any
 @cached
 def _recorded_class(original: Any, key: str) -> Any:
     """Returns the subclass of ``original`` that records the forward of a stage or an encoder as a whole."""
-    entry = recording.ENTRIES[key]
+    entry = RECORDED[key]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +283,7 @@ def _frozen_class(original: Any, key: str) -> Any:
 
     A layer is a block too, and ``original`` then the class with its fused forward.
     """
-    entry = freezing.STAGES[key]
+    entry = SERVED[key]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -311,7 +310,7 @@ def _serving_class(original: Any, key: str) -> Any:
 
     It is without gradients; ``torch.compile`` traces the modules.
     """
-    entry = freezing.STAGES[key.removesuffix(_IN_EVALUATION)]
+    entry = SERVED[key.removesuffix(_IN_EVALUATION)]
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -364,10 +363,10 @@ def _derived_class(original: type[nn.Module], *keys: str) -> Any:
     for key in keys:
         if key in CLASSIFIERS:
             made = _classifying_class(made, key)
-        elif key in recording.ENTRIES:
+        elif key in RECORDED:
             made = _recorded_class(made, key)
         elif key.endswith(_IN_EVALUATION):
             made = _serving_class(made, key)
         else:
-            made = _frozen_class(made, key) if key in freezing.STAGES else _fused_class(made, key)
+            made = _frozen_class(made, key) if key in SERVED else _fused_class(made, key)
     return made

@@ -35,6 +35,7 @@ from ..records import (
     is_shadowed,
     written_of,
 )
+from .class_token import ClassifierEntry
 from .watching import is_plain_linear, is_watched
 
 #: The allowed classes of a module: exact classes, or names of classes, with or without their module.
@@ -611,6 +612,27 @@ class RecordedEntry(NamedTuple):
     def key(self) -> str:
         """The name among the entries of what is recorded, and in pickles."""
         return f"{self.block.key}, recorded"
+
+
+class Family(NamedTuple):
+    """The entries of a family of models, which a file in ``families`` has.
+
+    Attributes:
+        entries: Of its blocks, embeddings and heads.
+        stages: Of its stages that run as one.
+        recorded: Of what is recorded as a whole.
+        classifiers: Of classifiers that read the class token alone.
+        recognize: Returns the entry of a module, given the module that it is in, and None for modules of
+            others; None if the name of a class says enough.
+        recognize_stage: The same for stages.
+    """
+
+    entries: tuple[BlockEntry, ...]
+    stages: tuple[StageEntry, ...] = ()
+    recorded: tuple[RecordedEntry, ...] = ()
+    classifiers: tuple[ClassifierEntry, ...] = ()
+    recognize: Callable[[nn.Module, nn.Module | None], BlockEntry | None] | None = None
+    recognize_stage: Callable[[nn.Module], StageEntry | None] | None = None
 
 
 #: The entry of something that is served as one.

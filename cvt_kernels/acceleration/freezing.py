@@ -28,7 +28,6 @@ from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Programs
 from ..ops.weight_cache import is_noting
 from ..records import FROZEN_BATCH_NORMS, TransformerBlock
-from . import cvt, pyramids
 from .blocks import (
     GELU_VARIANTS,
     BlockEntry,
@@ -43,6 +42,7 @@ from .blocks import (
     why_norms_unsupported,
 )
 from .class_token import is_stage_wanted
+from .families import recognize, recognize_stage
 from .fused import output_grid
 from .matching import PLAIN, blocks_in, built_parts, why_another_forward, why_not_now
 from .stages import FoldedStage, are_images, fold, serve, serve_layer
@@ -57,10 +57,6 @@ from .watching import (
     why_must_be_called,
 )
 
-#: Every entry by its key.
-STAGES: dict[str, ServedEntry] = {entry.serving_key: entry for entry in (*cvt.STAGES, *pyramids.STAGES)}
-STAGES |= {entry.serving_key: entry for entry in pyramids.ENTRIES if entry.is_layer}
-
 #: The classes whose work a served module does only where it expects them, and the names of upstream's.
 _WORKING = tuple(cls for cls in BYPASSED if cls is not nn.Dropout)
 _WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
@@ -70,9 +66,8 @@ def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
     """Returns path, module and entry of every stage and of every layer of a pyramid, freezable or not."""
     found = []
     for path, module in model.named_modules():
-        layer = pyramids.recognize(module)
-        stage = pyramids.recognize_stage(module) or cvt.recognize_stage(module)
-        entry = layer if layer is not None and layer.is_layer else stage
+        layer = recognize(module, None)
+        entry = layer if layer is not None and layer.is_layer else recognize_stage(module)
         if entry is not None:
             found.append((path, module, entry))
     return found

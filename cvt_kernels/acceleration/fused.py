@@ -155,6 +155,11 @@ def as_map(tokens: Tensor, grid: Sequence[int]) -> Tensor:
     return tokens.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
 
 
+def tokens_of(image: Tensor) -> Tensor:
+    """Returns the tokens (B, T, C) of a map (B, C, H, W)."""
+    return image.permute(0, 2, 3, 1).flatten(1, 2)
+
+
 def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
     """Returns an image of 16 bits, or under autocast to these, on a GPU as tensor cores read it.
 

@@ -14,7 +14,6 @@ from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.training_replays import State, TrainingReplays, state_around
-from . import cvt, pyramids
 from .blocks import (
     BlockEntry,
     BlockParts,
@@ -27,6 +26,8 @@ from .blocks import (
     why_another_class,
 )
 from .class_token import ClassifierEntry
+from .families import CLASSIFIERS, recognize
+from .families.cvt import MODULE
 from .watching import (
     BYPASSED,
     Examined,
@@ -37,9 +38,6 @@ from .watching import (
     patch_of,
     why_must_be_called,
 )
-
-#: Every entry by its key.
-TABLE: dict[str, BlockEntry] = {entry.key: entry for entry in (*cvt.ENTRIES, *pyramids.ENTRIES)}
 
 #: The classes that a block may consist of, besides upstream's.
 PLAIN = frozenset((*BYPASSED, nn.Identity, nn.ModuleList, nn.Sequential))
@@ -77,15 +75,10 @@ def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
     return found
 
 
-def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
-    """Returns the entry of a module, which may depend on the module that it is in; None for others."""
-    return cvt.recognize(module, parent) or pyramids.recognize(module)
-
-
 def classifier_of(module: nn.Module) -> ClassifierEntry | None:
     """Returns the entry of a classifier that has upstream's forward; None for other modules."""
     owner = _owner_of_forward(module)
-    entry = cvt.CLASSIFIERS.get(owner.__name__)
+    entry = CLASSIFIERS.get(owner.__name__)
     if entry is None or _replaced_method(module, owner) is not None:
         return None
     arguments = tuple(inspect.signature(owner.forward).parameters)[1 : 1 + len(entry.arguments)]
@@ -110,7 +103,7 @@ def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
     if owner.__name__ != entry.name:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
     if not entry.arguments:  # of cvt's blocks nothing more is said
-        return None if owner.__module__ == cvt.MODULE else f"{owner.__qualname__} has a forward of its own"
+        return None if owner.__module__ == MODULE else f"{owner.__qualname__} has a forward of its own"
     replaced = _replaced_method(block, owner)
     if replaced is not None:
         return f"{replaced} is not that of {entry.upstream}'s {entry.name}"

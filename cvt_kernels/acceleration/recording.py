@@ -24,16 +24,12 @@ from ..classes import is_fused, original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.programs import Replays
 from ..ops.training_replays import States, within
-from . import cvt, pyramids
 from .blocks import BlockParts, RecordedEntry, is_named
 from .class_token import is_stage_wanted
+from .families import RECORDED
 from .fused import draw_factors, draws_of, forward_block
 from .matching import PLAIN, ExaminedBlock, blocks_in, examine, replays_of, why_another_forward
 from .watching import Examined, Watch, is_only_recorded, known_of, patch_of, why_must_be_called
-
-#: Every entry by its key.
-ENTRIES = {entry.key: entry for entry in (*cvt.RECORDED, *pyramids.RECORDED)}
-
 
 #: PyTorch's layers that upstream's code calls, besides those that fused blocks replace.
 _OTHERS = nn.ReLU, nn.Sigmoid, nn.Upsample
@@ -44,7 +40,7 @@ def find_recordable(model: nn.Module) -> list[tuple[nn.Module, str]]:
     found = []
     for module in model.modules():
         names = {cls.__name__ for cls in type(module).__mro__}
-        for key, entry in ENTRIES.items():
+        for key, entry in RECORDED.items():
             if entry.block.name in names and why_another_forward(module, entry.block) is None:
                 found.append((module, key))
     return found

@@ -13,14 +13,13 @@ from torch import nn
 
 from ..acceleration import accelerated_forward
 from ..acceleration.blocks import HUGGING_FACE, block_of
-from ..acceleration.freezing import STAGES
-from ..acceleration.matching import TABLE
+from ..acceleration.families import SERVED, TABLE
 from ..classes import cached
 
 #: The beginnings of names of classes, and the models of transformers that they belong to.
 _FAMILIES = {"Cvt": "cvt", "Segformer": "segformer", "GLPN": "glpn", "PvtV2": "pvt_v2", "Pvt": "pvt"}
 
-_BLOCKS = [block_of(entry) for entry in (*TABLE.values(), *STAGES.values())]
+_BLOCKS = [block_of(entry) for entry in (*TABLE.values(), *SERVED.values())]
 _NAMES = sorted({block.name for block in _BLOCKS if block.upstream == HUGGING_FACE})
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ..acceleration.matching import recognize, why_mismatched
+from ..acceleration.families import recognize
+from ..acceleration.matching import why_mismatched
 from ..missing import warn_of_missing_kernels
 from . import layers
 

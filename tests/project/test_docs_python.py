@@ -13,8 +13,7 @@ from cvt.factory import randomize
 from cvt.hub import MICROSOFT
 from cvt_kernels import backends, dispatch
 from cvt_kernels.acceleration.blocks import block_of
-from cvt_kernels.acceleration.freezing import STAGES
-from cvt_kernels.acceleration.matching import TABLE
+from cvt_kernels.acceleration.families import SERVED, TABLE
 from tests.checks import DOCS, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
@@ -73,7 +72,7 @@ def test_the_pages_list_every_class():
         upstream = "Hugging Face, in evaluation" if "in evaluation" in classes else "Hugging Face"
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", classes)}
     blocks = {(entry.upstream, entry.name) for entry in TABLE.values()}
-    served = map(block_of, STAGES.values())
+    served = map(block_of, SERVED.values())
     frozen = {(entry.upstream, entry.name) for entry in served} - blocks
     assert listed == blocks | {(f"{upstream}, in evaluation", name) for upstream, name in frozen}
 

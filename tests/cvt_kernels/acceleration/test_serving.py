@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
-from cvt_kernels.acceleration import cvt, freezing, pyramids
+from cvt_kernels.acceleration import families, freezing
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
 from tests.upstream import (
@@ -236,7 +236,9 @@ def test_pyramids_on_a_gpu(make, freeze, graphs):
 
 
 def test_where_folded_copies_may_serve(monkeypatch):
-    stage, entry, pyramid = ours().eval().stage0, cvt.STAGES[-1], pyramids.STAGES[0]
+    stage, entry = ours().eval().stage0, families.SERVED["cvt Stage"]
+    pyramid = families.SERVED["Hugging Face SegformerStage with blocks"]
+    layer = families.TABLE["Hugging Face SegformerLayer with layernorm_before"]
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     cuda = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
     monkeypatch.setattr(freezing, "Tensor", types.SimpleNamespace)
@@ -247,7 +249,7 @@ def test_where_folded_copies_may_serve(monkeypatch):
     with torch.no_grad():
         assert may(stage, entry, cuda)
         assert not may(stage, pyramid, cuda)
-        assert may(stage, pyramids.ENTRIES[0], cuda)  # a layer
+        assert may(stage, layer, cuda)
         assert not may(stage, entry, meta)
         with FlopCounterMode(display=False):
             assert not may(stage, entry, cuda)
@@ -269,7 +271,7 @@ def test_a_graph_of_the_users_folds_in_every_replay(monkeypatch):
     live, frozen = (ck.accelerate(ours().eval(), freeze=freeze).stage0 for freeze in (None, True))
 
     def served(stage):
-        return freezing._frozen_or_why_not(stage, cvt.STAGES[-1])
+        return freezing._frozen_or_why_not(stage, families.SERVED["cvt Stage"])
 
     assert served(live) is not served(live)
     assert len(folds) == 2

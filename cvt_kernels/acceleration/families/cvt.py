@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .blocks import (
+from ..blocks import (
     GELU_VARIANTS,
     HUGGING_FACE,
     BlockEntry,
     BlockParts,
+    Family,
     RecordedEntry,
     StageEntry,
     StageParts,
@@ -25,8 +26,8 @@ from .blocks import (
     recognize_by_name,
     tokens_of_map,
 )
-from .class_token import ClassifierEntry
-from .fused import check_images, embed
+from ..class_token import ClassifierEntry
+from ..fused import check_images, embed
 
 # Hugging Face's -------------------------------------------------------------------------------------------
 
@@ -372,22 +373,8 @@ OWN_CLASSIFIER = ClassifierEntry(
 
 # Recognition ----------------------------------------------------------------------------------------------
 
-#: Every entry of a block.
-ENTRIES = (*(each for entries in _HF_ENTRIES.values() for each in entries), *_MS_ENTRIES.values())
-ENTRIES += tuple(_OWN_ENTRIES.values())
-#: Every entry of a stage.
-STAGES: tuple[StageEntry, ...] = _HF_STAGE, _MS_STAGE, _OWN_STAGE
-#: Every entry of what is recorded as a whole.
-RECORDED = (
-    RecordedEntry(
-        _HF_STAGE.block, _HF_STAGE.classes, settings=lambda stage: stage.config.cls_token[stage.stage]
-    ),
-)
-#: The entries of other projects' classifiers by the names of their classes.
-CLASSIFIERS = {entry.name: entry for entry in (_HF_CLASSIFIER, _MS_CLASSIFIER)}
 
-
-def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
+def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
     """Returns the entry of a module by the names of its classes and what it consists of; None for others.
 
     Half of all transformers have a ``Block``: Microsoft's has an attention with convolutions, and its
@@ -404,7 +391,7 @@ def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
     return recognize_by_name(module, _HF_ENTRIES)
 
 
-def recognize_stage(module: nn.Module) -> StageEntry | None:
+def _recognize_stage(module: nn.Module) -> StageEntry | None:
     """Returns the entry of a stage; None for other modules."""
     names = {cls.__name__ for cls in type(module).__mro__}
     if own_class(type(module)) is not None:
@@ -413,3 +400,21 @@ def recognize_stage(module: nn.Module) -> StageEntry | None:
         return _HF_STAGE
     # Other transformers have a class of this name too.
     return _MS_STAGE if _MS_STAGE.block.name in names and _is_ms_stage(module) else None
+
+
+FAMILY = Family(
+    entries=(
+        *(each for entries in _HF_ENTRIES.values() for each in entries),
+        *_MS_ENTRIES.values(),
+        *_OWN_ENTRIES.values(),
+    ),
+    stages=(_HF_STAGE, _MS_STAGE, _OWN_STAGE),
+    recorded=(
+        RecordedEntry(
+            _HF_STAGE.block, _HF_STAGE.classes, settings=lambda stage: stage.config.cls_token[stage.stage]
+        ),
+    ),
+    classifiers=(_HF_CLASSIFIER, _MS_CLASSIFIER),
+    recognize=_recognize,
+    recognize_stage=_recognize_stage,
+)

@@ -1,0 +1,36 @@
+"""GLPN of transformers, whose blocks are copies of SegFormer's of transformers 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import depth
+from ..blocks import LAYER_NORMS, BypassedParts, Family, RecordedEntry, why_norms_unsupported
+from ..encoders import encode_glpn
+from .pyramids import block_entry, embeddings_entry, encoder_entry
+from .segformer import block_of_4
+
+
+def _norms(self: Any) -> BypassedParts:
+    norms = self.layer_norm
+    return BypassedParts([(norm, LAYER_NORMS) for norm in norms], why_norms_unsupported(*norms))
+
+
+_ENCODER = encoder_entry("GLPNEncoder", encode_glpn, _norms, "patch_embeddings", "block", "layer_norm")
+
+FAMILY = Family(
+    entries=(
+        embeddings_entry("GLPNOverlapPatchEmbeddings"),
+        block_entry("GLPNLayer", block_of_4),
+        _ENCODER,
+        *depth.ENTRIES,
+    ),
+    recorded=(
+        RecordedEntry(_ENCODER),
+        RecordedEntry(
+            next(entry for entry in depth.ENTRIES if entry.name == "GLPNDecoder"),
+            classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
+            settings=depth.is_handing,
+        ),
+    ),
+)
