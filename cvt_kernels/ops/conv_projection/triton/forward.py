@@ -256,9 +256,9 @@ def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, re
         part_count = tl.load(counts_ptrs, mask=(number < regions)[:, None], other=0.0)
         count += part_count
         share = part_count / tl.maximum(count, 1.0)
+        m2 += load_partial(partial_ptr + plane, number, c, c_mask, regions, channels)
         deviation = load_partial(partial_ptr, number, c, c_mask, regions, channels) - mean
         mean += deviation * share
-        m2 += load_partial(partial_ptr + plane, number, c, c_mask, regions, channels)
         m2 += deviation * deviation * (count - part_count) * share
     total = tl.sum(count, axis=0)
     whole_mean = tl.sum(mean * (count / total[None, :]), axis=0)
