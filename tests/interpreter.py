@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 def patch() -> None:
     """Makes all changes of this module."""
     for change in (
-        *(patch_once_per_launch, patch_comparisons, patch_overflow),
+        *(patch_once_per_launch, patch_comparisons, patch_overflow, patch_bfloat16),
         *(patch_types, patch_operands, patch_builtins),
     ):
         change()
@@ -53,6 +53,26 @@ def patch_comparisons() -> None:
         return result
 
     interpreter.InterpreterBuilder.binary_op = binary_op
+
+
+def patch_bfloat16() -> None:
+    """Rounds float32 to the nearest bfloat16, as a GPU does; the interpreter cuts the last 16 bits off."""
+    convert = interpreter._convert_float
+
+    def convert_float(values, of, to, rounding_mode):
+        if (of, to) == (language.bfloat16, language.float32):
+            return values.view(numpy.uint16).astype(numpy.uint32) << 16
+        if (of, to) != (language.float32, language.bfloat16):
+            return convert(values, of, to, rounding_mode)
+        bits = values.view(numpy.uint32)
+        rounded = bits + (0x7FFF + (bits >> 16 & 1))  # to even between two
+        return numpy.where(numpy.isnan(values), bits | 0x400000, rounded).astype(numpy.uint32) >> 16
+
+    def as_words(values, of, to, rounding_mode):
+        words = convert_float(values, of, to, rounding_mode)
+        return words.astype(numpy.uint16) if to == language.bfloat16 else words
+
+    interpreter._convert_float = as_words
 
 
 def patch_overflow() -> None:

@@ -29,8 +29,8 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
         return NotImplemented
     linears = [projection.proj for projection in projections]
     folds = _can_fold(head.batch_norm)
-    if folds and _is_served(head, linears, states):
-        return _serve(head, linears, states)
+    if folds and _is_served(head, tensors := _tensors_of(head, linears), states):
+        return _serve(head, linears, tensors, states)
     parts, bias = _parts_of_fusion(head, linears, folds)
     size = states[0].shape[2:]
     total: Any = None
@@ -49,7 +49,7 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
     return _classify(head, as_map(total, size), folds)
 
 
-def _is_served(head: Any, linears: list[Any], states: Sequence[Tensor]) -> bool:
+def _is_served(head: Any, tensors: list[Any], states: Sequence[Tensor]) -> bool:
     """Returns whether one operator serves the call: without gradients, and with nothing watched."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or modes.is_transformed():
         return False
@@ -57,16 +57,16 @@ def _is_served(head: Any, linears: list[Any], states: Sequence[Tensor]) -> bool:
     plain = type(activation) is nn.ReLU and type(dropout) is nn.Dropout and not dropout.training
     if not plain or is_watched(activation) or is_watched(dropout):
         return False
-    tensors = *states, *_tensors_of(head, linears), layer.weight, layer.bias
-    if {tensor.dtype for tensor in tensors if tensor is not None} != {first.dtype}:
+    all_tensors = *states, *tensors, layer.weight, layer.bias
+    if {tensor.dtype for tensor in all_tensors if tensor is not None} != {first.dtype}:
         return False
     ours = dispatch.may_be_ours("segmentation_head", first.device.type, gradient=False)
-    return ours and weight_cache.why_unpackable(*tensors) is None
+    return ours and weight_cache.why_unpackable(*all_tensors) is None
 
 
-def _serve(head: Any, linears: list[Any], states: Sequence[Tensor]) -> Tensor:
+def _serve(head: Any, linears: list[Any], tensors: list[Any], states: Sequence[Tensor]) -> Tensor:
     """Computes the logits by one operator, with layers that are multiplied once and kept."""
-    fusion, *others = _tensors_of(head, linears)
+    fusion, *others = tensors
     fold = functools.partial(_fold, head, linears)
     key = "decode head", head.batch_norm.eps
     others += written_of(head.batch_norm)

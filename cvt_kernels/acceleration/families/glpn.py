@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from .. import depth
 from ..blocks import LAYER_NORMS, BypassedParts, Family, RecordedEntry, why_norms_unsupported
 from ..encoders import encode_glpn
@@ -13,7 +15,8 @@ from .segformer import block_of_4
 
 def _norms(self: Any) -> BypassedParts:
     norms = self.layer_norm
-    return BypassedParts([(norm, LAYER_NORMS) for norm in norms], why_norms_unsupported(*norms))
+    bypassed = [(norms, (nn.ModuleList,)), *((norm, LAYER_NORMS) for norm in norms)]
+    return BypassedParts(bypassed, why_norms_unsupported(*norms))
 
 
 _ENCODER = encoder_entry("GLPNEncoder", encode_glpn, _norms, "patch_embeddings", "block", "layer_norm")
