@@ -119,10 +119,7 @@ def stages(device: str, results: Path, *, tiny: bool = False) -> dict[str, list[
         ],
         "3": [
             build(device),
-            *(
-                script(f"sweep_{name}", "sweep", 140, "--seconds={seconds}", *jobs.split(","))
-                for name, jobs in SWEEPS.items()
-            ),
+            *(script(f"sweep_{name}", "sweep", 140, "--seconds={seconds}", name) for name in SWEEPS),
         ],
         "4": [build(device), *(part(name, "models", way, 70, *words.split()) for name, way, words in OTHERS)],
         "5": [
@@ -150,16 +147,8 @@ def stages(device: str, results: Path, *, tiny: bool = False) -> dict[str, list[
     }
 
 
-#: The jobs of each sweep, as ``benchmarks.sweep`` takes them.
-SWEEPS = {
-    "gelu": "linear_gelu:3,linear_gelu:2",
-    "add": "linear_add:3,linear_add:2,linear_add:1",
-    "add_layer_norm": "linear_add_layer_norm:3,linear_add_layer_norm:2",
-    "conv_linear": "conv_linear:1",
-    "attention": "attention fwd_loop:1,attention fwd:2,attention fwd:3,attention bwd:3,attention bwd_dq:1",
-    "projection": "conv_projection fwd:1,conv_projection bwd_conv:1,conv_projection bwd_conv:2",
-    "mlp": "layer_norm_mlp:1",
-}
+#: What times launch configurations: the ``part`` of ``Sweep`` in the operators' cards.
+SWEEPS = ("gelu", "add", "add_layer_norm", "conv_linear", "attention", "projection", "mlp")
 #: What else is measured of models: the name of the part, the way, and other options.
 OTHERS = [
     (f"{name}_{way.replace('-', '_')}", way, words)

@@ -1,7 +1,8 @@
 """Times launch configurations of the Triton kernels at CvT-13's shapes, on a GPU, and writes the fastest.
 
 ``python -m benchmarks.sweep FILE linear_gelu:3 --batch-size 1 8 32 256``. A job is an operator and a stage
-of the model. Every combination of the values in :data:`SPACES` takes the place of what ships; processes
+of the model, or all of a part of ``make gpu``, as ``gelu``. What is tried is in the operators' cards
+(``sweeps``). Every combination of the values takes the place of what ships; processes
 beside this one compile it into Triton's cache. A configuration has to give what the shipped one gives.
 """
 
@@ -10,16 +11,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ from cvt.tools.commands.compile import launches
 from cvt.tools.commands.compile.gpus import LIMITS
 from cvt.tools.commands.compile.triton_kernels import specialize
 from cvt_kernels import launch, launching, machine
-from cvt_kernels.cards import matrix
-from cvt_kernels.launch.records import Attention, ConvLinear, Mlp, Product, Sliding
+from cvt_kernels.cards import Sweep, all_cards, matrix
 from cvt_kernels.launching import Launch
 
 from . import lab
@@ -39,81 +38,25 @@ FASTEST = 8  # configurations that are written of each size
 STAGES = launches.stages("cvt_13")
 
 
-class Space(NamedTuple):
-    """The configurations of a kernel that are worth trying.
-
-    Attributes:
-        kernel: Its name in ``cvt_kernels/launch``.
-        record: The class of the configuration.
-        values: Field of the configuration → values.
-        launched: The kernel that is timed, if it has another name.
-        training: Whether the kernel is one of training.
-    """
-
-    kernel: str
-    record: type
-    values: dict[str, tuple[int, ...]]
-    launched: str = ""
-    training: bool = False
-
-    def configurations(self) -> list[Any]:
-        """Returns every combination of the values."""
-        return [
-            self.record(**dict(zip(self.values, values, strict=True)))
-            for values in itertools.product(*self.values.values())
-        ]
-
-    @contextlib.contextmanager
-    def replaced(self, config: Any) -> Iterator[None]:
-        """Replaces what ships by a configuration; None leaves it."""
-        with contextlib.nullcontext() if config is None else launch.overridden(self.kernel, config):
-            yield
+#: The configurations that are worth trying, by the name of a job, from the operators' cards.
+SPACES = {name: space for card in all_cards().values() for name, space in card.sweeps.items()}
 
 
-_TILES = {"block_m": (16, 64, 128), "width": (64, 128), "block_k": (64, 128), "num_warps": (4, 8)}
-_SLIDING = {"pairs": (1, 2, 4, 8), "channels": (64,), "registers": (128, 168), "resident_warps": (8, 12, 16)}
-_OF_TILES = {"block_q": (64, 128), "block_kv": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)}
+def jobs_of(words: list[str]) -> list[tuple[str, int]]:
+    """Returns the jobs and their stages of words such as ``linear_gelu:3``, or ``gelu`` for a part's."""
+    jobs = []
+    for word in words:
+        spaces = {name: space for name, space in SPACES.items() if space.part == word}
+        jobs += [(name, stage) for name, space in spaces.items() for stage in space.stages]
+        if not spaces:
+            name, _, stage = word.rpartition(":")
+            jobs.append((name, int(stage)))
+    return jobs
 
 
-def _sliding(kernel: str, **settings: Any) -> Space:
-    name, training = f"conv_projection_sliding_{kernel}", kernel != "fwd"
-    return Space(name, Sliding, _SLIDING | settings, training=training)
-
-
-def _attention(kernel: str) -> Space:
-    return Space(f"attention_{kernel}", Attention, _OF_TILES, training=kernel.startswith("bwd"))
-
-
-#: By the name of a job; its first word is the operator of ``cvt compile`` that launches the kernel.
-SPACES = {
-    "linear_gelu": Space(
-        "linear_gelu", Product, _TILES | {"num_stages": (2, 3, 4), "programs": (0, 1, 2)}
-    ),
-    "linear_add": Space(
-        "linear_add", Product,
-        _TILES | {"width": (32, 64, 128), "block_k": (64, 256), "num_stages": (3, 4), "parts": (1, 3)},
-    ),
-    "linear_add_layer_norm": Space(
-        "linear_add_layer_norm", Product,
-        _TILES | {"num_stages": (2, 3), "parts": (3,)},
-    ),
-    "conv_linear": Space(
-        "conv_linear", ConvLinear,
-        {"tokens": (32, 64, 128), "branches": (1, 2), "outputs": (64, 128), "chunk": (32, 64),
-         "num_warps": (4, 8), "registers": (128, 255)},
-        "conv_linear_fwd",
-    ),
-    "layer_norm_mlp": Space(
-        "layer_norm_mlp", Mlp,
-        {"resident": (True,), "block_rows": (64, 128), "block_hidden": (64, 128, 256),
-         "num_warps": (4, 8), "programs": (1, 2, 3)},
-        "layer_norm_mlp_fwd_resident",
-    ),
-    "conv_projection fwd": _sliding("fwd"),
-    "conv_projection bwd_conv": _sliding("bwd_conv", registers=(168, 255), resident_warps=(4, 8)),
-    "conv_projection bwd_input": _sliding("bwd_input"),
-    **{f"attention {name}": _attention(name) for name in ("fwd", "fwd_loop", "bwd", "bwd_dq", "bwd_dkdv")},
-}  # fmt: skip
+def _replaced(space: Sweep, config: Any) -> contextlib.AbstractContextManager[None]:
+    """Replaces what ships by a configuration; None leaves it."""
+    return contextlib.nullcontext() if config is None else launch.overridden(space.kernel, config)
 
 
 def launched(name: str, stage: int, batch: int, config: Any, device: str = "meta") -> list[Launch]:
@@ -123,7 +66,7 @@ def launched(name: str, stage: int, batch: int, config: Any, device: str = "meta
     if device == "cuda":
         chip = launching.chip(torch.device("cuda", torch.cuda.current_device()))
         torch.manual_seed(0)
-    with space.replaced(config):
+    with _replaced(space, config):
         made = launches.TRITON_OPERATORS[name.split()[0]](
             STAGES[stage - 1], torch.bfloat16, chip, batch=batch, training=space.training, device=device
         )
@@ -218,13 +161,13 @@ def main(argv: list[str] | None = None) -> int:
     """Sweeps job by job; the file holds what is done so far."""
     parser = argparse.ArgumentParser(prog="benchmarks.sweep", description=__doc__)
     parser.add_argument("path", type=Path, help="the JSON file")
-    parser.add_argument("jobs", nargs="+", metavar="KERNEL:STAGE", help=", ".join(SPACES))
+    parser.add_argument("jobs", nargs="+", metavar="JOB", help=f"{', '.join(SPACES)}, with :STAGE; or a part")
     parser.add_argument("--batch-size", nargs="+", type=int, default=[256, 1, 32, 8], metavar="N")
     parser.add_argument("--seconds", type=float, default=500.0, help="for everything (default: 500)")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + options.seconds
     report = lab.Report(options.path, {"dtype": "bfloat16"})
-    jobs = [(name, int(stage)) for name, _, stage in (job.rpartition(":") for job in options.jobs)]
+    jobs = jobs_of(options.jobs)
     arch = 10 * torch.cuda.get_device_capability()[0]
     workers = max(1, len(os.sched_getaffinity(0)) - 2)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))

@@ -9,6 +9,7 @@ contract's examples and the fuzzer's cases are settings.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,8 @@ class Card(NamedTuple):
         emulated: Settings of larger ones for the emulator, which runs them in each dtype unless they have
             one, by name.
         factors: The parameters that Triton's kernels multiply in TF32 where PyTorch allows it for float32.
+        sweeps: Launch configurations to time on a GPU, by name of the job, whose first word is in ``stages``.
+        found: Cases of the fuzzer that failed once, as it has shrunk them.
     """
 
     call: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -62,6 +65,8 @@ class Card(NamedTuple):
     accesses: Mapping[str, Accesses] = {}
     emulated: Mapping[str, str] = {}
     factors: tuple[str, ...] = ()
+    sweeps: Mapping[str, Sweep] = {}
+    found: tuple[str, ...] = ()
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings ``given``, and the simplest choice of each of the others.
@@ -88,6 +93,39 @@ class Accesses(NamedTuple):
     words: str
     capability: int = 90
     is_dense: bool = True
+
+
+class Sweep(NamedTuple):
+    """The launch configurations of a kernel that are worth trying.
+
+    Attributes:
+        part: The part of ``make gpu`` that times them, without ``sweep_``.
+        stages: The stages of CvT-13 whose launches this part times.
+        kernel: Its name in ``cvt_kernels/launch``.
+        record: The class of the configuration.
+        values: Field of the configuration → values.
+        launched: The kernel that is timed, if it has another name.
+        training: Whether the kernel is one of training.
+    """
+
+    part: str
+    stages: tuple[int, ...]
+    kernel: str
+    record: type
+    values: dict[str, tuple[int, ...]]
+    launched: str = ""
+    training: bool = False
+
+    def configurations(self) -> list[Any]:
+        """Returns every combination of the values."""
+        return [
+            self.record(**dict(zip(self.values, values, strict=True)))
+            for values in itertools.product(*self.values.values())
+        ]
+
+
+#: Values of the tiles of products in sweeps.
+TILES = {"block_m": (16, 64, 128), "width": (64, 128), "block_k": (64, 128), "num_warps": (4, 8)}
 
 
 def worded(words: str) -> dict[str, Any]:

@@ -168,10 +168,10 @@ def test_counters_are_read_after_the_profile_that_says_which(known):
 
 
 def test_every_sweep_is_of_known_kernels():
-    for jobs in run.SWEEPS.values():
-        for job in jobs.split(","):
-            name, _, stage = job.rpartition(":")
-            assert sweep.launched(name, int(stage), 1, None), job
+    assert {space.part for space in sweep.SPACES.values() if space.stages} == {*run.SWEEPS}
+    for name, stage in sweep.jobs_of(list(run.SWEEPS)):
+        assert sweep.launched(name, stage, 1, None), (name, stage)
+    assert sweep.jobs_of(["attention fwd:2", "mlp"]) == [("attention fwd", 2), *sweep.jobs_of(["mlp"])]
 
 
 def test_a_configuration_takes_the_place_of_the_shipped_one():

@@ -53,13 +53,6 @@ def test_work_of_the_projection_and_of_attention():
     assert works_of("attention", 3, dtype=torch.float32)[0].flops == 0  # without tensor cores
 
 
-def test_work_of_the_mlp():
-    (described,) = works_of("layer_norm_mlp", 1)
-    rows = 256 * 56 * 56
-    assert described.bytes == 2 * (2 * rows * 64 + 2 * 64 * 256)
-    assert described.flops == 4 * rows * 64 * 256
-
-
 def test_work_of_the_reduction_and_of_the_segmentation_head():
     stage = launches.stages_of("segformer_b0", 512)[0]
     pixels = 256 * 128**2

@@ -326,21 +326,6 @@ def test_linear_add(bias, shifted, leading):
         assert_same(given, expected)
 
 
-@pytest.mark.parametrize("approximate", GELUS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
-def test_layer_norm_mlp(approximate, bias, shifted, affine, leading):
-    x = torch.randn(*leading, 7, dtype=torch.float64)
-    norm = modules_layer_norm(7, 1e-3) if affine else nn.LayerNorm(7, 1e-3, elementwise_affine=False)
-    mlp = nn.Sequential(modules_linear(7, 13, bias), modules_gelu(approximate), modules_linear(13, 7, bias))
-    shift = torch.randn(7, dtype=torch.float64) if shifted else None
-    parameters = (norm.weight, norm.bias, mlp[0].weight, mlp[0].bias, mlp[2].weight, mlp[2].bias)
-    got = reference.layer_norm_mlp(x, *parameters, eps=1e-3, approximate=approximate, shift=shift)
-    assert_same(got, x + mlp(norm(x if shift is None else x + shift)))
-
-
 # convolutions with what follows them ----------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import torch
 
 from cvt.tools.commands.process import run_command
 from cvt_kernels import backends, reference
+from cvt_kernels.cards import all_cards
 from cvt_kernels.ops import weight_cache
 from tests.checks import implementation, not_built
 from tests.fuzz import campaign, cases, commands, files, raw, subjects, world
@@ -56,22 +57,7 @@ def test_sequences_of_changes_to_models():
 
 
 #: Cases that failed once, as the fuzzer has shrunk them.
-FOUND = (
-    "conv_projection values=infinite gradient=all seed=0",
-    "conv_linear values=infinite gradient=all seed=0",
-    "transformer_block layout=transposed channels=2 class_token=True quantized_layers=4 seed=0",
-    "transformer_block values=infinite batch=2 gradient=all channels=2 seed=0",
-    "linear_int8 rows=0 seed=0",
-    "linear_int8 leading=tokens rows=0 seed=0",
-    "linear_int8 to=float8_e4m3fn rounded=True seed=0",
-    "transformer_block dtype=bfloat16 values=nan_row channels=16 inplace=True count=1 seed=0",
-    "transformer_block dtype=bfloat16 values=tiny parameters=zeros inplace=True seed=0",
-    "transformer_block values=minus_infinite threads=3 width=7 stride=2 quantized_layers=0 seed=0",
-    "transformer_block dtype=float16 autocast=True bare=True quantized_layers=3 reduce=squares seed=0",
-    "gelu_quantize values=large seed=7174",
-    "conv_linear dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
-    "layer_norm_mlp dtype=float16 values=zeros gradient=all channels=2 outputs=2 eps=1e-12 seed=0",
-)
+FOUND = tuple(f"{operator} {words}" for operator, card in all_cards().items() for words in card.found)
 #: Others: command lines, and damaged files.
 OTHERS = (
     "commands command=classify seed=1",

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Work, bytes_of, matrix
+from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Sweep, Work, bytes_of, matrix
+from ...launch.records import Attention
 from ...records import PositionBias
 
 
@@ -83,6 +84,13 @@ def _work(names: str, products: int) -> Any:
     return functools.partial(_attention_work, names=names, products=products)
 
 
+def _sweep(kernel: str, stages: tuple[int, ...]) -> Sweep:
+    """Returns the configurations of a kernel of attention."""
+    tiles = {"block_q": (64, 128), "block_kv": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)}
+    name, training = f"attention_{kernel}", kernel.startswith("bwd")
+    return Sweep("attention", stages, name, Attention, tiles, training=training)
+
+
 CARDS = {
     "attention": Card(
         call=_attention,
@@ -147,5 +155,15 @@ CARDS = {
             "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
         },
         uncounted={"attention": "bias slots"},
+        sweeps={
+            f"attention {kernel}": _sweep(kernel, stages)
+            for kernel, stages in (
+                ("fwd_loop", (1,)),
+                ("fwd", (2, 3)),
+                ("bwd", (3,)),
+                ("bwd_dq", (1,)),
+                ("bwd_dkdv", ()),
+            )
+        },
     ),
 }

@@ -17,9 +17,11 @@ from ...cards import (
     Card,
     Launches,
     Step,
+    Sweep,
     Work,
     bytes_of,
 )
+from ...launch.records import ConvLinear
 from ..conv_projection.card import PROJECTION, _conv_projection, conv_batch_norm
 
 
@@ -75,5 +77,26 @@ CARDS = {
             "conv_linear": "w gamma beta mean var bias",
         },
         factors=("linears",),
+        sweeps={
+            "conv_linear": Sweep(
+                "conv_linear",
+                (1,),
+                "conv_linear",
+                ConvLinear,
+                {
+                    "tokens": (32, 64, 128),
+                    "branches": (1, 2),
+                    "outputs": (64, 128),
+                    "chunk": (32, 64),
+                    "num_warps": (4, 8),
+                    "registers": (128, 255),
+                },
+                launched="conv_linear_fwd",
+            )
+        },
+        found=(
+            "values=infinite gradient=all seed=0",
+            "dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
+        ),
     ),
 }

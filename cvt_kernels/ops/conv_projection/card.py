@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import cards
+from ...launch.records import Sliding
 from ...records import ConvBatchNorm
 
 PROJECTION = cards.GRID | cards.CONV | {
@@ -97,6 +98,13 @@ def _projection_backward_input(arguments: dict[str, Any]) -> cards.Work:
     return cards.Work(cards.bytes_of(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
 
 
+def _sweep(kernel: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> cards.Sweep:
+    """Returns the configurations of a sliding-row kernel."""
+    tried = {"pairs": (1, 2, 4, 8), "channels": (64,), "registers": (128, 168), "resident_warps": (8, 12, 16)}
+    name = f"conv_projection_sliding_{kernel}"
+    return cards.Sweep("projection", stages, name, Sliding, tried | values, training=kernel != "fwd")
+
+
 CARDS = {
     "conv_projection": cards.Card(
         call=_conv_projection,
@@ -128,5 +136,13 @@ CARDS = {
             "sum_regions": functools.partial(cards.once, names="partial sum"),
         },
         uncounted={"conv_projection": "w gamma beta mean var sums"},
+        sweeps={
+            "conv_projection fwd": _sweep("fwd", (1,)),
+            "conv_projection bwd_conv": _sweep(
+                "bwd_conv", (1, 2), registers=(168, 255), resident_warps=(4, 8)
+            ),
+            "conv_projection bwd_input": _sweep("bwd_input", ()),
+        },
+        found=("values=infinite gradient=all seed=0",),
     ),
 }

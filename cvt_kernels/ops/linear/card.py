@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import cards
+from ...launch.records import Product
 
 
 def _linear(m: Any) -> Any:
@@ -156,6 +157,15 @@ CARDS = {
         },
         emulated={"linear_gelu": "gradient=all rows=150 channels=200 outputs=136"},
         factors=("x", "weight"),
+        sweeps={
+            "linear_gelu": cards.Sweep(
+                "gelu",
+                (3, 2, 1),
+                "linear_gelu",
+                Product,
+                cards.TILES | {"block_k": (32, 64, 128), "num_stages": (2, 3, 4), "programs": (0, 1, 2)},
+            )
+        },
     ),
     "linear_add": cards.Card(
         call=_linear_add,
@@ -183,6 +193,16 @@ CARDS = {
         },
         emulated={"linear_add": "rows=150 channels=264 outputs=136"},
         factors=("x", "weight"),
+        sweeps={
+            "linear_add": cards.Sweep(
+                "add",
+                (3, 2, 1),
+                "linear_add",
+                Product,
+                cards.TILES
+                | {"width": (32, 64, 128), "block_k": (64, 256), "num_stages": (3, 4), "parts": (1, 3)},
+            )
+        },
     ),
     "linear_add_layer_norm": cards.Card(
         call=_linear_add_layer_norm,
@@ -204,5 +224,14 @@ CARDS = {
         },
         emulated={"linear_add_layer_norm": "rows=150 channels=264 outputs=192 shifted=True"},
         factors=("x", "weight"),
+        sweeps={
+            "linear_add_layer_norm": cards.Sweep(
+                "add_layer_norm",
+                (3, 2),
+                "linear_add_layer_norm",
+                Product,
+                cards.TILES | {"num_stages": (2, 3), "parts": (3,)},
+            )
+        },
     ),
 }

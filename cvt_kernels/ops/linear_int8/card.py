@@ -128,6 +128,7 @@ CARDS = {
         uncounted={"gelu_quantize": "bias"},
         accesses={"GELU to int8": cards.Accesses("gelu_quantize", "dtype=float16 rows=5 channels=67")},
         emulated={"float8 GELU": "dtype=float32 to=float8_e4m3fn rows=67 channels=192"},
+        found=("values=large seed=7174",),
     ),
     "linear_int8": cards.Card(
         call=_linear_int8,
@@ -160,5 +161,10 @@ CARDS = {
             }.items()
         },
         emulated={"int8 layer": _LAYER, "float8 layer": f"dtype=float16 to=float8_e4m3fn {_LAYER}"},
+        found=(
+            "rows=0 seed=0",
+            "leading=tokens rows=0 seed=0",
+            "to=float8_e4m3fn rounded=True seed=0",
+        ),
     ),
 }

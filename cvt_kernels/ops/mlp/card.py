@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ... import cards
+from ...launch.records import Mlp
 from ..linear.card import BIAS_GRADIENT, SCALED, factors
 
 
@@ -76,6 +77,23 @@ CARDS = {
             "stage 1: MLP": "dtype=bfloat16 rows=3136 channels=64 outputs=256",
         },
         factors=("fc1_weight", "fc2_weight"),
+        sweeps={
+            "layer_norm_mlp": cards.Sweep(
+                "mlp",
+                (1,),
+                "layer_norm_mlp",
+                Mlp,
+                {
+                    "resident": (True,),
+                    "block_rows": (64, 128),
+                    "block_hidden": (64, 128, 256),
+                    "num_warps": (4, 8),
+                    "programs": (1, 2, 3),
+                },
+                launched="layer_norm_mlp_fwd_resident",
+            )
+        },
+        found=("dtype=float16 values=zeros gradient=all channels=2 outputs=2 eps=1e-12 seed=0",),
     ),
     "mlp_add": cards.Card(
         call=_mlp_add,

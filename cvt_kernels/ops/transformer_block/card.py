@@ -98,5 +98,13 @@ CARDS = {
         },
         without_gradients=("cpu", "onednn"),
         normalizes=True,
+        found=(
+            "layout=transposed channels=2 class_token=True quantized_layers=4 seed=0",
+            "values=infinite batch=2 gradient=all channels=2 seed=0",
+            "dtype=bfloat16 values=nan_row channels=16 inplace=True count=1 seed=0",
+            "dtype=bfloat16 values=tiny parameters=zeros inplace=True seed=0",
+            "values=minus_infinite threads=3 width=7 stride=2 quantized_layers=0 seed=0",
+            "dtype=float16 autocast=True bare=True quantized_layers=3 reduce=squares seed=0",
+        ),
     ),
 }

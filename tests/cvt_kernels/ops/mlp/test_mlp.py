@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch
+from cvt_kernels import backends, dispatch, reference
 from tests.checks import record_all_calls
 
 GELUS = {"none": F.gelu, "tanh": nn.GELU(approximate="tanh"), "quick": lambda x: x * torch.sigmoid(1.702 * x)}
@@ -32,6 +32,31 @@ def test_the_composition_is_the_formula(approximate):
     shifted = ck.layer_norm_mlp(*tensors, approximate=approximate, shift=shift, eps=0.1)
     torch.testing.assert_close(plain, formula(*tensors, GELUS[approximate]))
     torch.testing.assert_close(shifted, formula(*tensors, GELUS[approximate], shift, 0.1))
+
+
+class _QuickGELU(nn.Module):
+    def forward(self, x):
+        return GELUS["quick"](x)
+
+
+@pytest.mark.parametrize("approximate", GELUS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("leading", [(3,), (2, 5), (0, 4)], ids=str)
+@torch.no_grad()
+def test_the_reference_is_what_pytorchs_modules_compute(approximate, bias, shifted, affine, leading):
+    x = torch.randn(*leading, 7, dtype=torch.float64)
+    shift = torch.randn(7, dtype=torch.float64) if shifted else None
+    norm = nn.LayerNorm(7, 1e-3, elementwise_affine=affine, dtype=torch.float64)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    gelu = _QuickGELU() if approximate == "quick" else nn.GELU(approximate)
+    mlp = nn.Sequential(nn.Linear(7, 13, bias), gelu, nn.Linear(13, 7, bias)).double()
+    parameters = (norm.weight, norm.bias, mlp[0].weight, mlp[0].bias, mlp[2].weight, mlp[2].bias)
+    got = reference.layer_norm_mlp(x, *parameters, eps=1e-3, approximate=approximate, shift=shift)
+    expected = x + mlp(norm(x if shift is None else x + shift))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_calls_the_operators_one_after_the_other():

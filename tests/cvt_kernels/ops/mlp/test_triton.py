@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from benchmarks import floors
+from cvt.tools.commands.compile import launches
 from cvt_kernels import launch, launching
 from cvt_kernels.launch.records import Mlp
 from cvt_kernels.ops import triton_gelu
@@ -122,3 +124,12 @@ def test_fast_exact_gelu_is_exact_enough():
     approximated = half + half * torch.tanh(half * (linear + square * (cubic + square * quintic)))
     exact = torch.nn.functional.gelu(x)
     assert (approximated - exact).abs().max() < 2.7e-5
+
+
+def test_work():
+    stage = launches.stages("cvt_13")[0]
+    record = launches.TRITON_OPERATORS["layer_norm_mlp"]
+    (found,) = record(stage, torch.bfloat16, launching.Chip(90, 132), training=False)
+    described, rows = floors.work_of(found), 256 * 56 * 56
+    assert described.bytes == 2 * (2 * rows * 64 + 2 * 64 * 256)
+    assert described.flops == 4 * rows * 64 * 256
