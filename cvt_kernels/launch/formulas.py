@@ -474,6 +474,9 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
     "segmentation_head": Kernel((Product,), _segmentation_head),
+    "depth_head": Kernel(
+        (Pixels,), lambda need: [Pixels(pixels=16, channels=32, num_warps=4, registers=160)]
+    ),
     "resized_argmax": Kernel((Rows,), lambda need: [Rows(elements=512, num_warps=4)]),
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
     "layer_norm_mlp": Kernel((Mlp,), _mlp),

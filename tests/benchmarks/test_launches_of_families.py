@@ -18,10 +18,6 @@ def of_cvt():
     return transformers.CvtForImageClassification(transformers.CvtConfig(num_labels=1000))
 
 
-def encoder_of_glpn():
-    return build_pyramid("glpn", None, 480).glpn
-
-
 #: Family → its model at the published sizes, the size of its images, its blocks, those with a reduction, and
 #: how ``accelerate`` may treat it. A live CvT of ``freeze=None`` is served as a frozen one is, but not while
 #: something counts its operators.
@@ -30,11 +26,18 @@ FAMILIES = {
     "segformer": (lambda: build_pyramid("segformer_b0", None, 512), 512, 8, 6, (True, None, False)),
     "pvt": (lambda: build_pyramid("pvt_tiny", None, 224), 224, 8, 6, (True, None, False)),
     "pvt_v2": (lambda: build_pyramid("pvt_v2_b2", None, 224), 224, 16, 13, (True, None, False)),
-    "glpn": (encoder_of_glpn, 480, sum(PYRAMIDS["glpn"].sizes["depths"]), 38, (True, None, False)),
+    "glpn": (
+        lambda: build_pyramid("glpn", None, 480),
+        480,
+        sum(PYRAMIDS["glpn"].sizes["depths"]),
+        38,
+        (True, None, False),
+    ),
 }
 
-#: Products, by cuBLAS: of linear layers, of the smaller maps of SegFormer's head, of a classifier.
-PRODUCTS = {"linear: addmm", "segmentation_head: mm", "PyTorch: addmm"}
+#: Products, by cuBLAS: of linear layers, of the smaller maps of SegFormer's head, of the map of GLPN's, of a
+#: classifier.
+PRODUCTS = {"linear: addmm", "segmentation_head: mm", "depth_head: mm", "PyTorch: addmm"}
 #: By cuDNN, with its LayerNorm in one kernel of ours: windows that overlap, and all windows of float32.
 CONVOLUTIONS = {"conv_embedding: convolution"}
 
@@ -64,6 +67,12 @@ def allowed(family, freeze, dtype, batch):
         expected.update({"PyTorch: add": 4, "PyTorch: cat": 1})
     if family == "pvt_v2":
         expected["PyTorch: mean"] += 1  # of the tokens before the classifier
+    if family == "glpn":
+        # Upstream's decoder: four maps to 64 channels, three of them fused with the one before and upsampled.
+        expected.update({f"PyTorch: {name}": 3 for name in ("upsample_bilinear2d", "cat", "sigmoid", "add")})
+        expected.update({f"PyTorch: {name}": 6 for name in ("native_batch_norm", "relu", "mul")})
+        expected["PyTorch: convolution"] += 12
+        expected["depth_head: clone"] += 1  # 74 KB of weights in the order of the product
     return +expected
 
 

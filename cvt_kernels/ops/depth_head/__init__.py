@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 from ... import checks
 from ...backends import Record, lazy
-from ...declaration import extension_kernels, operator
+from ...declaration import extension_kernels, operator, triton_kernels
 from ..kinds import sampled, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
+    from . import triton as _triton
 else:
-    (_cpu,) = lazy(__name__, "cpu")
+    _cpu, _triton = lazy(__name__, "cpu", "triton")
 
 #: The result's height by the map's, and the result's width by the map's.
 SCALE = 4
@@ -50,7 +51,10 @@ def _kind(call: Record) -> str:
 
 
 @operator(
-    backends={"cpu": extension_kernels(_cpu.depth_head, _cpu.why_unsupported)},
+    backends={
+        "triton": triton_kernels(_triton.depth_head, _triton.why_unsupported),
+        "cpu": extension_kernels(_cpu.depth_head, _cpu.why_unsupported),
+    },
     kind=_kind,
     sample=sampled(2**16, "x"),
     check=_check,

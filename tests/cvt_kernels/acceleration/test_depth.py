@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels import launching
 from cvt_kernels.acceleration import depth
 from tests import upstream
 from tests.checks import assert_accurate, not_built
@@ -195,3 +196,20 @@ def test_a_pickled_model_hands_over_too(maps):
     images = torch.randn(1, 3, 32, 64)
     assert torch.equal(copy.deepcopy(ours)(images).predicted_depth, ours(images).predicted_depth)
     assert len(maps) == 2
+
+
+@torch.no_grad()
+def test_kernels_of_a_gpu_compute_the_depth_too(maps):
+    """On a GPU, or in Triton's interpreter; here for the map alone."""
+    ours, upstreams = made()
+    state = torch.randn(1, 8, 2, 3)
+    upsampled = upstreams.decoder.final_upsample(upstreams.decoder.stages[-1].upsample(state))
+    modules = ours.decoder, ours.head
+    with pytest.MonkeyPatch.context() as patch, ck.use_backend("triton"):
+        patch.setattr(depth._handing, "modules", modules)
+        with launching.recorded_launches(launching.Chip(90, 132)) as launches:
+            ours.head([state, state])
+        got = ours.head([state, state])
+    assert [each.kernel.__name__ for each in launches] == ["_depth_head_kernel", "_depth_sums_kernel"]
+    torch.testing.assert_close(got, upstreams.head([upsampled]), rtol=1e-4, atol=1e-4)
+    assert maps == 2 * [(1, 8, 2, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ _ARCHS = {f"sm_{number}": number for number in LIMITS}
 _NOT_BY_DEFAULT = tuple(name for name, each in TRITON_OPERATORS.items() if not each.by_default)
 #: The operators that are compiled by default.
 OPERATORS = tuple(name for name in TRITON_OPERATORS if name not in _NOT_BY_DEFAULT)
+#: The most names that an error lists.
+_LISTED = 12
 NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"
 
 
@@ -102,4 +105,13 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _check_names(option: str, given: Iterable[Any], known: Collection[Any]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{option}: got {name!r}, expected {', '.join(map(str, known))}")
+            raise ValueError(f"{option}: got {name!r}, expected {_expected(name, known)}")
+
+
+def _expected(name: Any, known: Collection[Any]) -> str:
+    """Returns all known names, or of many those that contain a name or are like it."""
+    if len(known) <= _LISTED:
+        return ", ".join(map(str, known))
+    alike = [each for each in known if name and name in each] or difflib.get_close_matches(name, known)
+    names = (alike or list(known))[:_LISTED]
+    return f"{', '.join(names)}, or another of {len(known)} names (cvt compile --help lists all)"
