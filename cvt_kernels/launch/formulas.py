@@ -425,6 +425,12 @@ def _linear_rows(need: Need) -> list[Rows]:
     return [Rows(elements=2048, num_warps=4, resident_programs=8)]
 
 
+def _depth_head(need: Need) -> list[Pixels]:
+    if need.numbers == "single":  # its product takes registers for the operands, which spill with fewer
+        return [Pixels(pixels=16, channels=32, num_warps=8, registers=255)]
+    return [Pixels(pixels=16, channels=32, num_warps=4, registers=160)]
+
+
 def _quantize(need: Need) -> list[Rows]:
     return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 4096 else Rows(elements=8192, num_warps=8)]
 
@@ -474,9 +480,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
     "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
     "segmentation_head": Kernel((Product,), _segmentation_head),
-    "depth_head": Kernel(
-        (Pixels,), lambda need: [Pixels(pixels=16, channels=32, num_warps=4, registers=160)]
-    ),
+    "depth_head": Kernel((Pixels,), _depth_head),
     "resized_argmax": Kernel((Rows,), lambda need: [Rows(elements=512, num_warps=4)]),
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
     "layer_norm_mlp": Kernel((Mlp,), _mlp),
