@@ -3,27 +3,50 @@
 A configuration is one of the records of ``records``. It is found by the kernel, the numbers that it
 multiplies, the sizes of its weights, its rows and the GPU: in the table that ships (``tables``), under the
 GPU's name or generation, else by a formula (``formulas``), which needs the GPU's number of multiprocessors
-and its shared memory only. :func:`overridden` replaces it for a while.
+and its shared memory only. :func:`register` says which kernel has which formula, in the file that asks for
+the configuration. :func:`overridden` replaces it for a while.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import backends
 from ..launching import Chip
 from . import tables
-from .formulas import KERNELS, Need, generation_of
+from .formulas import Need, generation_of
 from .tables import Entry, numbers_of
 
-__all__ = ["configuration", "generation_of", "overridden", "shipped"]
+__all__ = ["configuration", "generation_of", "kernels", "overridden", "register", "shipped"]
 
+
+class Kernel(NamedTuple):
+    """A kernel: the record of its configurations, and the formula that ranks them for a need."""
+
+    record: type
+    ranked: Callable[[Need], list[Any]]
+
+
+_kernels: dict[str, Kernel] = {}
 _overrides: dict[str, Any] = {}
+
+
+def register(record: type, ranked: Callable[[Need], list[Any]], *names: str) -> None:
+    """Registers kernels by name, with the record of their configurations and the formula that ranks them."""
+    _kernels.update(dict.fromkeys(names, Kernel(record, ranked)))
+
+
+def kernels() -> Mapping[str, Kernel]:
+    """Returns all kernels; it imports the Triton kernels of every operator."""
+    for known in backends.implementations.values():
+        if "triton" in known:
+            known["triton"].load()
+    return _kernels
 
 
 @contextlib.contextmanager
@@ -35,11 +58,13 @@ def overridden(kernel: str, config: Any) -> Iterator[None]:
         TypeError: A configuration of other kernels.
     """
     global _overrides
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(KERNELS)}")
-    if not isinstance(config, KERNELS[kernel].records):
-        expected = " or ".join(record.__name__ for record in KERNELS[kernel].records)
-        raise TypeError(f"config: got {type(config).__name__}, expected {expected}, as {kernel} takes it")
+    if kernel not in _kernels and kernel not in kernels():
+        raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(_kernels)}")
+    expected = _kernels[kernel].record
+    if not isinstance(config, expected):
+        raise TypeError(
+            f"config: got {type(config).__name__}, expected {expected.__name__}, as {kernel} takes it"
+        )
     outer, _overrides = _overrides, _overrides | {kernel: config}
     backends.forget()  # planned launches
     try:
@@ -53,7 +78,7 @@ def configuration(kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], rows:
     """Returns the configuration of a kernel for a call.
 
     Args:
-        kernel: Its name in ``KERNELS``.
+        kernel: Its name, as registered.
         dtype: The dtype of the numbers that it multiplies.
         sizes: As in the entries of ``tables``: K and N of a product, or channels.
         rows: The rows of the call.
@@ -64,7 +89,7 @@ def configuration(kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], rows:
 
 @functools.lru_cache(maxsize=4096)
 def _configuration(need: Need) -> Any:
-    return shipped(need) or KERNELS[need.kernel].ranked(need)[0]
+    return shipped(need) or _kernels[need.kernel].ranked(need)[0]
 
 
 def shipped(need: Need) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..launching import Chip
 from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Ring, Rows, Sliding
@@ -19,7 +19,7 @@ class Need(NamedTuple):
     """A call, as far as a configuration depends on it.
 
     Attributes:
-        kernel: The name of the kernel, in ``KERNELS``.
+        kernel: The name of the kernel.
         numbers: The numbers that it multiplies: half, single, int8 or float8.
         sizes: K and N of a product, the channels of a head, or channels.
         rows: Rows of a product, tokens, or queries of all heads.
@@ -72,7 +72,7 @@ def _fitted(config: Product, need: Need) -> Product:
 
 
 def _fitting(ranked: Callable[[Need], list[Product]]) -> Callable[[Need], list[Product]]:
-    """Returns a formula of products whose pipelines fit into shared memory."""
+    """Returns a formula of products with pipelines that fit into shared memory."""
     return lambda need: [_fitted(config, need) for config in ranked(need)]
 
 
@@ -105,7 +105,9 @@ def _of_registers(need: Need) -> list[Product]:
     return _filling([each for each in ladder if each.width <= max(64, need.sizes[1])], need)
 
 
-def _linear_gelu(need: Need) -> list[Product]:
+@_fitting
+def linear_gelu(need: Need) -> list[Product]:
+    """Returns products of tall tiles, in few programs that stay where there are many."""
     if need.generation == 80 or need.numbers == "single":
         return _of_registers(need)
     tall = _product(128, 64, 64, 3)
@@ -129,7 +131,9 @@ def _in_steps(config: Product, need: Need) -> Product:
     return replace(config, block_k=config.block_k // 2, num_stages=2 * config.num_stages)
 
 
-def _linear_add(need: Need) -> list[Product]:
+@_fitting
+def linear_add(need: Need) -> list[Product]:
+    """Returns products whose steps are long where tiles are few."""
     if need.generation == 80 or need.numbers == "single":
         return _of_registers(need)
     tall, wide = _product(128, 64, 64, 3), _product(128, 128, 64, 2)
@@ -147,7 +151,8 @@ def _linear_add(need: Need) -> list[Product]:
     return [small, replace(small, num_stages=3), deep]
 
 
-def _linear_add_layer_norm(need: Need) -> list[Product]:
+@_fitting
+def linear_add_layer_norm(need: Need) -> list[Product]:
     """Returns products whose tiles have whole rows, in parts that waste few columns."""
     outputs = need.sizes[1]
     width, parts = (64, 3) if outputs <= 192 else (128, 3) if outputs <= 384 else (128, 4)
@@ -165,15 +170,16 @@ def _linear_add_layer_norm(need: Need) -> list[Product]:
     return [many, short] if is_full else [short, many]
 
 
-def _patches(need: Need) -> list[Product]:
+@_fitting
+def patches(need: Need) -> list[Product]:
     """Returns products of whole rows with long pipelines: there are many inputs, and often few tiles."""
-    ranked = _linear_add_layer_norm(need)
+    ranked = linear_add_layer_norm(need)
     if need.sizes[1] > 192:
         return [replace(each, num_warps=8) for each in ranked]
     return [replace(each, num_warps=4, num_stages=3) for each in ranked]
 
 
-def _segmentation_head(need: Need) -> list[Product]:
+def segmentation_head(need: Need) -> list[Product]:
     """Returns tiles of pixels; a step is as many channels as can be interpolated in registers."""
     if need.numbers == "single":
         return [Product(block_m=32, width=32, parts=4, block_k=16, num_stages=1)]
@@ -186,7 +192,7 @@ def _segmentation_head(need: Need) -> list[Product]:
 # Other kernels --------------------------------------------------------------------------------------------
 
 
-def _conv_linear(need: Need) -> list[ConvLinear]:
+def conv_linear(need: Need) -> list[ConvLinear]:
     """Returns tiles of one branch.
 
     A lane has as many tokens as registers allow: they share its taps. Tensor cores that take operands from
@@ -219,7 +225,9 @@ def _conv_linear(need: Need) -> list[ConvLinear]:
 _NARROW = 192  # columns of the result up to which one tile has all of them
 
 
-def _linear_int8(need: Need) -> list[Product]:
+@_fitting
+def linear_int8(need: Need) -> list[Product]:
+    """Returns products of 8-bit numbers, in large tiles."""
     inputs, outputs = need.sizes
     int8, generation = need.numbers == "int8", need.generation
     if inputs % 16 != 0 or outputs % 8 != 0:  # each number needs an address
@@ -317,8 +325,11 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     },
 }
 
+#: What has a configuration of attention, as in names of kernels.
+ATTENTION_KERNELS = tuple(_ATTENTION["half", 80, 64])
 
-def _attention(need: Need) -> list[Attention]:
+
+def attention(need: Need) -> list[Attention]:
     """Returns the configuration of the newest generation that is no newer than the GPU's."""
     width, kernel = (64 if need.sizes[0] <= 64 else 128), need.kernel.removeprefix("attention_")
     generations = [g for n, g, w in _ATTENTION if (n, w) == (need.numbers, width) and g <= need.generation]
@@ -327,7 +338,8 @@ def _attention(need: Need) -> list[Attention]:
     return [Attention(**dict(zip(Attention.__dataclass_fields__, fields, strict=True)))]
 
 
-def _bwd_dkdv_streamed(need: Need) -> list[Ring]:
+def bwd_dkdv_streamed(need: Need) -> list[Ring]:
+    """Returns the stages of the ring; 0 where it does not serve."""
     return [Ring(stages=4 if need.generation == 90 and need.numbers == "half" else 0)]
 
 
@@ -345,17 +357,20 @@ def _bwd_dkdv_streamed(need: Need) -> list[Ring]:
 _SLIDING = Sliding(pairs=4, channels=64, registers=128, resident_warps=16)
 
 
-def _sliding(need: Need) -> list[Sliding]:
+def sliding(need: Need) -> list[Sliding]:
+    """Returns warps that slide over pairs of columns."""
     return [_SLIDING]
 
 
-def _sliding_bwd_conv(need: Need) -> list[Sliding]:
+def sliding_bwd_conv(need: Need) -> list[Sliding]:
+    """Returns the same with registers for the gradients of the taps."""
     of_taps = replace(_SLIDING, registers=255)
     ranked = [replace(of_taps, pairs=1, resident_warps=8), of_taps]
     return ranked[::-1] if need.sizes[0] > 256 else ranked
 
 
-def _region(need: Need) -> list[Regions]:
+def region(need: Need) -> list[Regions]:
+    """Returns regions of pixels, of which two fit into L1."""
     rows = 16 if shared_kilobytes(need.chip.capability) > 128 else 8
     outputs = 1 if need.kernel in ("conv_projection_bwd_conv", "conv_projection_bwd_input") else 2
     return [Regions(pixels=16, channels=64, rows=outputs, region_rows=rows, region_cols=32, num_warps=4)]
@@ -365,11 +380,13 @@ def _region(need: Need) -> list[Regions]:
 # 0.6 for each turn of its loop: one turn has the regions of most calls, and all programs run at once.
 
 
-def _merge_stats(need: Need) -> list[Pixels]:
+def merge_stats(need: Need) -> list[Pixels]:
+    """Returns tiles that merge the regions of most calls in one turn."""
     return [Pixels(pixels=512, channels=8, num_warps=8, registers=128)]
 
 
-def _sum_regions(need: Need) -> list[Pixels]:
+def sum_regions(need: Need) -> list[Pixels]:
+    """Returns tiles that add up partial sums."""
     return [Pixels(pixels=256, channels=16, num_warps=8)]
 
 
@@ -378,18 +395,20 @@ def _sum_regions(need: Need) -> list[Pixels]:
 # gradients of the taps beside them.
 
 
-def _depthwise(need: Need) -> list[Sliding]:
+def depthwise(need: Need) -> list[Sliding]:
+    """Returns warps that slide over pairs of columns, with twice the channels."""
     return [replace(_SLIDING, channels=128)]
 
 
-def _depthwise_bwd_conv(need: Need) -> list[Sliding]:
+def depthwise_bwd_conv(need: Need) -> list[Sliding]:
+    """Returns the same with registers for the gradients of the taps."""
     return [replace(_SLIDING, channels=128, registers=255, resident_warps=8)]
 
 
 # Rows -----------------------------------------------------------------------------------------------------
 
 
-def _embed(need: Need) -> list[Rows]:
+def embed(need: Need) -> list[Rows]:
     """Returns the configuration of the embedding in one kernel.
 
     A thread has half a row's sums and two of its vectors in registers.
@@ -400,22 +419,24 @@ def _embed(need: Need) -> list[Rows]:
     return [Rows(num_warps=4, registers=registers, resident_programs=programs)]
 
 
-def _normalize(need: Need) -> list[Rows]:
+def normalize(need: Need) -> list[Rows]:
+    """Returns the tiles of the pass that normalizes an embedding's tokens."""
     return [Rows(elements=4096 if need.numbers == "single" else 8192, num_warps=4)]
 
 
-def _rows(need: Need) -> list[Rows]:
+def rows(need: Need) -> list[Rows]:
+    """Returns tiles of whole rows."""
     return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 1024 else Rows(elements=8192, num_warps=8)]
 
 
-def _rows_backward(need: Need) -> list[Rows]:
+def rows_backward(need: Need) -> list[Rows]:
     """Returns the configuration of a kernel that has its gradients of γ and β in registers too."""
     if need.sizes[0] <= 1024:
         return [Rows(elements=1024, num_warps=4, resident_programs=3)]
     return [Rows(elements=2048, num_warps=8, resident_programs=2)]
 
 
-def _linear_rows(need: Need) -> list[Rows]:
+def linear_rows(need: Need) -> list[Rows]:
     """Returns the configuration of a pass beside the products of a linear layer.
 
     A thread has 16 elements under way, and a multiprocessor as many programs as its registers hold.
@@ -425,20 +446,22 @@ def _linear_rows(need: Need) -> list[Rows]:
     return [Rows(elements=2048, num_warps=4, resident_programs=8)]
 
 
-def _depth_head(need: Need) -> list[Pixels]:
+def depth_head(need: Need) -> list[Pixels]:
+    """Returns tiles of pixels."""
     if need.numbers == "single":  # its product takes registers for the operands, which spill with fewer
         return [Pixels(pixels=16, channels=32, num_warps=8, registers=255)]
     return [Pixels(pixels=16, channels=32, num_warps=4, registers=160)]
 
 
-def _quantize(need: Need) -> list[Rows]:
+def quantize(need: Need) -> list[Rows]:
+    """Returns tiles of whole rows, as they are rounded."""
     return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 4096 else Rows(elements=8192, num_warps=8)]
 
 
 # MLP ------------------------------------------------------------------------------------------------------
 
 
-def _mlp(need: Need) -> list[Mlp]:
+def mlp(need: Need) -> list[Mlp]:
     """Returns the configuration of the MLP; its sizes are the padded channels and hidden features.
 
     Weights stay in shared memory on sm_90. Two programs fit on a multiprocessor with weights of 64 KiB. On
@@ -459,53 +482,3 @@ def _mlp(need: Need) -> list[Mlp]:
     elif best.resident:
         best = replace(best, programs=1)
     return [best if best.resident else replace(best, num_stages=2)]
-
-
-# All ------------------------------------------------------------------------------------------------------
-
-
-class Kernel(NamedTuple):
-    """A kernel: the records of its variants, and the formula that ranks configurations for a need."""
-
-    records: tuple[type, ...]
-    ranked: Callable[[Need], list[Any]]
-
-
-KERNELS: dict[str, Kernel] = {
-    "linear_gelu": Kernel((Product,), _fitting(_linear_gelu)),
-    "linear_add": Kernel((Product,), _fitting(_linear_add)),
-    "linear_add_layer_norm": Kernel((Product,), _fitting(_linear_add_layer_norm)),
-    **{f"linear_{kernel}": Kernel((Rows,), _linear_rows) for kernel in ("ends", "starts")},
-    "linear_int8": Kernel((Product,), _fitting(_linear_int8)),
-    "linear_int8_add": Kernel((Product,), _fitting(_linear_int8)),
-    "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
-    "segmentation_head": Kernel((Product,), _segmentation_head),
-    "depth_head": Kernel((Pixels,), _depth_head),
-    "resized_argmax": Kernel((Rows,), lambda need: [Rows(elements=512, num_warps=4)]),
-    "conv_linear": Kernel((ConvLinear,), _conv_linear),
-    "layer_norm_mlp": Kernel((Mlp,), _mlp),
-    **{f"attention_{kernel}": Kernel((Attention,), _attention) for kernel in _ATTENTION["half", 80, 64]},
-    "attention_bwd_dkdv_streamed": Kernel((Ring,), _bwd_dkdv_streamed),
-    **{
-        f"conv_projection_sliding_{kernel}": Kernel((Sliding,), _sliding)
-        for kernel in ("fwd", "stats", "bwd_sums", "bwd_input")
-    },
-    "conv_projection_sliding_bwd_conv": Kernel((Sliding,), _sliding_bwd_conv),
-    **{
-        f"conv_projection_{kernel}": Kernel((Regions,), _region)
-        for kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
-    },
-    "conv_projection_merge_stats": Kernel((Pixels,), _merge_stats),
-    "conv_projection_sum_regions": Kernel((Pixels,), _sum_regions),
-    "conv_projection_update_running": Kernel(
-        (Pixels,), lambda need: [Pixels(pixels=1, channels=256, num_warps=1)]
-    ),
-    "depthwise_conv_gelu_fwd": Kernel((Sliding,), _depthwise),
-    "depthwise_conv_gelu_bwd_conv": Kernel((Sliding,), _depthwise_bwd_conv),
-    "conv_embedding_embed": Kernel((Rows,), _embed),
-    "conv_embedding_normalize": Kernel((Rows,), _normalize),
-    "conv_embedding_patches": Kernel((Product,), _fitting(_patches)),
-    "quantize_rows": Kernel((Rows,), _quantize),
-    **{f"rows_{kernel}": Kernel((Rows,), _rows) for kernel in ("gather", "normalize", "scatter")},
-    "rows_backward": Kernel((Rows,), _rows_backward),
-}

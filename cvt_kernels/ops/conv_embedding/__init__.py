@@ -17,9 +17,9 @@ from ..layer_norm_gelu import layer_norm
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import operator as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
 
 _SAMPLE = 2**18  # elements
 

@@ -23,9 +23,9 @@ from ..linear import linear
 
 if TYPE_CHECKING:
     from . import gluon as _gluon
-    from . import triton as _triton
+    from .triton import forward as _triton
 else:
-    _gluon, _triton = lazy(__name__, "gluon", "triton")
+    _gluon, _triton = lazy(__name__, "gluon", "triton.forward")
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
 WeightAndBias = tuple[Tensor, Tensor | None]

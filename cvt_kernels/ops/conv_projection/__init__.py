@@ -19,9 +19,9 @@ from ..kinds import first_images, images_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import autograd as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.autograd")
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
 

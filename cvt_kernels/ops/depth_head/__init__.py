@@ -14,9 +14,9 @@ from ..kinds import sampled, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import forward as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.forward")
 
 #: The result's height by the map's, and the result's width by the map's.
 SCALE = 4

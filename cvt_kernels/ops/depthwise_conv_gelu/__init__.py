@@ -16,9 +16,9 @@ from ..layer_norm_gelu import check_approximate
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import autograd as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.autograd")
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
 _SAMPLE = 2**18  # elements

@@ -34,9 +34,9 @@ from . import primitives
 
 if TYPE_CHECKING:
     from . import gluon as _gluon
-    from . import triton as _triton
+    from .triton import autograd as _triton
 else:
-    _gluon, _triton = lazy(__name__, "gluon", "triton")
+    _gluon, _triton = lazy(__name__, "gluon", "triton.autograd")
 
 _SAMPLE = 2**25  # products of two numbers
 

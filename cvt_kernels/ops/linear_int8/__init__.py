@@ -22,9 +22,9 @@ from . import primitives
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import operator as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
 
 #: The most inputs of a linear layer whose sums of products fit into 32 bits.
 MOST_INPUTS = 2**16

@@ -20,9 +20,10 @@ from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_factors, check_linear, linear_add, linear_gelu
 
 if TYPE_CHECKING:
-    from . import triton as _triton
+    from .triton import forward as _triton
+    from .triton import training as _training
 else:
-    (_triton,) = lazy(__name__, "triton")
+    _triton, _training = lazy(__name__, "triton.forward", "triton.training")
 
 
 def _check(call: Any) -> None:
@@ -138,7 +139,7 @@ def _sample_of_sum(factor: int, call: Record) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.mlp_add, _triton.why_sum_unsupported, is_partial=True),
+        "triton": triton_kernels(_training.mlp_add, _training.why_unsupported, is_partial=True),
         "composed": Implementation(_compose_sum, ("cuda",)),
     },
     kind=_kind_of_sum,

@@ -14,9 +14,9 @@ from ..kinds import first_images, images_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import forward as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.forward")
 
 _SHAPE = "(batch, classes, height, width)"
 _SAMPLE = 2**18  # numbers of the resized logits

@@ -21,9 +21,9 @@ from ..layer_norm_gelu import check_layer_norm
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import operator as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
 _SAMPLE = 2**18  # elements

@@ -15,9 +15,9 @@ from ..kinds import first_images, images_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from . import triton as _triton
+    from .triton import forward as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton")
+    _cpu, _triton = lazy(__name__, "cpu", "triton.forward")
 
 _MAP, _WEIGHT, _CLASSIFIER = "(batch, C, height, width)", "(channels, C)", "(classes, channels)"
 _SAMPLE = 2**16  # numbers of the sum

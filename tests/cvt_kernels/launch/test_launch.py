@@ -11,6 +11,7 @@ from cvt_kernels import launch, launching
 from cvt_kernels.launch import formulas, records, tables
 from cvt_kernels.launching import Chip
 from cvt_kernels.ops.linear.triton import forward
+from tests.processes import run_python
 
 H200 = Chip(90, 132, "NVIDIA H200")
 #: The configurations of each kernel and size that were within 16 % of the best of all that were timed on an
@@ -34,7 +35,7 @@ def need_of(measured, chip=H200):
 
 @pytest.mark.parametrize("measured", MEASURED, ids=name_of)
 def test_the_formula_is_within_15_percent_of_the_best(measured):
-    ranked = formulas.KERNELS[measured["kernel"]].ranked(need_of(measured))
+    ranked = launch.kernels()[measured["kernel"]].ranked(need_of(measured))
     assert slowdown(measured, ranked[0]) <= 1.15
 
 
@@ -150,8 +151,24 @@ def test_a_configuration_is_overridden_for_a_while():
         launch.overridden("conv_linear", config).__enter__()
 
 
+UNKNOWN_YET = """
+import cvt_kernels
+from cvt_kernels import launch
+from cvt_kernels.launch.records import Rows
+
+assert "resized_argmax" not in launch._kernels
+with launch.overridden("resized_argmax", Rows(elements=512, num_warps=4)):
+    print(len(launch.kernels()))
+"""
+
+
+def test_a_kernel_is_overridden_before_its_file_is_imported():
+    result = run_python(UNKNOWN_YET)
+    assert (result.returncode, result.stdout) == (0, f"{len(launch.kernels())}\n"), result.stderr
+
+
 def test_no_two_entries_are_for_the_same_calls():
     for entries in tables.TABLES.values():
         assert len({each[:4] for each in entries}) == len(entries)
         for each in entries:
-            assert isinstance(each.config, formulas.KERNELS[each.kernel].records)
+            assert isinstance(each.config, launch.kernels()[each.kernel].record)

@@ -19,7 +19,3 @@ came from L2; e per element, N = Nq + Nkv and C = h·D):
 - forward: 2·B·N·C·e, and 8·B·h·Nq for ``stats``
 - backward in one launch: B·(3·Nq + 4·Nkv)·C·e + 12·B·h·Nq; in two: B·(6·Nq + 6·Nkv)·C·e + 24·B·h·Nq
 """
-
-from .autograd import attention, why_unsupported
-
-__all__ = ["attention", "why_unsupported"]

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launch, launching
-from ....launch.records import Attention
+from ....launch import formulas
+from ....launch.records import Attention, Ring
 from ....records import PositionBias
 from ...triton_launch import product_types
 
@@ -18,6 +19,11 @@ from ...triton_launch import product_types
 MAX_HEAD_DIM = 128
 
 # Configurations and tiles ---------------------------------------------------------------------------------
+
+launch.register(
+    Attention, formulas.attention, *(f"attention_{kernel}" for kernel in formulas.ATTENTION_KERNELS)
+)
+launch.register(Ring, formulas.bwd_dkdv_streamed, "attention_bwd_dkdv_streamed")
 
 
 def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> Attention:

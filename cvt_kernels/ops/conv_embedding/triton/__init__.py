@@ -17,7 +17,3 @@ LayerNorm and one for the class token.
 ``patches.why_not_gathered`` and ``embed.why_not_embedded`` choose among them. Float64 is for Triton's
 interpreter only.
 """
-
-from .operator import conv_embedding, why_unsupported
-
-__all__ = ["conv_embedding", "why_unsupported"]

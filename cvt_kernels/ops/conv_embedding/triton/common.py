@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launch, launching
+from ....launch import formulas
 from ....launch.records import Rows
 
 #: The most channels of a token: a row is held in the registers of a program.
@@ -18,6 +19,9 @@ MAX_CHANNELS = 4096
 #: By bytes per element, the most channels of the embedding in one kernel: nothing spills with windows of
 #: 7 × 7 × 3 values.
 MOST_EMBEDDED = {2: 128, 4: 64}
+
+launch.register(Rows, formulas.embed, "conv_embedding_embed")
+launch.register(Rows, formulas.normalize, "conv_embedding_normalize")
 
 
 def configuration(kernel: str, channels: int, x: Tensor) -> Rows:

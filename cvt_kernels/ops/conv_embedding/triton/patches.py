@@ -17,10 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launch, launching
+from ....launch import formulas
 from ....launch.records import Product
 from ...linear.triton.common import MAX_NORMALIZED, padded, part_width
 from ...triton_launch import grid_dependency_synchronize, product_types
 from .common import Parts, channels_of, layer_norm, load_vector
+
+launch.register(Product, formulas.patches, "conv_embedding_patches")
 
 
 def why_not_gathered(

@@ -15,7 +15,3 @@ of the strip that it reaches, in all branches of the group.
 Bytes, in units of one B·T·C activation, for CvT's q (stride 1), k and v (stride 2): 1 + 1.5. The groups read
 x one after the other, and every program reads the linear weights; both should hit L2.
 """
-
-from .forward import conv_linear, why_unsupported
-
-__all__ = ["conv_linear", "why_unsupported"]

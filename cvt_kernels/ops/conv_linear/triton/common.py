@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from .... import launch, launching
+from ....launch import formulas
 from ....launch.records import ConvLinear
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import Lanes
@@ -19,6 +20,8 @@ from ...triton_launch import product_types
 
 #: The most channels of a token, before and after the linear layers.
 MAX_CHANNELS = 512
+
+launch.register(ConvLinear, formulas.conv_linear, "conv_linear")
 
 # Plans ----------------------------------------------------------------------------------------------------
 

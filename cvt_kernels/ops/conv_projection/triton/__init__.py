@@ -18,7 +18,3 @@ Launches, in units of one B·T·C activation (read + written), for CvT's q (stri
 
 Every sum over pixels is a partial sum per region, merged in a fixed order: no atomics, equal bits every time.
 """
-
-from .autograd import conv_projection, why_unsupported
-
-__all__ = ["conv_projection", "why_unsupported"]

@@ -14,7 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .... import launch, launching, records
-from ....launch.records import Pixels, Regions
+from ....launch import formulas
+from ....launch.records import Pixels, Regions, Sliding
+
+for _kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input"):
+    _sliding = formulas.sliding_bwd_conv if _kernel == "bwd_conv" else formulas.sliding
+    launch.register(Sliding, _sliding, f"conv_projection_sliding_{_kernel}")
+    launch.register(Regions, formulas.region, f"conv_projection_{_kernel}")
+launch.register(Pixels, formulas.merge_stats, "conv_projection_merge_stats")
+launch.register(Pixels, formulas.sum_regions, "conv_projection_sum_regions")
+launch.register(
+    Pixels, lambda need: [Pixels(pixels=1, channels=256, num_warps=1)], "conv_projection_update_running"
+)
 
 
 def configuration(kernel: str, x: Tensor) -> Any:

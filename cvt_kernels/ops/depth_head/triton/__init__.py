@@ -19,7 +19,3 @@ and read from memory once. PyTorch's operators move about 250 MB.
 There are no gradients, and nothing is saved. Float64 is left to PyTorch, since pixels are interpolated in
 float32.
 """
-
-from .forward import depth_head, why_unsupported
-
-__all__ = ["depth_head", "why_unsupported"]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from .... import checks, launch, launching, modes
 from ....backends import Record
+from ....launch import formulas
 from ....launch.records import Pixels
 from ...linear.triton.common import padded
 from ...planned_launches import planned_with_operators
@@ -22,6 +23,8 @@ from .. import SCALE
 #: The pixels of a row of the result that a program of ``depth_sums`` has.
 _COLUMNS = 256
 _SCALE = tl.constexpr(SCALE)
+
+launch.register(Pixels, formulas.depth_head, "depth_head")
 
 
 class DepthSpec(NamedTuple):

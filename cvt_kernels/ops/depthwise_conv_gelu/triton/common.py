@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .... import launch, launching, machine
+from ....launch import formulas
 from ....launch.records import Sliding
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import SlidingPlan, alignment_of
+
+launch.register(Sliding, formulas.depthwise, "depthwise_conv_gelu_fwd")
+launch.register(Sliding, formulas.depthwise_bwd_conv, "depthwise_conv_gelu_bwd_conv")
 
 # Plans ----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launch, launching, machine
+from ....launch import formulas
+from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
 from ...graph_operators import graph_operator
 from ...planned_launches import planned_part
@@ -37,6 +39,8 @@ from .common import part_width
 
 #: The most columns of a tile: a row of it is 256 bytes in half precision.
 _WIDEST = 128
+
+launch.register(Rows, formulas.linear_rows, "linear_ends", "linear_starts")
 
 
 class RowsSpec(NamedTuple):

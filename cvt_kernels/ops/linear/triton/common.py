@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .... import launch, launching, machine
+from ....launch import formulas
 from ....launch.records import Product
 from ...triton_tf32 import rounded
 
@@ -19,6 +20,10 @@ from ...triton_tf32 import rounded
 MAX_NORMALIZED = 512
 #: Triton 3.6 fails to compile warps of their own for sm_100 (its pass NVWSInsertAref).
 _CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+launch.register(Product, formulas.linear_gelu, "linear_gelu")
+launch.register(Product, formulas.linear_add, "linear_add")
+launch.register(Product, formulas.linear_add_layer_norm, "linear_add_layer_norm")
 
 # Tiles --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from .... import launch, launching, machine
+from ....launch import formulas
 from ....launch.records import Product, Rows
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
@@ -17,6 +18,9 @@ from ...conv_embedding.triton.common import Parts
 MAX_CHANNELS = 8192
 #: The most inputs of a product, whose sum fits into 32 bits.
 MAX_INPUTS = 2**16
+
+launch.register(Product, formulas.linear_int8, "linear_int8", "linear_int8_add", "linear_int8_float32")
+launch.register(Rows, formulas.quantize, "quantize_rows")
 
 
 def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Product:

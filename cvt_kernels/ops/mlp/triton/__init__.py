@@ -1,6 +1,6 @@
-"""The Triton kernel of ``layer_norm_mlp``, and ``mlp_add``, which is made of kernels of linear layers.
+"""The Triton kernel of an MLP with its LayerNorm, and ``mlp_add``, which is made of kernels of linear layers.
 
-``layer_norm_mlp`` is out = x + fc2(gelu(fc1(layer_norm(x + shift)))), in one launch. It is for narrow
+It is out = x + fc2(gelu(fc1(layer_norm(x + shift)))), in one launch. It is for narrow
 stages, whose weights stay on the chip: with C = 64 and 256 hidden features they are 64 KiB in 16 bits. x and
 out are rows of C, fc1's weight is (hidden, C) and fc2's (C, hidden), all contiguous.
 
@@ -25,8 +25,3 @@ Nothing is added by atomic operations. There are no gradients.
 
 ``mlp_add`` is residual + fc2(gelu(fc1(x))) with gradients: see ``training``.
 """
-
-from .forward import layer_norm_mlp, why_unsupported
-from .training import mlp_add, why_sum_unsupported
-
-__all__ = ["layer_norm_mlp", "mlp_add", "why_sum_unsupported", "why_unsupported"]

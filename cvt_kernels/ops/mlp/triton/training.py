@@ -68,7 +68,7 @@ class _MlpAdd(torch.autograd.Function):
         return dx, dfc1, start.bias, dfc2, end.bias, dresidual, None, None, None
 
 
-def why_sum_unsupported(call: Record) -> str | None:
+def why_unsupported(call: Record) -> str | None:
     """Returns why :func:`mlp_add` cannot serve a call, or None."""
     if not modes.wants_gradient(*call):
         return "is for gradients; the layers alone serve all else"

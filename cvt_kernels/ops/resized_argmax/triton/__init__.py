@@ -12,7 +12,3 @@ Bytes per launch: the logits once and 4·B·h·w written; then 4·B·h·w, 8·B�
 lies around pixels whose neighbors differ. The resized logits, K numbers for each of B·H·W pixels, are never
 in memory. Nothing is saved: there is no gradient. Float64 is left to PyTorch.
 """
-
-from .forward import resized_argmax, why_unsupported
-
-__all__ = ["resized_argmax", "why_unsupported"]

@@ -24,7 +24,3 @@ Bytes per launch, with e per element and the index's 8·B·K apart:
 - scatter in place: B·K·C·e of the values, as many of the branch, and as many written
 - backward of LayerNorm: B·K·C·e of each of dy, dh and h, and as many written
 """
-
-from .operator import gather_add_layer_norm, gather_rows, scatter_rows, why_unsupported
-
-__all__ = ["gather_add_layer_norm", "gather_rows", "scatter_rows", "why_unsupported"]

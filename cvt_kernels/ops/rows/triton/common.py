@@ -8,11 +8,15 @@ import triton
 from torch import Tensor
 
 from .... import launch, launching
+from ....launch import formulas
 from ....launch.records import Rows
 from ...conv_embedding.triton.common import Parts
 
 #: The most channels of a token: a row is held in the registers of a program.
 MAX_CHANNELS = 4096
+
+launch.register(Rows, formulas.rows, "rows_gather", "rows_normalize", "rows_scatter")
+launch.register(Rows, formulas.rows_backward, "rows_backward")
 
 # Specification of a kernel --------------------------------------------------------------------------------
 

@@ -15,7 +15,3 @@ classes each, and each of them computes the sums before ReLU.
 There are no gradients, and nothing is saved. Float64 is left to PyTorch, since pixels are interpolated in
 float32.
 """
-
-from .forward import segmentation_head, why_unsupported
-
-__all__ = ["segmentation_head", "why_unsupported"]

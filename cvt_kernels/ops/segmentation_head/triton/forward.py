@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from .... import checks, launch, launching, modes
 from ....backends import Record
+from ....launch import formulas
 from ....launch.records import Product
 from ...linear.triton.common import padded, part_width
 from ...planned_launches import planned_with_operators
@@ -23,6 +24,8 @@ from ...triton_tf32 import rounded
 MOST_MAPS = 4
 #: The most columns of a rectangle of pixels.
 _COLUMNS = 16
+
+launch.register(Product, formulas.segmentation_head, "segmentation_head")
 
 
 class HeadSpec(NamedTuple):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Attention
-from cvt_kernels.ops.attention.triton import backward, forward, why_unsupported
+from cvt_kernels.ops.attention.triton import backward, forward
+from cvt_kernels.ops.attention.triton.autograd import why_unsupported
 from tests.checks import WIDEST, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees
 

@@ -8,7 +8,7 @@ from cvt.tools.commands.compile import launches
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch import formulas, tables
 from cvt_kernels.launch.records import ConvLinear
-from cvt_kernels.ops.conv_linear.triton import common, forward, why_unsupported
+from cvt_kernels.ops.conv_linear.triton import common, forward
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
@@ -20,7 +20,7 @@ H200 = launching.Chip(90, 132)
 def shipped(channels, dtype, rows=50000):
     """Returns the configuration that ships for sm_90."""
     need = formulas.Need("conv_linear", tables.numbers_of(dtype), (channels,), rows, H200)
-    return launch.shipped(need) or formulas.KERNELS["conv_linear"].ranked(need)[0]
+    return launch.shipped(need) or formulas.conv_linear(need)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -173,9 +173,9 @@ def test_what_is_refused(settings, changes, reason):
     x, grid, convs, linears = made_of("conv_linear", "reference", gradient="none", **settings).call.record
     convs = [conv._replace(**changes) for conv in convs]
     with torch.no_grad():
-        assert why_unsupported(backends.operators["conv_linear"].bind(x, grid, convs, linears)).startswith(
-            reason
-        )
+        assert forward.why_unsupported(
+            backends.operators["conv_linear"].bind(x, grid, convs, linears)
+        ).startswith(reason)
 
 
 # Plans ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from cvt.tools.commands.compile import launches
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.triton import sliding
-from cvt_kernels.ops.depthwise_conv_gelu.triton import common, why_unsupported
+from cvt_kernels.ops.depthwise_conv_gelu.triton import common
+from cvt_kernels.ops.depthwise_conv_gelu.triton.autograd import why_unsupported
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

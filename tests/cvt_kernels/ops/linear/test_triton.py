@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching, machine
 from cvt_kernels.launch.records import Product
-from cvt_kernels.ops.linear import triton as triton_backend
-from cvt_kernels.ops.linear.triton import common, forward
+from cvt_kernels.ops.linear.triton import autograd, common, forward
 from tests.checks import WIDEST, assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,7 +130,7 @@ def test_float32_parameters_of_the_norm_beside_16_bits():
     tensors = make_layer(20, 24, 48, torch.bfloat16)
     norm = [torch.randn(48, device=DEVICE) for _ in range(3)]
     bind = backends.operators["linear_add_layer_norm"].bind
-    h, y = triton_backend.linear_add_layer_norm(bind(*tensors, *norm[:2], shift=norm[2]))
+    h, y = autograd.linear_add_layer_norm(bind(*tensors, *norm[:2], shift=norm[2]))
     narrow = [t.bfloat16() for t in norm]
     with ck.use_backend("reference"):
         _, same = ck.linear_add_layer_norm(*tensors, *narrow[:2], shift=narrow[2])

@@ -9,8 +9,7 @@ from triton import language as tl
 import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching, machine, reference
 from cvt_kernels.launch.records import Product
-from cvt_kernels.ops.linear_int8 import triton as kernels
-from cvt_kernels.ops.linear_int8.triton import common, forward
+from cvt_kernels.ops.linear_int8.triton import common, forward, operator
 from cvt_kernels.ops.linear_int8.triton import rows as rounding
 from tests.checks import assert_accurate
 
@@ -302,8 +301,8 @@ def linear(x, outputs=4):
 def test_float8_needs_a_chip_that_has_it():
     call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
     with launching.recorded_launches(launching.Chip(80, 108)):
-        assert "needs compute capability 8.9, got 8.0" in kernels.why_rows_unsupported(call)
-        assert kernels.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
+        assert "needs compute capability 8.9, got 8.0" in operator.why_rows_unsupported(call)
+        assert operator.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
 
 
 # Configurations -------------------------------------------------------------------------------------------
