@@ -8,8 +8,8 @@ The files, from the bottom up: ``watching`` (hooks and patches on modules that a
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
 layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
 ``families`` (which module is which part, a file each), ``matching`` (finds and checks blocks), ``recording``
-(stages and encoders recorded as a whole), ``freezing`` (finds and checks stages and layers, and runs them),
-this file (swaps classes), ``coverage`` and ``verify``.
+(stages and encoders recorded as a whole), ``freezable`` (finds and checks stages and layers), ``freezing``
+(runs them), this file (swaps classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from . import freezing, recording
 from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
 from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from .families import CLASSIFIERS, RECORDED, SERVED, TABLE
+from .freezable import find_stages, why_not_freezable
 from .matching import (
     classifier_of,
     find_blocks,
@@ -142,7 +143,7 @@ def _servable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns the stages and layers that may be served as one, with the keys of their entries."""
     return [
         (stage, entry.serving_key)
-        for _, stage, entry in freezing.find_stages(model)
+        for _, stage, entry in find_stages(model)
         if why_another_forward(stage, block_of(entry)) is None
     ]
 
@@ -155,13 +156,13 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
-    stages = freezing.find_stages(model)
+    stages = find_stages(model)
     if not stages:
         raise ValueError(
             f"model: {type(model).__name__} has no whole stage of a CvT to freeze, and no layer of a "
             "SegFormer, PVT, PVT v2 or GLPN"
         )
-    reasons = [freezing.why_not_freezable(stage, entry) for _, stage, entry in stages]
+    reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):
         noun = stages[-1][2].noun  # of layers within stages, rather than of these
         rows = zip(stages, reasons, strict=True)

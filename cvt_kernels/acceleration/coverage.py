@@ -22,7 +22,8 @@ from ..classes import is_fused
 from ..graphs import ungraphed
 from ..tables import aligned
 from .blocks import BlockEntry
-from .freezing import find_stages, is_frozen, is_serving, serves_on, why_not_served
+from .freezable import find_stages
+from .freezing import is_frozen, is_serving, serves_on, why_not_served
 from .matching import find_blocks, why_mismatched, why_not_now
 from .watching import LENT
 

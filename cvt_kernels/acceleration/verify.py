@@ -21,7 +21,8 @@ from ..modes import autocast_dtype
 from ..tables import aligned
 from . import accelerate, give_classes_back
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
-from .freezing import find_stages, is_frozen, is_serving
+from .freezable import find_stages
+from .freezing import is_frozen, is_serving
 from .matching import find_blocks
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is

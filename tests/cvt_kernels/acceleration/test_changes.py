@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezing, matching
+from cvt_kernels.acceleration import freezable, freezing, matching
 from tests.cvt_kernels.acceleration.served import inputs
 from tests.upstream import glpn, huggingface, microsoft_plain, ours, pvt, pvt_v2, pvt_v2_linear, segformer
 
@@ -55,7 +55,7 @@ def parts_of(make, freeze):
     if (make, freeze) not in _made:
         own = make().eval()
         model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
-        found = freezing.find_stages(own) if freeze else matching.find_blocks(own)
+        found = freezable.find_stages(own) if freeze else matching.find_blocks(own)
         first = {type(module): path for path, module, _ in reversed(found)}
         calls: dict[str, Any] = {}
         for path in first.values():

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
-from cvt_kernels.acceleration import families, freezing
+from cvt_kernels.acceleration import families, freezable, freezing
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
 from tests.upstream import (
@@ -209,7 +209,7 @@ def test_layers_of_pyramids_are_served_where_there_is_no_cpu(make, served):
     """Tensors without memory stand for a GPU's."""
     model = accelerated(make).to("meta")
     model(inputs(make).to("meta"))
-    layers = [layer for _, layer, entry in freezing.find_stages(model) if entry.noun == "layer"]
+    layers = [layer for _, layer, entry in freezable.find_stages(model) if entry.noun == "layer"]
     assert [args[0] for args in served] == layers
     assert len(layers) > 1
     assert all(row.fused for row in ck.coverage(model))
