@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +28,9 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import freezing, recording
-from .blocks import HUGGING_FACE, BlockEntry, BlockParts, block_of
-from .class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
+from . import class_token, freezing, recording
+from .blocks import HUGGING_FACE, BlockEntry, block_of
+from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, RECORDED, SERVED, TABLE
 from .freezable import find_stages, why_not_freezable
 from .matching import (
@@ -45,8 +46,6 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 #: The attribute of a derived class with the original class and the keys of the entries, in order.
 _MADE_OF = "_cvt_kernels_made_of"
-#: The attribute of the derived class of a stage or an encoder that is recorded as a whole.
-_RECORDED = "_cvt_kernels_records"
 
 
 def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
@@ -100,22 +99,26 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     warn_of_missing_kernels()
     for block, entry in supported:
         if entry.arguments and not is_fused(block):
-            change_class(block, functools.partial(_fused_class, key=entry.key))
+            _swap(block, entry.key)
     for module in model.modules():
         classifier = None if is_fused(module) else classifier_of(module)
         if classifier is not None:
-            change_class(module, functools.partial(_classifying_class, key=classifier.name))
+            _swap(module, classifier.name)
     for module, key in recording.find_recordable(model) if freeze is False else []:
-        if not hasattr(type(module), _RECORDED):
-            change_class(module, functools.partial(_recorded_class, key=key))
+        if not hasattr(type(module), recording.MARK):
+            _swap(module, key)
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
-            change_class(stage, functools.partial(_serving_class, key=key + _IN_EVALUATION))
+            _swap(stage, key + _IN_EVALUATION)
     for stage, key in stages:
         if not freezing.is_frozen(stage):
-            change_class(stage, functools.partial(_frozen_class, key=key))
+            _swap(stage, key)
             freezing.give_number(stage)
     return model
+
+
+def _swap(module: nn.Module, key: str) -> None:
+    change_class(module, lambda original: _swapped_class(original, key))
 
 
 def accelerated_forward(original: type[nn.Module]) -> Any:
@@ -128,7 +131,7 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
     keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
     if not keys:
         return None
-    forward = _derived_class(original, *keys).forward
+    forward = functools.reduce(_swapped_class, keys, original).forward
     setattr(forward, LENT, True)
     return forward
 
@@ -210,124 +213,80 @@ def give_classes_back(model: _Model) -> _Model:
     return model
 
 
-@cached
-def _fused_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` with the fused forward of the entry named ``key``."""
-    entry = TABLE[key]
-
-    run = _run_block if entry.forward is None else _run_module
-
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _is_recorded(args, kwargs):
-            parts = parts_if_fused(self, entry)
-            result = NotImplemented if parts is None else run(entry, self, parts, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return original.forward(self, *args, **kwargs)
-
-    return _derived(original, key, forward=forward)
+# The classes that are swapped in --------------------------------------------------------------------------
 
 
-def _run_module(entry: BlockEntry, module: nn.Module, parts: Any, args: Any, kwargs: Any) -> Any:
-    """Runs the fused forward of an embedding or a head; NotImplemented if its own forward has to run."""
-    assert entry.forward is not None
-    return entry.forward(module, *args, **kwargs)
+def _run_fused(
+    block: nn.Module, entry: BlockEntry, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs the fused forward of a block, an embedding or a head."""
+    parts = parts_if_fused(block, entry)
+    result = NotImplemented
+    if parts is not None and entry.forward is not None:
+        result = entry.forward(block, *args, **kwargs)
+    elif parts is not None and (call := entry.call_of(args, kwargs)) is not None:
+        x, grid = call
+        # Upstream has an error for a grid without keys.
+        if parts.reduction is None or not _is_smaller(grid, parts.reduction[0].kernel_size[0]):
+            rows = class_token_of(x) if is_block_wanted(block) else None
+            return entry.result(block, recording.run_block(block, parts, x, grid, rows), grid)
+    return own(block, *args, **kwargs) if result is NotImplemented else result
 
 
-def _run_block(entry: BlockEntry, block: nn.Module, parts: BlockParts, args: Any, kwargs: Any) -> Any:
-    """Runs the fused forward of a block; NotImplemented if its own forward has to run."""
-    call = entry.call_of(args, kwargs)
-    if call is None:
-        return NotImplemented
-    x, grid = call
-    if parts.reduction is not None:
-        least = parts.reduction[0].kernel_size[0]
-        if modes.is_known(grid[0] < least) or modes.is_known(grid[1] < least):
-            return NotImplemented  # upstream has an error for it
-    rows = class_token_of(x) if is_block_wanted(block) else None
-    return entry.result(block, recording.run_block(block, parts, x, grid, rows), grid)
+def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
+    return modes.is_known(grid[0] < least) or modes.is_known(grid[1] < least)
 
 
-@cached
-def _recorded_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` that records the forward of a stage or an encoder as a whole."""
-    entry = RECORDED[key]
+class _Behavior(NamedTuple):
+    """What a class that is swapped in does.
 
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_recorded(args, kwargs):
-            return original.forward(self, *args, **kwargs)
-        return recording.run(self, entry, lambda: original.forward(self, *args, **kwargs), args, kwargs)
-
-    return _derived(original, key, forward=forward, **{_RECORDED: True})
-
-
-@cached
-def _classifying_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` whose last block computes what the head reads."""
-    entry = CLASSIFIERS[key]
-
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        last = find_last(self, entry, args, kwargs)
-        if last is None:
-            return original.forward(self, *args, **kwargs)
-        return with_class_token_only(*last, lambda: original.forward(self, *args, **kwargs))
-
-    return _derived(original, key, forward=forward)
-
-
-@cached
-def _frozen_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` that serves the stage or layer of the entry ``key`` as one.
-
-    A layer is a block too, and ``original`` then the class with its fused forward.
+    Attributes:
+        run: Takes a module, an entry, the forward of the class beneath and the arguments of a call; returns
+            the result of the call.
+        members: Returns other members of the class for an entry.
     """
-    entry = SERVED[key]
 
-    @functools.wraps(original.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _is_recorded(args, kwargs):
-            return original.forward(self, *args, **kwargs)
-        serve = freezing.try_to_trace_as_one if torch.compiler.is_compiling() else freezing.try_to_serve
-        result = serve(self, entry, args, kwargs)
-        return original.forward(self, *args, **kwargs) if result is None else result
-
-    def _cvt_kernels_graph_key(self: nn.Module) -> Any:
-        return freezing.graph_key(self, entry)
-
-    members = {"forward": forward, "_cvt_kernels_graph_key": _cvt_kernels_graph_key}
-    return _derived(original, key, **members, **{freezing.ENTRY: entry, freezing.NUMBER: None})
+    run: Callable[..., Any]
+    members: Callable[[Any], dict[str, Any]] = lambda entry: {}
 
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
 _IN_EVALUATION = ", in evaluation"
+#: What the classes of a key, which pickles have, do, and the entry. A layer may be a block too, and the class
+#: beneath then the one with its fused forward.
+_BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
+    key + end: (behavior, entry)
+    for behavior, entries, end in (
+        (_Behavior(_run_fused), TABLE, ""),
+        (_Behavior(class_token.run), CLASSIFIERS, ""),
+        (_Behavior(recording.run, lambda entry: {recording.MARK: True}), RECORDED, ""),
+        (_Behavior(freezing.run_frozen, freezing.members_of_frozen), SERVED, ""),
+        (_Behavior(freezing.run_in_evaluation, freezing.members_in_evaluation), SERVED, _IN_EVALUATION),
+    )
+    for key, entry in entries.items()
+}
 
 
 @cached
-def _serving_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` that serves the stage or layer of an entry as one in evaluation.
+def _swapped_class(original: Any, key: str) -> Any:
+    """Returns the subclass of ``original`` that looks the same and does what ``_BEHAVIORS`` says."""
+    (run, members), entry = _BEHAVIORS[key]
+    own = original.forward
+    first, *keys = vars(original).get(_MADE_OF, (original,))
+    made_of = first, *keys, key
 
-    It is without gradients; ``torch.compile`` traces the modules.
-    """
-    entry = SERVED[key.removesuffix(_IN_EVALUATION)]
-
-    @functools.wraps(original.forward)
+    @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.compiler.is_compiling() or _is_recorded(args, kwargs)):
-            result = freezing.try_to_serve_in_evaluation(self, entry, args, kwargs)
-            if result is not None:
-                return result
-        return original.forward(self, *args, **kwargs)
+        if _is_recorded(args, kwargs):
+            return own(self, *args, **kwargs)
+        return run(self, entry, own, args, kwargs)
 
-    def _cvt_kernels_graph_key(self: nn.Module) -> Any:
-        return freezing.graph_key_in_evaluation(self, entry)
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
+        # Pickle finds classes by name, and under this name it would find the original.
+        return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
 
-    members: dict[str, Any] = {"forward": forward, "_cvt_kernels_serves": True}
-    if freezing.serves_on(entry, torch.device("cuda")):  # every replay asks every key
-        members["_cvt_kernels_graph_key"] = _cvt_kernels_graph_key
-    return _derived(original, key, **members)
+    own_members = {"forward": forward, "__reduce_ex__": __reduce_ex__, _MADE_OF: made_of}
+    return derived(original, UNFUSED, **own_members, **members(entry))
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -337,37 +296,10 @@ def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(torch.fx.Proxy)))
 
 
-def _derived(original: Any, key: str, **members: Any) -> Any:
-    """Returns a subclass of ``original`` that looks the same, with members of its own."""
-    first, *keys = vars(original).get(_MADE_OF, (original,))
-    made_of = first, *keys, key
-
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
-        # Pickle finds classes by name, and under this name it would find the original.
-        return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
-
-    return derived(original, UNFUSED, **members, __reduce_ex__=__reduce_ex__, **{_MADE_OF: made_of})
-
-
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
     """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
-    made = _derived_class(original, *keys)
+    made = functools.reduce(_swapped_class, keys, original)
     module: nn.Module = made.__new__(made)
     if freezing.is_frozen(module):
         freezing.give_number(module)
     return module
-
-
-def _derived_class(original: type[nn.Module], *keys: str) -> Any:
-    """Returns the class that is derived from ``original`` by the entries named ``keys``, in their order."""
-    made: Any = original
-    for key in keys:
-        if key in CLASSIFIERS:
-            made = _classifying_class(made, key)
-        elif key in RECORDED:
-            made = _recorded_class(made, key)
-        elif key.endswith(_IN_EVALUATION):
-            made = _serving_class(made, key)
-        else:
-            made = _frozen_class(made, key) if key in SERVED else _fused_class(made, key)
-    return made

@@ -105,6 +105,20 @@ def find_last(
     return (stage, block) if all(_has_own_forward(type(m), type(m).forward) for m in between) else None
 
 
+def run(
+    model: nn.Module,
+    entry: ClassifierEntry,
+    own: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs a classifier's ``own`` forward, whose last block computes what the head reads."""
+    last = find_last(model, entry, args, kwargs)
+    if last is None:
+        return own(model, *args, **kwargs)
+    return with_class_token_only(*last, lambda: own(model, *args, **kwargs))
+
+
 @cached
 def _has_own_forward(cls: Any, forward: Any) -> bool:
     """Returns whether the ``forward`` of a class is the one that it was written with."""

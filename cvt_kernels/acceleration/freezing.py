@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ from .freezable import folded_of, why_not_freezable
 from .fused import output_grid
 from .stages import FoldedStage, are_images, fold, serve, serve_layer
 from .watching import Examined, Watch, known_of
+
+#: The attribute of the class of a stage or layer that runs as one in evaluation.
+_SERVES = "_cvt_kernels_serves"
 
 
 class _Frozen(Examined):
@@ -134,40 +137,56 @@ def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
 # The forward ----------------------------------------------------------------------------------------------
 
 
-def try_to_serve(stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a frozen stage or layer as one; returns None where its own forward has to run.
+def run_frozen(
+    stage: nn.Module,
+    entry: ServedEntry,
+    own: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Runs a frozen stage or layer as one, or by its ``own`` forward where it has to run.
 
     Raises:
         RuntimeError: It is in training mode.
     """
-    refuse_to_train(stage)
-    call = entry.call_of(args, kwargs)
-    if call is None:
-        return None
-    if has_gradient(stage, call[0]):
-        warnings.warn(
-            "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks run one "
-            "by one; call it within torch.inference_mode() or torch.no_grad()",
-            RuntimeWarning,
-            stacklevel=stacklevel_of_caller(),
-        )
-        return None
-    served = tokens_served(stage, entry, *call)
-    return None if served is None else entry.result(stage, *served)
+    result = None
+    if torch.compiler.is_compiling():
+        result = _try_to_trace(stage, entry, args, kwargs)
+    else:
+        refuse_to_train(stage)
+        call = entry.call_of(args, kwargs)
+        if call is not None and has_gradient(stage, call[0]):
+            warnings.warn(
+                "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
+                "run one by one; call it within torch.inference_mode() or torch.no_grad()",
+                RuntimeWarning,
+                stacklevel=stacklevel_of_caller(),
+            )
+        elif call is not None and (served := tokens_served(stage, entry, *call)) is not None:
+            result = entry.result(stage, *served)
+    return own(stage, *args, **kwargs) if result is None else result
 
 
-def try_to_serve_in_evaluation(
-    stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
+def run_in_evaluation(
+    stage: nn.Module,
+    entry: ServedEntry,
+    own: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Runs a stage or layer as one without gradients; None where its own forward has to run."""
-    call = entry.call_of(args, kwargs)
-    if stage.training or (call is not None and has_gradient(stage, call[0])):
-        _drop_copies_on_gpu(stage)
-        return None
-    if call is None or not _may_be_folded(stage, entry, call[0]):
-        return None
-    served = tokens_served(stage, entry, *call)
-    return None if served is None else entry.result(stage, *served)
+    """Runs a stage or layer as one without gradients, or by its ``own`` forward.
+
+    ``torch.compile`` traces the modules.
+    """
+    if not torch.compiler.is_compiling():
+        call = entry.call_of(args, kwargs)
+        if stage.training or (call is not None and has_gradient(stage, call[0])):
+            _drop_copies_on_gpu(stage)
+        elif call is not None and _may_be_folded(stage, entry, call[0]):
+            served = tokens_served(stage, entry, *call)
+            if served is not None:
+                return entry.result(stage, *served)
+    return own(stage, *args, **kwargs)
 
 
 def _drop_copies_on_gpu(stage: nn.Module) -> None:
@@ -205,7 +224,7 @@ def serves_on(entry: ServedEntry, device: torch.device) -> bool:
 
 def is_serving(module: nn.Module) -> bool:
     """Returns whether a module is a stage or layer that runs as one in evaluation."""
-    return hasattr(type(module), "_cvt_kernels_serves")
+    return hasattr(type(module), _SERVES)
 
 
 def refuse_to_train(stage: nn.Module) -> None:
@@ -244,20 +263,29 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
 
 
-def graph_key(stage: nn.Module, entry: ServedEntry) -> Any:
-    """Returns a key that changes when a captured graph of a frozen module becomes outdated.
+def members_of_frozen(entry: ServedEntry) -> dict[str, Any]:
+    """Returns the members of the class of a frozen stage or layer, besides its forward."""
 
-    It keeps the folded weights, which the graph reads.
-    """
-    return _frozen_or_why_not(stage, entry)
+    def graph_key(stage: nn.Module) -> Any:
+        """Returns a key that changes when a captured graph becomes outdated.
+
+        It keeps the folded weights, which the graph reads.
+        """
+        return _frozen_or_why_not(stage, entry)
+
+    return {"_cvt_kernels_graph_key": graph_key, ENTRY: entry, NUMBER: None}
 
 
-def graph_key_in_evaluation(stage: nn.Module, entry: ServedEntry) -> Any:
-    """Returns the same of a module that is served in evaluation; None where its blocks run one by one.
+def members_in_evaluation(entry: ServedEntry) -> dict[str, Any]:
+    """Returns the same of a stage or layer that is served as one in evaluation."""
 
-    A graph of the blocks reads all weights where they lie.
-    """
-    return None if stage.training or torch.is_grad_enabled() else graph_key(stage, entry)
+    def graph_key(stage: nn.Module) -> Any:
+        """Returns such a key; None where blocks run one by one, whose graph reads weights where they lie."""
+        return None if stage.training or torch.is_grad_enabled() else _frozen_or_why_not(stage, entry)
+
+    # Every replay asks every key.
+    on_gpu = serves_on(entry, torch.device("cuda"))
+    return {_SERVES: True, **({"_cvt_kernels_graph_key": graph_key} if on_gpu else {})}
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------
@@ -353,9 +381,7 @@ for _name, _function, _shape_of in (
 # The forward that is traced -------------------------------------------------------------------------------
 
 
-def try_to_trace_as_one(
-    stage: nn.Module, entry: ServedEntry, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _try_to_trace(stage: nn.Module, entry: ServedEntry, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Traces a frozen stage or layer as one operator; None where its own modules must be traced.
 
     In training mode it is one operator too, which raises when called.

@@ -31,6 +31,8 @@ from .fused import draw_factors, draws_of, forward_block
 from .matching import PLAIN, ExaminedBlock, blocks_in, examine, replays_of, why_another_forward
 from .watching import Examined, Watch, is_only_recorded, known_of, patch_of, why_must_be_called
 
+#: The attribute of the class of a stage or an encoder that is recorded as a whole.
+MARK = "_cvt_kernels_records"
 #: PyTorch's layers that upstream's code calls, besides those that fused blocks replace.
 _OTHERS = nn.ReLU, nn.Sigmoid, nn.Upsample
 
@@ -99,11 +101,17 @@ def _is_called_as_written(module: nn.Module, entry: RecordedEntry) -> bool:
 def run(
     module: nn.Module,
     entry: RecordedEntry,
-    forward: Callable[[], Any],
+    own: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Returns ``forward()``, the result of a call with these arguments, by a recording if there is one."""
+    """Returns the result of a module's ``own`` forward, by a recording if there is one."""
+    if torch.compiler.is_compiling():
+        return own(module, *args, **kwargs)
+
+    def forward() -> Any:
+        return own(module, *args, **kwargs)
+
     given = {**dict(zip(entry.block.arguments, args, strict=False)), **kwargs}
     inputs = given.pop(entry.block.arguments[0], None)
     inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)

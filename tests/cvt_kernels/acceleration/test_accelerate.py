@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+import pickle
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from cvt.factory import randomize
 from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import fused, matching
 from cvt_kernels.autotune import tuner
+from cvt_kernels.classes import is_fused
 from cvt_kernels.ops import autograd
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_all_calls, record_calls
@@ -493,6 +495,40 @@ def test_copies_and_pickles_are_accelerated(make):
             assert torch.equal(logits(twin(x)), logits(fused(x)))
         assert [type(m) for m in ck.restore(twin).modules()] == [type(m) for m in own.modules()]
     assert all(row.fused for row in ck.coverage(fused))
+
+
+@pytest.mark.parametrize("freeze", [False, None, True])
+@pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn])
+def test_copies_look_the_same(make, freeze):
+    own = make().eval()
+    model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert all(map(isinstance, twin.modules(), map(type, own.modules())))
+        assert repr(twin) == repr(own)
+        state, expected = twin.state_dict(), own.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+KEYS = {
+    False: {"SegformerStage": ("", ", recorded"), "SegformerLayer": (" with layernorm_before",)},
+    True: {
+        "SegformerStage": ("", " with blocks, in evaluation", " with blocks"),
+        "SegformerLayer": tuple(
+            f" with layernorm_before{end}" for end in ("", ", frozen, in evaluation", ", frozen")
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("freeze", KEYS)
+def test_pickles_have_keys_that_stay(freeze):
+    """Those that were made with an earlier version have them too."""
+    model = ck.accelerate(segformer().eval(), freeze=freeze)
+    found = {type(m).__name__: m.__reduce_ex__(2)[1][1:] for m in model.modules() if is_fused(m)}
+    for name, ends in KEYS[freeze].items():
+        assert found[name] == tuple(f"Hugging Face {name}{end}" for end in ends)
 
 
 @every_upstream
