@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import modes
 from ..caller import stacklevel_of_caller
+from ..ops.graph_operators import graph_operator
 from ..ops.programs import Programs
 from ..ops.weight_cache import is_noting
 from ..records import TransformerBlock
@@ -329,25 +330,26 @@ def _numbered(number: int) -> tuple[nn.Module, ServedEntry]:
 
 # The operators --------------------------------------------------------------------------------------------
 
-# An operator of torch.library.custom_op takes three times as long to call.
-_library = torch.library.Library("cvt_kernels", "FRAGMENT")
-_library.define(
-    "frozen_stage(Tensor image, int number, SymInt tokens, int channels) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "frozen_layer(Tensor x, int number, SymInt height, SymInt width) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+
+def _tokens_like(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
+    return image.new_empty(image.shape[0], tokens, channels)
 
 
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@graph_operator(
+    "frozen_stage", _tokens_like, schema="(Tensor image, int number, SymInt tokens, int channels) -> Tensor"
+)
 @torch.no_grad()
-def _run_stage(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
+def _frozen_stage(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
     return _run(number, image, None)
 
 
+@graph_operator("frozen_layer", _like, schema="(Tensor x, int number, SymInt height, SymInt width) -> Tensor")
 @torch.no_grad()
-def _run_layer(x: Tensor, number: int, height: int, width: int) -> Tensor:
+def _frozen_layer(x: Tensor, number: int, height: int, width: int) -> Tensor:
     return _run(number, x, (height, width))
 
 
@@ -360,22 +362,6 @@ def _run(number: int, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     own_forward = type(stage)._cvt_kernels_original.forward  # type: ignore[attr-defined]
     others = entry.others if isinstance(entry, StageEntry) else grid or ()
     return entry.tokens(own_forward(stage, x, *others)).contiguous()
-
-
-def _shape_of_stage(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
-    return image.new_empty(image.shape[0], tokens, channels)
-
-
-def _shape_of_layer(x: Tensor, number: int, height: int, width: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-for _name, _function, _shape_of in (
-    ("frozen_stage", _run_stage, _shape_of_stage),
-    ("frozen_layer", _run_layer, _shape_of_layer),
-):
-    _library.impl(_name, _function, "CPU")
-    torch.library.register_fake(f"cvt_kernels::{_name}", _shape_of, lib=_library)
 
 
 # The forward that is traced -------------------------------------------------------------------------------
@@ -408,7 +394,7 @@ def _trace_stage(stage: nn.Module, entry: StageEntry, number: int, image: Tensor
     if modes.is_known(grid[0] < 1) or modes.is_known(grid[1] < 1):
         return None
     count = grid[0] * grid[1] + (0 if class_token is None else class_token.shape[1])
-    tokens = torch.ops.cvt_kernels.frozen_stage.default(image, number, count, conv.out_channels)
+    tokens = _frozen_stage(image, number, count, conv.out_channels)
     return entry.result(stage, tokens, grid)
 
 
@@ -421,7 +407,7 @@ def _trace_layer(
     like = parts.fc1.weight if parts.norm1.weight is None else parts.norm1.weight
     if x.ndim != 3 or x.shape[2] != parts.fc1.weight.shape[1] or x.dtype != like.dtype:
         return None
-    tokens = torch.ops.cvt_kernels.frozen_layer.default(x, number, *grid)
+    tokens = _frozen_layer(x, number, *grid)
     return entry.result(layer, tokens, grid)
 
 

@@ -120,29 +120,8 @@ def _split(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
 # torch.compile would make a kernel of each cast: these are one launch, and one operator.
 
 
-@graph_operator("cast_together")
-def _cast_op(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
-    return _cast(tensors, dtype, counts)
-
-
-@torch.library.register_fake("cvt_kernels::cast_together")
-def _fake_cast(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
-    return _empty_groups(tensors, dtype, counts)
-
-
-@graph_operator("cast_apart")
-def _cast_apart_op(
-    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
-) -> list[Tensor]:
-    return _cast_apart(tensors, dtype, rows, counts)
-
-
-@torch.library.register_fake("cvt_kernels::cast_apart")
-def _fake_cast_apart(
-    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
-) -> list[Tensor]:
-    parts = zip(tensors, _grouped(rows, counts), strict=True)
-    return [torch.empty_like(part, dtype=dtype) for each, own in parts for part in _split(each, own)]
+_cast_op = graph_operator("cast_together", _empty_groups)(_cast)
+_cast_apart_op = graph_operator("cast_apart", _cast_apart)(_cast_apart)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

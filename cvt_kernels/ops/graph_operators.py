@@ -23,23 +23,16 @@ def launcher(
     """Returns a decorator of functions that launch kernels: graphs of torch.compile call an operator instead.
 
     Elsewhere the function is called directly, since an operator takes the host longer. Arguments come by
-    position, and have annotations of types that operators take. There are no gradients.
-
-    Args:
-        name: The operator's name, without ``cvt_kernels::``.
-        shapes: Takes the same arguments; returns tensors like the results, without their numbers. The
-            function may allocate its results by it. None if there are no results.
-        mutates: See :func:`graph_operator`.
+    position. There are no gradients. For the parameters see :func:`graph_operator`.
     """
 
     def register(function: _Function) -> _Function:
-        operator = graph_operator(name, mutates=mutates)(function)
-        if shapes is not None:
-            torch.library.register_fake(f"cvt_kernels::{name}", shapes, lib=_library)
+        operator = graph_operator(name, shapes, mutates=mutates)(function)
+        run = _counting_changes(function, mutates) if mutates else function
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            return operator(*args) if torch.compiler.is_compiling() else function(*args)
+            return operator(*args) if torch.compiler.is_compiling() else run(*args)
 
         return call  # type: ignore[return-value]
 
@@ -47,26 +40,31 @@ def launcher(
 
 
 def graph_operator(
-    name: str, *, mutates: Sequence[str] = (), schema: str | None = None
+    name: str,
+    shapes: Callable[..., Any] | None = None,
+    *,
+    mutates: Sequence[str] = (),
+    schema: str | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Returns a decorator that registers a function as the operator ``cvt_kernels::name``, and returns that.
 
-    The function returns new tensors, which share no memory. Shapes for the tracer and gradients are
-    registered by ``torch.library.register_fake`` and ``register_autograd``.
+    The function returns new tensors, which share no memory. Gradients are registered by
+    ``torch.library.register_autograd``.
 
     Args:
         name: The operator's name.
-        mutates: The arguments that the function writes to: tensors, or lists of them.
+        shapes: Takes the same arguments; returns tensors like the results, without their numbers. The
+            function may allocate its results by it. None if there are no results.
+        mutates: The arguments that the function writes to: tensors, or lists of them. Autograd is told.
         schema: Arguments and results; by default by the function's annotations.
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        signature = schema or torch.library.infer_schema(function, mutates_args=mutates)
+        signature = schema or torch.library.infer_schema(inspect.unwrap(function), mutates_args=mutates)
         _library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
         run = _counting_changes(function, mutates) if mutates else function
         _library.impl(name, run, "CompositeExplicitAutograd")
-        if signature.endswith("-> ()"):
-            torch.library.register_fake(f"cvt_kernels::{name}", lambda *_: None, lib=_library)
+        torch.library.register_fake(f"cvt_kernels::{name}", shapes or (lambda *_: None), lib=_library)
         return getattr(torch.ops.cvt_kernels, name).default
 
     return register

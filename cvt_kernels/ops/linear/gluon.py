@@ -49,8 +49,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ... import launching, modes
 from ...backends import Record
-from ..autograd import count_change
-from ..graph_operators import graph_operator
+from ..graph_operators import launcher
 from ..planned_launches import planned
 from ..triton_gelu import ERF_CUBIC, ERF_LINEAR, ERF_QUINTIC, LARGEST_SQUARE, TANH_CUBIC, TANH_LINEAR
 from ..triton_launch import grid_dependency_synchronize
@@ -536,33 +535,22 @@ def why_not_multiplied(x: Tensor, weight: Tensor, groups: int = 1) -> str | None
     return None
 
 
-@graph_operator("pingpong_product")
-def _product_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, approximate: str | None
-) -> Tensor:
-    return _product(x, weight, bias, residual, approximate)
-
-
-@torch.library.register_fake("cvt_kernels::pingpong_product")
-def _(x, weight, bias, residual, approximate):
+def _allocated(x: Tensor, weight: Tensor, *_) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@graph_operator("pingpong_product_", mutates=("residual",))
-def _product_inplace_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    _add_product(x, weight, bias, residual)
-
-
+@launcher("pingpong_product", _allocated)
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, approximate: str | None
 ) -> Tensor:
     """Returns the product of matrices with its epilogue."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+    out = _allocated(x, weight)
     residual = None if residual is None else aligned(residual)
     product(aligned(x), aligned(weight), bias, out, approximate=approximate, residual=residual)
     return out
 
 
+@launcher("pingpong_product_", mutates=("residual",))
 def _add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     """Adds the product of matrices to the residual (M, N)."""
     if residual.data_ptr() % 16:
@@ -575,8 +563,7 @@ def _add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
-    compute = _product_op if torch.compiler.is_compiling() else _product
-    out = compute(*matrices(x, weight, bias), None, approximate)
+    out = _product(*matrices(x, weight, bias), None, approximate)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -586,11 +573,7 @@ def linear_add(call: Record) -> Tensor:
     x, weight, bias, residual, inplace, *_ = call
     operands = matrices(x, weight, bias)
     rows = residual.contiguous().view(operands[0].shape[0], -1)
-    compiling = torch.compiler.is_compiling()
     if not inplace:
-        out = (_product_op if compiling else _product)(*operands, rows, None)
-        return out.view(residual.shape)
-    (_product_inplace_op if compiling else _add_product)(*operands, rows)
-    if not compiling:
-        count_change(residual)
+        return _product(*operands, rows, None).view(residual.shape)
+    _add_product(*operands, rows)
     return residual

@@ -17,6 +17,7 @@ from ... import checks, machine
 from ...backends import Record
 from ...records import QuantizedRows
 from .. import weight_cache
+from ..graph_operators import launcher
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -84,6 +85,11 @@ class _Packed(NamedTuple):
     bias: Tensor | None
 
 
+def _shape_of(x: Tensor, x_scales: Any, weight: Any, weight_scale: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight_scale.shape[0]), dtype=others[-1])
+
+
+@launcher("linear_int8", _shape_of)  # it packs when it runs
 @torch.no_grad()
 def _run(
     x: Tensor,
@@ -107,7 +113,7 @@ def _run(
     )
 
 
-# Shapes for torch.compile, and the operator that it sees, which packs when it runs --------------------------
+# Shapes for torch.compile ---------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("cvt_kernels::quantize_rows")
@@ -118,24 +124,11 @@ def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return values, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-def _shape_of(x: Tensor, x_scales: Any, weight: Any, weight_scale: Tensor, *others: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight_scale.shape[0]), dtype=others[-1])
-
-
 torch.library.register_fake("cvt_kernels::linear_int8_packed", _shape_of)
-_library = torch.library.Library("cvt_kernels", "FRAGMENT")
-_library.define(
-    "linear_int8(Tensor x, Tensor? x_scales, Tensor weight, Tensor weight_scale, Tensor? bias, "
-    "Tensor? input_scale, Tensor? residual, str activation, ScalarType dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("linear_int8", _run, "CPU")
-torch.library.register_fake("cvt_kernels::linear_int8", _shape_of, lib=_library)
 
 
 def linear_int8(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
-    run = _ops.linear_int8.default if torch.compiler.is_compiling() else _run
     activation = "identity" if approximate is None else approximate
-    return run(x, x_scales, weight, weight_scale, bias, input_scale, residual, activation, dtype)
+    return _run(x, x_scales, weight, weight_scale, bias, input_scale, residual, activation, dtype)

@@ -66,15 +66,16 @@ def test_shapes_may_change_in_a_graph(backend):
         torch.testing.assert_close(compiled(x), x.double() * 3 + 1)
 
 
-def test_an_operator_counts_the_changes_of_what_it_writes_to():
+@pytest.mark.parametrize("run", [double_, torch.ops.cvt_kernels.test_double_.default], ids=["call", "op"])
+def test_changes_of_what_is_written_to_are_counted(run):
     x, y, z = (torch.ones(2) for _ in range(3))
     versions = [each._version for each in (x, y, z)]
-    torch.ops.cvt_kernels.test_double_.default(x, [y, z])
+    run(x, [y, z])
     assert [each._version - before for each, before in zip((x, y, z), versions, strict=True)] == [1, 1, 1]
     assert [each[0].item() for each in (x, y, z)] == [2, 2, 2]
     with torch.inference_mode():
         inference = torch.ones(2)
-    torch.ops.cvt_kernels.test_double_.default(inference, [])  # whose changes are not counted
+    run(inference, [])  # whose changes are not counted
     assert inference[0].item() == 2
 
 

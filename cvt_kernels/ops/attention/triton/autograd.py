@@ -106,7 +106,14 @@ def _divided(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.ndim == 4 else tensor.unflatten(2, (heads, -1))
 
 
-@graph_operator("attention")
+def _shapes(q, k, v, bias, scale, heads, need_stats=True, table=None, rows=None, places=None):
+    batch, queries = q.shape[:2]
+    shape = (batch * heads, 2, queries) if need_stats else (0,)
+    channels = q.shape[2] if q.ndim == 3 else heads * q.shape[3]
+    return q.new_empty(batch, queries, channels), q.new_empty(shape, dtype=accumulator_dtype(q))
+
+
+@graph_operator("attention", _shapes)
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, heads: int, need_stats: bool = True,
     table: Tensor | None = None, rows: Tensor | None = None, places: list[int] | None = None,
@@ -117,15 +124,15 @@ def _forward_op(
     return out.flatten(2), saved
 
 
-@torch.library.register_fake("cvt_kernels::attention")
-def _(q, k, v, bias, scale, heads, need_stats=True, table=None, rows=None, places=None):
-    batch, queries = q.shape[:2]
-    shape = (batch * heads, 2, queries) if need_stats else (0,)
-    channels = q.shape[2] if q.ndim == 3 else heads * q.shape[3]
-    return q.new_empty(batch, queries, channels), q.new_empty(shape, dtype=accumulator_dtype(q))
+def _gradient_shapes(
+    q, k, v, bias, out, stats, dout, scale, heads, need_bias, table=None, rows=None, places=None,
+    need_table=False,
+):  # fmt: skip
+    needed = (q, k, v, *([bias] if need_bias else []), *([table] if need_table else []))
+    return [t.new_empty(t.shape) for t in needed]
 
 
-@graph_operator("attention_backward")
+@graph_operator("attention_backward", _gradient_shapes)
 def _backward_op(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     scale: float, heads: int, need_bias: bool,
@@ -141,15 +148,6 @@ def _backward_op(
         each.view(like.shape) for each, like in zip(gradients, (q, k, v), strict=False) if each is not None
     ]
     return [*own, *(each for each in gradients[3:] if each is not None)]
-
-
-@torch.library.register_fake("cvt_kernels::attention_backward")
-def _(
-    q, k, v, bias, out, stats, dout, scale, heads, need_bias, table=None, rows=None, places=None,
-    need_table=False,
-):  # fmt: skip
-    needed = (q, k, v, *([bias] if need_bias else []), *([table] if need_table else []))
-    return [t.new_empty(t.shape) for t in needed]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -180,7 +180,11 @@ def _unpack_geometry(numbers: Sequence[int], epss: Sequence[float]) -> Geometry:
     return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss), summands)
 
 
-@graph_operator("conv_projection")
+def _shapes(x, weights, gammas, betas, means, variances, geometry, epss, batch_stats):
+    return [x.new_empty(*shape) for shape in output_shapes(x, _unpack_geometry(geometry, epss))]
+
+
+@graph_operator("conv_projection", _shapes)
 def _forward_op(
     x: Tensor, weights: list[Tensor], gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
     variances: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
@@ -188,12 +192,13 @@ def _forward_op(
     return [*_project(x, _unpack_geometry(geometry, epss), weights, gammas, betas, means, variances)]
 
 
-@torch.library.register_fake("cvt_kernels::conv_projection")
-def _(x, weights, gammas, betas, means, variances, geometry, epss, batch_stats):
-    return [x.new_empty(*shape) for shape in output_shapes(x, _unpack_geometry(geometry, epss))]
+def _gradient_shapes(x, weights, gammas, means, variances, dys, geometry, epss, batch_stats):
+    dweights = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    sums = x.new_empty(len(weights), 2, x.shape[2], dtype=accumulator_dtype(x))
+    return [x.new_empty(x.shape), dweights, sums]
 
 
-@graph_operator("conv_projection_backward")
+@graph_operator("conv_projection_backward", _gradient_shapes)
 def _backward_op(
     x: Tensor, weights: list[Tensor], gammas: list[Tensor], means: list[Tensor], variances: list[Tensor],
     dys: list[Tensor], geometry: list[int], epss: list[float], batch_stats: bool,
@@ -205,13 +210,6 @@ def _backward_op(
     counts = [float(n) for n in _counts(x.shape[0], unpacked)]
     used = sums if batch_stats else None
     return [*_in_one(x, unpacked, weights, gammas, means, variances, dys, used, counts), sums]
-
-
-@torch.library.register_fake("cvt_kernels::conv_projection_backward")
-def _(x, weights, gammas, means, variances, dys, geometry, epss, batch_stats):
-    dweights = weights[0].new_empty(sum(weight.numel() for weight in weights))
-    sums = x.new_empty(len(weights), 2, x.shape[2], dtype=accumulator_dtype(x))
-    return [x.new_empty(x.shape), dweights, sums]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -236,14 +234,13 @@ def _backward_of_op(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
 torch.library.register_autograd("cvt_kernels::conv_projection", _backward_of_op, setup_context=_setup_context)
 
 
-@graph_operator("conv_projection_statistics")
+def _statistics_like(x, weights, geometry, epss):
+    return [x.new_empty(len(weights), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2)]
+
+
+@graph_operator("conv_projection_statistics", _statistics_like)
 def _statistics_op(x: Tensor, weights: list[Tensor], geometry: list[int], epss: list[float]) -> list[Tensor]:
     return [*_batch_statistics(x, _unpack_geometry(geometry, epss), weights)]
-
-
-@torch.library.register_fake("cvt_kernels::conv_projection_statistics")
-def _(x, weights, geometry, epss):
-    return [x.new_empty(len(weights), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2)]
 
 
 _update_op = graph_operator(

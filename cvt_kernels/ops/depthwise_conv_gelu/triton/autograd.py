@@ -60,18 +60,22 @@ def _backward(
     return conv_gelu_backward(dy, x, grid, weight, bias, approximate, needs_dx=needs_dx)
 
 
-@graph_operator("triton_depthwise_conv_gelu")
+def _like(x, grid, weight, bias, approximate):
+    return x.new_empty(x.shape)
+
+
+@graph_operator("triton_depthwise_conv_gelu", _like)
 def _forward_op(x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     height, width = grid
     return _forward(maybe_contiguous(x), (height, width), weight, bias, approximate)
 
 
-@torch.library.register_fake("cvt_kernels::triton_depthwise_conv_gelu")
-def _(x, grid, weight, bias, approximate):
-    return x.new_empty(x.shape)
+def _gradient_shapes(dy, x, grid, weight, bias, approximate, needs_dx):
+    dx = [x.new_empty(x.shape)] if needs_dx else []
+    return [*dx, x.new_empty(x.shape[2] * (9 if bias is None else 10))]
 
 
-@graph_operator("triton_depthwise_conv_gelu_backward")
+@graph_operator("triton_depthwise_conv_gelu_backward", _gradient_shapes)
 def _backward_op(
     dy: Tensor, x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str,
     needs_dx: bool,
@@ -82,12 +86,6 @@ def _backward_op(
         dy.contiguous(), maybe_contiguous(x), (height, width), weight, bias, approximate, needs_dx
     )
     return [sums] if dx is None else [dx, sums]
-
-
-@torch.library.register_fake("cvt_kernels::triton_depthwise_conv_gelu_backward")
-def _(dy, x, grid, weight, bias, approximate, needs_dx):
-    dx = [x.new_empty(x.shape)] if needs_dx else []
-    return [*dx, x.new_empty(x.shape[2] * (9 if bias is None else 10))]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from .... import modes
 from ....backends import Record
-from ...autograd import count_change, once_differentiable
-from ...graph_operators import graph_operator
+from ...autograd import once_differentiable
+from ...graph_operators import graph_operator, launcher
 from ...planned_launches import planned, planned_part
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
@@ -148,7 +148,12 @@ def _gradients(
     return dpre @ weight if need_x else None, dpre.t() @ x if need_weight else None, start.bias
 
 
-@graph_operator("linear_gelu")
+def _gelu_shapes(x, weight, bias, approximate, need_pre=True):
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    return out, torch.empty_like(out) if need_pre else x.new_empty(0)
+
+
+@graph_operator("linear_gelu", _gelu_shapes)
 def _linear_gelu_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, need_pre: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -158,24 +163,17 @@ def _linear_gelu_op(
     return out, x.new_empty(0)
 
 
-@torch.library.register_fake("cvt_kernels::linear_gelu")
-def _(x, weight, bias, approximate, need_pre=True):
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    return out, torch.empty_like(out) if need_pre else x.new_empty(0)
+def _gradient_shapes(x, weight, pre, dout, approximate, needed):
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    return [x.new_empty(shape) for shape, need in zip(shapes, needed, strict=True) if need]
 
 
-@graph_operator("linear_gelu_backward")
+@graph_operator("linear_gelu_backward", _gradient_shapes)
 def _linear_gelu_backward_op(
     x: Tensor, weight: Tensor, pre: Tensor, dout: Tensor, approximate: str, needed: list[bool]
 ) -> list[Tensor]:
     gradients = _gradients(x, weight, pre, dout, approximate, tuple(needed))
     return [gradient for gradient in gradients if gradient is not None]
-
-
-@torch.library.register_fake("cvt_kernels::linear_gelu_backward")
-def _(x, weight, pre, dout, approximate, needed):
-    shapes = (x.shape, weight.shape, weight.shape[:1])
-    return [x.new_empty(shape) for shape, need in zip(shapes, needed, strict=True) if need]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -194,11 +192,15 @@ def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]
 torch.library.register_autograd("cvt_kernels::linear_gelu", _backward_of_op, setup_context=_setup_context)
 
 
-# Linear, residual and LayerNorm: torch.compile ------------------------------------------------------------
+# Linear, residual and LayerNorm ---------------------------------------------------------------------------
 
 
-@graph_operator("linear_add")
-def _linear_add_op(
+def _sum_like(x, weight, bias, residual, dtype):
+    return torch.empty_like(residual, dtype=dtype)
+
+
+@launcher("linear_add", _sum_like)
+def _launch_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, dtype: torch.dtype
 ) -> Tensor:
     out = torch.empty_like(residual, dtype=dtype)
@@ -206,18 +208,18 @@ def _linear_add_op(
     return out
 
 
-@torch.library.register_fake("cvt_kernels::linear_add")
-def _(x, weight, bias, residual, dtype):
-    return torch.empty_like(residual, dtype=dtype)
-
-
-@graph_operator("linear_add_", mutates=("residual",))
-def _linear_add_inplace_op(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+@launcher("linear_add_", mutates=("residual",))
+def _launch_add_inplace(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     linear_add_forward(x, weight, bias, residual, residual)
 
 
-@graph_operator("linear_add_layer_norm")
-def _linear_add_layer_norm_op(
+def _normalized_like(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, *dtypes):
+    made = [torch.empty_like(residual, dtype=dtype) for dtype in dtypes]
+    return tuple(made) if len(made) > 1 else made[0]
+
+
+@launcher("linear_add_layer_norm", _normalized_like)
+def _launch_add_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype, norm_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -226,24 +228,14 @@ def _linear_add_layer_norm_op(
     return h, y
 
 
-@torch.library.register_fake("cvt_kernels::linear_add_layer_norm")
-def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, dtype, norm_dtype):
-    return torch.empty_like(residual, dtype=dtype), torch.empty_like(residual, dtype=norm_dtype)
-
-
-@graph_operator("linear_add_layer_norm_", mutates=("residual",))
-def _linear_add_layer_norm_inplace_op(
+@launcher("linear_add_layer_norm_", _normalized_like, mutates=("residual",))
+def _launch_add_layer_norm_inplace(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, shift: Tensor | None, eps: float, norm_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = torch.empty_like(residual, dtype=norm_dtype)
     linear_add_layer_norm_forward(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, residual, y)
     return y
-
-
-@torch.library.register_fake("cvt_kernels::linear_add_layer_norm_")
-def _(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, norm_dtype):
-    return torch.empty_like(residual, dtype=norm_dtype)
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -331,17 +323,8 @@ def linear_add(call: Record) -> Tensor:
     dtype = sum_dtype(x, residual)
     x, weight, bias = matrices(x, weight, bias)
     if not inplace:
-        residual = residual.contiguous()
-        if torch.compiler.is_compiling():
-            return _linear_add_op(x, weight, bias, residual, dtype)
-        out = torch.empty_like(residual, dtype=dtype)
-        linear_add_forward(x, weight, bias, residual, out)
-        return out
-    if torch.compiler.is_compiling():
-        _linear_add_inplace_op(x, weight, bias, residual)
-    else:
-        linear_add_forward(x, weight, bias, residual, residual)
-        count_change(residual)
+        return _launch_add(x, weight, bias, residual.contiguous(), dtype)
+    _launch_add_inplace(x, weight, bias, residual)
     return residual
 
 
@@ -357,16 +340,5 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     x, weight, bias = matrices(x, weight, bias)
     norm = contiguous(norm_weight), contiguous(norm_bias), contiguous(shift), eps
     if not inplace:
-        residual = residual.contiguous()
-        if torch.compiler.is_compiling():
-            return _linear_add_layer_norm_op(x, weight, bias, residual, *norm, dtype, norm_dtype)
-        h = torch.empty_like(residual, dtype=dtype)
-    elif torch.compiler.is_compiling():
-        return residual, _linear_add_layer_norm_inplace_op(x, weight, bias, residual, *norm, norm_dtype)
-    else:
-        h = residual
-    y = torch.empty_like(residual, dtype=norm_dtype)
-    linear_add_layer_norm_forward(x, weight, bias, residual, *norm, h, y)
-    if inplace:
-        count_change(h)
-    return h, y
+        return _launch_add_layer_norm(x, weight, bias, residual.contiguous(), *norm, dtype, norm_dtype)
+    return residual, _launch_add_layer_norm_inplace(x, weight, bias, residual, *norm, norm_dtype)

@@ -31,7 +31,7 @@ from .... import launch, launching, machine
 from ....launch import formulas
 from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
-from ...graph_operators import graph_operator
+from ...graph_operators import graph_operator, launcher
 from ...planned_launches import planned_part
 from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
@@ -124,24 +124,17 @@ def _linear_ends_kernel(
     tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def linear_ends(
-    product: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    scale: Tensor | None,
-    scales_sum: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns the end of a branch in a dtype, for contiguous matrices (M, N) and factors (B,)."""
-    run = _linear_ends_op if torch.compiler.is_compiling() else _launch_ends
-    return run(product, bias, residual, scale, scales_sum, dtype)
+def _sum_like(product, bias, residual, scale, scales_sum, dtype):
+    return torch.empty_like(product, dtype=dtype)
 
 
+@launcher("linear_ends", _sum_like)
 @planned_part
-def _launch_ends(
+def linear_ends(
     product: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None, scales_sum: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """Returns the end of a branch in a dtype, for contiguous matrices (M, N) and factors (B,)."""
     out = torch.empty_like(product, dtype=dtype)
     spec, config = RowsSpec.of("linear_ends", product, scales_sum=scales_sum)
     rows = product.shape[0]
@@ -152,18 +145,6 @@ def _launch_ends(
         tokens=1 if scale is None else rows // scale.shape[0], SPEC=spec,
     )  # fmt: skip
     return out
-
-
-_linear_ends_op = graph_operator(
-    "linear_ends",
-    schema="(Tensor product, Tensor? bias, Tensor residual, Tensor? scale, bool scales_sum, "
-    "ScalarType dtype) -> Tensor",
-)(_launch_ends)
-
-
-@torch.library.register_fake("cvt_kernels::linear_ends")
-def _(product, bias, residual, scale, scales_sum, dtype):
-    return torch.empty_like(product, dtype=dtype)
 
 
 # The start of the backward --------------------------------------------------------------------------------
@@ -281,21 +262,20 @@ def _launch_starts(
     return dproduct, dresidual, total, activated
 
 
-@graph_operator("linear_starts")
+def _start_shapes(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
+    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
+    made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
+    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
+    return made + ([torch.empty_like(pre)] if activates and pre is not None else [])
+
+
+@graph_operator("linear_starts", _start_shapes)
 def _linear_starts_op(
     dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
     activates: bool, scale: Tensor | None, scales_sum: bool,
 ) -> list[Tensor]:  # fmt: skip
     made = _launch_starts(dout, dtype, bias, pre, approximate, activates, scale, scales_sum)
     return [each for each in made if each is not None]
-
-
-@torch.library.register_fake("cvt_kernels::linear_starts")
-def _(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
-    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
-    made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
-    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
-    return made + ([torch.empty_like(pre)] if activates and pre is not None else [])
 
 
 def _starts_by_op(

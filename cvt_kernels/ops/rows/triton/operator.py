@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ....backends import Record
-from ...autograd import count_change
 from ...planned_launches import planned
 from ...triton_launch import contiguous
 from .. import autograd
@@ -42,8 +41,6 @@ def _scatter(
 
 def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
     scatter_rows_inplace_forward(x, rows.contiguous(), values.contiguous(), contiguous(branch))
-    if not torch.compiler.is_compiling():  # the operator does so by itself
-        count_change(x)
 
 
 def _gather_add_layer_norm(
