@@ -271,12 +271,12 @@ _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
 def _swapped_class(original: Any, key: str) -> Any:
     """Returns the subclass of ``original`` that looks the same and does what ``_BEHAVIORS`` says."""
     (run, members), entry = _BEHAVIORS[key]
-    own = original.forward
     first, *keys = vars(original).get(_MADE_OF, (original,))
     made_of = first, *keys, key
 
-    @functools.wraps(own)
+    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = original.forward  # which somebody may have patched since
         if _is_recorded(args, kwargs):
             return own(self, *args, **kwargs)
         return run(self, entry, own, args, kwargs)
