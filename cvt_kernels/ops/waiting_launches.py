@@ -8,11 +8,10 @@ reads or writes what they touch, and one launch serves all that wait then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ..launching import Launch
 
-_Event = TypeVar("_Event")
 _Together = Callable[[Sequence[Launch]], Launch]
 
 #: The id of a kernel, whose hash would be made of its key, → what makes one launch of several.
@@ -33,14 +32,14 @@ def may_wait(kernel: Any) -> Callable[[_Together], _Together]:
     return register
 
 
-def gathered(events: Sequence[_Event], storages_of: Callable[[_Event], Iterable[int]]) -> list[_Event | Launch]:
+def gathered(events: Sequence[Any], storages_of: Callable[[Any], Iterable[int]]) -> list[Any]:
     """Returns the events of a recording in an order with the same results, with fewer launches.
 
     Args:
         events: Launches and operators of PyTorch.
         storages_of: Returns the storages that an event reads or writes, without those that it makes.
     """
-    out: list[_Event | Launch] = []
+    out: list[Any] = []
     waiting: dict[Any, list[Launch]] = {}
     touched: set[int] = set()
 

@@ -139,7 +139,10 @@ CARDS = {
             "merge_stats": functools.partial(cards.once, names="partial counts mean var"),
             "sum_regions": _sums,
         },
-        uncounted={"conv_projection": "w gamma beta mean var sums"},
+        uncounted={
+            "conv_projection": "w gamma beta mean var sums",
+            "merge_stats": "running_mean running_var tracked",
+        },
         sweeps={
             "conv_projection fwd": _sweep("fwd", (1,)),
             "conv_projection bwd_conv": _sweep(
