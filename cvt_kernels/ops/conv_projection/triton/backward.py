@@ -38,31 +38,33 @@ from .sliding_backward import sliding_backward_conv, sliding_backward_input, sli
 # Sums over regions ----------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=("regions",))
+@triton.jit
 def _sum_regions_kernel(
-    partial_ptrs, sum_ptrs, channels, regions, SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+    partial_ptrs, sum_ptrs, channels, elements, SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Sums tensors (rows, regions, C) over regions; each group of n rows becomes (C, n), flat.
 
     A program sums some channels of a row of one tensor. SIZES are the groups of each tensor, ROWS their sums.
+    Rows have so many elements, regions · C: Triton compiles the same for any number of regions.
     """
     grid_dependency_synchronize()
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
     program = tl.program_id(0)
-    partial_ptr, own_channels, own_regions, own_program = partial_ptrs[0], channels[0], regions[0], program
+    partial_ptr, own_channels, own_elements, own_program = partial_ptrs[0], channels[0], elements[0], program
     first = 0  # of the programs of a tensor
     for i in tl.static_range(1, len(ROWS)):
         first += tl.cdiv(channels[i - 1], BC) * ROWS[i - 1]
         own_program = tl.where(program >= first, program - first, own_program)
         partial_ptr = tl.where(program >= first, partial_ptrs[i], partial_ptr)
         own_channels = tl.where(program >= first, channels[i], own_channels)
-        own_regions = tl.where(program >= first, regions[i], own_regions)
+        own_elements = tl.where(program >= first, elements[i], own_elements)
     blocks = tl.cdiv(own_channels, BC)
     row = own_program // blocks
     c = own_program % blocks * BC + tl.arange(0, BC)
     c_mask = c < own_channels
-    partial_ptr += row.to(tl.int64) * own_regions * own_channels
+    partial_ptr += row.to(tl.int64) * own_elements
+    own_regions = own_elements // own_channels
     sums = tl.zeros([P, BC], TILE.accumulator)
     for number in range(0, own_regions, P):
         number += tl.arange(0, P)
@@ -100,7 +102,7 @@ def sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Te
     config = configuration("sum_regions", partial)
     launching.launch(
         _sum_regions_kernel, (-(-channels // config.channels) * rows,), on=partial, options=config.options,
-        partial_ptrs=(partial,), sum_ptrs=(total,), channels=(channels,), regions=(regions,),
+        partial_ptrs=(partial,), sum_ptrs=(total,), channels=(channels,), elements=(regions * channels,),
         SIZES=(tuple(sizes),), ROWS=(rows,), TILE=Tile.of(config, partial.dtype),
     )  # fmt: skip
     return total
