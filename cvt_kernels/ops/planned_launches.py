@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 from .. import backends, declaration, launching
 from ..backends import Record, prepared_by
 from . import weight_cache
+from .waiting_launches import gathered
 
 _Function = TypeVar("_Function", bound=Callable[[Record], Any])
 _Part = TypeVar("_Part", bound=Callable[..., Any])
@@ -292,6 +293,7 @@ def recorded_with_gradients(
     changed = any(tensors[i].requires_grad for i in written)
     if not may_be_planned() or shared or changed or not out.is_contiguous():
         return out, None
+    recording.events = gathered(recording.events, lambda event: _read_by([event]))
     given, events = [*recording.drawn, *tensors], recording.events
     needed = {each: before[each] for each in _read_by(events) if each in before}
     read = tuple(i for i, each in enumerate(given) if needed.pop(_storage(each), None) is not None)

@@ -100,6 +100,16 @@ template <class T, class R> void load_parameter(Warp& w, const Instruction& i, u
         each(mask, [&](int l) { put<R>(w.r + i.o[k], l, R(value)); });
     }
 }
+template <class T, class R> void load_parameter_at(Warp& w, const Instruction& i, u32 mask) {
+    each(mask, [&](int l) {
+        const char* from = w.cta->launch->parameters + get<u64>(w.r + i.o[i.a], l) + i.b;
+        for (int k = 0; k < i.a; ++k) {
+            T value;
+            std::memcpy(&value, from + k * sizeof(T), sizeof(T));
+            put<R>(w.r + i.o[k], l, R(value));
+        }
+    });
+}
 void special_register(Warp& w, const Instruction& i, u32 mask) {
     const Cta& cta = *w.cta;
     each(mask, [&](int l) {

@@ -322,8 +322,12 @@ class Kernel:
                 return "mov.u64", [self._value(t, "u64") for t in x], 0, 0
             case ["ld", "param", *_]:
                 parameter, _, more = (part.strip() for part in x[1].strip("[] ").partition("+"))
-                width, offset = self._width(x[0]), self.parameters[parameter][0] + int(more or "0", 0)
+                width, offset = self._width(x[0]), int(more or "0", 0)
                 registers = self._vector(x[0], f"u{width}")
+                if parameter.startswith("%"):  # one among several, which LLVM chooses by its address
+                    base = self._register(parameter, wide=True)
+                    return f"ld.param_at.{bits}.{width}", [*registers, base], len(registers), offset
+                offset += self.parameters[parameter][0]
                 return f"ld.param.{bits}.{width}", registers, offset, len(registers)
             case ["ld" | "st", *_]:
                 space = next(s for s in ("global", "shared") if any(p.split("::")[0] == s for p in op))

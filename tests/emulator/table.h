@@ -50,7 +50,7 @@ template <class T> void add_integers(const std::string& t) {
 template <class T, class R> void add_memory(const std::string& t) {
     add("ld.global." + t, load<GLOBAL, T, R>), add("ld.shared." + t, load<SHARED, T, R>);
     add("st.global." + t, store<GLOBAL, T, R>), add("st.shared." + t, store<SHARED, T, R>);
-    add("ld.param." + t, load_parameter<T, R>);
+    add("ld.param." + t, load_parameter<T, R>), add("ld.param_at." + t, load_parameter_at<T, R>);
 }
 template <class T> void add_memory_types(const std::string& t) {
     if constexpr (sizeof(T) < 8) add_memory<T, std::conditional_t<std::is_signed_v<T>, s32, u32>>(t + ".32");

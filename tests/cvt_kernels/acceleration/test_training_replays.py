@@ -141,6 +141,24 @@ def test_steps_have_the_same_bits(family, plans, replayed):
     assert len(replayed) == 1
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "ours"])
+def test_sums_of_a_block_are_one_launch(family, plans, monkeypatch):
+    """Besides, the projection needs what it sums for BatchNorm before it goes on."""
+    noted, start = [], planned_launches._Writer._start
+
+    def noting(self, launch):
+        if self._otherwise is None:  # a recording, rather than a part that an operator plans
+            noted.append(launch)
+        return start(self, launch)
+
+    monkeypatch.setattr(planned_launches._Writer, "_start", noting)
+    run(trained(family), 2)
+    assert [plan is not None for plan in plans] == [True]
+    launches = [each.arguments for each in noted if each.kernel.__name__ == "_sum_regions_kernel"]
+    assert len(launches) == (2 if family in ("cvt", "ours") else 1)
+    assert sum(len(each["sum_ptrs"]) for each in launches) >= 5
+
+
 @pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft, upstream.ours])
 def test_stochastic_depth_draws_the_same_numbers(make, plans, replayed):
     model = trained(make=make, drop_path=0.4)

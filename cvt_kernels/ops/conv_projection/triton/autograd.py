@@ -24,6 +24,7 @@ from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums, weights_of
 from .common import Geometry
 from .forward import (
+    Running,
     batch_statistics,
     output_shapes,
     projection_forward,
@@ -180,6 +181,10 @@ def _unpack_geometry(numbers: Sequence[int], epss: Sequence[float]) -> Geometry:
     return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss), summands)
 
 
+#: What changes the running statistics writes to.
+_WRITTEN = "running_means", "running_vars", "tracked"
+
+
 def _shapes(x, weights, gammas, betas, means, variances, geometry, epss, batch_stats):
     return [x.new_empty(*shape) for shape in output_shapes(x, _unpack_geometry(geometry, epss))]
 
@@ -234,19 +239,28 @@ def _backward_of_op(ctx: Any, dys: list[Tensor]) -> tuple[Any, ...]:
 torch.library.register_autograd("cvt_kernels::conv_projection", _backward_of_op, setup_context=_setup_context)
 
 
-def _statistics_like(x, weights, geometry, epss):
-    return [x.new_empty(len(weights), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2)]
+def _statistics_like(x, weights, *_):
+    like = x.new_empty(len(weights), x.shape[2], dtype=accumulator_dtype(x))
+    return like, torch.empty_like(like)
 
 
-@graph_operator("conv_projection_statistics", _statistics_like)
-def _statistics_op(x: Tensor, weights: list[Tensor], geometry: list[int], epss: list[float]) -> list[Tensor]:
-    return [*_batch_statistics(x, _unpack_geometry(geometry, epss), weights)]
+@graph_operator("conv_projection_statistics", _statistics_like, mutates=_WRITTEN)
+def _statistics_op(
+    x: Tensor, weights: list[Tensor], geometry: list[int], epss: list[float], rows: list[int],
+    running_means: list[Tensor], running_vars: list[Tensor], tracked: list[Tensor], momenta: list[float],
+    corrections: list[float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    running = rows, running_means, running_vars, tracked, momenta, corrections
+    return _batch_statistics(x, _unpack_geometry(geometry, epss), weights, running)
 
 
-_update_op = graph_operator(
-    "update_running_statistics",
-    mutates=("running_means", "running_vars", "tracked"),
-)(_update)
+@graph_operator("update_running_statistics", mutates=_WRITTEN)
+def _update_op(
+    mean: Tensor, variance: Tensor, rows: list[int], running_means: list[Tensor], running_vars: list[Tensor],
+    tracked: list[Tensor], momenta: list[float], corrections: list[float],
+) -> None:  # fmt: skip
+    _update(mean, variance, (rows, running_means, running_vars, tracked, momenta, corrections))
+
 
 # The backend ----------------------------------------------------------------------------------------------
 
@@ -316,32 +330,49 @@ def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 def _statistics(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm], training: bool
 ) -> tuple[list[Tensor], list[Tensor], _Synchronized | None]:
-    """Returns (means, variances, synchronization); in training it updates the running statistics."""
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        mean, variance = _statistics_op(x, list(weights), _pack_geometry(geometry), list(geometry.epss))
-    else:
-        mean, variance = _batch_statistics(x, geometry, weights)
+    """Returns (means, variances, synchronization); in training it updates the running statistics.
+
+    They are updated by the launch that merges the batch's, unless momentum is None or processes exchange
+    theirs first.
+    """
+    compiling, group = torch.compiler.is_compiling(), convs[0].process_group if training else None
     counts, synchronized = _counts(x.shape[0], geometry), None
-    corrections, unbiased = [n / max(n - 1, 1) for n in counts], variance
-    if training and convs[0].process_group is not None:
-        synchronized, mean, variance = _Synchronized.merge(mean, variance, counts, convs[0].process_group)
+    running = _running(convs, counts) if training else Running()
+    merges = group is None and min(running.momenta, default=0.0) >= 0
+    given = running if merges else Running()
+    if compiling:
+        constants = _pack_geometry(geometry), list(geometry.epss)
+        mean, variance = _statistics_op(x, list(weights), *constants, *map(list, given))
+    else:
+        mean, variance = _batch_statistics(x, geometry, weights, (*given,))
+    unbiased = variance
+    if group is not None:
+        synchronized, mean, variance = _Synchronized.merge(mean, variance, counts, group)
         total = synchronized.counts[:, None]
-        corrections, unbiased = [1.0] * len(convs), variance * (total / (total - 1))
-    rows = [i for i, conv in enumerate(convs) if conv.running_mean is not None] if training else []
-    if rows:
-        tracking = [convs[i] for i in rows]
-        running_means, running_vars = zip(
-            *((conv.running_mean, conv.running_var) for conv in tracking), strict=True
-        )
-        (_update_op if compiling else _update)(
-            mean, unbiased, rows, list(running_means), list(running_vars),
-            [_tracked(conv) for conv in tracking], [_momentum(conv) for conv in tracking],
-            [corrections[i] for i in rows],
-        )  # fmt: skip
-        if not compiling:  # the operator tells autograd by itself
-            torch.autograd.graph.increment_version((*running_means, *running_vars))
+        unbiased = variance * (total / (total - 1))
+        running = running._replace(corrections=[1.0] * len(running.rows))
+    if running.rows and not merges:
+        if compiling:
+            _update_op(mean, unbiased, *map(list, running))
+        else:
+            _update(mean, unbiased, (*running,))
+    if running.rows and not compiling:  # operators tell autograd by themselves
+        torch.autograd.graph.increment_version((*running.means, *running.variances))
     return list(mean.unbind()), list(variance.unbind()), synchronized
+
+
+def _running(convs: Sequence[ConvBatchNorm], counts: Sequence[int]) -> Running:
+    """Returns the running statistics of the convolutions that have such."""
+    rows = [i for i, conv in enumerate(convs) if conv.running_mean is not None]
+    tracking = [convs[i] for i in rows]
+    return Running(
+        rows,
+        [conv.running_mean for conv in tracking if conv.running_mean is not None],
+        [conv.running_var for conv in tracking if conv.running_var is not None],
+        [_tracked(conv) for conv in tracking],
+        [_momentum(conv) for conv in tracking],
+        [counts[i] / max(counts[i] - 1, 1) for i in rows],
+    )
 
 
 def _tracked(conv: ConvBatchNorm) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -231,11 +232,38 @@ def _conv_projection_stats_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _interpolated(ptr, value, weight, mask):
+    """Returns the value at ``ptr`` interpolated towards ``value`` by ``weight``, in the dtype there."""
+    old = tl.load(ptr, mask=mask).to(value.dtype)
+    return (old + weight * (value - old)).to(ptr.dtype.element_ty)
+
+
+@triton.jit
+def _update_running(mean_ptr, var_ptr, tracked_ptr, mean, variance, momentum, mask):
+    """Updates running statistics of some channels; the first program counts the batch.
+
+    Several threads read the same values, and one of them writes new ones after the barrier.
+    """
+    new_mean = _interpolated(mean_ptr, mean, momentum, mask)
+    new_var = _interpolated(var_ptr, variance, momentum, mask)
+    counts = tl.program_id(0) == 0
+    batches = tl.load(tracked_ptr, mask=counts, other=0) + 1
+    tl.debug_barrier()
+    tl.store(mean_ptr, new_mean, mask=mask)
+    tl.store(var_ptr, new_var, mask=mask)
+    tl.store(tracked_ptr, batches, mask=counts)
+
+
 @triton.jit(do_not_specialize=("regions",))
-def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, regions, TILE: tl.constexpr):
+def _merge_stats_kernel(
+    partial_ptr, counts_ptr, mean_ptr, var_ptr, running_mean_ptrs, running_var_ptrs, tracked_ptrs, momenta,
+    corrections, channels, regions, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Merges (branches, 2, regions, C) and counts (branches, regions) to mean and variance (branches, C).
 
     The variance is biased. Each lane merges every P-th region by Chan's formula; then the lanes are merged.
+    It updates the running statistics of the branches ROWS with their momenta.
     """
     grid_dependency_synchronize()
     P: tl.constexpr = TILE.pixels
@@ -266,13 +294,43 @@ def _merge_stats_kernel(partial_ptr, counts_ptr, mean_ptr, var_ptr, channels, re
     tl.store(mean_ptr + branch * channels + c, whole_mean, mask=c_mask)
     variance = tl.sum(m2 + deviation * deviation * count, axis=0) / total
     tl.store(var_ptr + branch * channels + c, variance, mask=c_mask)
+    for i in tl.static_range(len(ROWS)):
+        if branch == ROWS[i]:
+            _update_running(
+                running_mean_ptrs[i] + c, running_var_ptrs[i] + c, tracked_ptrs[i], whole_mean,
+                variance * corrections[i], momenta[i], c_mask,
+            )  # fmt: skip
 
 
-def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid."""
+class Running(NamedTuple):
+    """The running statistics that the statistics of a batch update, of the branches that have such.
+
+    Attributes:
+        rows: Their branches.
+        means, variances: (C,), contiguous.
+        tracked: Their counts of batches.
+        momenta: Negative for the average over all batches.
+        corrections: n / (n − 1), which makes the variance unbiased.
+    """
+
+    rows: Sequence[int] = ()
+    means: Sequence[Tensor] = ()
+    variances: Sequence[Tensor] = ()
+    tracked: Sequence[Tensor] = ()
+    momenta: Sequence[float] = ()
+    corrections: Sequence[float] = ()
+
+
+def batch_statistics(
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], running: tuple[Any, ...] = ()
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid.
+
+    It updates the running statistics of the fields of :class:`Running`, with momenta that are not negative.
+    """
     x = maybe_contiguous(x)
     if has_sliding_kernel(geometry):
-        return _merged(*sliding_statistics(x, geometry, weights))
+        return _merged(*sliding_statistics(x, geometry, weights), Running(*running))
     plan = LaunchPlan.of("stats", x, geometry)
     partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), plan.regions)
@@ -281,10 +339,10 @@ def batch_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -
         x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, counts_ptr=counts,
         regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
     )  # fmt: skip
-    return _merged(partial, counts)
+    return _merged(partial, counts, Running(*running))
 
 
-def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _merged(partial: Tensor, counts: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     """Merges the regions' statistics and counts to mean and biased variance (branches, C)."""
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
@@ -292,7 +350,7 @@ def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     launching.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
         partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance, channels=channels,
-        regions=regions, TILE=Tile.of(config, partial.dtype),
+        regions=regions, TILE=Tile.of(config, partial.dtype), **_arguments_of(running),
     )  # fmt: skip
     return mean, variance
 
@@ -303,8 +361,15 @@ def _merged(partial: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _lerp(ptr, value, weight, mask):
     """Interpolates the value at ``ptr`` towards ``value`` by ``weight``."""
-    old = tl.load(ptr, mask=mask).to(value.dtype)
-    tl.store(ptr, (old + weight * (value - old)).to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr, _interpolated(ptr, value, weight, mask), mask=mask)
+
+
+def _arguments_of(running: Running) -> dict[str, Any]:
+    return {
+        "running_mean_ptrs": tuple(running.means), "running_var_ptrs": tuple(running.variances),
+        "tracked_ptrs": tuple(running.tracked), "momenta": tuple(running.momenta),
+        "corrections": tuple(running.corrections), "ROWS": tuple(running.rows),
+    }  # fmt: skip
 
 
 @triton.jit
@@ -332,24 +397,11 @@ def _update_running_kernel(
             tl.store(tracked_ptrs[i], count)
 
 
-def update_running_statistics(
-    mean: Tensor, variance: Tensor, rows: Sequence[int], running_means: Sequence[Tensor],
-    running_vars: Sequence[Tensor], tracked: Sequence[Tensor], momenta: Sequence[float],
-    corrections: Sequence[float],
-) -> None:  # fmt: skip
-    """Updates running statistics as ``F.batch_norm`` does.
-
-    Args:
-        mean, variance: Statistics of the batch, (branches, C).
-        rows: The branch of each of the following.
-        momenta: Negative for the average over all batches.
-        corrections: n / (n − 1), which makes the variance unbiased.
-    """
+def update_running_statistics(mean: Tensor, variance: Tensor, running: tuple[Any, ...]) -> None:
+    """Updates running statistics, the fields of :class:`Running`, by those of a batch (branches, C)."""
     config = configuration("update_running", mean)
     launching.launch(
-        _update_running_kernel, (len(rows),), on=mean, options=config.options,
-        mean_ptr=mean, var_ptr=variance, running_mean_ptrs=tuple(running_means),
-        running_var_ptrs=tuple(running_vars), tracked_ptrs=tuple(tracked),
-        momenta=tuple(momenta), corrections=tuple(corrections), channels=mean.shape[1],
-        ROWS=tuple(rows), TILE=Tile.of(config, mean.dtype),
+        _update_running_kernel, (len(running[0]),), on=mean, options=config.options,
+        mean_ptr=mean, var_ptr=variance, channels=mean.shape[1], TILE=Tile.of(config, mean.dtype),
+        **_arguments_of(Running(*running)),
     )  # fmt: skip

@@ -267,7 +267,6 @@ SPECIALIZATIONS = {
         "_conv_projection_sliding_fwd_kernel": 3,
         "_conv_projection_sliding_stats_kernel": 3,
         "_merge_stats_kernel": 1,
-        "_update_running_kernel": 1,
         "_conv_projection_sliding_bwd_sums_kernel": 3,
         "_sum_regions_kernel": 2,
         "_conv_projection_sliding_bwd_conv_kernel": 3,

@@ -1,6 +1,7 @@
 """The Triton kernels of conv_projection, on a GPU or else in Triton's interpreter on CPU tensors."""
 
 import contextlib
+import copy
 from dataclasses import replace
 
 import pytest
@@ -127,20 +128,24 @@ def moments(size, *shape):
     return partial, counts, merged.mean(1), merged.var(1, correction=0)
 
 
+def merged(partial, counts):
+    return forward._merged(partial, counts, forward.Running())
+
+
 @needs_float64
 @pytest.mark.parametrize("regions", [1, 2, 63, 64, 65, 129, 200])
 def test_statistics_of_many_regions_are_merged(regions):
     """A lane has every 64th, and merges them one after the other."""
     partial, counts, mean, variance = moments(5, 2, regions)
-    ours = forward._merged(partial, counts)
+    ours = merged(partial, counts)
     torch.testing.assert_close(ours[0], mean, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(ours[1], variance, rtol=1e-9, atol=1e-9)
     # What is not there counts for nothing.
     partial[:, :, -1], counts[:, -1] = 7.0, 0.0
     if regions > 1:
         partial[:, 1, -1] = 0.0
-        without = forward._merged(partial[:, :, :-1].contiguous(), counts[:, :-1].contiguous())
-        for with_empty, expected in zip(forward._merged(partial, counts), without, strict=True):
+        without = merged(partial[:, :, :-1].contiguous(), counts[:, :-1].contiguous())
+        for with_empty, expected in zip(merged(partial, counts), without, strict=True):
             torch.testing.assert_close(with_empty, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -154,23 +159,84 @@ def test_sums_of_many_regions(regions):
     torch.testing.assert_close(ours, torch.cat([first.t().flatten(), second.t().flatten()]))
 
 
+def launched_together(calls):
+    """Returns what calls of ``sum_regions`` give by one launch."""
+    waiting = []
+    with launching.intercepted_launches(waiting.append, launching.chip(calls[0][0].device)):
+        totals = [backward.sum_regions(*call) for call in calls]
+    together = backward._together(waiting)
+    launching.launch(together.kernel, together.grid, totals[0], together.options, **together.arguments)
+    return totals
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 2)])
+def test_one_launch_sums_several_tensors(order):
+    """Those of other sizes, dtypes and groups of rows have the bits of launches of their own."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    calls = [
+        (torch.randn(1, 300, 40, device=device), (1,), torch.bfloat16),
+        (torch.randn(5, 7, 17, device=device), (3, 2), torch.float32),
+        (torch.randn(2, 1, 1, device=device), (1, 1), torch.float16),
+        (torch.randn(4, 520, 96, device=device), (4,), torch.float32),
+    ]
+    calls = [calls[i] for i in order]
+    for ours, call in zip(launched_together(calls), calls, strict=True):
+        assert torch.equal(ours, backward.sum_regions(*call))
+
+
+def running_statistics(channels, momenta):
+    """Returns running statistics of the first and the third of three branches, with their own tensors."""
+    given = [torch.rand(channels, dtype=torch.float64) for _ in range(4)]
+    tracked = [torch.tensor(0), torch.tensor(3)]
+    return forward.Running((0, 2), given[:2], given[2:], tracked, momenta, (1.25, 1.5))
+
+
+def assert_updated(running, before, mean, variance):
+    assert [int(count) for count in running.tracked] == [1, 4]
+    weights = [1 / int(n) if m < 0 else m for m, n in zip(running.momenta, running.tracked, strict=True)]
+    for i, (row, weight) in enumerate(zip(running.rows, weights, strict=True)):
+        torch.testing.assert_close(running.means[i], before.means[i].lerp(mean[row], weight))
+        unbiased = variance[row] * running.corrections[i]
+        torch.testing.assert_close(running.variances[i], before.variances[i].lerp(unbiased, weight))
+
+
 @needs_float64
 @pytest.mark.parametrize("channels", [3, 300])
 def test_running_statistics_are_those_of_their_branch(channels):
     """Branches without running statistics of their own are passed over; more channels than a tile has."""
-    rows = (0, 2)
     mean, variance = (torch.rand(3, channels, dtype=torch.float64) for _ in range(2))
-    old = [torch.rand(channels, dtype=torch.float64) for _ in range(4)]
-    given = [tensor.clone() for tensor in old]
-    tracked = [torch.tensor(0), torch.tensor(3)]
-    corrections, momenta = (1.25, 1.5), (0.2, -1.0)  # negative: the average over all batches
-    forward.update_running_statistics(
-        mean, variance, rows, given[:2], given[2:], tracked, momenta, corrections
-    )
-    assert [int(count) for count in tracked] == [1, 4]
-    for i, (row, momentum) in enumerate(zip(rows, (0.2, 1 / 4), strict=True)):
-        torch.testing.assert_close(given[i], old[i].lerp(mean[row], momentum))
-        torch.testing.assert_close(given[2 + i], old[2 + i].lerp(variance[row] * corrections[i], momentum))
+    running = running_statistics(channels, (0.2, -1.0))  # negative: the average over all batches
+    before = copy.deepcopy(running)
+    forward.update_running_statistics(mean, variance, (*running,))
+    assert_updated(running, before, mean, variance)
+
+
+@needs_float64
+def test_the_launch_that_merges_statistics_updates_running_ones():
+    partial, counts, mean, variance = moments(5, 3, 65)
+    running = running_statistics(3, (0.2, 0.0))
+    before = copy.deepcopy(running)
+    forward._merged(partial, counts, running)
+    assert_updated(running, before, mean, variance)
+
+
+@pytest.mark.parametrize(
+    ("momenta", "kernels"),
+    [((0.1, 0.2), "stats merge_stats"), ((0.1, None), "stats merge_stats update_running")],
+)
+def test_running_statistics_take_a_launch_of_their_own_for_an_average_only(momenta, kernels):
+    made = made_with((1, 2), **sizes((6, 5), 8), training=True)
+    x, grid, convs, training = made.call.record
+    convs = [conv._replace(momentum=momentum) for conv, momentum in zip(convs, momenta, strict=True)]
+    noted = []
+    with (
+        launching.intercepted_launches(noted.append, launching.chip(x.device)),
+        ck.use_backend("triton"),
+        torch.no_grad(),
+    ):
+        ck.conv_projection(x, grid, convs, training=training)
+    names = [each.kernel.__name__.removeprefix("_conv_projection_sliding").strip("_") for each in noted]
+    assert [name.removesuffix("_kernel") for name in names] == [*kernels.split(), "fwd"]
 
 
 def test_training_under_autocast():
