@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 from .. import backends, declaration, launching
 from ..backends import Record, prepared_by
 from . import weight_cache
+from .prepared_launches import addressed, descriptor_on, prepared
 from .waiting_launches import gathered
 
 _Function = TypeVar("_Function", bound=Callable[[Record], Any])
@@ -374,7 +375,7 @@ class _Writer:
         self._scope: dict[str, Any] = {
             "_otherwise": otherwise, "_record": type(call), "_on": launching.current_device_of,
             "_empty": torch.empty_strided, "_watched": launching.are_watched,
-            "_stream_of": launching.stream_of, "_descriptor": _descriptor,
+            "_stream_of": launching.stream_of, "_descriptor": descriptor_on,
             "_changed": torch.autograd.graph.increment_version,
         }  # fmt: skip
         self._lines: list[str] = []
@@ -499,37 +500,33 @@ class _Writer:
 
     # Launches and operators
 
-    def _argument(self, value: Any, *, as_tensor: bool) -> str:
-        """Returns the expression of a kernel's argument: a tensor or its address."""
+    def _given(self, value: Any) -> str:
+        """Returns the expression of a kernel's argument, as Triton compiles for it."""
         if isinstance(value, Tensor):
-            return self._tensor(value) if as_tensor else self._pointer(value)
+            return self._tensor(value)
         if launching.is_descriptor(value):
-            self._pointer(value.base)  # which is aligned
-            like = self._constant(_descriptor(value, None))  # plans keep no tensor
+            like = self._constant(descriptor_on(value, None))  # plans keep no tensor
             return f"_descriptor({like}, {self._tensor(value.base)})"
         if isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value):
-            return f"({', '.join(self._argument(each, as_tensor=as_tensor) for each in value)},)"
+            return f"({', '.join(map(self._given, value))},)"
         return self._constant(value)
 
     def _start(self, launch: launching.Launch) -> None:
         """Adds the line that starts a launch: through Triton until it is compiled, then directly."""
         kernel, grid, options = launch.kernel, (*launch.grid, 1, 1)[:3], launch.options
-        run: list[Any] = []  # Triton's launcher, and what it takes for the kernel
+        run: list[Any] = []  # what starts it, and the kernel, which stays loaded
 
         def compile_and_start(*arguments: Any) -> None:
             launching.settle_key(kernel)
             compiled = kernel[grid](*arguments, **options)
             if compiled is not None:  # as in Triton's interpreter, which compiles nothing
-                run[:] = compiled.run, compiled.function, compiled.packed_metadata
+                run[:] = prepared(compiled, grid, arguments).start, compiled
 
         given = [launch.arguments[name] for name in kernel.arg_names]
-        pointers, tensors = (
-            ", ".join(self._argument(value, as_tensor=as_tensor) for value in given)
-            for as_tensor in (False, True)
-        )
-        name, blocks = self._constant(run), ", ".join(map(str, grid))
-        started = f"{name}[0]({blocks}, _stream, {name}[1], {name}[2], None, None, None, {pointers})"
-        self._add(f"{started} if {name} else {self._constant(compile_and_start)}({tensors})")
+        found = [each.base if launching.is_descriptor(each) else each for each in addressed(tuple(given))]
+        addresses = ", ".join(["_stream", *map(self._pointer, found)])
+        arguments, name = ", ".join(map(self._given, given)), self._constant(run)
+        self._add(f"{name}[0]({addresses}) if {name} else {self._constant(compile_and_start)}({arguments})")
 
     def _compute(self, operation: _Operation) -> None:
         """Adds the line that calls an operator of PyTorch's."""
@@ -600,11 +597,3 @@ def _bytes_of(tensor: Tensor) -> int:
     """Returns the bytes from the first to the last element of a tensor."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in sizes)) * tensor.element_size()
-
-
-def _descriptor(like: Any, base: Tensor | None) -> Any:
-    """Returns a copy of a checked tensor descriptor on another base, without checking again."""
-    made = object.__new__(type(like))
-    made.__dict__.update(like.__dict__)
-    made.base = base
-    return made
