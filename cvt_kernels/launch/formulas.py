@@ -147,10 +147,15 @@ def _linear_add(need: Need) -> list[Product]:
     return [small, replace(small, num_stages=3), deep]
 
 
+def _whole_rows(need: Need) -> tuple[int, int, int]:
+    """Returns the columns of a product, and the width and number of parts of a tile with all of them."""
+    outputs = need.sizes[1]
+    return (outputs, 64, 3) if outputs <= 192 else (outputs, 128, 3 if outputs <= 384 else 4)
+
+
 def _linear_add_layer_norm(need: Need) -> list[Product]:
     """Returns products whose tiles have whole rows, in parts that waste few columns."""
-    outputs = need.sizes[1]
-    width, parts = (64, 3) if outputs <= 192 else (128, 3) if outputs <= 384 else (128, 4)
+    outputs, width, parts = _whole_rows(need)
     if need.numbers == "single":
         rows, block_k, stages, warps = (32 if outputs <= 384 else 16), 16, 2, 8
     elif need.generation == 80:
@@ -171,6 +176,19 @@ def _patches(need: Need) -> list[Product]:
     if need.sizes[1] > 192:
         return [replace(each, num_warps=8) for each in ranked]
     return [replace(each, num_warps=4, num_stages=3) for each in ranked]
+
+
+def _patches_oihw(need: Need) -> list[Product]:
+    """Returns products of windows that take a weight's order, (channels, in_channels, k, k), in registers.
+
+    Tiles of 32 rows are for ``mma``: where ``wgmma`` takes windows from registers, Triton does not wait for
+    the products of one part before it loads the next step (3.7.1).
+    """
+    outputs, width, parts = _whole_rows(need)
+    tile = Product(block_m=32, width=width, parts=parts, block_k=64, num_warps=4, num_stages=4)
+    if need.numbers == "single":
+        tile = replace(tile, block_k=16)
+    return [tile if outputs <= 192 else replace(tile, num_warps=8)]
 
 
 def _segmentation_head(need: Need) -> list[Product]:
@@ -505,6 +523,7 @@ KERNELS: dict[str, Kernel] = {
     "conv_embedding_embed": Kernel((Rows,), _embed),
     "conv_embedding_normalize": Kernel((Rows,), _normalize),
     "conv_embedding_patches": Kernel((Product,), _fitting(_patches)),
+    "conv_embedding_patches_oihw": Kernel((Product,), _fitting(_patches_oihw)),
     "quantize_rows": Kernel((Rows,), _quantize),
     **{f"rows_{kernel}": Kernel((Rows,), _rows) for kernel in ("gather", "normalize", "scatter")},
     "rows_backward": Kernel((Rows,), _rows_backward),

@@ -56,7 +56,8 @@ def test_work_of_the_projection_and_of_attention():
 def test_work_of_the_reduction_and_of_the_segmentation_head():
     stage = launches.stages_of("segformer_b0", 512)[0]
     pixels = 256 * 128**2
-    (reduction,) = works_of("token_reduction", stage)
+    reduction, by_packed_weight = works_of("token_reduction", stage)
+    assert reduction == by_packed_weight
     assert reduction.bytes == 2 * 32 * (pixels + pixels // 64 + 32 * 64)
     assert reduction.flops == 2 * pixels * 32 * 32
     (head,) = works_of("segmentation_head", stage)
