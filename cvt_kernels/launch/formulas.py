@@ -178,17 +178,17 @@ def _patches(need: Need) -> list[Product]:
     return [replace(each, num_warps=4, num_stages=3) for each in ranked]
 
 
-def _patches_oihw(need: Need) -> list[Product]:
-    """Returns products of windows that take a weight's order, (channels, in_channels, k, k), in registers.
+def _windows_in_registers(need: Need) -> list[Product]:
+    """Returns products whose first factor is made in registers: windows in a weight's order, or tokens.
 
-    Tiles of 32 rows are for ``mma``: where ``wgmma`` takes windows from registers, Triton does not wait for
-    the products of one part before it loads the next step (3.7.1).
+    Tiles of 32 rows are for ``mma``: where ``wgmma`` takes that factor from registers, Triton does not wait
+    for the products of all parts before it overwrites it (3.7.1).
     """
     outputs, width, parts = _whole_rows(need)
     tile = Product(block_m=32, width=width, parts=parts, block_k=64, num_warps=4, num_stages=4)
     if need.numbers == "single":
         tile = replace(tile, block_k=16)
-    return [tile if outputs <= 192 else replace(tile, num_warps=8)]
+    return [tile if outputs <= 128 else replace(tile, num_warps=8)]
 
 
 def _segmentation_head(need: Need) -> list[Product]:
@@ -523,7 +523,8 @@ KERNELS: dict[str, Kernel] = {
     "conv_embedding_embed": Kernel((Rows,), _embed),
     "conv_embedding_normalize": Kernel((Rows,), _normalize),
     "conv_embedding_patches": Kernel((Product,), _fitting(_patches)),
-    "conv_embedding_patches_oihw": Kernel((Product,), _fitting(_patches_oihw)),
+    "conv_embedding_patches_oihw": Kernel((Product,), _fitting(_windows_in_registers)),
+    "reduction_linear": Kernel((Product,), _fitting(_windows_in_registers)),
     "quantize_rows": Kernel((Rows,), _quantize),
     **{f"rows_{kernel}": Kernel((Rows,), _rows) for kernel in ("gather", "normalize", "scatter")},
     "rows_backward": Kernel((Rows,), _rows_backward),

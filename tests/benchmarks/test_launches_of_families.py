@@ -88,8 +88,9 @@ def test_no_other_kernel_of_pytorch_is_launched(family):
         attended = [name for name in ours if "attention_fwd" in name or "attention_add" in name]
         assert sum(ours[name] for name in attended) == blocks, (freeze, dtype, batch)
         if dtype in HALF and family != "cvt":
-            assert ours["conv_embedding_patches"] == reducing + 3 * (family == "pvt")
-        # LayerNorm, reduction, attention, its end, the MLP's convolution or GELU, and its end.
+            assert ours["reduction_linear"] == reducing
+            assert ours["conv_embedding_patches"] == 3 * (family == "pvt")
+        # LayerNorm, reduction with K and V, attention, its end, the MLP's convolution or GELU, and its end.
         assert family == "cvt" or ours.total() >= 4 * blocks + reducing
 
 

@@ -35,19 +35,26 @@ def why_not_gathered(
     image: Tensor, weight: Tensor, stride: int, padding: int, class_token: Tensor | None
 ) -> str | None:
     """Returns why ``gather`` should not compute the tokens of an image, or None."""
-    channels, inputs, kernel_size, _ = weight.shape
+    _, inputs, kernel_size, _ = weight.shape
     if stride != kernel_size or padding:
         return "windows overlap or are apart"
     if image.stride(3) != inputs or (inputs > 1 and image.stride(1) != 1):
         return "channels are not last"
-    if image.dtype == torch.float32:  # so in TF32 where cuDNN takes it, and only there
+    if class_token is not None:
+        return "there is a class token"
+    return why_no_tiles(
+        image, weight, image.shape[0] * (image.shape[2] // stride) * (image.shape[3] // stride)
+    )
+
+
+def why_no_tiles(x: Tensor, weight: Tensor, rows: int) -> str | None:
+    """Returns why no program should have whole tokens, ``rows`` in all, of windows of x; or None."""
+    channels = weight.shape[0]
+    if x.dtype == torch.float32:  # so in TF32 where cuDNN takes it, and only there
         return "float32 would need more registers than there are"
     if channels > MAX_NORMALIZED:
         return f"tokens have {channels} channels, more than {MAX_NORMALIZED}"
-    if class_token is not None:
-        return "there is a class token"
-    tokens = (image.shape[2] // stride) * (image.shape[3] // stride)
-    if image.shape[0] * tokens >= 2**31 - MAX_NORMALIZED or weight.numel() >= 2**31:
+    if rows >= 2**31 - MAX_NORMALIZED or weight.numel() >= 2**31:
         return "there are too many tokens or weights for 32-bit offsets"
     return None
 
@@ -137,13 +144,12 @@ def _load_in_order_of_image(image_ptr, first, row_step, inside, step, GATHER: tl
     return x, y * LENGTH + k, k < LENGTH
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "out_width"])
-def _conv_embedding_patches_kernel(
-    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, out_ptr, eps, rows, tokens, out_width,
+@triton.jit
+def normalized_windows(
+    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, eps, row, rows, tokens, out_width,
     image_stride, row_stride, GATHER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes block_m tokens. Weights are contiguous, (channels, k, k, in_channels) without ``pixels``."""
-    grid_dependency_synchronize()
+    """Returns the parts of the tokens in ``row``, [block_m, width], after LayerNorm."""
     K: tl.constexpr = GATHER.kernel_size
     LENGTH: tl.constexpr = GATHER.length
     M: tl.constexpr = GATHER.block_m
@@ -151,7 +157,6 @@ def _conv_embedding_patches_kernel(
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
     WIDTH: tl.constexpr = PARTS.width
-    row = tl.program_id(0) * M + tl.arange(0, M)
     inside = (row < rows)[:, None]
     t = row % tokens
     row_step = tl.cast(row_stride, tl.int64)
@@ -181,7 +186,26 @@ def _conv_embedding_patches_kernel(
     bias = load_vector(bias_ptr, 0, PARTS)
     gamma = load_vector(gamma_ptr, 0, PARTS)
     beta = load_vector(beta_ptr, 0, PARTS)
-    ys = layer_norm(sums, bias, gamma, beta, eps, PARTS)
+    return layer_norm(sums, bias, gamma, beta, eps, PARTS)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "out_width"])
+def _conv_embedding_patches_kernel(
+    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, out_ptr, eps, rows, tokens, out_width,
+    image_stride, row_stride, GATHER: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes block_m tokens. Weights are contiguous, (channels, k, k, in_channels) without ``pixels``."""
+    grid_dependency_synchronize()
+    M: tl.constexpr = GATHER.block_m
+    C: tl.constexpr = PARTS.channels
+    COUNT: tl.constexpr = PARTS.count
+    WIDTH: tl.constexpr = PARTS.width
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    ys = normalized_windows(
+        image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, eps, row, rows, tokens, out_width,
+        image_stride, row_stride, GATHER, PARTS,
+    )  # fmt: skip
+    inside = (row < rows)[:, None]
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * C
     for part in tl.static_range(COUNT):
         c = channels_of(part, PARTS)
