@@ -23,6 +23,7 @@ from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp, mlp_add
+from .ops.reduction_linear import reduction_linear
 from .ops.resized_argmax import resized_argmax
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
@@ -94,6 +95,7 @@ __all__ = [
     "mlp_add",
     "quantize",
     "quantize_rows",
+    "reduction_linear",
     "reference",
     "refresh",
     "register_attention",

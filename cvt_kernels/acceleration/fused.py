@@ -22,6 +22,7 @@ from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import mlp_add
 from ..ops.planned_launches import drawn_outside
+from ..ops.reduction_linear import reduction_linear
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
@@ -468,10 +469,13 @@ def _attend(
     parts: BlockParts, y: Tensor, grid: tuple[int, int], rows: Tensor | None, with_scores: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention of normalized tokens and, if wanted, scores of tokens."""
-    tokens = _tokens_of_heads(parts, y, grid)
-    if rows is not None:
-        tokens[0] = gather_rows(tokens[0], rows)
-    q, k, v = (each.unflatten(2, (parts.num_heads, -1)) for each in _projected(parts.linears, tokens))
+    projected = _reduced_heads(parts, y, grid) if rows is None else None
+    if projected is None:
+        tokens = _tokens_of_heads(parts, y, grid)
+        if rows is not None:
+            tokens[0] = gather_rows(tokens[0], rows)
+        projected = _projected(parts.linears, tokens)
+    q, k, v = (each.unflatten(2, (parts.num_heads, -1)) for each in projected)
     dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
     position = None if parts.position_for is None else parts.position_for(grid, rows)
     heads_of_all = attention(q, k, v, scale=parts.scale, dropout_p=dropout_p, position=position).flatten(2)
@@ -480,6 +484,22 @@ def _attend(
     stride = parts.pairs()[2][0].stride[0]
     settings: dict[str, Any] = {"stride": stride, "scale": parts.scale, "pool": parts.pool, "rows": rows}
     return heads_of_all, score_tokens(q, k, grid, **settings)
+
+
+def _reduced_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor] | None:
+    """Returns Q, K and V where reduction, K and V may be one operator; else None."""
+    q, *kept = parts.linears
+    if parts.reduction is None or len(kept) != 2 or not all(type(each) is Linear for each in kept):
+        return None
+    if not _has_kernel_of_embeddings(y, *parts.reduction) or modes.wants_gradient(
+        *(t for each in kept for t in each)
+    ):
+        return None
+    if any(t is not None and t.dtype != y.dtype for each in kept for t in each):
+        return None
+    conv, norm = parts.reduction
+    vectors = conv.bias, norm.weight, norm.bias
+    return [apply_linear(q, y), *reduction_linear(y, grid, conv.weight, *vectors, kept, eps=norm.eps)]
 
 
 def _projected(linears: Sequence[Any], tokens: Sequence[Tensor]) -> list[Tensor]:

@@ -151,11 +151,16 @@ def linear_add(need: Need) -> list[Product]:
     return [small, replace(small, num_stages=3), deep]
 
 
+def _whole_rows(need: Need) -> tuple[int, int, int]:
+    """Returns the columns of a product, and the width and number of parts of a tile with all of them."""
+    outputs = need.sizes[1]
+    return (outputs, 64, 3) if outputs <= 192 else (outputs, 128, 3 if outputs <= 384 else 4)
+
+
 @_fitting
 def linear_add_layer_norm(need: Need) -> list[Product]:
     """Returns products whose tiles have whole rows, in parts that waste few columns."""
-    outputs = need.sizes[1]
-    width, parts = (64, 3) if outputs <= 192 else (128, 3) if outputs <= 384 else (128, 4)
+    outputs, width, parts = _whole_rows(need)
     if need.numbers == "single":
         rows, block_k, stages, warps = (32 if outputs <= 384 else 16), 16, 2, 8
     elif need.generation == 80:
@@ -177,6 +182,20 @@ def patches(need: Need) -> list[Product]:
     if need.sizes[1] > 192:
         return [replace(each, num_warps=8) for each in ranked]
     return [replace(each, num_warps=4, num_stages=3) for each in ranked]
+
+
+@_fitting
+def windows_in_registers(need: Need) -> list[Product]:
+    """Returns products whose first factor is made in registers: windows in a weight's order, or tokens.
+
+    Tiles of 32 rows are for ``mma``: where ``wgmma`` takes that factor from registers, Triton does not wait
+    for the products of all parts before it overwrites it (3.7.1).
+    """
+    outputs, width, parts = _whole_rows(need)
+    tile = Product(block_m=32, width=width, parts=parts, block_k=64, num_warps=4, num_stages=4)
+    if need.numbers == "single":
+        tile = replace(tile, block_k=16)
+    return [tile if outputs <= 128 else replace(tile, num_warps=8)]
 
 
 def segmentation_head(need: Need) -> list[Product]:

@@ -98,6 +98,9 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
             f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
             f"{name}: patches": _call(tests.reduce_tokens, (40, 136), 4, (13, 27), dtype=dtype),
+            f"{name}: patches, packed weight": _call(
+                tests.reduce_tokens, (40, 136), 4, (13, 27), dtype=dtype, packs=True
+            ),
             f"{name}: classes of resized logits": _call(
                 tests.find_classes, 150, ((5, 9), (20, 37)), dtype=dtype
             ),

@@ -35,14 +35,15 @@ def _conv_embedding_stage(step: cards.Step) -> None:
 
 
 def _token_reduction_stage(step: cards.Step) -> None:
-    """Runs a pyramid's reduction of the tokens of keys and values, where it has one."""
+    """Runs a pyramid's reduction of the tokens of keys and values, by a weight in both orders."""
     if step.stage.embedding is None:
         return
     (height, width), channels, ratio, _, _ = step.stage.embedding
     image = step.tensor(step.batch, height, width, channels).permute(0, 3, 1, 2)
-    weight = step.tensor(channels, channels, ratio, ratio).to(memory_format=torch.channels_last)
+    weight = step.tensor(channels, channels, ratio, ratio)
     vector = step.tensor(channels)
-    step.call("conv_embedding", image, weight, vector, vector, vector, stride=ratio, padding=0)
+    for each in (weight, weight.to(memory_format=torch.channels_last)):
+        step.call("conv_embedding", image, each, vector, vector, vector, stride=ratio, padding=0)
 
 
 def _embedding_in_one(arguments: dict[str, Any]) -> cards.Work:

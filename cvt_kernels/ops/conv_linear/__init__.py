@@ -37,9 +37,8 @@ def _with_tuples(call: Any) -> Any:
     return call._replace(convs=convs, linears=linears)
 
 
-def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[WeightAndBias]) -> None:
-    if len(linears) != len(convs):
-        raise ValueError(f"linears: got {len(linears)}, expected {len(convs)} as convs")
+def check_linears(x: Tensor, linears: Sequence[WeightAndBias]) -> None:
+    """Raises TypeError or ValueError unless these are pairs of weight and bias for the channels of x."""
     for i, pair in enumerate(linears):
         name = f"linears[{i}]"
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -55,7 +54,9 @@ def _check_linears(x: Tensor, convs: Sequence[Branch], linears: Sequence[WeightA
 
 def _check(call: Any) -> None:
     check_arguments(call.x, call.grid, call.convs, training=False)
-    _check_linears(call.x, call.convs, call.linears)
+    if len(call.linears) != len(call.convs):
+        raise ValueError(f"linears: got {len(call.linears)}, expected {len(call.convs)} as convs")
+    check_linears(call.x, call.linears)
 
 
 def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:

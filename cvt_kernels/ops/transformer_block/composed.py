@@ -21,13 +21,13 @@ from ...records import AnyLinear, Linear, QuantizedLinear, Reduction, Transforme
 from ...reference import attended_keys
 from .. import weight_cache
 from ..attention import attention
-from ..conv_embedding import conv_embedding
 from ..conv_linear import conv_linear
 from ..conv_projection import conv_projection
 from ..depthwise_conv_gelu import depthwise_conv_gelu
 from ..layer_norm_gelu import layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
+from ..reduction_linear import reduction_linear, side_by_side
 from ..rows import gather_rows, scatter_rows
 from .reduction import reduce_tokens
 
@@ -77,45 +77,26 @@ def _project_packed(
 ) -> Sequence[Tensor]:
     """Returns queries, keys and values by packed weights."""
     if block.reduce is None and rows is None:
-        return linear(y, *_side_by_side(layers)).chunk(3, dim=2)
-    kept = _reduce(y, grid, block.reduce) if isinstance(block.reduce, Reduction) else y
+        return linear(y, *side_by_side(layers)).chunk(3, dim=2)
     queries = linear(y if rows is None else gather_rows(y, rows), *layers[0])
-    return queries, *linear(kept, *_side_by_side(layers[1:])).chunk(2, dim=2)
+    if isinstance(block.reduce, Reduction):
+        return queries, *_reduce(y, grid, block.reduce, layers[1:])
+    return queries, *linear(y, *side_by_side(layers[1:])).chunk(2, dim=2)
 
 
-def _side_by_side(layers: Sequence[Linear]) -> Linear:
-    """Returns layers of the same tokens as one, packed."""
-
-    @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-    @torch.no_grad()
-    def pack() -> Linear:
-        weight = torch.cat([layer.weight for layer in layers])
-        if all(layer.bias is None for layer in layers):
-            return Linear(weight)
-        return Linear(weight, torch.cat([_bias_of(layer) for layer in layers]))
-
-    first, *others = (tensor for layer in layers for tensor in layer)
-    assert first is not None
-    return weight_cache.packed(first, f"{len(layers)} layers side by side", pack, others)
-
-
-def _bias_of(layer: Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
-
-
-def _reduce(y: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
-    """Reduces tokens as they lie, by a weight packed with channels last."""
+def _reduce(
+    y: Tensor, grid: tuple[int, int], reduction: Reduction, layers: Sequence[Linear]
+) -> Sequence[Tensor]:
+    """Returns layers of reduced tokens, by a weight packed with channels last."""
     weight, bias, norm = reduction
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
     @torch.no_grad()
     def pack() -> Tensor:
         return weight.clone(memory_format=torch.channels_last)
 
     packed = weight_cache.packed(weight, "channels last", pack)
-    image = y.unflatten(1, grid).permute(0, 3, 1, 2)
-    stride = weight.shape[-1]
-    return conv_embedding(image, packed, bias, norm.weight, norm.bias, stride=stride, padding=0, eps=norm.eps)
+    return reduction_linear(y, grid, packed, bias, norm.weight, norm.bias, layers, eps=norm.eps)
 
 
 def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:

@@ -202,10 +202,11 @@ def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT
     )  # fmt: skip
 
 
-def reduce_tokens(channels, ratio, size, *, gap=0, dtype=FLOAT16):
+def reduce_tokens(channels, ratio, size, *, gap=0, dtype=FLOAT16, packs=False):
     inputs, outputs = channels
     image = randn(2, size[0], size[1] * inputs, dtype=dtype, gap=gap).unflatten(2, (size[1], inputs))
     weight = randn(outputs, inputs, ratio, ratio, dtype=dtype)
+    weight = weight.contiguous(memory_format=torch.channels_last) if packs else weight
     vectors = (randn(outputs, dtype=dtype) for _ in range(3))
     return ck.conv_embedding(image.permute(0, 3, 1, 2), weight, *vectors, stride=ratio, padding=0)
 
@@ -260,6 +261,9 @@ CONVOLUTIONS = {
     ),
     "embedding of many channels": Case(lambda: embed((40, 13), 3, 2, (5, 3)), "conv_embedding_normalize"),
     "patches": Case(lambda: reduce_tokens((5, 13), 3, (9, 6), gap=1), "conv_embedding_patches"),
+    "patches by a packed weight": Case(
+        lambda: reduce_tokens((5, 13), 3, (9, 6), gap=1, packs=True), "conv_embedding_patches"
+    ),
     "patches of many channels": Case(
         lambda: reduce_tokens((40, 300), 2, (4, 18), dtype=BFLOAT16), "conv_embedding_patches"
     ),

@@ -8,7 +8,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Rows
 from cvt_kernels.ops.conv_embedding.triton import embed, operator, patches
-from tests.checks import needs_float64, precision_of
+from tests.checks import assert_accurate, needs_float64, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
 FLOAT64 = pytest.param("float64", marks=needs_float64)
@@ -26,6 +26,13 @@ LATER = sizes(9, 14, inputs=40, channels=24, kernel=3, stride=2, padding=1)
 PATCHES = sizes(
     9, 14, inputs=40, channels=24, kernel=4, stride=4, padding=0, channels_last=True, class_token=False
 )
+WINDOWS = [
+    PATCHES,
+    PATCHES | sizes(8, 8, kernel=8, stride=8, inputs=32, channels=32),
+    PATCHES | sizes(7, 5, kernel=2, stride=2, inputs=5, channels=300),
+    PATCHES | sizes(5, 3, kernel=1, stride=1, inputs=1, channels=1),
+    PATCHES | sizes(3, 22, kernel=3, stride=3, inputs=7, channels=160, bare=True),
+]
 each_stage = pytest.mark.parametrize(
     ("stage", "kernel"), [(FIRST, "embed"), (LATER, "normalize")], ids=["first", "later"]
 )
@@ -150,20 +157,31 @@ def test_division_of_images(batch, tiles, programs, splits):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        PATCHES,
-        PATCHES | sizes(8, 8, kernel=8, stride=8, inputs=32, channels=32),
-        PATCHES | sizes(7, 5, kernel=2, stride=2, inputs=5, channels=300),
-        PATCHES | sizes(5, 3, kernel=1, stride=1, inputs=1, channels=1),
-        PATCHES | sizes(3, 22, kernel=3, stride=3, inputs=7, channels=160, bare=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", WINDOWS, ids=str)
 def test_windows_side_by_side(settings, dtype):
-    assert kernels_of(call_of(**settings, dtype=dtype)) == ["_conv_embedding_patches_kernel"]
+    call = call_of(**settings, dtype=dtype)
+    (launched,) = launched_by(call)
+    assert launched.kernel.__name__ == "_conv_embedding_patches_kernel"
+    assert launched.arguments["w_ptr"] is call.weight  # without a copy
     assert_agrees("conv_embedding", "triton", **settings, batch=3, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("settings", WINDOWS, ids=str)
+def test_windows_of_a_packed_weight(settings, dtype):
+    call = call_of(**settings, batch=3, dtype=str(dtype).removeprefix("torch."))
+    call = call._replace(weight=call.weight.contiguous(memory_format=torch.channels_last))
+    (launched,) = launched_by(call)
+    assert launched.arguments["w_ptr"] is call.weight
+    reference = backends.operators["conv_embedding"].reference
+    exact = [each.double() if isinstance(each, torch.Tensor) else each for each in call]
+    assert_accurate(run(call), reference(call), reference(type(call)(*exact)))
+
+
+def test_a_weight_in_no_order_is_copied():
+    call = call_of(**PATCHES, dtype="float16")
+    strided = call._replace(weight=call.weight.repeat_interleave(2, dim=1)[:, ::2])
+    assert torch.equal(run(strided), run(call))
 
 
 def test_pixels_apart_are_not_gathered():

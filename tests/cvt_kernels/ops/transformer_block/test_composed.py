@@ -13,12 +13,14 @@ from tests.cvt_kernels.ops.transformer_block.calls import call, check, in_float6
 
 def products_of(arguments, monkeypatch):
     """Returns the outputs of the linear layers that a call makes by ``linear``."""
+    from cvt_kernels.ops import reduction_linear
     from cvt_kernels.ops.transformer_block import composed
 
     outputs, own = [], composed.linear
-    monkeypatch.setattr(
-        composed, "linear", lambda x, weight, bias=None: outputs.append(len(weight)) or own(x, weight, bias)
-    )
+    for module in (composed, reduction_linear):
+        monkeypatch.setattr(
+            module, "linear", lambda x, weight, bias=None: outputs.append(len(weight)) or own(x, weight, bias)
+        )
     call("composed", arguments)
     return outputs
 
@@ -111,10 +113,10 @@ def test_gradients_go_to_the_layers_own_weights():
 @pytest.mark.skipif(not machine.INTERPRETING, reason="the kernels are compiled, not interpreted")
 @torch.no_grad()
 def test_launches_of_triton_kernels_of_a_block():
-    """The rest are four or three products, and LayerNorm, which has no Triton kernel."""
+    """The rest are two or three products, and LayerNorm, which has no Triton kernel."""
     mlp = ["_depthwise_conv_gelu_fwd_kernel", "_linear_add_kernel"]
     behind = ["_attention_fwd_kernel", "_linear_add_layer_norm_kernel", *mlp]
-    for ratio, expected in ((2, ["_conv_embedding_patches_kernel", *behind]), (0, behind)):
+    for ratio, expected in ((2, ["_reduction_linear_kernel", *behind]), (0, behind)):
         x, grid, block = pyramid(ratio=ratio, dtype=torch.float16)
         recorded = launching.recorded_launches(launching.Chip(90, 132))
         with recorded as launches, ck.use_backend("triton", "composed", "reference"):

@@ -1,0 +1,90 @@
+"""The card of an operator; see ``cvt_kernels/cards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import cards
+
+
+def _reduction_linear(m: Any) -> Any:
+    x = m.activation(m.batch, m.height * m.width, m.channels)
+    kernel = min(m.kernel, m.height, m.width)
+    weight = m.parameter(m.channels, m.channels, kernel, kernel, scale=(m.channels * kernel**2) ** -0.5)
+    if m.channels_last:
+        weight = weight.detach().contiguous(memory_format=torch.channels_last)
+        weight.requires_grad_(m.gradient == "all")
+    layers = tuple(tuple(m.linear(m.outputs, m.channels)) for _ in range(m.layers))
+    vectors = m.optional(m.channels), *m.norm(m.channels)[:2]
+    return (x, (m.height, m.width), weight, *vectors, layers), {"eps": m.eps}
+
+
+def _reduction_linear_stage(step: cards.Step) -> None:
+    """Runs the tokens of keys and values of a pyramid's stage, by a weight in both orders."""
+    if step.stage.embedding is None:
+        return
+    grid, channels, ratio, _, _ = step.stage.embedding
+    x, vector = step.tensor(step.batch, grid[0] * grid[1], channels), step.tensor(channels)
+    layers = [(step.tensor(channels, channels), vector)] * 2
+    weight = step.tensor(channels, channels, ratio, ratio)
+    for each in (weight, weight.to(memory_format=torch.channels_last)):
+        step.call("reduction_linear", x, grid, each, vector, vector, vector, layers)
+
+
+def _reduction_linear_work(arguments: dict[str, Any]) -> cards.Work:
+    x, weight, layers, outs = (arguments[name] for name in ("image_ptr", "w_ptr", "linear_ptrs", "out_ptrs"))
+    rows = arguments["rows"]
+    flops = 2 * rows * (weight.numel() + sum(each.numel() for each in layers))
+    return cards.Work(cards.bytes_of(x, weight, layers, outs), flops)
+
+
+CARDS = {
+    "reduction_linear": cards.Card(
+        call=_reduction_linear,
+        choices=cards.COMMON
+        | cards.GRID
+        | cards.NORM
+        | cards.OUTPUTS
+        | {
+            "channels": cards.WIDE,
+            "kernel": (1, 2, 3, 4, 7),
+            "layers": (2, 1, 3),
+            "channels_last": cards.BOTH,
+        },
+        examples={
+            "usual": cards.MAP | {"kernel": 3, "outputs": 33},
+            "odd": cards.ODD_MAP | {"outputs": 5},
+            "empty": cards.MAP | {"kernel": 3, "outputs": 33, "batch": 0},
+            "many": cards.MANY_PIXELS | {"kernel": 2, "outputs": 33},
+            "tiny": cards.TINY_MAP | {"kernel": 2, "outputs": 3},
+            "bare": cards.MAP | {"kernel": 3, "outputs": 33, "bare": True},
+            "channels last": cards.MAP | {"kernel": 3, "outputs": 33, "channels_last": True},
+        },
+        without_gradients=("triton",),
+        normalizes=True,
+        needed={"triton": {"dtype": "float16"}},
+        stages={"reduction_linear": cards.Launches(_reduction_linear_stage, of_pyramids=True)},
+        work={"reduction_linear": _reduction_linear_work},
+        uncounted={"reduction_linear": "bias gamma beta linear_bias"},
+        accesses={
+            name: cards.Accesses("reduction_linear", f"batch=2 {words}")
+            for name, words in {
+                "reduction": "dtype=bfloat16 height=5 width=9 kernel=3 channels=13 outputs=7",
+                "reduction of many channels": (
+                    "dtype=float16 height=4 width=6 kernel=2 channels=129 outputs=97"
+                ),
+                "reduction by a packed weight": (
+                    "dtype=float16 height=9 width=6 kernel=3 channels=13 outputs=65 channels_last=True"
+                ),
+            }.items()
+        },
+        emulated={
+            "reduction": "dtype=bfloat16 batch=2 height=14 width=17 kernel=4 channels=128 outputs=129",
+            "reduction by a packed weight": (
+                "dtype=float16 batch=2 height=9 width=17 kernel=2 channels=97 outputs=48 channels_last=True"
+            ),
+        },
+    ),
+}

@@ -1,0 +1,130 @@
+"""The reduction of tokens with the layers of keys and values, by Triton and composed of other operators."""
+
+import pytest
+import torch
+from torch import nn
+
+import cvt_kernels as ck
+from cvt_kernels import backends, launching, machine
+from cvt_kernels.ops.reduction_linear import triton
+from tests.checks import needs_float64, recorded_operators
+from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+
+FLOAT64 = pytest.param("float64", marks=needs_float64)
+SIZES = [
+    {"height": 9, "width": 14, "channels": 40, "kernel": 4, "outputs": 40},
+    {"height": 8, "width": 16, "channels": 32, "kernel": 8, "outputs": 32, "layers": 1},
+    {"height": 7, "width": 5, "channels": 300, "kernel": 2, "outputs": 70, "layers": 3},
+    {"height": 5, "width": 3, "channels": 1, "kernel": 1, "outputs": 1},
+    {"height": 3, "width": 22, "channels": 160, "kernel": 3, "outputs": 7, "bare": True},
+]
+
+
+def call_of(**settings):
+    return made_of("reduction_linear", "triton", **settings).call.record
+
+
+def run(call):
+    *arguments, eps = call
+    with ck.use_backend("triton"):
+        return ck.reduction_linear(*arguments, eps=eps)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("settings", SIZES, ids=str)
+def test_sizes(settings, channels_last, dtype):
+    settings = {**settings, "channels_last": channels_last, "dtype": dtype}
+    assert_agrees("reduction_linear", "triton", batch=3, **settings)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_one_launch_reads_parameters_in_place(channels_last):
+    call = call_of(**SIZES[0], channels_last=channels_last)
+    with launching.recorded_launches(launching.Chip(90, 132)) as launches, recorded_operators() as operators:
+        run(call)
+    (launched,) = launches
+    assert launched.arguments["w_ptr"] is call.weight
+    layers = launched.arguments["linear_ptrs"]
+    assert all(given is weight for given, (weight, _) in zip(layers, call.linears, strict=True))
+    assert not [each for each in operators if "copy" in each or "clone" in each]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, None),
+        ({"dtype": "float32"}, "float32 would need more registers than there are"),
+        ({"channels": 513, "kernel": 1}, "tokens have 513 channels, more than 512"),
+        ({"gradient": "all"}, "gradients are not computed"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(settings, reason):
+    settings = {"gradient": "none", "dtype": "float16"} | settings
+    call = made_of("reduction_linear", "reference", **settings).call.record
+    assert triton.why_unsupported(call) == reason
+
+
+def test_layers_of_several_widths():
+    call = call_of(**SIZES[0], dtype="float16")
+    (weight, bias), other = call.linears
+    call = call._replace(linears=((weight[:5], None if bias is None else bias[:5]), other))
+    found = run(call)
+    assert [each.shape[2] for each in found] == [5, 40]
+    for ours, expected in zip(found, backends.operators["reduction_linear"].reference(call), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("given", [{}, {"layers": 1}, {"layers": 3, "bare": True}], ids=str)
+def test_elsewhere_layers_of_one_width_are_one_product(given):
+    call = made_of("reduction_linear", "reference", gradient="none", **given).call.record
+    *arguments, eps = call
+    with ck.use_backend("auto"):
+        out = ck.reduction_linear(*arguments, eps=eps)
+    assert len({each.untyped_storage().data_ptr() for each in out}) == 1
+    for ours, expected in zip(out, backends.operators["reduction_linear"].reference(call), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_errors():
+    x, weight, layer = torch.randn(2, 12, 4), torch.randn(4, 4, 4, 4), (torch.randn(4, 4), None)
+    with pytest.raises(ValueError, match="grid: got 3×4, expected at least 4×4, the kernel"):
+        ck.reduction_linear(x, (3, 4), weight, None, None, None, [layer])
+    with pytest.raises(ValueError, match="linears: got none, expected at least one pair"):
+        ck.reduction_linear(x, (3, 4), weight[..., :2, :2], None, None, None, [])
+    with pytest.raises(ValueError, match="weight: got shape"):
+        ck.reduction_linear(x, (3, 4), weight[:, :3], None, None, None, [layer])
+
+
+def test_it_is_the_modules_of_an_attention_with_a_reduction():
+    conv, norm = nn.Conv2d(6, 6, 2, 2).double(), nn.LayerNorm(6).double()
+    key, value = nn.Linear(6, 6).double(), nn.Linear(6, 6, bias=False).double()
+    x = torch.randn(2, 35, 6, dtype=torch.float64, requires_grad=True)
+    kept = norm(conv(x.transpose(1, 2).unflatten(2, (5, 7))).flatten(2).transpose(1, 2))
+    layers = [(layer.weight, layer.bias) for layer in (key, value)]
+    found = ck.reduction_linear(x, (5, 7), conv.weight, conv.bias, norm.weight, norm.bias, layers)
+    for ours, layer in zip(found, (key, value), strict=True):
+        torch.testing.assert_close(ours, layer(kept))
+    parameters = [x, *conv.parameters(), *norm.parameters(), *key.parameters(), *value.parameters()]
+    ours, theirs = (
+        torch.autograd.grad(k.square().sum() + v.sum(), parameters, retain_graph=True)
+        for k, v in (found, (key(kept), value(kept)))
+    )
+    for gradient, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.skipif(not machine.INTERPRETING, reason="the kernel is compiled, not interpreted")
+@torch.no_grad()
+def test_a_written_weight_counts():
+    call = call_of(**SIZES[0], gradient="none")
+    before = run(call)
+    run(call)
+    call.weight.mul_(2)
+    call.linears[0][0].add_(1)
+    after = run(call)
+    assert not torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+    for ours, expected in zip(after, backends.operators["reduction_linear"].reference(call), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=5e-2)
