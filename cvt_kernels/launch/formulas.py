@@ -183,6 +183,13 @@ def _segmentation_head(need: Need) -> list[Product]:
     return [replace(wide, width=32, parts=5) if need.sizes[1] <= 160 else wide]
 
 
+def _fusion_conv(need: Need) -> list[Product]:
+    """Returns tiles of pixels, small ones where there are few; a step is 64 inputs of a tap, or fewer."""
+    if need.numbers == "single":
+        return [_product(32, 32, 16, 1)]
+    return _filling([_product(block_m, 64, 64, 4) for block_m in (128, 64, 32, 16)], need)
+
+
 # Other kernels --------------------------------------------------------------------------------------------
 
 
@@ -481,6 +488,7 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8_float32": Kernel((Product,), _fitting(_linear_int8)),
     "segmentation_head": Kernel((Product,), _segmentation_head),
     "depth_head": Kernel((Pixels,), _depth_head),
+    "fusion_conv": Kernel((Product,), _fitting(_fusion_conv)),
     "resized_argmax": Kernel((Rows,), lambda need: [Rows(elements=512, num_warps=4)]),
     "conv_linear": Kernel((ConvLinear,), _conv_linear),
     "layer_norm_mlp": Kernel((Mlp,), _mlp),
