@@ -46,7 +46,7 @@ def _selective_fusion_stage(step: cards.Step) -> None:
 
 
 def _starts_work(arguments: dict[str, Any]) -> cards.Work:
-    names = "other", "up", "first", "first_taps", "second", "second_taps"
+    names = "other", "up", "w0", "taps0", "w1", "taps1"
     return cards.Work(cards.bytes_of([arguments[f"{name}_ptr"] for name in names]))
 
 
@@ -90,7 +90,13 @@ CARDS = {
         },
         stages={"selective_fusion": cards.Launches(_selective_fusion_stage, of_pyramids=True)},
         work={"fusion_starts": _starts_work, "fusion_conv": _conv_work, "fusion_sum": _sum_work},
-        uncounted={"fusion_conv": "bias gamma beta mean var", "fusion_sum": "bias"},
+        uncounted={
+            "fusion_starts": " ".join(
+                f"{name}{i}" for name in ("bias", "gamma", "beta", "mean", "var", "affine") for i in (0, 1)
+            ),
+            "fusion_conv": "affine",
+            "fusion_sum": "bias",
+        },
         accesses={
             name: cards.Accesses(_KERNELS, f"batch=2 {words}")
             for name, words in {

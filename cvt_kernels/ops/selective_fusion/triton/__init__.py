@@ -5,11 +5,11 @@ They compute x · a + up · b, where up = upsample(other) and (a, b) = sigmoid(c
 Layout: x (B, H, W, C), other (B, H/2, W/2, C), the result (B, H, W, C), all contiguous; maps with other orders
 in memory are copied first. Four launches:
 
-1. ``fusion_starts`` writes ``up``, and both convolutions' weights with their taps outermost (9, outputs,
-   inputs), 180 KB for GLPN, so that products read runs of inputs.
+1. ``fusion_starts`` writes ``up``; both convolutions' weights with their taps outermost (9, outputs, inputs),
+   180 KB for GLPN, so that products read runs of inputs; and of their biases and BatchNorms a factor and a
+   summand for each output, in float32.
 2. ``fusion_conv`` for ``first``: a product for each tap, whose rows are the pixels shifted by the tap. It reads
-   x and ``up`` where they lie: their concatenation is not written. Bias and BatchNorm are a factor and a
-   summand of every channel, which each program makes of BatchNorm's tensors in float32; then ReLU.
+   x and ``up`` where they lie: their concatenation is not written. Then factor, summand and ReLU.
 3. ``fusion_conv`` for ``second``, of one map.
 4. ``fusion_sum``: the last convolution to two channels, by multiply-adds in float32 without tensor cores,
    sigmoid, and the weighted sum.

@@ -19,7 +19,7 @@ from ...triton_launch import contiguous, grid_dependency_synchronize, product_ty
 from ...triton_resize import source
 from ...triton_tf32 import rounded
 
-#: The numbers of a tile of pixels of ``fusion_starts``, and the weights of a program.
+#: The numbers that a program of ``fusion_starts`` writes.
 _NUMBERS = 2048
 #: The pixels and the channels of a tile of ``fusion_sum``.
 _PIXELS, _CHANNELS = 32, 64
@@ -49,7 +49,7 @@ class ConvSpec(NamedTuple):
     precision: str
 
 
-# Upsampling, and weights with their taps outermost -----------------------------------------------------------
+# Upsampling, and the convolutions' weights -----------------------------------------------------------
 
 
 @triton.jit
@@ -80,132 +80,165 @@ def _store_upsampled(
 
 
 @triton.jit
-def _store_taps(w_ptr, taps_ptr, part, PAIRS: tl.constexpr, NUMBERS: tl.constexpr):
-    """Writes a part of the weights (PAIRS, 9) as (9, PAIRS), of all pairs of output and input."""
-    i = part * NUMBERS + tl.arange(0, NUMBERS)
-    mask = i < 9 * PAIRS
-    tl.store(taps_ptr + i, tl.load(w_ptr + i % PAIRS * 9 + i // PAIRS, mask=mask), mask=mask)
+def _load_vector(ptr, n, default: tl.constexpr, OUTPUTS: tl.constexpr, NUMBERS: tl.constexpr):
+    """Returns a number of each output in float32; the default where there is no vector."""
+    if ptr is None:
+        vector = tl.full([NUMBERS], default, tl.float32)
+    else:
+        vector = tl.load(ptr + n, mask=n < OUTPUTS, other=default).to(tl.float32)
+    return vector
+
+
+@triton.jit
+def _store_conv(
+    w_ptr, bias_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, taps_ptr, affine_ptr, eps, part,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """Writes a part of a convolution's weights (OUTPUTS, INPUTS, 9) as (9, OUTPUTS, INPUTS).
+
+    Those of its first outputs also write what follows the product, a factor and a summand (2, OUTPUTS).
+    """
+    PAIRS: tl.constexpr = INPUTS * OUTPUTS
+    n = part * NUMBERS + tl.arange(0, NUMBERS)
+    mask = n < 9 * PAIRS
+    tl.store(taps_ptr + n, tl.load(w_ptr + n % PAIRS * 9 + n // PAIRS, mask=mask), mask=mask)
+    if part * NUMBERS < OUTPUTS:
+        variance = _load_vector(var_ptr, n, 1.0, OUTPUTS, NUMBERS)
+        scale = _load_vector(gamma_ptr, n, 1.0, OUTPUTS, NUMBERS) / tl.sqrt_rn(variance + eps)
+        shift = _load_vector(bias_ptr, n, 0.0, OUTPUTS, NUMBERS)
+        shift = (shift - _load_vector(mean_ptr, n, 0.0, OUTPUTS, NUMBERS)) * scale
+        shift += _load_vector(beta_ptr, n, 0.0, OUTPUTS, NUMBERS)
+        tl.store(affine_ptr + n, scale, mask=n < OUTPUTS)
+        tl.store(affine_ptr + OUTPUTS + n, shift, mask=n < OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["rows", "height", "width", "tiles"])
 def _fusion_starts_kernel(
-    other_ptr, up_ptr, first_ptr, first_taps_ptr, second_ptr, second_taps_ptr, rows, height, width, tiles,
+    other_ptr, up_ptr, rows, height, width, tiles,
+    w0_ptr, bias0_ptr, gamma0_ptr, beta0_ptr, mean0_ptr, var0_ptr, taps0_ptr, affine0_ptr, eps0,
+    w1_ptr, bias1_ptr, gamma1_ptr, beta1_ptr, mean1_ptr, var1_ptr, taps1_ptr, affine1_ptr, eps1,
     C: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a part of the upsampled map, or of one of the weights (D, 2·C, 9) and (E, D, 9)."""
+    """Writes a part of the upsampled map, or of one of the convolutions: 2·C to D channels, and D to E."""
     grid_dependency_synchronize()
     PARTS: tl.constexpr = (18 * C * D + NUMBERS - 1) // NUMBERS
     program = tl.program_id(0)
     if program < tiles:
         _store_upsampled(other_ptr, up_ptr, program, rows, height, width, C, P, CHUNK)
     elif program < tiles + PARTS:
-        _store_taps(first_ptr, first_taps_ptr, program - tiles, 2 * C * D, NUMBERS)
+        _store_conv(
+            w0_ptr, bias0_ptr, gamma0_ptr, beta0_ptr, mean0_ptr, var0_ptr, taps0_ptr, affine0_ptr, eps0,
+            program - tiles, 2 * C, D, NUMBERS,
+        )  # fmt: skip
     else:
-        _store_taps(second_ptr, second_taps_ptr, program - tiles - PARTS, D * E, NUMBERS)
+        _store_conv(
+            w1_ptr, bias1_ptr, gamma1_ptr, beta1_ptr, mean1_ptr, var1_ptr, taps1_ptr, affine1_ptr, eps1,
+            program - tiles - PARTS, D, E, NUMBERS,
+        )  # fmt: skip
 
 
-def _start(other: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ``other`` (B, h, w, C) upsampled, and two weights with their taps outermost."""
+class Layer(NamedTuple):
+    """A convolution as ``fusion_conv`` takes it.
+
+    Attributes:
+        taps: Weights ``(9, outputs, inputs)``.
+        affine: Factor and summand ``(2, outputs)`` of the product, in float32: bias and BatchNorm.
+    """
+
+    taps: Tensor
+    affine: Tensor
+
+
+def _start(other: Tensor, convs: tuple[NormalizedConv, NormalizedConv]) -> tuple[Tensor, Layer, Layer]:
+    """Returns ``other`` (B, h, w, C) upsampled, and two convolutions."""
     batch, height, width, channels = other.shape
     up = other.new_empty(batch, 2 * height, 2 * width, channels)
-    taps = [weight.new_empty(9, *weight.shape[:2]) for weight in (first, second)]
     chunk = min(_CHANNELS, padded(channels))
     pixels = _NUMBERS // chunk
     rows = batch * 4 * height * width
-    tiles = -(-rows // pixels)
-    parts = sum(-(-weight.numel() // _NUMBERS) for weight in (first, second))
+    programs = tiles = -(-rows // pixels)
+    layers, arguments = [], {}
+    for i, conv in enumerate(convs):
+        outputs, inputs = conv.weight.shape[:2]
+        taps = other.new_empty(9, outputs, inputs)
+        layers.append(Layer(taps, other.new_empty(2, outputs, dtype=torch.float32)))
+        given = zip(("w", "bias", "gamma", "beta", "mean", "var"), map(contiguous, conv[:6]), strict=True)
+        arguments |= {f"{name}{i}_ptr": tensor for name, tensor in given} | {f"eps{i}": float(conv.eps)}
+        arguments |= {f"taps{i}_ptr": taps, f"affine{i}_ptr": layers[i].affine}
+        programs += -(-taps.numel() // _NUMBERS)
     launching.launch(
-        _fusion_starts_kernel, (tiles + parts,), on=other, options={"num_warps": 4},
-        other_ptr=other, up_ptr=up, first_ptr=first, first_taps_ptr=taps[0], second_ptr=second,
-        second_taps_ptr=taps[1], rows=rows, height=height, width=width, tiles=tiles, C=channels,
-        D=first.shape[0], E=second.shape[0], P=pixels, CHUNK=chunk, NUMBERS=_NUMBERS,
+        _fusion_starts_kernel, (programs,), on=other, options={"num_warps": 4},
+        other_ptr=other, up_ptr=up, rows=rows, height=height, width=width, tiles=tiles, C=channels,
+        D=convs[0].weight.shape[0], E=convs[1].weight.shape[0], P=pixels, CHUNK=chunk, NUMBERS=_NUMBERS,
+        **arguments,
     )  # fmt: skip
-    return up, taps[0], taps[1]
+    return up, layers[0], layers[1]
 
 
 # A convolution with BatchNorm and ReLU -----------------------------------------------------------------------
 
 
-@triton.jit
-def _add_map(total, map_ptr, w_ptr, y, x, inside, n, height, width, MAP: tl.constexpr, SPEC: tl.constexpr):
-    """Adds the products of a map's pixels by the weights of nine taps.
-
-    ``map_ptr`` is the first pixel of the program, (y, x) are the places of all of them in their images.
-    """
-    C: tl.constexpr = SPEC.inputs
-    STEP: tl.constexpr = SPEC.step
-    STEPS: tl.constexpr = (C + STEP - 1) // STEP
-    ALL: tl.constexpr = SPEC.maps * C
-    for step in range(9 * STEPS):
-        tap = step // STEPS
-        dy, dx = tap // 3 - 1, tap % 3 - 1
-        k = step % STEPS * STEP + tl.arange(0, STEP)
-        mask = inside & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
-        place = tl.arange(0, SPEC.block_m) + (dy * width + dx)
-        ptrs, w_ptrs = map_ptr + (place * C)[:, None] + k, w_ptr + ((tap * SPEC.outputs + n) * ALL)[:, None]
-        w_ptrs += MAP * C + k
-        if C % STEP == 0:
-            pixels = tl.load(ptrs, mask=mask[:, None], other=0.0)
-        else:
-            pixels = tl.load(ptrs, mask=mask[:, None] & (k < C), other=0.0)
-        if C % STEP == 0 and SPEC.outputs % SPEC.width == 0:
-            weight = tl.load(w_ptrs)
-        else:
-            weight = tl.load(w_ptrs, mask=(n < SPEC.outputs)[:, None] & (k < C), other=0.0)
-        factor, weight = rounded(pixels.to(SPEC.operand), SPEC), rounded(weight.to(SPEC.operand), SPEC)
-        total = tl.dot(factor, weight.T, total, input_precision=SPEC.precision, out_dtype=SPEC.accumulator)
-    return total
-
-
-@triton.jit
-def _load_vector(ptr, n, default: tl.constexpr, SPEC: tl.constexpr):
-    """Returns a number of each output in float32; the default where there is no vector."""
-    if ptr is None:
-        vector = tl.full([SPEC.width], default, tl.float32)
-    else:
-        vector = tl.load(ptr + n, mask=n < SPEC.outputs, other=0.0).to(tl.float32)
-    return vector
-
-
 @triton.jit(do_not_specialize=["rows", "height", "width"])
 def _fusion_conv_kernel(
-    x_ptr, other_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, out_ptr, eps, rows, height,
-    width, SPEC: tl.constexpr,
+    x_ptr, other_ptr, w_ptr, affine_ptr, out_ptr, rows, height, width, SPEC: tl.constexpr
 ):  # fmt: skip
     """Writes some outputs of some pixels; weights are (9, outputs, inputs of all maps)."""
     grid_dependency_synchronize()
     M: tl.constexpr = SPEC.block_m
+    N: tl.constexpr = SPEC.width
+    C: tl.constexpr = SPEC.inputs
     D: tl.constexpr = SPEC.outputs
+    STEP: tl.constexpr = SPEC.step
+    STEPS: tl.constexpr = (C + STEP - 1) // STEP
     first = tl.program_id(0) * M
-    row = first + tl.arange(0, M)
+    place = tl.arange(0, M)
+    row = first + place
     inside = row < rows
     y, x = row // width % height, row % width
-    n = tl.program_id(1) * SPEC.width + tl.arange(0, SPEC.width)
+    n = tl.program_id(1) * N + tl.arange(0, N)
     start = first.to(tl.int64)
-    total = tl.zeros([M, SPEC.width], SPEC.accumulator)
-    total = _add_map(total, x_ptr + start * SPEC.inputs, w_ptr, y, x, inside, n, height, width, 0, SPEC)
-    if other_ptr is not None:
-        other_ptr += start * SPEC.inputs
-        total = _add_map(total, other_ptr, w_ptr, y, x, inside, n, height, width, 1, SPEC)
-    variance = _load_vector(var_ptr, n, 1.0, SPEC)
-    scale = _load_vector(gamma_ptr, n, 1.0, SPEC) / tl.sqrt_rn(variance + eps)
-    shift = _load_vector(bias_ptr, n, 0.0, SPEC) - _load_vector(mean_ptr, n, 0.0, SPEC)
-    shift = shift * scale + _load_vector(beta_ptr, n, 0.0, SPEC)
+    map_ptr = x_ptr + start * C
+    total = tl.zeros([M, N], SPEC.accumulator)
+    # One loop for both maps: two take twice as many registers.
+    for step in range(SPEC.maps * 9 * STEPS):
+        tap = step // STEPS
+        if other_ptr is not None:
+            map_ptr = tl.where(tap < 9, x_ptr, other_ptr) + start * C
+        w_ptrs = w_ptr + tap // 9 * C
+        tap = tap % 9
+        dy, dx = tap // 3 - 1, tap % 3 - 1
+        k = step % STEPS * STEP + tl.arange(0, STEP)
+        mask = inside & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
+        ptrs = map_ptr + ((place + (dy * width + dx)) * C)[:, None] + k
+        w_ptrs = w_ptrs + ((tap * D + n) * (SPEC.maps * C))[:, None] + k
+        if C % STEP == 0:
+            pixels = tl.load(ptrs, mask=mask[:, None], other=0.0)
+        else:
+            pixels = tl.load(ptrs, mask=mask[:, None] & (k < C), other=0.0)
+        if C % STEP == 0 and D % N == 0:
+            weight = tl.load(w_ptrs)
+        else:
+            weight = tl.load(w_ptrs, mask=(n < D)[:, None] & (k < C), other=0.0)
+        factor, weight = rounded(pixels.to(SPEC.operand), SPEC), rounded(weight.to(SPEC.operand), SPEC)
+        total = tl.dot(factor, weight.T, total, input_precision=SPEC.precision, out_dtype=SPEC.accumulator)
+    scale = tl.load(affine_ptr + n, mask=n < D, other=0.0)
+    shift = tl.load(affine_ptr + D + n, mask=n < D, other=0.0)
     total = total * scale[None, :] + shift[None, :]
     total = tl.where(total < 0.0, 0.0, total)  # NaN stays, as by PyTorch
     mask = inside[:, None] & (n < D)[None, :]
-    out_ptrs = out_ptr + start * D + (tl.arange(0, M) * D)[:, None] + n[None, :]
+    out_ptrs = out_ptr + start * D + (place * D)[:, None] + n[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _convolve(maps: list[Tensor], taps: Tensor, conv: NormalizedConv) -> Tensor:
+def _convolve(maps: list[Tensor], layer: Layer) -> Tensor:
     """Returns relu(BatchNorm(convolution)) of maps (B, H, W, C) side by side, (B, H, W, outputs)."""
     x = maps[0]
     batch, height, width, inputs = x.shape
-    outputs, rows = taps.shape[1], batch * height * width
+    _, outputs, together = layer.taps.shape
+    rows = batch * height * width
     config: Product = launch.configuration(
-        "fusion_conv", x.dtype, (9 * taps.shape[2], outputs), rows, launching.chip(x.device)
+        "fusion_conv", x.dtype, (9 * together, outputs), rows, launching.chip(x.device)
     )
     types = product_types(x.dtype, tf32=modes.convolves_in_tf32(x))
     spec = ConvSpec(
@@ -220,13 +253,11 @@ def _convolve(maps: list[Tensor], taps: Tensor, conv: NormalizedConv) -> Tensor:
         precision=types["precision"],
     )
     out = x.new_empty(batch, height, width, outputs)
-    vectors = dict(zip(("bias", "gamma", "beta", "mean", "var"), map(contiguous, conv[1:6]), strict=True))
     launching.launch(
         _fusion_conv_kernel, (-(-rows // spec.block_m), -(-outputs // spec.width)), on=x,
         options=config.options,
-        x_ptr=x, other_ptr=maps[1] if len(maps) > 1 else None, w_ptr=taps, out_ptr=out, eps=float(conv.eps),
-        rows=rows, height=height, width=width, SPEC=spec,
-        **{f"{name}_ptr": vector for name, vector in vectors.items()},
+        x_ptr=x, other_ptr=maps[1] if len(maps) > 1 else None, w_ptr=layer.taps, affine_ptr=layer.affine,
+        out_ptr=out, rows=rows, height=height, width=width, SPEC=spec,
     )  # fmt: skip
     return out
 
@@ -319,7 +350,6 @@ def why_unsupported(call: Record) -> str | None:
 def selective_fusion(call: Record) -> Tensor:
     """Computes ``cvt_kernels.selective_fusion`` for checked arguments."""
     x, other = (image.permute(0, 2, 3, 1).contiguous() for image in (call.x, call.other))
-    first, second = call.first, call.second
-    up, *taps = _start(other, first.weight.contiguous(), second.weight.contiguous())
-    hidden = _convolve([_convolve([x, up], taps[0], first)], taps[1], second)
+    up, first, second = _start(other, (call.first, call.second))
+    hidden = _convolve([_convolve([x, up], first)], second)
     return _sum(hidden, call.last_weight.contiguous(), contiguous(call.last_bias), x, up)
