@@ -1,7 +1,8 @@
 """GLPN's depth: the last two upsamplings of its decoder and its head as one operator, in evaluation.
 
 While a model runs, its decoder knows that only the head reads its last map, leaves out the two upsamplings,
-and hands the map to the head. Called by itself, or with hooks on one of them, each runs its own forward.
+and hands the map to the head. Where our kernels may serve, a stage before is one operator too, with the
+upsampling of the map that it fuses. Called by itself, or with hooks on one of them, each runs its own forward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from .. import dispatch, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.depth_head import depth_head
-from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported
+from ..ops.linear import linear
+from ..ops.selective_fusion import selective_fusion
+from ..records import NormalizedConv
+from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported, is_named
+from .decode_head import can_fold
+from .fused import as_map, tokens_of
+from .watching import is_watched
 
 
 class _Handing(threading.local):
@@ -72,6 +79,8 @@ def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
     *stages, last = decoder.stages
     if len(hidden_states) != len(stages) + 1:
         return NotImplemented
+    if _are_fused(decoder.stages, hidden_states):
+        return _fuse(decoder.stages, hidden_states)
     states: list[Any] = []
     for hidden, stage in zip(hidden_states[:0:-1], stages, strict=True):
         states.append(stage(hidden, states[-1] if states else None))
@@ -81,14 +90,89 @@ def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
 def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
     """Computes the depth of every pixel of a map that the decoder has handed over.
 
-    Such a map, unlike an upsampled one, is as large as the map of the stage before. That does not depend on
-    whether a recording of the decoder ran.
+    Such a map is as large as the map of the stage before, or, if that was not upsampled either, twice as
+    high; an upsampled one is four times as high. That does not depend on whether a recording of the decoder
+    ran.
     """
-    if torch.compiler.is_compiling() or not is_handing(head) or states[-1].shape != states[-2].shape:
+    if torch.compiler.is_compiling() or not is_handing(head):
+        return NotImplemented
+    if states[-1].shape[2] > 2 * states[-2].shape[2]:
         return NotImplemented
     conv, _, last = head.head
     depth = head.config.max_depth
     return depth_head(states[-1], conv.weight, conv.bias, last.weight, last.bias, depth)
+
+
+# The fusion of a stage's map with the one before -------------------------------------------------------------
+
+
+def _are_fused(stages: Any, states: Sequence[Tensor]) -> bool:
+    """Returns whether our kernels may serve the fusions of all stages: as upstream's, and nothing watched."""
+    first = states[-1]
+    if not dispatch.may_be_ours("selective_fusion", first.device.type, gradient=False):
+        return False
+    if not all(map(_is_as_written, stages)) or stages[0].fusion is not None:
+        return False
+    if not all(_is_fusion_as_written(stage.fusion) for stage in stages[1:]):
+        return False
+    sizes = [state.shape[2:] for state in reversed(states)]
+    if any((2 * h, 2 * w) != tuple(size) for (h, w), size in zip(sizes, sizes[1:], strict=False)):
+        return False
+    tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
+    used = [tensor for tensor in (*states, *tensors) if tensor.is_floating_point()]
+    return {tensor.dtype for tensor in used} == {first.dtype} and weight_cache.why_unpackable(*used) is None
+
+
+def _is_as_written(stage: Any) -> bool:
+    """Returns whether a stage's own steps are upstream's: a 1×1 convolution or nothing, and an upsampling."""
+    conv, upsampling = stage.convolution, stage.upsample
+    if type(conv) is nn.Conv2d:
+        geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
+        if geometry != ((1, 1), (1, 1), (0, 0), 1):
+            return False
+    elif type(conv) is not nn.Identity:
+        return False
+    if not is_named(type(stage), ("GLPNDecoderStage",)) or type(upsampling) is not nn.Upsample:
+        return False
+    doubles = _settings_of(upsampling) == _DOUBLING
+    return doubles and not any(map(is_watched, (stage, conv, upsampling)))
+
+
+def _is_fusion_as_written(fusion: Any) -> bool:
+    if fusion is None or not is_named(type(fusion), ("GLPNSelectiveFeatureFusion",)):
+        return False
+    pairs, last = (fusion.convolutional_layer1, fusion.convolutional_layer2), fusion.convolutional_layer3
+    for pair in pairs:
+        kinds = [*map(type, pair)] if type(pair) is nn.Sequential else []
+        if kinds != [nn.Conv2d, nn.BatchNorm2d, nn.ReLU] or not can_fold(pair[1]):
+            return False
+    if type(last) is not nn.Conv2d or type(fusion.sigmoid) is not nn.Sigmoid:
+        return False
+    if _why_not_3x3(*(pair[0] for pair in pairs), last) is not None or last.out_channels != 2:
+        return False
+    return not any(map(is_watched, fusion.modules()))
+
+
+def _fuse(stages: Any, states: Sequence[Tensor]) -> list[Tensor]:
+    """Computes the maps of all stages, none of them upsampled."""
+    maps: list[Tensor] = []
+    for state, stage in zip(reversed(states), stages, strict=True):
+        conv, fusion, x = stage.convolution, stage.fusion, state
+        if type(conv) is nn.Conv2d:
+            x = as_map(linear(tokens_of(x), conv.weight.flatten(1), conv.bias), x.shape[2:])
+        if maps:
+            first, second = map(_normalized, (fusion.convolutional_layer1, fusion.convolutional_layer2))
+            last = fusion.convolutional_layer3
+            tokens = selective_fusion(x, maps[-1], first, second, last.weight, last.bias)
+            x = as_map(tokens, x.shape[2:])
+        maps.append(x)
+    return maps
+
+
+def _normalized(pair: Any) -> NormalizedConv:
+    conv, bn, _ = pair
+    statistics = bn.running_mean, bn.running_var
+    return NormalizedConv(conv.weight, conv.bias, bn.weight, bn.bias, *statistics, bn.eps)
 
 
 # Entries --------------------------------------------------------------------------------------------------
@@ -101,13 +185,16 @@ def _parts_of_decoder(decoder: Any) -> BypassedParts:
     upsamplings = stage.upsample, decoder.final_upsample
     modules: list[tuple[Any, Kinds]] = [(decoder.stages, (nn.ModuleList,)), (stage, ("GLPNDecoderStage",))]
     modules += [(upsampling, (nn.Upsample,)) for upsampling in upsamplings]
-    settings = {
-        (each.size, each.scale_factor, each.mode, bool(each.align_corners), bool(each.recompute_scale_factor))
-        for each in upsamplings
-        if isinstance(each, nn.Upsample)
-    }
-    expected = {(None, 2.0, "bilinear", False, False)}
-    return BypassedParts(modules, None if settings == expected else "upsampling is not bilinear by two")
+    settings = {_settings_of(each) for each in upsamplings if isinstance(each, nn.Upsample)}
+    return BypassedParts(modules, None if settings == {_DOUBLING} else "upsampling is not bilinear by two")
+
+
+_DOUBLING = None, 2.0, "bilinear", False, False
+
+
+def _settings_of(each: nn.Upsample) -> tuple[Any, ...]:
+    flags = bool(each.align_corners), bool(each.recompute_scale_factor)
+    return each.size, each.scale_factor, each.mode, *flags
 
 
 def _parts_of_head(head: Any) -> BypassedParts:
@@ -119,11 +206,17 @@ def _parts_of_head(head: Any) -> BypassedParts:
 
 
 def _why_unsupported(*convs: Any) -> str | None:
+    if (reason := _why_not_3x3(*convs)) is not None:
+        return reason
+    return None if convs[-1].out_channels == 1 else "the last convolution has more than one channel"
+
+
+def _why_not_3x3(*convs: Any) -> str | None:
     for conv in convs:
         geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
         if geometry != ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros"):
             return "a convolution is not one of 3×3 with stride 1, padded by one zero on each side"
-    return None if convs[-1].out_channels == 1 else "the last convolution has more than one channel"
+    return None
 
 
 def _parts_of_model(model: Any) -> BypassedParts:
