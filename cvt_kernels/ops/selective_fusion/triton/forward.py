@@ -265,6 +265,12 @@ def _convolve(maps: list[Tensor], layer: Layer) -> Tensor:
 # The weighted sum --------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
+
+
 @triton.jit(do_not_specialize=["rows", "height", "width"])
 def _fusion_sum_kernel(
     hidden_ptr, last_ptr, bias_ptr, x_ptr, up_ptr, out_ptr, rows, height, width, E: tl.constexpr,
@@ -295,7 +301,7 @@ def _fusion_sum_kernel(
     if bias_ptr is not None:
         of_x += tl.load(bias_ptr).to(tl.float32)
         of_up += tl.load(bias_ptr + 1).to(tl.float32)
-    of_x, of_up = 1.0 / (1.0 + tl.exp(-of_x)), 1.0 / (1.0 + tl.exp(-of_up))
+    of_x, of_up = _sigmoid(of_x), _sigmoid(of_up)
     x_ptr += start * C
     up_ptr += start * C
     out_ptr += start * C
