@@ -1,12 +1,14 @@
 """GLPN's depth: the last two upsamplings of its decoder and its head as one operator, in evaluation.
 
 While a model runs, its decoder knows that only the head reads its last map, leaves out the two upsamplings,
-and hands the map to the head. Where our kernels may serve, a stage before is one operator too, with the
-upsampling of the map that it fuses. Called by itself, or with hooks on one of them, each runs its own forward.
+and hands the map to the head. Where our kernels may serve, the fusion of a stage's map is one operator too,
+with the upsampling of the map before. Called by itself, or with hooks on one of them, each runs its own
+forward.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -103,7 +105,7 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
     return depth_head(states[-1], conv.weight, conv.bias, last.weight, last.bias, depth)
 
 
-# The fusion of a stage's map with the one before -------------------------------------------------------------
+# The fusion of a stage's map with the one before ----------------------------------------------------------
 
 
 def _are_fused(stages: Any, states: Sequence[Tensor]) -> bool:
@@ -116,7 +118,7 @@ def _are_fused(stages: Any, states: Sequence[Tensor]) -> bool:
     if not all(_is_fusion_as_written(stage.fusion) for stage in stages[1:]):
         return False
     sizes = [state.shape[2:] for state in reversed(states)]
-    if any((2 * h, 2 * w) != tuple(size) for (h, w), size in zip(sizes, sizes[1:], strict=False)):
+    if any((2 * small[0], 2 * small[1]) != tuple(large) for small, large in itertools.pairwise(sizes)):
         return False
     tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
     used = [tensor for tensor in (*states, *tensors) if tensor.is_floating_point()]

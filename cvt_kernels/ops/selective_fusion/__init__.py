@@ -29,7 +29,7 @@ def _check(call: Any) -> None:
     checks.check_rank("x", x, 4, _MAP)
     batch, channels, height, width = x.shape
     if 0 in x.shape[1:] or height % 2 or width % 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected channels, and pixels in even rows and columns")
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_MAP}, height and width even")
     checks.check_tensor_like("other", call.other, (batch, channels, height // 2, width // 2), _HALF, x)
     hidden = _check_conv("first", call.first, 2 * channels, x)
     hidden = _check_conv("second", call.second, hidden, x)
@@ -58,9 +58,9 @@ def _check_conv(name: str, conv: Any, inputs: int, x: Tensor) -> int:
 
 def _kind(call: Record) -> str:
     batch, channels, height, width = call.x.shape
-    hidden = f"{call.first.weight.shape[0]} and {call.second.weight.shape[0]}"
-    words = f"{size_class(batch)} images of {size_class(height * width)} pixels, twice {channels} to {hidden} "
-    return words + "channels" + (", channels last" if call.x.stride(1) == 1 else "")
+    hidden = f"{call.first.weight.shape[0]} and {call.second.weight.shape[0]} channels"
+    words = f"{size_class(batch)} images of {size_class(height * width)} pixels, twice {channels} to {hidden}"
+    return words + (", channels last" if call.x.stride(1) == 1 else "")
 
 
 @operator(
@@ -77,15 +77,17 @@ def selective_fusion(
     last_weight: Tensor,
     last_bias: Tensor | None = None,
 ) -> Tensor:
-    """Computes x · a + up · b, where up = upsample(other), and (a, b) of a pixel are sigmoid(conv(second(first(x, up)))).
+    """Computes x · a + up · b for up = upsample(other) and (a, b) = sigmoid(conv(second(first(x, up)))).
 
-    The selective feature fusion of GLPN (Kim et al. 2022, section 3.4) with the upsampling before it; upstream
-    ``GLPNSelectiveFeatureFusion`` of transformers. ``first`` reads the channels of ``x``, then those of ``up``;
-    it and ``second`` are 3×3 convolutions with BatchNorm and ReLU. BatchNorm takes its running statistics.
-    ``upsample`` doubles both sides as ``F.interpolate(scale_factor=2, mode="bilinear", align_corners=False)``.
+    The selective feature fusion of GLPN (Kim et al. 2022, section 3.4) with the upsampling before it;
+    upstream ``GLPNSelectiveFeatureFusion`` of transformers. ``first`` reads the channels of ``x``, then those
+    of ``up``; it and ``second`` are 3×3 convolutions with BatchNorm, by its running statistics, and ReLU. a
+    and b are two numbers for each pixel. ``upsample`` doubles both sides as ``F.interpolate(scale_factor=2,
+    mode="bilinear", align_corners=False)``.
 
     Args:
-        x: ``(B, C, H, W)``, channels last or not, ``H`` and ``W`` even; float16, bfloat16, float32 or float64.
+        x: ``(B, C, H, W)``, channels last or not, ``H`` and ``W`` even; float16, bfloat16, float32 or
+            float64.
         other: ``(B, C, H/2, W/2)``.
         first: From 2·C channels to ``D``.
         second: From ``D`` channels to ``E``.

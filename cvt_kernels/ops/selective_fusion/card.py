@@ -37,7 +37,8 @@ def _selective_fusion_stage(step: cards.Step) -> None:
         return
 
     def conv(outputs: int, inputs: int) -> NormalizedConv:
-        return NormalizedConv(step.tensor(outputs, inputs, 3, 3), *(step.tensor(outputs) for _ in range(5)))
+        bias, gamma, beta, mean, variance = (step.tensor(outputs) for _ in range(5))
+        return NormalizedConv(step.tensor(outputs, inputs, 3, 3), bias, gamma, beta, mean, variance)
 
     height, width = (size // 2 for size in step.stage.grid)
     x, other = (step.tensor(step.batch, n * height, n * width, 64).permute(0, 3, 1, 2) for n in (2, 1))

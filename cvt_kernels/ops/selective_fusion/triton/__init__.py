@@ -1,23 +1,22 @@
 """Triton kernels of ``selective_fusion``.
 
-They compute x · a + up · b, where up = upsample(other) and (a, b) = sigmoid(conv(second(first(x, up)))).
+They compute x · a + up · b for up = upsample(other) and (a, b) = sigmoid(conv(second(first(x, up)))).
 
-Layout: x (B, H, W, C), other (B, H/2, W/2, C), the result (B, H, W, C), all contiguous; maps with other orders
-in memory are copied first. Four launches:
+Layout: x (B, H, W, C), other (B, H/2, W/2, C), the result (B, H, W, C), all contiguous; maps with other
+orders in memory are copied first. There are four launches:
 
 1. ``fusion_starts`` writes ``up``; both convolutions' weights with their taps outermost (9, outputs, inputs),
    180 KB for GLPN, so that products read runs of inputs; and of their biases and BatchNorms a factor and a
    summand for each output, in float32.
-2. ``fusion_conv`` for ``first``: a product for each tap, whose rows are the pixels shifted by the tap. It reads
-   x and ``up`` where they lie: their concatenation is not written. Then factor, summand and ReLU.
+2. ``fusion_conv`` for ``first``: a product for each tap, whose rows are the pixels shifted by the tap. It
+   reads x and ``up`` where they lie: their concatenation is not written. Then factor, summand and ReLU.
 3. ``fusion_conv`` for ``second``, of one map.
 4. ``fusion_sum``: the last convolution to two channels, by multiply-adds in float32 without tensor cores,
    sigmoid, and the weighted sum.
 
-An image of 120×160 pixels, 64 and 32 channels has, in bfloat16, 2.5 MB of each map of 64 channels: written and
-read are 0.6 of ``other``, twice ``up``, x and the first hidden map, ``up`` and x once more, half as much of the
-second hidden map, and the result, 23 MB with what two launches share; and 5.7 GFLOP, 6 % of them without need
-for tensor cores. Nothing is folded or kept, so live and frozen models run alike.
+With 64 and 32 channels, an image of 120×160 pixels in bfloat16 has 2.5 MB in each map of 64 channels. The
+launches read and write 8.3 such maps, 20 MB, and multiply 3.5 GFLOP. Nothing is folded or kept, so live and
+frozen models run alike.
 
 There are no gradients, and nothing is saved. Float64 is left to PyTorch.
 """

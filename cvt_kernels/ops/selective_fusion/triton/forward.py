@@ -49,7 +49,7 @@ class ConvSpec(NamedTuple):
     precision: str
 
 
-# Upsampling, and the convolutions' weights -----------------------------------------------------------
+# Upsampling, and the convolutions' weights ----------------------------------------------------------------
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _start(other: Tensor, convs: tuple[NormalizedConv, NormalizedConv]) -> tuple
     return up, layers[0], layers[1]
 
 
-# A convolution with BatchNorm and ReLU -----------------------------------------------------------------------
+# A convolution with BatchNorm and ReLU --------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["rows", "height", "width"])
@@ -262,7 +262,7 @@ def _convolve(maps: list[Tensor], layer: Layer) -> Tensor:
     return out
 
 
-# The weighted sum --------------------------------------------------------------------------------------------
+# The weighted sum -----------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def _sum(hidden: Tensor, last_weight: Tensor, last_bias: Tensor | None, x: Tenso
     return out
 
 
-# The backend -------------------------------------------------------------------------------------------------
+# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:
