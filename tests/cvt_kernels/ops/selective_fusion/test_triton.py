@@ -89,7 +89,7 @@ def test_sums_of_many_channels_are_accurate(dtype):
 
 @torch.no_grad()
 def test_products_in_tf32_round_their_factors_to_nearest(monkeypatch):
-    """Where PyTorch lets cuDNN round convolutions to TF32, as it does by default."""
+    """PyTorch lets cuDNN round convolutions to TF32 by default."""
     monkeypatch.setattr(modes, "convolves_in_tf32", lambda x: True)
     arguments = tensors(channels=64, hidden=64, last=32)
     convs = of_kernel(launches_of(arguments), "fusion_conv")
