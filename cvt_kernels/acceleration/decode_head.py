@@ -28,7 +28,7 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
     if len(states) != len(projections) or any(state.ndim != 4 for state in states):
         return NotImplemented
     linears = [projection.proj for projection in projections]
-    folds = can_fold(head.batch_norm)
+    folds = _can_fold(head.batch_norm)
     if folds and _is_served(head, tensors := _tensors_of(head, linears), states):
         return _serve(head, linears, tensors, states)
     parts, bias = _parts_of_fusion(head, linears, folds)
@@ -108,7 +108,7 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
     return as_map(logits, image.shape[2:])
 
 
-def can_fold(norm: Any) -> bool:
+def _can_fold(norm: Any) -> bool:
     """Returns whether a BatchNorm is only a factor and a summand of every channel now."""
     if type(norm) is not nn.BatchNorm2d or norm.training or is_watched(norm):
         return False

@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .. import dispatch, modes
+from .. import checks, dispatch, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.depth_head import depth_head
@@ -24,9 +24,8 @@ from ..ops.linear import linear
 from ..ops.selective_fusion import selective_fusion
 from ..records import NormalizedConv
 from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported, is_named
-from .decode_head import can_fold
 from .fused import as_map, tokens_of
-from .watching import is_watched
+from .watching import Examined, Watch, is_watched, known_of
 
 
 class _Handing(threading.local):
@@ -81,8 +80,8 @@ def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
     *stages, last = decoder.stages
     if len(hidden_states) != len(stages) + 1:
         return NotImplemented
-    if _are_fused(decoder.stages, hidden_states):
-        return _fuse(decoder.stages, hidden_states)
+    if served := _stages_of(decoder, hidden_states):
+        return _fuse(served, hidden_states)
     states: list[Any] = []
     for hidden, stage in zip(hidden_states[:0:-1], stages, strict=True):
         states.append(stage(hidden, states[-1] if states else None))
@@ -108,21 +107,55 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
 # The fusion of a stage's map with the one before ----------------------------------------------------------
 
 
-def _are_fused(stages: Any, states: Sequence[Tensor]) -> bool:
-    """Returns whether our kernels may serve the fusions of all stages: as upstream's, and nothing watched."""
+class _Stage(NamedTuple):
+    """The layers of a stage of a decoder.
+
+    Attributes:
+        projection: Weight and bias of the 1×1 convolution; None for none.
+        fusion: What ``selective_fusion`` takes besides the maps; empty for the first stage.
+    """
+
+    projection: tuple[Tensor, Tensor | None] | None
+    fusion: tuple[Any, ...]
+
+
+class _ExaminedStages(Examined):
+    """The stages of a decoder.
+
+    Attributes:
+        stages: Their layers, the one of the smallest map first; empty if they are not as upstream has written
+            them, or a hook watches them.
+        tensors: All tensors of the layers.
+    """
+
+    attribute = "_cvt_kernels_stages"
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__(decoder, Watch(decoder, list(itertools.islice(decoder.modules(), 1, None))))
+        stages = decoder.stages
+        as_written = all(map(_is_as_written, stages)) and stages[0].fusion is None
+        as_written = as_written and all(_is_fusion_as_written(stage.fusion) for stage in stages[1:])
+        is_known = as_written and self.watch.identity() is not None
+        self.stages = [*map(_layers_of, stages)] if is_known else []
+        self.tensors = checks.tensors_of(self.stages)
+
+
+def _stages_of(decoder: Any, states: Sequence[Tensor]) -> Sequence[_Stage]:
+    """Returns the layers of a decoder's stages if our kernels may serve the fusion of these maps now."""
     first = states[-1]
     if not dispatch.may_be_ours("selective_fusion", first.device.type, gradient=False):
-        return False
-    if not all(map(_is_as_written, stages)) or stages[0].fusion is not None:
-        return False
-    if not all(_is_fusion_as_written(stage.fusion) for stage in stages[1:]):
-        return False
+        return ()
+    known = known_of(decoder, _ExaminedStages)
+    if known is None:
+        known = vars(decoder)[_ExaminedStages.attribute] = _ExaminedStages(decoder)
+    if known.watch.is_training():  # a BatchNorm may normalize by the batch
+        return ()
     sizes = [state.shape[2:] for state in reversed(states)]
     if any((2 * small[0], 2 * small[1]) != tuple(large) for small, large in itertools.pairwise(sizes)):
-        return False
-    tensors = [tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers())]
-    used = [tensor for tensor in (*states, *tensors) if tensor.is_floating_point()]
-    return {tensor.dtype for tensor in used} == {first.dtype} and weight_cache.why_unpackable(*used) is None
+        return ()
+    used = *states, *known.tensors
+    served = {tensor.dtype for tensor in used} == {first.dtype} and weight_cache.why_unpackable(*used) is None
+    return known.stages if served else ()
 
 
 def _is_as_written(stage: Any) -> bool:
@@ -146,7 +179,9 @@ def _is_fusion_as_written(fusion: Any) -> bool:
     pairs, last = (fusion.convolutional_layer1, fusion.convolutional_layer2), fusion.convolutional_layer3
     for pair in pairs:
         kinds = [*map(type, pair)] if type(pair) is nn.Sequential else []
-        if kinds != [nn.Conv2d, nn.BatchNorm2d, nn.ReLU] or not can_fold(pair[1]):
+        if kinds != [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]:
+            return False
+        if pair[1].running_mean is None or pair[1].running_var is None:
             return False
     if type(last) is not nn.Conv2d or type(fusion.sigmoid) is not nn.Sigmoid:
         return False
@@ -155,26 +190,33 @@ def _is_fusion_as_written(fusion: Any) -> bool:
     return not any(map(is_watched, fusion.modules()))
 
 
-def _fuse(stages: Any, states: Sequence[Tensor]) -> list[Tensor]:
-    """Computes the maps of all stages, none of them upsampled."""
-    maps: list[Tensor] = []
-    for state, stage in zip(reversed(states), stages, strict=True):
-        conv, fusion, x = stage.convolution, stage.fusion, state
-        if type(conv) is nn.Conv2d:
-            x = as_map(linear(tokens_of(x), conv.weight.flatten(1), conv.bias), x.shape[2:])
-        if maps:
-            first, second = map(_normalized, (fusion.convolutional_layer1, fusion.convolutional_layer2))
-            last = fusion.convolutional_layer3
-            tokens = selective_fusion(x, maps[-1], first, second, last.weight, last.bias)
-            x = as_map(tokens, x.shape[2:])
-        maps.append(x)
-    return maps
+def _layers_of(stage: Any) -> _Stage:
+    conv, fusion = stage.convolution, stage.fusion
+    projection = (conv.weight, conv.bias) if type(conv) is nn.Conv2d else None
+    if fusion is None:
+        return _Stage(projection, ())
+    last = fusion.convolutional_layer3
+    convs = map(_normalized, (fusion.convolutional_layer1, fusion.convolutional_layer2))
+    return _Stage(projection, (*convs, last.weight, last.bias))
 
 
 def _normalized(pair: Any) -> NormalizedConv:
     conv, bn, _ = pair
     statistics = bn.running_mean, bn.running_var
     return NormalizedConv(conv.weight, conv.bias, bn.weight, bn.bias, *statistics, bn.eps)
+
+
+def _fuse(stages: Sequence[_Stage], states: Sequence[Tensor]) -> list[Tensor]:
+    """Computes the maps of all stages, none of them upsampled."""
+    maps: list[Tensor] = []
+    for x, stage in zip(reversed(states), stages, strict=True):
+        if stage.projection is not None:
+            weight, bias = stage.projection
+            x = as_map(linear(tokens_of(x), weight.flatten(1), bias), x.shape[2:])
+        if stage.fusion:
+            x = as_map(selective_fusion(x, maps[-1], *stage.fusion), x.shape[2:])
+        maps.append(x)
+    return maps
 
 
 # Entries --------------------------------------------------------------------------------------------------

@@ -320,11 +320,33 @@ def test_another_decoder_runs_its_own_stages(fusions, change):
 
 
 @torch.no_grad()
+def test_another_dtype_is_noticed(fusions):
+    ours, upstreams = made()
+    images = torch.randn(2, 3, 32, 64)
+    ours(images)
+    for dtype in (torch.bfloat16, torch.float32):
+        exact = copy.deepcopy(upstreams.to(dtype)).double()(images.to(dtype).double()).predicted_depth
+        got, expected = (model.to(dtype)(images.to(dtype)).predicted_depth for model in (ours, upstreams))
+        assert_accurate(got, expected, exact)
+    assert fusions == 3 * [(2, *shape[1:]) for shape in SHAPES]
+
+
+@torch.no_grad()
+def test_a_fusion_of_two_dtypes_runs_upstreams_forward(fusions):
+    ours, _ = made()
+    ours.decoder.stages[3].fusion.convolutional_layer3.half()
+    with pytest.raises(RuntimeError, match="should be the same"):
+        ours(torch.randn(1, 3, 32, 64))
+    assert not fusions
+
+
+@torch.no_grad()
 def test_changes_of_a_fusion_are_noticed(fusions):
     ours, upstreams = made()
     images = torch.randn(2, 3, 32, 64)
 
-    def change(fusion, step):
+    def change(stage, step):
+        fusion = stage.fusion
         conv, norm, _ = fusion.convolutional_layer1
         if step == 0:
             conv.weight.mul_(2)
@@ -334,14 +356,17 @@ def test_changes_of_a_fusion_are_noticed(fusions):
             norm.eps = 0.5
         elif step == 3:
             fusion.convolutional_layer3.bias = torch.nn.Parameter(torch.ones(2))
-        else:
+        elif step == 4:
             norm.weight.data = norm.weight.data * 2
-            ck.refresh(fusion)
+        elif step == 5:
+            stage.convolution.weight.data = stage.convolution.weight.data * 2
+        else:
+            norm.load_state_dict({name: each + 1 for name, each in norm.state_dict().items()}, assign=True)
 
-    for step in range(5):
+    for step in range(7):
         before = ours(images).predicted_depth
         for model in (ours, upstreams):
-            change(model.decoder.stages[2].fusion, step)
+            change(model.decoder.stages[2], step)
         after = ours(images).predicted_depth
         torch.testing.assert_close(after, upstreams(images).predicted_depth)
         assert not torch.equal(before, after)
