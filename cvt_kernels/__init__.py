@@ -27,6 +27,7 @@ from .ops.reduction_linear import reduction_linear
 from .ops.resized_argmax import resized_argmax
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
+from .ops.selective_fusion import selective_fusion
 from .ops.transformer_block import transformer_block
 from .ops.transformer_blocks import transformer_blocks
 from .ops.weight_cache import refresh, release_memory
@@ -36,6 +37,7 @@ from .records import (
     DepthwiseConv,
     Linear,
     Norm,
+    NormalizedConv,
     PositionBias,
     QuantizedLinear,
     QuantizedRows,
@@ -58,6 +60,7 @@ __all__ = [
     "Linear",
     "LinearInt8",
     "Norm",
+    "NormalizedConv",
     "PositionBias",
     "QuantizedLinear",
     "QuantizedRows",
@@ -105,6 +108,7 @@ __all__ = [
     "restore",
     "scatter_rows",
     "segmentation_head",
+    "selective_fusion",
     "transformer_block",
     "transformer_blocks",
     "tune",

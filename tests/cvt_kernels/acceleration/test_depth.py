@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import launching
+from cvt_kernels import dispatch, launching
 from cvt_kernels.acceleration import depth
 from tests import upstream
 from tests.checks import assert_accurate, not_built
@@ -196,6 +196,180 @@ def test_a_pickled_model_hands_over_too(maps):
     images = torch.randn(1, 3, 32, 64)
     assert torch.equal(copy.deepcopy(ours)(images).predicted_depth, ours(images).predicted_depth)
     assert len(maps) == 2
+
+
+# The fusions ----------------------------------------------------------------------------------------------
+
+BY_KERNELS = ["_fusion_starts_kernel", "_fusion_conv_kernel", "_fusion_conv_kernel", "_fusion_sum_kernel"]
+
+
+@pytest.fixture
+def fusions(monkeypatch):
+    """Returns the shapes of the maps that the fusions get, which Triton's kernels compute.
+
+    They run on a GPU, or in Triton's interpreter; of other operators the backends of a CPU serve.
+    """
+    shapes, operator, may_be_ours = [], ck.selective_fusion, dispatch.may_be_ours
+
+    def noting(x, *others):
+        shapes.append(tuple(x.shape))
+        with ck.use_backend("triton"):
+            return operator(x, *others)
+
+    def may_serve(name, *others, **settings):
+        return name == "selective_fusion" or may_be_ours(name, *others, **settings)
+
+    monkeypatch.setattr(depth, "selective_fusion", noting)
+    monkeypatch.setattr(dispatch, "may_be_ours", may_serve)
+    with ck.use_backend("cpu", "reference"):
+        yield shapes
+
+
+SHAPES = [(2, 8, 2, 4), (2, 8, 4, 8), (2, 8, 8, 16)]
+
+
+@pytest.mark.parametrize("freeze", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_fused_maps_are_accurate(fusions, maps, dtype, freeze):
+    ours, upstreams = made(dtype, freeze)
+    images = torch.randn(2, 3, 32, 64, dtype=dtype)
+    exact = copy.deepcopy(upstreams).double()(images.double()).predicted_depth
+    for _ in range(3):  # the second call may be recorded
+        assert_accurate(ours(images).predicted_depth, upstreams(images).predicted_depth, exact)
+    assert fusions[:3] == SHAPES
+    assert maps[0] == SHAPES[-1]
+
+
+@torch.no_grad()
+def test_the_kernels_of_a_fused_decoder(fusions):
+    ours, _ = made()
+    widths = [getattr(stage.convolution, "in_channels", 8) for stage in reversed(ours.decoder.stages)]
+    states = [torch.randn(1, width, n, n) for width, n in zip(widths, (16, 8, 4, 2), strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(depth._handing, "modules", (ours.decoder, ours.head))
+        with launching.recorded_launches(launching.Chip(90, 132)) as launches:
+            ours.decoder(states)
+    names = [each.kernel.__name__ for each in launches if "fusion" in each.kernel.__name__]
+    assert names == 3 * BY_KERNELS
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("decoder.stages.0", "decoder.stages.1.convolution", "decoder.stages.1.upsample"),
+        *("decoder.stages.2.fusion", "decoder.stages.2.fusion.convolutional_layer1"),
+        *("decoder.stages.3.fusion.convolutional_layer2.1", "decoder.stages.3.fusion.sigmoid"),
+    ],
+)
+@torch.no_grad()
+def test_a_hook_within_the_decoder_sees_what_it_sees_upstream(fusions, path):
+    ours, upstreams = made()
+    images = torch.randn(1, 3, 32, 64)
+    ours(images)
+    assert len(fusions) == 3
+    seen = []
+    for model in (ours, upstreams):
+        handle = model.get_submodule(path).register_forward_hook(lambda module, args, out: seen.append(out))
+        depths = model(images).predicted_depth
+        handle.remove()
+        if model is ours:
+            got = depths
+    torch.testing.assert_close(*seen)
+    torch.testing.assert_close(got, depths)
+    assert len(fusions) == 3
+    ours(images)
+    assert len(fusions) == 6
+
+
+def set_gelu(decoder):
+    decoder.stages[2].fusion.convolutional_layer1[2] = torch.nn.GELU()
+
+
+def set_dilation(decoder):
+    conv = decoder.stages[3].fusion.convolutional_layer2[0]
+    conv.dilation, conv.padding = (2, 2), (2, 2)
+
+
+def set_upsampling(decoder):
+    decoder.stages[1].upsample = torch.nn.Upsample(scale_factor=2, mode="nearest")
+
+
+def use_statistics_of_the_batch(decoder):
+    decoder.stages[1].fusion.convolutional_layer1[1].train()
+
+
+def set_forward(decoder):
+    fusion = decoder.stages[2].fusion
+    fusion.forward = lambda local, residual: local + residual
+
+
+@pytest.mark.parametrize(
+    "change", [set_gelu, set_dilation, set_upsampling, use_statistics_of_the_batch, set_forward]
+)
+@torch.no_grad()
+def test_another_decoder_runs_its_own_stages(fusions, change):
+    ours, upstreams = made()
+    images = torch.randn(2, 3, 32, 64)
+    ours(images)
+    fusions.clear()
+    for model in (ours, upstreams):
+        change(model.decoder)
+    torch.testing.assert_close(ours(images).predicted_depth, upstreams(images).predicted_depth)
+    assert not fusions
+
+
+@torch.no_grad()
+def test_another_dtype_is_noticed(fusions):
+    ours, upstreams = made()
+    images = torch.randn(2, 3, 32, 64)
+    ours(images)
+    for dtype in (torch.bfloat16, torch.float32):
+        exact = copy.deepcopy(upstreams.to(dtype)).double()(images.to(dtype).double()).predicted_depth
+        got, expected = (model.to(dtype)(images.to(dtype)).predicted_depth for model in (ours, upstreams))
+        assert_accurate(got, expected, exact)
+    assert fusions == 3 * [(2, *shape[1:]) for shape in SHAPES]
+
+
+@torch.no_grad()
+def test_a_fusion_of_two_dtypes_runs_upstreams_forward(fusions):
+    ours, _ = made()
+    ours.decoder.stages[3].fusion.convolutional_layer3.half()
+    with pytest.raises(RuntimeError, match="should be the same"):
+        ours(torch.randn(1, 3, 32, 64))
+    assert not fusions
+
+
+@torch.no_grad()
+def test_changes_of_a_fusion_are_noticed(fusions):
+    ours, upstreams = made()
+    images = torch.randn(2, 3, 32, 64)
+
+    def change(stage, step):
+        fusion = stage.fusion
+        conv, norm, _ = fusion.convolutional_layer1
+        if step == 0:
+            conv.weight.mul_(2)
+        elif step == 1:
+            norm.running_var.mul_(3)
+        elif step == 2:
+            norm.eps = 0.5
+        elif step == 3:
+            fusion.convolutional_layer3.bias = torch.nn.Parameter(torch.ones(2))
+        elif step == 4:
+            norm.weight.data = norm.weight.data * 2
+        elif step == 5:
+            stage.convolution.weight.data = stage.convolution.weight.data * 2
+        else:
+            norm.load_state_dict({name: each + 1 for name, each in norm.state_dict().items()}, assign=True)
+
+    for step in range(7):
+        before = ours(images).predicted_depth
+        for model in (ours, upstreams):
+            change(model.decoder.stages[2], step)
+        after = ours(images).predicted_depth
+        torch.testing.assert_close(after, upstreams(images).predicted_depth)
+        assert not torch.equal(before, after)
 
 
 @torch.no_grad()
