@@ -355,7 +355,7 @@ def test_a_part_is_planned_for_each_key(kernel):
         assert views[1].data_ptr() == views[0].data_ptr() + 12
         assert views[0].data_ptr() != results[0][0][0].data_ptr() or views is results[0][0]
     part(calls[0].x, calls[0].parts, 0.5, torch.float16)  # another setting
-    part(torch.zeros(16)[::2], calls[0].parts, 0.5, torch.float32)  # another layout
+    part(torch.zeros(32)[::2], calls[0].parts, 0.5, torch.float32)  # another layout
     with precision_of(torch.backends.cuda.matmul, "tf32"):
         part(calls[0].x, calls[0].parts, 0.5, torch.float32)
     assert (len(kernel.bound), len(kernel.direct)) == (5, 1)

@@ -1,7 +1,5 @@
 """The CPU kernels of conv_projection against the reference."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +10,8 @@ from cvt_kernels import backends, machine, reference
 from cvt_kernels.autotune import tuner
 from tests.checks import (
     assert_accurate,
-    compiler,
     not_built,
     recorded_operators,
-    run_sanitized,
 )
 from tests.contract.examples import assert_right, run
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of
@@ -291,9 +287,3 @@ def test_other_instruction_sets(name):
     assert_agrees_on(
         name, "conv_projection", shape | {"training": True}, shape | {"kernel": 5, "stride": 3, "padding": 1}
     )
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-def test_loops_stay_within_their_buffers(tmp_path):
-    run_sanitized("conv_projection", tmp_path)

@@ -1,7 +1,5 @@
 """The CPU kernels of 8-bit linear layers: exact products, rounding as by the reference, what follows."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +9,10 @@ import cvt_kernels as ck
 from cvt_kernels import machine, reference
 from cvt_kernels.ops import weight_cache
 from tests.checks import (
-    compiler,
     every_instruction_set,
     not_built,
     recorded_operators,
     run_on_instruction_set,
-    run_sanitized,
 )
 
 pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -98,12 +94,6 @@ with ck.use_backend("cpu"), torch.no_grad():
 @every_instruction_set
 def test_products_are_exact_and_rows_rounded_as_by_the_reference(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
-    run_sanitized("linear_int8", tmp_path, "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES")
 
 
 # Rows -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""resized_argmax by the compiled extension: every instruction set, and its loops under sanitizers."""
-
-import shutil
+"""resized_argmax by the compiled extension, on every instruction set."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from tests.checks import compiler, every_instruction_set, not_built, run_sanitized
+from tests.checks import every_instruction_set, not_built
 from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
 
 built = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
@@ -83,9 +81,3 @@ def test_compiled():
     compiled = torch.compile(ck.resized_argmax, fullgraph=True, backend="eager")
     with ck.use_backend("cpu"):
         assert torch.equal(compiled(logits, (8, 9)), reference.resized_argmax(logits, (8, 9)))
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
-    run_sanitized("resized_argmax", tmp_path)

@@ -1,13 +1,11 @@
 """transformer_block by the compiled extension: instruction sets, threads, packed parameters, refusals."""
 
-import shutil
-
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import compiler, every_instruction_set, run_on_instruction_set, run_sanitized
+from tests.checks import every_instruction_set, run_on_instruction_set
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     make,
@@ -16,8 +14,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     some_rows,
     with_quantized,
 )
-
-TILES = "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"
 
 PROGRAMS = {
     "convolutional": """
@@ -56,21 +52,6 @@ IMPORTS = "import torch\nfrom tests.cvt_kernels.ops.transformer_block.calls impo
 @pytest.mark.parametrize("program", [*list(PROGRAMS)[:3], pytest.param("rows", marks=pytest.mark.slow)])
 def test_values(name, program):
     run_on_instruction_set(name, IMPORTS + PROGRAMS[program])
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(
-    ("family", "flags"),
-    [
-        ("linear", TILES),
-        ("transformer_block", ""),
-        ("transformer_block", TILES),
-        ("transformer_block_pyramids", TILES),
-    ],
-)
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path, family, flags):
-    run_sanitized(family, tmp_path, flags)
 
 
 def of_some_tokens():
