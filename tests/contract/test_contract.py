@@ -380,6 +380,17 @@ def test_compiled(operator, backend, monkeypatch):
     torch.testing.assert_close(eager, results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("operator", EXAMPLES)
+def test_compiled_without_a_request(operator):
+    """PyTorch's operators serve what is traced where no entry chooses a kernel."""
+    torch.compiler.reset()
+    made = served(operator, "reference", "usual")._replace(backend="auto")
+    compiled = torch.compile(made.public, fullgraph=True, backend="eager", dynamic=False)
+    with torch.no_grad():
+        results, expected = (tensors_of(function(made.call.record)) for function in (compiled, made.public))
+    assert same_bits(results, expected)
+
+
 def _widened(tensor):
     """Returns a tensor in a dtype that ``assert_close`` takes, which float8 is not."""
     return tensor.double() if tensor.is_floating_point() else tensor
