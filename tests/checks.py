@@ -127,6 +127,12 @@ def not_built() -> bool:
     return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler()[0]) is None
 
 
+#: Skips what the extension computes. Where a compiler was at hand and it is missing all the same, tests fail.
+needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+#: The backend of the extension, as a parameter.
+CPU_KERNELS = pytest.param("cpu", marks=needs_extension)
+
+
 def operators_asked_on_a_cpu() -> set[str]:
     """Returns the operators that models on a CPU need cache entries for."""
     of_extension = {"gelu"} if not_built() else {"bias_gelu", "conv_embedding"}

@@ -7,18 +7,14 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import (
-    assert_accurate,
-    every_instruction_set,
-    not_built,
-)
+from tests.checks import assert_accurate, every_instruction_set, needs_extension
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 #: Queries, keys and heads of CvT-13's stages at 224×224, and of its first at 384×384.
 SHAPES = [(3136, 784, 1), (784, 196, 3), (197, 50, 6), (577, 2304, 1)]
 
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import assert_accurate, every_instruction_set, not_built
+from tests.checks import assert_accurate, every_instruction_set, needs_extension
 from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
 @every_instruction_set
 def test_values(name):
     sizes = {"height": 41, "width": 30, "inputs": 5, "channels": 80, "kernel": 7, "stride": 4, "padding": 2}
@@ -24,7 +24,7 @@ def make_parameters():
     return [torch.randn(20, 3, 3, 3), *torch.randn(3, 20)]
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
 @pytest.mark.parametrize("absent", [(1,), (2,), (3,), (1, 2, 3)])
 @torch.no_grad()
 def test_images_of_other_strides_and_absent_parameters(absent):
@@ -37,7 +37,7 @@ def test_images_of_other_strides_and_absent_parameters(absent):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
 @pytest.mark.parametrize("channels_last", [False, True])
 @torch.no_grad()
 def test_sums_of_thousands_of_inputs_are_accurate(channels_last):

@@ -8,19 +8,14 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, reference
 from cvt_kernels.autotune import tuner
-from tests.checks import (
-    assert_accurate,
-    not_built,
-    recorded_operators,
-)
+from tests.checks import assert_accurate, needs_extension, recorded_operators
 from tests.contract.examples import assert_right, run
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 STRIDES = 1, 2, 2  # of q, k, v
 
-# Where a compiler was at hand and the extension is missing all the same, these tests fail.
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)

@@ -2,20 +2,18 @@
 
 import pytest
 
-from tests.checks import every_instruction_set, not_built
+from tests.checks import every_instruction_set, needs_extension
 from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees, assert_agrees_on
 
-built = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 
-
-@built
+@needs_extension
 @every_instruction_set
 def test_values(name):
     sizes = {"height": 9, "width": 17, "inputs": 17, "channels": 9}
     assert_agrees_on(name, "depth_head", sizes, sizes | {"channels_last": True}, dtypes=DTYPES[:3])
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize(
     "size", [(1, 1), (1, 33), (33, 1), (2, 15), (3, 16), (18, 31), (5, 32), (4, 63)], ids=str

@@ -5,12 +5,11 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import assert_accurate, not_built
+from tests.checks import CPU_KERNELS, assert_accurate
 
 #: Sizes of maps with a few edges, small where an interpreter computes.
 SIZES = {"cpu": (21, 18), "triton": (5, 6)}
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler"))
-every_backend = pytest.mark.parametrize("backend", [CPU, "triton"])
+every_backend = pytest.mark.parametrize("backend", [CPU_KERNELS, "triton"])
 
 
 def tensors(dtype=torch.float32, images=2, size=(5, 6), inputs=6, channels=5):

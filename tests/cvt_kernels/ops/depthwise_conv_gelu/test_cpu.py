@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import not_built
+from tests.checks import needs_extension
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on
 
-# Where a compiler was at hand and the extension is missing all the same, these tests fail.
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)

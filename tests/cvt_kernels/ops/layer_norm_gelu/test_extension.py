@@ -9,7 +9,7 @@ import cvt_kernels as ck
 from cvt_kernels import machine, reference
 from tests.checks import (
     assert_accurate,
-    not_built,
+    needs_extension,
     recorded_operators,
     run_on_instruction_set,
     run_python,
@@ -31,8 +31,7 @@ every_call = pytest.mark.parametrize(
 )
 
 
-# Where a compiler was at hand and the extension is missing all the same, these tests fail.
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ from cvt_kernels import machine, reference
 from cvt_kernels.ops import weight_cache
 from tests.checks import (
     every_instruction_set,
-    not_built,
+    needs_extension,
     recorded_operators,
     run_on_instruction_set,
 )
 
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,15 +1,12 @@
 """resized_argmax by the compiled extension, on every instruction set."""
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from tests.checks import every_instruction_set, not_built
+from tests.checks import every_instruction_set, needs_extension
 from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
-
-built = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 
 
 def run(logits, size):
@@ -17,7 +14,7 @@ def run(logits, size):
         return ck.resized_argmax(logits, size)
 
 
-@built
+@needs_extension
 @every_instruction_set
 def test_values(name):
     usual = {"height": 5, "width": 6, "channels": 19, "out_height": 20, "out_width": 24}
@@ -32,7 +29,7 @@ def test_values(name):
     assert_agrees_on(name, "resized_argmax", *(usual | case for case in cases), dtypes=DTYPES[:3])
 
 
-@built
+@needs_extension
 def test_smooth_logits_of_a_few_regions():
     """A photograph has such: nearly all pixels have neighbors of one class; classes are PyTorch's."""
     coarse = torch.randn(2, 21, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -43,7 +40,7 @@ def test_smooth_logits_of_a_few_regions():
     assert torch.equal(out, reference.resized_argmax(logits, (128, 160)))
 
 
-@built
+@needs_extension
 def test_what_is_refused():
     bind = backends.operators["resized_argmax"].bind
     why = backends.implementations["resized_argmax"]["cpu"].load().why_unsupported

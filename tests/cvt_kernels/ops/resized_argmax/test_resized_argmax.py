@@ -5,11 +5,10 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from tests.checks import not_built
+from tests.checks import CPU_KERNELS
 
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler"))
 pytestmark = [
-    pytest.mark.parametrize("backend", [CPU, "triton"]),
+    pytest.mark.parametrize("backend", [CPU_KERNELS, "triton"]),
     pytest.mark.filterwarnings("ignore:invalid value"),  # of NumPy in the interpreter
 ]
 

@@ -5,9 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
-from tests.checks import not_built, recorded_operators, run_on_instruction_set
-
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+from tests.checks import needs_extension, recorded_operators, run_on_instruction_set
 
 
 def make(batch=3, tokens=21, count=13, channels=40, dtype=torch.float32):

@@ -5,20 +5,18 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import assert_accurate, every_instruction_set, not_built
+from tests.checks import assert_accurate, every_instruction_set, needs_extension
 from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees, assert_agrees_on
 
-built = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 
-
-@built
+@needs_extension
 @every_instruction_set
 def test_values(name):
     sizes = {"height": 9, "width": 14, "inputs": 17, "channels": 65, "outputs": 33, "others": 4}
     assert_agrees_on(name, "segmentation_head", sizes, sizes | {"channels_last": True}, dtypes=DTYPES[:3])
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_rows_of_several_segments(dtype):
     """113 pixels are one more than pass at once."""
@@ -26,7 +24,7 @@ def test_rows_of_several_segments(dtype):
     assert_agrees("segmentation_head", "cpu", dtype=dtype, **sizes)
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("outputs", [2, 1000])
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_two_and_a_thousand_classes(dtype, outputs):
@@ -43,7 +41,7 @@ def tensors(dtype=torch.float32, channels=20, classes=7, images=2):
     return x, first, torch.randn(channels, dtype=dtype), others, classifier, torch.randn(classes, dtype=dtype)
 
 
-@built
+@needs_extension
 @torch.no_grad()
 def test_an_image_has_the_same_bits_alone_and_among_others():
     """Products of more than 16 MB are made of some images at a time."""
@@ -57,7 +55,7 @@ def test_an_image_has_the_same_bits_alone_and_among_others():
             assert torch.equal(alone[0], together[i])
 
 
-@built
+@needs_extension
 @torch.no_grad()
 def test_sums_of_many_channels_are_accurate():
     """768 channels are those of SegFormer-B2 to B5."""

@@ -4,15 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from tests.checks import every_instruction_set, run_on_instruction_set
-from tests.cvt_kernels.ops.transformer_block.calls import (
-    call,
-    make,
-    needs_extension,
-    pyramid,
-    some_rows,
-    with_quantized,
-)
+from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
+from tests.cvt_kernels.ops.transformer_block.calls import call, make, pyramid, some_rows, with_quantized
 
 PROGRAMS = {
     "convolutional": """
