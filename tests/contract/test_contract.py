@@ -184,7 +184,7 @@ def test_arguments_stay_as_they_are(operator, backend):
 
 @combined(lambda operator, backend: backend not in ("reference", "triton"), changed, "name", "dtype")
 def test_a_tensor_that_changes_counts(operator, backend, name, dtype):
-    """Packed copies are made anew; those of vectors are no views in 16 bits."""
+    """Packed copies are made anew. In float32 those of vectors may be views, which need not be."""
     made = served(operator, backend, name, dtype=dtype)
     call = made.call.map(tuner._copied)
     for tensor in call.tensors():
