@@ -46,7 +46,7 @@ suite: $(INSTALLED)
 
 # The loops of the CPU kernels with AddressSanitizer and UBSan, which take too long for make test: after an edit in csrc/.
 sanitize: $(INSTALLED)
-	$(PYTEST) -m sanitized
+	$(PYTEST) --dist worksteal -m sanitized
 
 # Random calls of the operators, command lines and damaged files, other ones with another SEED: see CONTRIBUTING.md.
 # make fuzz MINUTES=60 ONLY="attention linear"

@@ -122,34 +122,15 @@ needs_float64 = pytest.mark.skipif(torch.float64 != WIDEST, reason="float64 is f
 TRAPS = "-fsanitize-undefined-trap-on-error"
 
 
-def run_sanitized(family: str, scratch: Path, flags: str = "") -> None:
-    """Runs tests/csrc/<family>_sanitized.cpp on CPU loops, with AddressSanitizer and UBSan.
-
-    The loops are those whose header, a ``cpu_loops.h``, it includes. UBSan ends the program by a signal,
-    which is compiled in two thirds of the time that its messages take; they are compiled where it has failed.
-    """
-    result = _run_sanitized(family, scratch, f"{TRAPS} {flags}")
-    if (result.returncode, result.stdout) != (0, "done\n"):
-        told = _run_sanitized(family, scratch, flags)
-        said = f"{result.stdout}{result.stderr}{told.stdout}{told.stderr}"
-        pytest.fail(f"exit code {result.returncode}: {said}")
-
-
-def _run_sanitized(family: str, scratch: Path, flags: str) -> subprocess.CompletedProcess[str]:
-    root, program = Path(__file__).parents[1], scratch / "sanitized"
-    test = root / f"tests/csrc/{family}_sanitized.cpp"
-    loops = re.findall(r'^#include "(\w+/\w*cpu_loops).h"$', test.read_text(encoding="utf-8"), re.MULTILINE)
-    sources = [test, *(root / f"csrc/{name}.cpp" for name in loops)]
-    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
-    files = ["-I", root / "csrc", *sources, "-o", program]
-    subprocess.run([*compiler(), *options, *map(str, files)], check=True)
-    return subprocess.run([str(program)], capture_output=True, text=True)
-
-
 def not_built() -> bool:
     """Returns whether the extension is missing because there is no compiler."""
     return importlib.util.find_spec("cvt_kernels._C") is None and shutil.which(compiler()[0]) is None
+
+
+#: Skips what the extension computes. Where a compiler was at hand and it is missing all the same, tests fail.
+needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+#: The backend of the extension, as a parameter.
+CPU_KERNELS = pytest.param("cpu", marks=needs_extension)
 
 
 def operators_asked_on_a_cpu() -> set[str]:

@@ -92,6 +92,12 @@ def names_or_dtypes(operator):
     return [*(("usual", dtype) for dtype in DTYPES), *((*name, "float32") for name in names(operator)[1:])]
 
 
+def changed(operator):
+    """Returns the usual example in two dtypes, and that of every other kind of block."""
+    others = [(name, "bfloat16") for name in ("SegFormer", "PVT") if name in EXAMPLES[operator]]
+    return [*(("usual", dtype) for dtype in DTYPES[:2]), *others]
+
+
 def test_every_operator_has_examples():
     assert set(EXAMPLES) == set(backends.operators)
     assert all({"usual", "odd", "empty", "many", "tiny"} <= set(examples) for examples in EXAMPLES.values())
@@ -174,6 +180,20 @@ def test_arguments_stay_as_they_are(operator, backend):
     places = {t.untyped_storage().data_ptr() for t in given}
     assert places.isdisjoint(t.untyped_storage().data_ptr() for t in (*ours.outputs, *ours.gradients))
     assert all(out.is_contiguous() for out in ours.outputs if is_ours(operator, backend))
+
+
+@combined(lambda operator, backend: backend not in ("reference", "triton"), changed, "name", "dtype")
+def test_a_tensor_that_changes_counts(operator, backend, name, dtype):
+    """Packed copies are made anew. In float32 those of vectors may be views, which need not be."""
+    made = served(operator, backend, name, dtype=dtype)
+    call = made.call.map(tuner._copied)
+    for tensor in call.tensors():
+        if tensor.dtype != torch.int64:  # an index
+            before = tensor.clone()
+            run(made, call=call)
+            tensor.neg_() if tensor.dtype == torch.int8 else tensor.mul_(1.25)
+            assert_right(made._replace(call=call), run(made, call=call))
+            tensor.copy_(before)
 
 
 @pairs(lambda operator, backend: "inplace=True" in EXAMPLES[operator])
@@ -358,6 +378,17 @@ def test_compiled(operator, backend, monkeypatch):
         assert same_bits(eager, results)
     eager, results = (pytree.tree_map_only(Tensor, _widened, list(each)) for each in (eager, results))
     torch.testing.assert_close(eager, results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("operator", EXAMPLES)
+def test_compiled_without_a_request(operator):
+    """PyTorch's operators serve what is traced where no entry chooses a kernel."""
+    torch.compiler.reset()
+    made = served(operator, "reference", "usual")._replace(backend="auto")
+    compiled = torch.compile(made.public, fullgraph=True, backend="eager", dynamic=False)
+    with torch.no_grad():
+        results, expected = (tensors_of(function(made.call.record)) for function in (compiled, made.public))
+    assert same_bits(results, expected)
 
 
 def _widened(tensor):

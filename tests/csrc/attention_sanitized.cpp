@@ -1,5 +1,5 @@
 // Runs the loops of csrc/attention/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data does,
-// and compares them with the formula. tests/checks.py compiles both with AddressSanitizer and UBSan.
+// and compares them with the formula. test_sanitized.py compiles both with AddressSanitizer and UBSan.
 #include "attention/cpu_loops.h"
 #include "sanitized.h"
 

@@ -1,5 +1,5 @@
 // Runs the loops of csrc/conv_embedding/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data
-// does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
+// does, and compares them with the formula. test_sanitized.py compiles them with AddressSanitizer and UBSan.
 #include "conv_embedding/cpu_loops.h"
 #include "linear/cpu_loops.h"
 #include "sanitized.h"

@@ -1,5 +1,5 @@
 // Runs the loops of csrc/conv_projection/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the data
-// does. tests/checks.py compiles both with AddressSanitizer and UBSan, with KERNELS naming the table. Every output starts
+// does. test_sanitized.py compiles both with AddressSanitizer and UBSan, with KERNELS naming the table. Every output starts
 // as NaN and must not be NaN at the end.
 #include <algorithm>
 #include <cmath>

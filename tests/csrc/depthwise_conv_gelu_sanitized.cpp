@@ -1,5 +1,5 @@
 // Runs the loops of csrc/depthwise_conv_gelu/cpu_loops.cpp, without torch, over odd sizes in buffers that end where the
-// data does, and compares them with the formula in double. tests/checks.py compiles both with AddressSanitizer and UBSan,
+// data does, and compares them with the formula in double. test_sanitized.py compiles both with AddressSanitizer and UBSan,
 // with KERNELS naming the table. Every output starts as NaN.
 #include <cmath>
 #include <cstdio>

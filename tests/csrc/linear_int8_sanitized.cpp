@@ -1,5 +1,5 @@
 // Runs the loops of csrc/linear_int8 over odd sizes, without torch, in buffers that end where the data does, and compares
-// them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan. With -DKERNELS_TILES the products
+// them with the formula. test_sanitized.py compiles them with AddressSanitizer and UBSan. With -DKERNELS_TILES the products
 // pass through emulated tiles of AMX, whose arithmetic is tested too.
 #include "linear_int8/cpu_loops.h"
 #include "common/tiles.h"

@@ -1,5 +1,5 @@
 // Runs the products of csrc/common/product.h and the linear layers of csrc/linear over odd sizes, without torch, in buffers
-// that end where the data does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and
+// that end where the data does, and compares them with the formula. test_sanitized.py compiles them with AddressSanitizer and
 // UBSan. With -DKERNELS_TILES the products pass through emulated tiles of AMX, whose arithmetic is tested too.
 #include "linear/cpu_loops.h"
 #include "linear/layer_loops.h"

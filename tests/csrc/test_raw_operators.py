@@ -1,11 +1,9 @@
 """The extension's operators refuse sizes that their public functions never hand them, instead of crashing."""
 
-import pytest
-
-from tests.checks import not_built
+from tests.checks import needs_extension
 from tests.processes import run_python
 
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 #: Calls that crashed, read out of bounds or took all memory once, and what they are refused for.
 CALLS = {

@@ -1,5 +1,5 @@
 // Runs the loops of csrc/transformer_block/pyramid_cpu_loops.cpp, without torch, over odd sizes in buffers that end where the
-// data does, and compares them with the formula. tests/checks.py compiles them with AddressSanitizer and UBSan.
+// data does, and compares them with the formula. test_sanitized.py compiles them with AddressSanitizer and UBSan.
 #include <algorithm>
 #include <thread>
 

@@ -15,7 +15,7 @@ import cvt_kernels as ck
 from cvt_kernels import autotune, backends, dispatch, machine
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.kinds import size_class
-from tests.checks import add_marked_backend, not_built, remember_entry
+from tests.checks import add_marked_backend, needs_extension, not_built, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
 from tests.fuzz.judge import call_public
@@ -239,7 +239,7 @@ def test_names_that_cannot_be_registered():
         backends.register("gelu", "auto", Implementation(abs))
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
 def test_names_in_the_environment_variable():
     code = """
 import torch, cvt_kernels as ck

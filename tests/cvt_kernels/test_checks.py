@@ -73,6 +73,13 @@ def test_integers_of_numpy_are_taken():
     assert type(LinearInt8(np.int64(8), 4).in_features) is int
 
 
+def test_the_largest_padding():
+    """It lets a kernel of 3 reach the map of 100 rows from its last place."""
+    assert checks.check_geometry("", 3, (100, 90), 1, 102) == (302, 292)
+    with pytest.raises(ValueError, match="padding: got 103, expected at most 102, for a map of 100×90"):
+        checks.check_geometry("", 3, (100, 90), 1, 103)
+
+
 @pytest.mark.parametrize(
     ("check", "value", "got"),
     [

@@ -11,6 +11,7 @@ import pickle
 import threading
 import warnings
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from cvt_kernels import graphs, structure
 from cvt_kernels.acceleration import freezing, stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from tests.checks import precision_of
 from tests.tape import FakeCapture, Tape
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
@@ -203,6 +205,26 @@ def test_settings_around_a_call(cuda):
     finally:
         torch.use_deterministic_algorithms(False)
     assert captures(cuda) == 5
+    other = "ieee" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "tf32"
+    for products, precision in ((torch.backends.cuda.matmul, "tf32"), (torch.backends.cudnn.conv, other)):
+        with precision_of(products, precision):
+            assert_same(model, x)
+    assert captures(cuda) == 7
+
+
+def test_replays_wait_for_each_other_on_any_streams(monkeypatch):
+    """They have one memory; the allocator waits for what a replay reads, too."""
+    done, current = mock.Mock(), mock.Mock()
+    memory = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    capture = object.__new__(graphs._CudaCapture)
+    capture.device, capture._done = torch.device("cuda"), done
+    with capture.turn([memory]):
+        assert current.method_calls == [mock.call.wait_event(done)]
+        assert memory.method_calls == [mock.call.record_stream(current)]
+        assert done.method_calls == []
+    assert done.method_calls == [mock.call.record(current)]
 
 
 def test_weights_are_cast_in_every_replay_under_autocast(cuda):

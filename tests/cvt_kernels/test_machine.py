@@ -8,9 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
-from tests.checks import not_built
-
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+from tests.checks import needs_extension
 
 
 @pytest.mark.usefixtures("_reload")

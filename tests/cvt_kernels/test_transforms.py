@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 import cvt_kernels as ck
 from cvt import create_model
 from tests import upstream
-from tests.checks import not_built
+from tests.checks import needs_extension
 from tests.contract.examples import example
 
 pytestmark = [
@@ -53,7 +53,7 @@ def test_vectorized_over_other_tensors_than_the_input(backend, varied):
         torch.testing.assert_close(vmap(f)(several), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+@needs_extension
 def test_kernels_that_are_requested_alone_refuse_gradients():
     """So do they refuse the other transforms, as the contract of each operator has it."""
     with (

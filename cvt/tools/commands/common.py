@@ -135,6 +135,11 @@ def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.tools.datasets.Batches`."""
     parser.add_argument("--batch-size", type=batch_size, default=32, help="images per batch (default: 32)")
+    add_loading_arguments(parser)
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--workers`` and ``--corrupt``, which say how images are loaded."""
     parser.add_argument(
         "--workers", type=worker_count, default=0, help="worker processes that load images (default: 0)"
     )

@@ -20,6 +20,7 @@ from cvt.segmentation import CvTSegmenter
 from ..training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
 from .common import (
     add_device_argument,
+    add_loading_arguments,
     add_token_keep_argument,
     build_model,
     image_size,
@@ -30,7 +31,6 @@ from .common import (
     print_remarks,
     printed_warnings,
     resolve_device,
-    worker_count,
 )
 from .paths import STDOUT, add_json_argument, input_path, output_path, reporting
 
@@ -87,15 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layer-scale", type=float, help="initial value of layer scale (default: no layer scale)"
     )
     add_token_keep_argument(parser)
-    parser.add_argument(
-        "--workers", type=worker_count, default=0, help="worker processes that load images (default: 0)"
-    )
-    parser.add_argument(
-        "--corrupt",
-        choices=("error", "skip"),
-        default="error",
-        help="stop at an unreadable image, or skip it (default: error)",
-    )
+    add_loading_arguments(parser)
     add_device_argument(parser)
     parser.add_argument(
         "--graph",

@@ -102,17 +102,22 @@ def weights_of(model):
     return layer_of(model).mlp.fc1.weight
 
 
+def taps_of(model):
+    return layer_of(model).mlp.dwconv.dwconv.weight
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda model: weights_of(model).mul_(2),
         lambda model: setattr(weights_of(model), "data", 2 * weights_of(model)),
+        lambda model: setattr(taps_of(model), "data", 2 * taps_of(model).mT.contiguous().mT),
         lambda model: [setattr(m, "eps", 0.5) for m in model.modules() if hasattr(m, "eps")],
         lambda model: model.load_state_dict({k: v + v for k, v in model.state_dict().items()}),
         lambda model: model.to(torch.bfloat16),
         lambda model: vars(layer_of(model).layernorm_after).update(bias=torch.ones(16)),
     ],
-    ids=["in place", "data", "settings", "load_state_dict", "dtype", "shadowed"],
+    ids=["in place", "data", "strides", "settings", "load_state_dict", "dtype", "shadowed"],
 )
 def test_changes_are_noticed(change):
     model = recorded_segformer()

@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cvt.tools.commands.compile import launches
+from cvt_kernels import launching
 from cvt_kernels.ops.graph_operators import launcher
 
 
@@ -90,3 +92,19 @@ def test_operators_pass_the_check_of_pytorch(operator, args):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     args = (args[0].clone().requires_grad_(), *args[1:])
     torch.library.opcheck(getattr(torch.ops.cvt_kernels, operator).default, args, test_utils=tests)
+
+
+#: The arguments that another launch goes on with.
+HANDED_ON = {f"{name}_ptr" for name in ("partial", "counts", "mean", "var", "delta", "dtiles", "scratch")}
+
+
+@pytest.mark.parametrize("operator", launches.TRITON_OPERATORS)
+def test_sums_that_other_launches_go_on_with_are_float32(operator):
+    """Beside tensors of 16 bits; sums of few tiles would hardly show it if they were narrower."""
+    record, chip = launches.TRITON_OPERATORS[operator], launching.Chip(90, 132)
+    for model in ("cvt_13", "segformer_b0"):
+        stage = launches.stages_of(model, launches.image_size_of(model))[0]
+        for launch in record(stage, torch.bfloat16, chip, batch=4, training=True):
+            given = {name: launch.arguments[name] for name in HANDED_ON & set(launch.arguments)}
+            dtypes = {name: tensor.dtype for name, tensor in given.items() if tensor is not None}
+            assert set(dtypes.values()) <= {torch.float32}, (launch.kernel.__name__, dtypes)

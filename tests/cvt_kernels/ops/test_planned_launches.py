@@ -86,7 +86,8 @@ def test_a_plan_binds_once_and_passes_pointers_then(kernel):
     assert kernel.direct == [(pointers[0], (pointers[1], pointers[2]), None, pointers[3], 7, 16)]
 
 
-def test_tensors_of_another_alignment_are_left_to_the_function(kernel):
+@pytest.mark.parametrize("elements", [1, 2])
+def test_tensors_of_another_alignment_are_left_to_the_function(kernel, elements):
     served = []
 
     @planned
@@ -99,13 +100,35 @@ def test_tensors_of_another_alignment_are_left_to_the_function(kernel):
     run = function.prepare(make_call())
     served.clear()
     call = make_call()
-    unaligned = torch.zeros(17)[1:]
+    unaligned = torch.zeros(16 + elements)[elements:]
     for other in (call._replace(x=unaligned), call._replace(parts=(call.x, unaligned))):
         run(*other)
         assert served.pop() is not other
         assert kernel.bound.pop()[0] == (3, 2)  # as the function launches it
     run(*call)
     assert (served, len(kernel.bound)) == ([], 1)
+
+
+def test_every_call_asks_for_the_current_stream(kernel, monkeypatch):
+    streams = iter("abc")
+    monkeypatch.setattr(launching, "stream_of", lambda on: next(streams))
+    monkeypatch.setattr(kernel, "run", lambda x, y, z, stream, *others: kernel.direct.append(stream))
+
+    @planned
+    def function(call):
+        launch(kernel, call.x, call.parts, call.x)
+        return call.x
+
+    run = function.prepare(make_call())
+    for _ in range(3):
+        run(*make_call())
+    assert kernel.direct == ["b", "c"]  # the first call compiles
+
+
+def test_the_stream_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    on = types.SimpleNamespace(is_cuda=True, get_device=lambda: 3)
+    assert launching.stream_of(on) == 103
 
 
 def test_hooks_on_launches_see_those_of_the_function(kernel, monkeypatch):
@@ -355,7 +378,7 @@ def test_a_part_is_planned_for_each_key(kernel):
         assert views[1].data_ptr() == views[0].data_ptr() + 12
         assert views[0].data_ptr() != results[0][0][0].data_ptr() or views is results[0][0]
     part(calls[0].x, calls[0].parts, 0.5, torch.float16)  # another setting
-    part(torch.zeros(16)[::2], calls[0].parts, 0.5, torch.float32)  # another layout
+    part(torch.zeros(32)[::2], calls[0].parts, 0.5, torch.float32)  # another layout
     with precision_of(torch.backends.cuda.matmul, "tf32"):
         part(calls[0].x, calls[0].parts, 0.5, torch.float32)
     assert (len(kernel.bound), len(kernel.direct)) == (5, 1)

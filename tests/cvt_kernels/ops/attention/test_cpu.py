@@ -1,7 +1,5 @@
 """The CPU kernels of attention against the reference."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,21 +7,14 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import (
-    assert_accurate,
-    compiler,
-    every_instruction_set,
-    needs_avx2,
-    not_built,
-    run_sanitized,
-)
+from tests.checks import assert_accurate, every_instruction_set, needs_extension
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 #: Queries, keys and heads of CvT-13's stages at 224×224, and of its first at 384×384.
 SHAPES = [(3136, 784, 1), (784, 196, 3), (197, 50, 6), (577, 2304, 1)]
 
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)
@@ -128,23 +119,3 @@ def test_operator_checks_what_it_would_read():
 def test_other_instruction_sets(name):
     sizes = {"queries": 31, "keys": 300, "heads": 3, "channels": 20}
     assert_agrees_on(name, "attention", sizes)
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("-mavx2 -mfma -mf16c -DKERNELS_PAIRS", marks=needs_avx2),
-        "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES",
-    ],
-)
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path, flags):
-    """Without any instruction set, all but float64 and biases are run as a part of the transformer block."""
-    run_sanitized("attention", tmp_path, flags)
-
-
-def test_an_image_alone_has_the_same_bits():
-    tensors = make(3, 130, 70, 2, 64)
-    alone = [ck.attention(*(t[i : i + 1] for t in tensors)) for i in range(3)]
-    assert torch.equal(torch.cat(alone), ck.attention(*tensors))

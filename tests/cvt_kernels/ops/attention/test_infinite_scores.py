@@ -8,11 +8,10 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.records import PositionBias
-from tests.checks import not_built, run_on_instruction_set
+from tests.checks import needs_extension, run_on_instruction_set
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = 230  # two blocks of the CPU kernels, several tiles of the Triton kernels
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 # NumPy, in which Triton's interpreter computes, tells of every NaN.
 ignores_nan = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

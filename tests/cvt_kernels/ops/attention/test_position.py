@@ -7,12 +7,17 @@ import cvt_kernels as ck
 from cvt_kernels import autotune
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
-from tests.checks import not_built, python_blocks, recorded_operators, run_blocks, section_of
+from tests.checks import (
+    CPU_KERNELS,
+    needs_extension,
+    python_blocks,
+    recorded_operators,
+    run_blocks,
+    section_of,
+)
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-CPU_KERNELS = pytest.param("cpu", marks=needs_extension)
 FORWARD = ["triton", "sdpa", CPU_KERNELS]
 #: Grid of the tokens, grid of the keys, stride, class tokens.
 GRIDS = [

@@ -1,7 +1,5 @@
 """The CPU kernels of conv_projection against the reference."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,21 +8,14 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, reference
 from cvt_kernels.autotune import tuner
-from tests.checks import (
-    assert_accurate,
-    compiler,
-    not_built,
-    recorded_operators,
-    run_sanitized,
-)
+from tests.checks import assert_accurate, needs_extension, recorded_operators
 from tests.contract.examples import assert_right, run
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 STRIDES = 1, 2, 2  # of q, k, v
 
-# Where a compiler was at hand and the extension is missing all the same, these tests fail.
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)
@@ -291,9 +282,3 @@ def test_other_instruction_sets(name):
     assert_agrees_on(
         name, "conv_projection", shape | {"training": True}, shape | {"kernel": 5, "stride": 3, "padding": 1}
     )
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-def test_loops_stay_within_their_buffers(tmp_path):
-    run_sanitized("conv_projection", tmp_path)

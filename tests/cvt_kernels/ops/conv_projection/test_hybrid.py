@@ -13,14 +13,13 @@ from cvt.checkpoints import read_checkpoint
 from cvt.tools.commands.compile.launches import TRITON_OPERATORS, stages
 from cvt_kernels import backends, launching, reference
 from cvt_kernels.ops.conv_projection import geometry_of, modules
-from tests.checks import not_built, recorded_operators
+from tests.checks import CPU_KERNELS, needs_extension, not_built, recorded_operators
 from tests.cvt.models import small
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 HYBRID = (3, 1, 1), (5, 4, 2)  # kernel size, padding and dilation of each summand
 GRID = (4, 5)
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
-OURS = [pytest.param("cpu", marks=needs_extension), "triton"]
+OURS = [CPU_KERNELS, "triton"]
 
 
 def device_of(backend):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching, reference
+from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Pixels
-from tests.checks import assert_accurate
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.cvt_kernels.ops.depth_head.test_depth_head import tensors
 
 DTYPES = "float16", "bfloat16", "float32"
 USUAL = {"height": 3, "width": 5, "inputs": 17, "channels": 9}
@@ -48,45 +48,6 @@ def test_values(settings, dtype):
         "_depth_sums_kernel",
     ]
     assert_agrees("depth_head", "triton", **USUAL | settings, dtype=dtype)
-
-
-def tensors(dtype=torch.float32, images=2, size=(5, 6), inputs=6, channels=5):
-    """Returns the arguments."""
-    x, weight, last = (
-        torch.randn(*shape, dtype=dtype)
-        for shape in ((images, inputs, *size), (channels, inputs, 3, 3), (1, channels, 3, 3))
-    )
-    bias, last_bias = torch.randn(channels, dtype=dtype), torch.randn(1, dtype=dtype)
-    return x, weight / (9 * inputs) ** 0.5, bias, last / (9 * channels) ** 0.5, last_bias, 10.0
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_of_many_channels_are_accurate(dtype):
-    """64 channels are those of GLPN."""
-    arguments = tensors(dtype, inputs=64, channels=64)
-    exact = reference.depth_head(*(each.double() for each in arguments[:5]), 10.0)
-    assert_accurate(run(*arguments), reference.depth_head(*arguments), exact)
-
-
-def test_an_image_has_the_same_bits_alone_and_among_others():
-    x, *others = tensors(images=3)
-    together = run(x, *others)
-    for i in range(3):
-        assert torch.equal(run(x[i : i + 1], *others)[0], together[i])
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy in the interpreter
-@torch.no_grad()
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [(0, 0), (4, 5), (2, 3), (0, 3), (4, 0)], ids=str)
-def test_a_number_that_is_not_finite_reaches_no_pixel_that_it_does_not_reach_by_pytorch(number, place):
-    arguments = tensors(images=1)
-    arguments[0][0, 2, place[0], place[1]] = number
-    expected, out = reference.depth_head(*arguments), run(*arguments)
-    is_finite = expected.isfinite()
-    torch.testing.assert_close(out[is_finite], expected[is_finite], rtol=1e-4, atol=1e-4)
-    assert number == number or out.isnan().any()
 
 
 def test_no_upsampled_map_is_allocated():

@@ -1,7 +1,5 @@
 """The CPU kernels of depthwise_conv_gelu against the reference."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,11 +7,10 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
-from tests.checks import compiler, not_built, run_sanitized
+from tests.checks import needs_extension
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on
 
-# Where a compiler was at hand and the extension is missing all the same, these tests fail.
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +94,3 @@ def test_operators_check_what_they_would_read():
 def test_other_instruction_sets(name):
     sizes = {"height": 7, "width": 21, "channels": 37, "approximate": "quick"}
     assert_agrees_on(name, "depthwise_conv_gelu", sizes)
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
-    run_sanitized("depthwise_conv_gelu", tmp_path)

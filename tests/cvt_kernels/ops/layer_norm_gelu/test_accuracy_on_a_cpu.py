@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from tests.checks import assert_accurate, not_built
+from tests.checks import assert_accurate, needs_extension
 
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)

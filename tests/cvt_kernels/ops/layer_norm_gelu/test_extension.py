@@ -1,7 +1,5 @@
 """The CPU kernels of LayerNorm and GELU against the reference."""
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,13 +9,10 @@ import cvt_kernels as ck
 from cvt_kernels import machine, reference
 from tests.checks import (
     assert_accurate,
-    compiler,
-    needs_avx2,
-    not_built,
+    needs_extension,
     recorded_operators,
     run_on_instruction_set,
     run_python,
-    run_sanitized,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,8 +31,7 @@ every_call = pytest.mark.parametrize(
 )
 
 
-# Where a compiler was at hand and the extension is missing all the same, these tests fail.
-pytestmark = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+pytestmark = needs_extension
 
 
 @pytest.fixture(autouse=True)
@@ -237,10 +231,3 @@ def test_other_instruction_sets(name):
 def test_unknown_instruction_set():
     result = run_python(INSTRUCTION_SETS, CVT_KERNELS_CPU="sse")
     assert "CVT_KERNELS_CPU: got 'sse', expected plain" in result.stderr
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("flags", ["", pytest.param("-mavx2 -mfma -mf16c", marks=needs_avx2)])
-def test_loops_stay_within_their_buffers(tmp_path, flags):
-    run_sanitized("layer_norm_gelu", tmp_path, flags)

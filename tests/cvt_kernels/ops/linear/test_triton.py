@@ -241,3 +241,12 @@ def test_a_stream_of_float32_is_written_in_place_under_autocast(operator):
             same = operator(x, weight, bias, residual)
     assert (out[0] if isinstance(out, tuple) else out) is stream
     torch.testing.assert_close(out, same, rtol=0.05, atol=0.05)
+
+
+def test_the_graph_operator_of_the_norm_has_two_dtypes():
+    """Under autocast on a GPU the LayerNorm is float32."""
+    x, weight, bias, residual = make_layer((60,), 32, 64, torch.bfloat16)
+    operator = torch.ops.cvt_kernels.linear_add_layer_norm.default
+    arguments = x, weight, bias, residual, None, None, None, 1e-5, torch.bfloat16, torch.float32
+    assert [out.dtype for out in operator(*arguments)] == [torch.bfloat16, torch.float32]
+    torch.library.opcheck(operator, arguments, test_utils=("test_faketensor",))

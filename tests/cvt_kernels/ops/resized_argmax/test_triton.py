@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launch, launching
@@ -17,10 +16,6 @@ USUAL = {"height": 5, "width": 6, "channels": 19, "out_height": 20, "out_width":
 def run(logits, size):
     with torch.no_grad(), ck.use_backend("triton"):
         return ck.resized_argmax(logits, size)
-
-
-def expected(logits, size):
-    return F.interpolate(logits, size, mode="bilinear", align_corners=False).argmax(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,27 +42,6 @@ def test_values(settings, dtype):
         run(*call)
     assert [each.kernel.__name__ for each in launches] == ["_pixel_classes_kernel", "_resized_argmax_kernel"]
     assert_agrees("resized_argmax", "triton", **USUAL | settings, dtype=dtype)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy in the interpreter
-def test_the_first_of_equal_classes_wins():
-    logits = torch.randn(2, 40, 3, 4)
-    logits[:, 35] = logits[:, 3] = 5.0
-    assert (run(logits, (12, 16)) == 3).all()
-    assert (run(torch.full((2, 40, 3, 4), -torch.inf), (3, 4)) == 0).all()
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy in the interpreter
-@pytest.mark.parametrize("size", [(10, 15), (13, 4), (5, 6)])
-def test_numbers_that_are_not_finite_count_as_by_pytorch(size):
-    """NaN is the largest, also of an infinity by a weight of 0; the first NaN wins."""
-    logits = torch.randn(2, 40, 5, 6)
-    logits[0, 37, 2, 3] = logits[0, 5, 4, 5] = logits[0, 6, 4, 5] = torch.nan
-    logits[1, 33, 1, 1] = torch.inf
-    logits[1, 2, 3, 4] = -torch.inf
-    out = run(logits, size)
-    assert torch.equal(out, expected(logits, size))
-    assert {5, 37} <= set(out[0].flatten().tolist())
 
 
 def test_neighbors_that_agree_need_no_logits():

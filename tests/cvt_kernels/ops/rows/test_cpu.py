@@ -1,15 +1,11 @@
 """Operators on rows by the compiled extension: accuracy, instruction sets, rows that x does not have."""
 
-import shutil
-
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
-from tests.checks import compiler, not_built, recorded_operators, run_on_instruction_set, run_sanitized
-
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
+from tests.checks import needs_extension, recorded_operators, run_on_instruction_set
 
 
 def make(batch=3, tokens=21, count=13, channels=40, dtype=torch.float32):
@@ -43,12 +39,6 @@ for dtype, atol in tolerances.items():
 @pytest.mark.parametrize("name", ["plain", "avx2", "avx512", "avx512_bf16"])  # the ones in its tables
 def test_values(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
-
-
-@pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-def test_loops_are_right_and_stay_within_their_buffers(tmp_path):
-    run_sanitized("rows", tmp_path, "-DKERNELS_VECTOR_BYTES=64")
 
 
 @needs_extension

@@ -6,7 +6,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import dispatch, reference
 from cvt_kernels.autotune import tuner
-from tests.checks import not_built
+from tests.checks import CPU_KERNELS
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4
 ROWS = torch.tensor([[0, 2, 3, 6], [5, 1, -1, -1]])
@@ -15,7 +15,7 @@ every_backend = pytest.mark.parametrize(
     [
         "reference",
         "triton",
-        pytest.param("cpu", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler")),
+        CPU_KERNELS,
     ],
 )
 

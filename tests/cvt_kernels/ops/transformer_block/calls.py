@@ -6,7 +6,7 @@ from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import assert_accurate, not_built
+from tests.checks import assert_accurate
 from tests.cvt_kernels.test_reference import random_conv
 
 #: The backends under test, each with those that serve its parts.
@@ -17,7 +17,6 @@ BACKENDS = {
     "cpu": ("cpu",),
 }
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
-needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
 
 
 def make(

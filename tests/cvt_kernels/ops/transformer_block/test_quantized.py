@@ -5,7 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
-from tests.checks import assert_accurate, not_built
+from tests.checks import assert_accurate, needs_extension, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     decibels,
@@ -13,7 +13,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     in_float64,
     is_far_from_ties,
     make,
-    needs_extension,
     pyramid,
     quantized,
     with_quantized,

@@ -6,7 +6,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
 from cvt_kernels.ops import token_selection
-from tests.checks import assert_accurate, not_built
+from tests.checks import assert_accurate, needs_extension, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     decibels,
@@ -14,7 +14,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     far_from_ties,
     in_float64,
     make,
-    needs_extension,
     some_rows,
     with_quantized,
 )
