@@ -238,7 +238,7 @@ def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
 
 
 class _Behavior(NamedTuple):
-    """What a class that is swapped in does.
+    """The behavior of a class that is swapped in.
 
     Attributes:
         run: Takes a module, an entry, the forward of the class beneath and the arguments of a call; returns

@@ -1,4 +1,4 @@
-"""Which stages and layers can be served as one, and why others cannot."""
+"""Finds the stages and layers that can be served as one, and says why others cannot."""
 
 from __future__ import annotations
 

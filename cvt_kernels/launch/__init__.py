@@ -59,7 +59,7 @@ def overridden(kernel: str, config: Any) -> Iterator[None]:
     """
     global _overrides
     if kernel not in _kernels and kernel not in kernels():
-        raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(_kernels)}")
+        raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(sorted(_kernels))}")
     expected = _kernels[kernel].record
     if not isinstance(config, expected):
         raise TypeError(

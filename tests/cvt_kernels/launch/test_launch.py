@@ -145,7 +145,9 @@ def test_a_configuration_is_overridden_for_a_while():
         assert find(197) == config
         assert find(197, kernel="linear_add", sizes=(1536, 384)) != config
     assert find(197) == shipped
-    with pytest.raises(ValueError, match="kernel: got 'mul', expected one of linear_gelu"):
+    with pytest.raises(
+        ValueError, match="kernel: got 'mul', expected one of attention_bwd, attention_bwd_bias"
+    ):
         launch.overridden("mul", config).__enter__()
     with pytest.raises(TypeError, match="config: got Product, expected ConvLinear, as conv_linear takes it"):
         launch.overridden("conv_linear", config).__enter__()
