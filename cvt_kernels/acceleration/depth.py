@@ -148,7 +148,7 @@ def _stages_of(decoder: Any, states: Sequence[Tensor]) -> Sequence[_Stage]:
     known = known_of(decoder, _ExaminedStages)
     if known is None:
         known = _ExaminedStages(decoder)
-        if not torch._C._len_torch_dispatch_stack():  # a mode may have put tensors in the places of parameters
+        if not torch._C._len_torch_dispatch_stack():  # a mode may have replaced parameters
             vars(decoder)[known.attribute] = known
     if known.watch.is_training():  # a BatchNorm may normalize by the batch
         return ()
