@@ -147,7 +147,9 @@ def _stages_of(decoder: Any, states: Sequence[Tensor]) -> Sequence[_Stage]:
         return ()
     known = known_of(decoder, _ExaminedStages)
     if known is None:
-        known = vars(decoder)[_ExaminedStages.attribute] = _ExaminedStages(decoder)
+        known = _ExaminedStages(decoder)
+        if not torch._C._len_torch_dispatch_stack():  # a mode may have replaced parameters
+            vars(decoder)[known.attribute] = known
     if known.watch.is_training():  # a BatchNorm may normalize by the batch
         return ()
     sizes = [state.shape[2:] for state in reversed(states)]
