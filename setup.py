@@ -118,12 +118,12 @@ def steps(build: Path, target: Path, version: str, sets: list[str]) -> list[Step
     common = [*shlex.split(flags), *DEFINES, *INCLUDE, *system]
     toolkit = find_toolkit()
     # No path to torch's libraries is kept: they are loaded before the extension is.
-    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu"]
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-ldl"]
     targets = architectures(toolkit) if toolkit is not None else []
     if not targets:
         toolkit = None
     if toolkit is not None:
-        libraries += [str(toolkit.runtime), "-lrt", "-lpthread", "-ldl"]
+        libraries += [str(toolkit.runtime), "-lrt", "-lpthread"]
 
     def step(source: Path, command: list[str], variant: str = "") -> Step:
         stem = "_".join(source.relative_to(CSRC).with_suffix("").parts)

@@ -9,7 +9,6 @@ import statistics
 import sys
 import threading
 import time
-import types
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.acceleration import fused, recording
 from cvt_kernels.ops import planned_launches
+from cvt_kernels.ops.prepared_launches import Prepared
 from tests import upstream
 
 pytest.importorskip("triton")
@@ -406,8 +406,9 @@ def test_the_host_needs_at_most_three_fifths_of_upstreams(family, monkeypatch):
     """Over a driver that launches nothing, with operators so small that the host is all that counts."""
     from triton.runtime import interpreter
 
-    kernel = types.SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: kernel)
+    compiled, started = object(), Prepared(lambda *args: None, None)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: compiled)
+    monkeypatch.setattr(planned_launches, "prepared", lambda *args: started)
     own = DEEP[family]().eval()
     live = ck.accelerate(copy.deepcopy(own), freeze=False)
     size = 70 if family == "pvt" else 64

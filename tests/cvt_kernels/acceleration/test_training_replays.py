@@ -4,7 +4,6 @@ import contextlib
 import copy
 import sys
 import threading
-import types
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import fused, matching
 from cvt_kernels.ops import planned_launches, training_replays
+from cvt_kernels.ops.prepared_launches import Prepared
 from cvt_kernels.ops.training_replays import TrainingReplays
 from tests import upstream
 from tests.cvt_kernels.acceleration.test_replays import DEEP, FAMILIES, seconds_of
@@ -482,13 +482,11 @@ def test_a_failure_within_a_stage_leaves_no_state():
 class Compiled:
     """A compiled kernel whose launches do nothing."""
 
-    function = packed_metadata = None
-
-    def run(self, *args):
-        pass
-
     def __getitem__(self, grid):
-        return self.run
+        return lambda *args: None
+
+
+STARTED = Prepared(lambda *args: None, None)
 
 
 def calls_of_a_step(model):
@@ -510,6 +508,7 @@ def test_a_recorded_step_takes_fewer_calls(monkeypatch):
     """Launches do nothing here, so that what is left is the host's."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **kwargs: Compiled())
+    monkeypatch.setattr(planned_launches, "prepared", lambda *args: STARTED)
     model = trained(drop_path=0.2)
     for _ in range(3):
         model().sum().backward()
@@ -525,8 +524,8 @@ def test_a_recorded_step_takes_fewer_calls(monkeypatch):
 def test_the_host_of_a_step_needs_less_than_upstreams(family, monkeypatch):
     """Over a driver that launches nothing, with operators so small that the host counts most."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    kernel = types.SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: kernel)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: Compiled())
+    monkeypatch.setattr(planned_launches, "prepared", lambda *args: STARTED)
     own = DEEP[family]().train()
     live = ck.accelerate(copy.deepcopy(own), freeze=False)
     size = 70 if family == "pvt" else 64

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt_kernels import machine
-from cvt_kernels.ops import prepared_launches
+import cvt_kernels as ck
+from cvt_kernels import backends, machine
+from cvt_kernels.ops import planned_launches, prepared_launches
 from cvt_kernels.ops.prepared_launches import descriptor_on, prepared, why_not_prepared
 
 pytest.importorskip("triton")
@@ -304,6 +305,26 @@ def test_another_launcher_gets_addresses_in_the_place_of_tensors(monkeypatch):
     assert descriptor_on(descriptor, 5).base == 5
     monkeypatch.setattr(prepared_launches, "why_not_prepared", lambda: "not built")
     assert prepared(compiled, (3, 2, 1), given).why_by_triton == "not built"
+
+
+@pytest.mark.gpu
+def test_a_gpu_starts_all_kernels_by_its_driver_with_the_same_results(monkeypatch):
+    reasons, prepare = [], planned_launches.prepared
+
+    def noted(*arguments):
+        made = prepare(*arguments)
+        reasons.append(made.why_by_triton)
+        return made
+
+    monkeypatch.setattr(planned_launches, "prepared", noted)
+    backends.forget()
+    sizes = (25088, 192), (768, 192)
+    x, weight = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    with ck.use_backend("triton"), torch.no_grad():
+        outs = [ck.linear_gelu(x, weight, weight[:, 0].contiguous()) for _ in range(4)]
+    assert reasons
+    assert set(reasons) == {None}
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_a_missing_extension_and_an_older_one_are_reasons(monkeypatch):
