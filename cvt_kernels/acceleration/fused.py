@@ -491,11 +491,10 @@ def _reduced_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[
     q, *kept = parts.linears
     if parts.reduction is None or len(kept) != 2 or not all(type(each) is Linear for each in kept):
         return None
-    if not _has_kernel_of_embeddings(y, *parts.reduction) or modes.wants_gradient(
-        *(t for each in kept for t in each)
-    ):
+    tensors = [tensor for layer in kept for tensor in layer if tensor is not None]
+    if modes.wants_gradient(*tensors) or any(tensor.dtype != y.dtype for tensor in tensors):
         return None
-    if any(t is not None and t.dtype != y.dtype for each in kept for t in each):
+    if not _has_kernel_of_embeddings(y, *parts.reduction):
         return None
     conv, norm = parts.reduction
     vectors = conv.bias, norm.weight, norm.bias

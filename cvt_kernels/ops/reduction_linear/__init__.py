@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, dispatch, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import facts_of_pairs, operator, triton_kernels
-from ...records import Linear
-from .. import weight_cache
 from ..conv_embedding import conv_embedding
 from ..conv_linear import WeightAndBias, check_linears
 from ..depthwise_conv_gelu import check_whole_grid
@@ -71,34 +68,7 @@ def _compose(call: Record) -> tuple[Tensor, ...]:
     image = x.unflatten(1, grid).permute(0, 3, 1, 2)
     settings: dict[str, Any] = {"stride": weight.shape[3], "padding": 0, "eps": eps}
     kept = conv_embedding(image, weight, bias, norm_weight, norm_bias, **settings)
-    layers = [Linear(*each) for each in linears]
-    tensors = (weight, bias, norm_weight, norm_bias, *(t for layer in layers for t in layer))
-    if (
-        len({each.weight.shape for each in layers}) > 1
-        or weight_cache.why_unpackable(x, *tensors) is not None
-    ):
-        return tuple(linear(kept, *layer) for layer in layers)
-    return linear(kept, *side_by_side(layers)).chunk(len(layers), dim=2)
-
-
-def side_by_side(layers: Sequence[Linear]) -> Linear:
-    """Returns layers of the same tokens as one, packed."""
-
-    @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-    @torch.no_grad()
-    def pack() -> Linear:
-        weight = torch.cat([layer.weight for layer in layers])
-        if all(layer.bias is None for layer in layers):
-            return Linear(weight)
-        return Linear(weight, torch.cat([_bias_of(layer) for layer in layers]))
-
-    first, *others = (tensor for layer in layers for tensor in layer)
-    assert first is not None
-    return weight_cache.packed(first, f"{len(layers)} layers side by side", pack, others)
-
-
-def _bias_of(layer: Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
+    return tuple(linear(kept, *each) for each in linears)
 
 
 def _kind(call: Record) -> str:
@@ -154,7 +124,7 @@ def reduction_linear(
         eps: Added to the variance.
 
     Returns:
-        One ``(B, H//k · W//k, outputs)`` per layer; they may be parts of one tensor.
+        One ``(B, H//k · W//k, outputs)`` per layer.
 
     Raises:
         TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).

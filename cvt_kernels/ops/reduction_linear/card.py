@@ -22,15 +22,16 @@ def _reduction_linear(m: Any) -> Any:
 
 
 def _reduction_linear_stage(step: cards.Step) -> None:
-    """Runs the tokens of keys and values of a pyramid's stage, by a weight in both orders."""
+    """Runs the tokens of keys and values of a pyramid's stage: of a live model, then of a frozen one."""
     if step.stage.embedding is None:
         return
     grid, channels, ratio, _, _ = step.stage.embedding
     x, vector = step.tensor(step.batch, grid[0] * grid[1], channels), step.tensor(channels)
-    layers = [(step.tensor(channels, channels), vector)] * 2
-    weight = step.tensor(channels, channels, ratio, ratio)
-    for each in (weight, weight.to(memory_format=torch.channels_last)):
-        step.call("reduction_linear", x, grid, each, vector, vector, vector, layers)
+    weight, key = step.tensor(channels, channels, ratio, ratio), step.tensor(channels, channels)
+    step.call("reduction_linear", x, grid, weight, vector, vector, vector, [(key, vector)] * 2)
+    packed, both = weight.to(memory_format=torch.channels_last), step.tensor(2 * channels, channels)
+    layers = [(both, step.tensor(2 * channels))]
+    step.call("reduction_linear", x, grid, packed, vector, vector, vector, layers)
 
 
 def _reduction_linear_work(arguments: dict[str, Any]) -> cards.Work:

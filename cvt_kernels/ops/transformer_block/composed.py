@@ -1,10 +1,10 @@
 """A transformer block composed of other operators of this package, each with its own cache entry.
 
 Without convolutional projections and gradients, linear layers that read the same tokens are one product, of
-weights that are packed side by side: K and V behind a reduction, else Q, K and V. The reduction is one
-``conv_embedding`` then. So a block of SegFormer or PVT v2 is nine launches of kernels on a GPU, seven without
-a reduction: LayerNorm, reduction, Q, K and V, attention, the layer behind it with residual and LayerNorm, and
-the MLP's two layers with the convolution between them.
+weights that are packed side by side: K and V behind a reduction, else Q, K and V. The reduction and the first
+of these are ``reduction_linear``. So a block of SegFormer or PVT v2 is eight launches of kernels on a GPU,
+seven without a reduction: LayerNorm, Q, the reduction with K and V, attention, the layer behind it with
+residual and LayerNorm, and the MLP's two layers with the convolution between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..depthwise_conv_gelu import depthwise_conv_gelu
 from ..layer_norm_gelu import layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..linear_int8 import layer_norm_quantize, linear_int8
-from ..reduction_linear import reduction_linear, side_by_side
+from ..reduction_linear import reduction_linear
 from ..rows import gather_rows, scatter_rows
 from .reduction import reduce_tokens
 
@@ -77,26 +77,48 @@ def _project_packed(
 ) -> Sequence[Tensor]:
     """Returns queries, keys and values by packed weights."""
     if block.reduce is None and rows is None:
-        return linear(y, *side_by_side(layers)).chunk(3, dim=2)
+        return linear(y, *_side_by_side(layers)).chunk(3, dim=2)
     queries = linear(y if rows is None else gather_rows(y, rows), *layers[0])
     if isinstance(block.reduce, Reduction):
-        return queries, *_reduce(y, grid, block.reduce, layers[1:])
-    return queries, *linear(y, *side_by_side(layers[1:])).chunk(2, dim=2)
+        made = _reduce(y, grid, block.reduce, layers[1:])
+    else:
+        made = linear(y, *_side_by_side(layers[1:]))
+    return queries, *made.chunk(2, dim=2)
 
 
-def _reduce(
-    y: Tensor, grid: tuple[int, int], reduction: Reduction, layers: Sequence[Linear]
-) -> Sequence[Tensor]:
-    """Returns layers of reduced tokens, by a weight packed with channels last."""
-    weight, bias, norm = reduction
+def _side_by_side(layers: Sequence[Linear]) -> Linear:
+    """Returns layers of the same tokens as one, packed."""
 
     @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
+    @torch.no_grad()
+    def pack() -> Linear:
+        weight = torch.cat([layer.weight for layer in layers])
+        if all(layer.bias is None for layer in layers):
+            return Linear(weight)
+        return Linear(weight, torch.cat([_bias_of(layer) for layer in layers]))
+
+    first, *others = (tensor for layer in layers for tensor in layer)
+    assert first is not None
+    return weight_cache.packed(first, f"{len(layers)} layers side by side", pack, others)
+
+
+def _bias_of(layer: Linear) -> Tensor:
+    return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
+
+
+def _reduce(y: Tensor, grid: tuple[int, int], reduction: Reduction, layers: Sequence[Linear]) -> Tensor:
+    """Returns layers of reduced tokens side by side, by a weight packed with channels last."""
+    weight, bias, norm = reduction
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def pack() -> Tensor:
         return weight.clone(memory_format=torch.channels_last)
 
     packed = weight_cache.packed(weight, "channels last", pack)
-    return reduction_linear(y, grid, packed, bias, norm.weight, norm.bias, layers, eps=norm.eps)
+    vectors = bias, norm.weight, norm.bias
+    (made,) = reduction_linear(y, grid, packed, *vectors, [_side_by_side(layers)], eps=norm.eps)
+    return made
 
 
 def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Sequence[Tensor]:

@@ -8,7 +8,7 @@ embeds PVT's patches.
 
 A weight is read as it lies, too: with channels last (OHWI), the order of the windows in memory, or as a
 parameter lies, with channels first (OIHW). A step then has a few pixels of a few channels, and the windows
-take the weight's order in registers. This costs less than a launch that copies the weight.
+take the weight's order in registers, and no launch copies the weight.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def why_not_gathered(
         return "channels are not last"
     if class_token is not None:
         return "there is a class token"
-    return why_no_tiles(
-        image, weight, image.shape[0] * (image.shape[2] // stride) * (image.shape[3] // stride)
-    )
+    tokens = (image.shape[2] // stride) * (image.shape[3] // stride)
+    return why_no_tiles(image, weight, image.shape[0] * tokens)
 
 
 def why_no_tiles(x: Tensor, weight: Tensor, rows: int) -> str | None:
