@@ -109,8 +109,8 @@ class Operator:
     Attributes:
         name: Its name.
         bind: Takes the arguments of a call; returns its record.
-        kind: Takes the record of a call; returns the last part of its cache key, which names a class of calls
-            that use the same kernels and cost about the same.
+        cost_class: Takes the record of a call; returns the last part of its cache key, which names a class of
+            calls that use the same kernels and cost about the same.
         sample: Takes a factor and the record of a call; returns the record of a call on fewer images. With 1
             they are enough for the check on a CPU, with 32 for the timing there.
         defaults: PyTorch's own backends in order of preference: the first able one serves without an entry.
@@ -126,7 +126,7 @@ class Operator:
 
     name: str
     bind: Callable[..., Record]
-    kind: Callable[[Record], str]
+    cost_class: Callable[[Record], str]
     sample: Callable[[int, Record], Record]
     defaults: tuple[str, ...]
     exact: Callable[[Record], Any] | None
@@ -202,10 +202,10 @@ _AUTO: tuple[Backend, ...] = ("auto",)
 operators: dict[str, Operator] = {}
 #: The implementations: operator → backend → implementation.
 implementations: dict[str, dict[str, Implementation]] = {}
-#: The plans of this process (``declaration``): key of a call → function.
-plans: dict[Any, Callable[..., Any]] = {}
-#: The number of plans at which all are dropped, so that ever new shapes do not fill the memory.
-MOST_PLANS = 10_000
+#: What serves later calls of this process (``declaration``): key of a call → function.
+dispatch_cache: dict[Any, Callable[..., Any]] = {}
+#: The number of functions at which all are dropped, so that ever new shapes do not fill the memory.
+MOST_CACHED = 10_000
 #: The choices that process groups have agreed on; groups are weak keys.
 agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _fallbacks: dict[tuple[str, str], str] = {}
@@ -544,25 +544,25 @@ def _ask_why_unavailable(implementation: Implementation, device_type: str) -> st
     return reason
 
 
-def keep_plan(table: dict[Any, Callable[..., Any]], key: Any, plan: Callable[..., Any]) -> None:
-    """Adds a plan to the table that ``plans`` was when its call began."""
-    if len(table) >= MOST_PLANS:
+def cache_dispatch(table: dict[Any, Callable[..., Any]], key: Any, function: Callable[..., Any]) -> None:
+    """Adds a function to the table that ``dispatch_cache`` was when its call began."""
+    if len(table) >= MOST_CACHED:
         table.clear()
-    table[key] = plan
+    table[key] = function
 
 
 def forget() -> None:
-    """Drops the plans of this process, so that later calls choose again.
+    """Empties the dispatch cache of this process, so that later calls choose again.
 
     Agreements of process groups stay: a process that asked the others again would wait in vain.
     """
-    global plans
-    plans = {}  # a new table: another thread may still be adding an outdated plan to the old one
+    global dispatch_cache
+    dispatch_cache = {}  # a new table: another thread may add to the old one yet
     _ask_why_unavailable.cache_clear()
 
 
 def reset() -> None:
-    """Resets this process to "auto", without plans, fallbacks or agreements, as between two tests."""
+    """Resets this process to "auto", without cache, fallbacks or agreements, as between two tests."""
     global _requested, _requested_by, _requested_in_graph
     _open_blocks(_OUTSIDE)
     _requested, _requested_by, _requested_in_graph = _AUTO, None, None

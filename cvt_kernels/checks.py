@@ -24,8 +24,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: Whether plans check at every call that their backend can serve it: the tests set the variable.
-CHECKS_PLANS = os.environ.get("CVT_KERNELS_CHECK_PLANS", "0") not in ("", "0")
+#: Whether cached functions check at every call that their backend can serve it: the tests set the variable.
+CHECKS_CACHED = os.environ.get("CVT_KERNELS_CHECK_CACHED", "0") not in ("", "0")
 
 _DENSE = torch.strided
 _FLOAT_NAMES = ", ".join(map(dtype_name, _FLOAT_DTYPES))

@@ -3,7 +3,7 @@
 The decorated function has the signature and the docstring, and computes the operator in plain PyTorch. The
 public function makes a key of each call: the types, dtypes, shapes and strides of its tensors, its settings
 with their types, and the state of the process. The first call of a key checks its arguments, and ``dispatch``
-chooses a backend. A plan serves later calls of the key at once.
+chooses a backend. A function in the dispatch cache serves later calls of the key at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Declaration(backends.Operator):
         signature: The signature of the public function.
         public: The public function.
         reference: The decorated function, as a function of the record.
-        check, instead, arguments: See :func:`operator`.
+        check, composition, arguments: See :func:`operator`.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Declaration(backends.Operator):
         name: str,
         function: Callable[..., Any],
         check: Callable[[Record], None],
-        values: tuple[str, Callable[[Record], None]] | None,
-        instead: Callable[[Record], Callable[[Record], Any] | None] | None,
+        check_numbers: tuple[str, Callable[[Record], None]] | None,
+        composition: Callable[[Record], Callable[[Record], Any] | None] | None,
         arguments: Callable[[Record], Record] | None,
-        facts: Mapping[str, tuple[Any, ...]],
+        key_parts: Mapping[str, tuple[Any, ...]],
         **described: Any,
     ) -> None:
         self.signature = inspect.signature(function)
-        self.check, self.instead, self.arguments = check, instead, arguments
+        self.check, self.composition, self.arguments = check, composition, arguments
         self._reference = function
         self._record = collections.namedtuple(f"{name}_call", self.signature.parameters)  # type: ignore[misc]
         super().__init__(name, bind=self._generate_bind(name), package=function.__module__, **described)
         self.reference = self.passing_on(function)
-        self.public = self._generate(values, facts)
+        self.public = self._generate(check_numbers, key_parts)
 
     def passing_on(self, function: Callable[..., Any]) -> Callable[[Record], Any]:
         """Returns a function that takes a record and calls ``function`` with its arguments."""
@@ -74,17 +74,17 @@ class Declaration(backends.Operator):
         )
 
     def serve(self, *values: Any) -> Any:
-        """Checks the arguments of a call, and serves it without a plan."""
+        """Checks the arguments of a call, and serves it without the dispatch cache."""
         return self._serve(self._record(*values))[0]
 
     def first(self, key: tuple[Any, ...] | None, *values: Any) -> Any:
-        """Serves a call without a plan, and keeps a plan for later calls of the same key, if there is one."""
-        table = backends.plans
+        """Serves a call that is not in the dispatch cache, and adds what serves later calls of its key."""
+        table = backends.dispatch_cache
         out, choice = self._serve(self._record(*values))
         if key is not None and key[1] is not None and _may_be_kept(key):
-            plan = self._plan(self._record(*values), choice)
-            if plan is not None:
-                backends.keep_plan(table, key, plan)
+            cached = self._cached(self._record(*values), choice)
+            if cached is not None:
+                backends.cache_dispatch(table, key, cached)
         return out
 
     def bound(self, call: Record) -> Callable[[Any], Any] | None:
@@ -92,7 +92,7 @@ class Declaration(backends.Operator):
 
         It is None if the backend cannot be bound. The caller must watch the parameters for changes.
         """
-        if self.instead is not None and self.instead(call) is not None:
+        if self.composition is not None and self.composition(call) is not None:
             return None
         choice = dispatch.choose(self.name, call)
         bind = getattr(choice.eager.function, "bind", None)
@@ -108,7 +108,7 @@ class Declaration(backends.Operator):
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return dispatch.choose_recorded(self.name, call).eager.function(call), None
         self.check(call)
-        served = None if self.instead is None else self.instead(call)
+        served = None if self.composition is None else self.composition(call)
         if served is not None:
             return served(call), None
         choice = dispatch.choose(self.name, call)
@@ -116,32 +116,32 @@ class Declaration(backends.Operator):
             _noted.choices.all_last = False
         return choice.serving(call[0]).function(call), choice
 
-    def _plan(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
-        """Returns the plan for later calls of a served call's key, or None."""
+    def _cached(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
+        """Returns the function for later calls of a served call's key, or None."""
         arrange = self.arguments
         if arrange is not None and (arranged := arrange(call)) != call:
-            plan_of_arranged = self._plan(arranged, choice)
-            if plan_of_arranged is None:
+            cached_for_arranged = self._cached(arranged, choice)
+            if cached_for_arranged is None:
                 return None
-            return lambda *values: plan_of_arranged(*arrange(self._record(*values)))
+            return lambda *values: cached_for_arranged(*arrange(self._record(*values)))
         if choice is None:
-            served = None if self.instead is None else self.instead(call)
+            served = None if self.composition is None else self.composition(call)
             return None if served is None else self._taking_values(served)
         if not choice.lasts or choice.in_graphs is not choice.eager:
             return None
         function, why_unsupported = choice.eager.function, choice.eager.why_unsupported
         prepare = None if torch.is_grad_enabled() else getattr(function, "prepare", None)
-        plan: Callable[..., Any] = (None if prepare is None else prepare(call)) or self._taking_values(
+        cached: Callable[..., Any] = (None if prepare is None else prepare(call)) or self._taking_values(
             function
         )
-        if why_unsupported is None or not checks.CHECKS_PLANS:
-            return plan
+        if why_unsupported is None or not checks.CHECKS_CACHED:
+            return cached
 
         def checked(*values: Any) -> Any:
             reason = why_unsupported(self._record(*values))
             if reason is not None:
-                raise AssertionError(f"{self.name}: a plan serves a call that its backend refuses: {reason}")
-            return plan(*values)
+                raise AssertionError(f"{self.name}: cached for a call that its backend refuses: {reason}")
+            return cached(*values)
 
         return checked
 
@@ -149,8 +149,8 @@ class Declaration(backends.Operator):
         """Returns a function of all arguments by position that calls ``function`` with their record."""
         names = ", ".join(self.signature.parameters)
         scope = {"_function": function, "_new": tuple.__new__, "_record": self._record}
-        source = f"def plan({names}):\n    return _function(_new(_record, ({names},)))\n"
-        return _compiled(source, f"{self.name} plan", scope)
+        source = f"def cached({names}):\n    return _function(_new(_record, ({names},)))\n"
+        return _compiled(source, f"{self.name} cached", scope)
 
     def _generate_bind(self, name: str) -> Callable[..., Record]:
         names = ", ".join(self.signature.parameters)
@@ -159,7 +159,9 @@ class Declaration(backends.Operator):
         return _compiled(source, f"{name} bind", scope)
 
     def _generate(
-        self, values: tuple[str, Callable[[Record], None]] | None, facts: Mapping[str, tuple[Any, ...]]
+        self,
+        check_numbers: tuple[str, Callable[[Record], None]] | None,
+        key_parts: Mapping[str, tuple[Any, ...]],
     ) -> Callable[..., Any]:
         names = ", ".join(self.signature.parameters)
         scope: dict[str, Any] = {
@@ -171,16 +173,16 @@ class Declaration(backends.Operator):
         hints = typing.get_type_hints(self._reference)
         parts = []
         for name in self.signature.parameters:
-            if name in facts:
-                scope[f"_facts_{name}"], *others = facts[name]
-                parts.append(f"_facts_{name}({', '.join((name, 'grad', *others))})")
+            if name in key_parts:
+                scope[f"_key_of_argument_{name}"], *others = key_parts[name]
+                parts.append(f"_key_of_argument_{name}({', '.join((name, 'grad', *others))})")
             else:
-                parts.append(_facts_source(hints[name], name, scope))
+                parts.append(_key_source(hints[name], name, scope))
         look = ""
-        if values is not None:
-            condition, scope["_check_values"] = values
+        if check_numbers is not None:
+            condition, scope["_check_numbers"] = check_numbers
             scope["_record"] = self._record
-            look = f"    if {condition} is not None:\n        _check_values(_record({names}))\n"
+            look = f"    if {condition} is not None:\n        _check_numbers(_record({names}))\n"
         source = f"""\
 def {self.name}({_head(self.signature)}):
     if _compiling() or _tracing() is not None:
@@ -188,12 +190,12 @@ def {self.name}({_head(self.signature)}):
     try:
         grad = _grad_enabled()
         key = (_name, _token(grad, {next(iter(self.signature.parameters))}), {", ".join(parts)})
-        plan = _backends.plans.get(key)
+        cached = _backends.dispatch_cache.get(key)
     except _NO_KEY:  # as of what is no tensor, or of a setting without a hash
-        key = plan = None
-    if plan is None:
+        key = cached = None
+    if cached is None:
         return _first(key, {names})
-{look}    return plan({names})
+{look}    return cached({names})
 """
         return functools.wraps(self._reference)(_compiled(source, self.name, scope))
 
@@ -201,7 +203,7 @@ def {self.name}({_head(self.signature)}):
 def operator(
     *,
     backends: Mapping[str, Implementation],
-    kind: Callable[[Record], str],
+    cost_class: Callable[[Record], str],
     sample: Callable[[int, Record], Record],
     check: Callable[[Record], None],
     name: str | None = None,
@@ -210,35 +212,35 @@ def operator(
     unrounded: Callable[[Record], Any] | None = None,
     score: Callable[[Record, list[Tensor]], list[Tensor]] | None = None,
     fused_by_compiler: bool = False,
-    values: tuple[str, Callable[[Record], None]] | None = None,
-    instead: Callable[[Record], Callable[[Record], Any] | None] | None = None,
+    check_numbers: tuple[str, Callable[[Record], None]] | None = None,
+    composition: Callable[[Record], Callable[[Record], Any] | None] | None = None,
     arguments: Callable[[Record], Record] | None = None,
-    facts: Mapping[str, tuple[Any, ...]] | None = None,
+    key_parts: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Callable[[Function], Function]:
     """Declares an operator; the decorated function computes it in plain PyTorch.
 
-    Functions take the record of a call, a NamedTuple with the names of the parameters. For ``kind``,
+    Functions take the record of a call, a NamedTuple with the names of the parameters. For ``cost_class``,
     ``sample``, ``defaults``, ``exact``, ``unrounded``, ``score`` and ``fused_by_compiler``, see
     :class:`backends.Operator`.
 
     - ``backends``: Backend → implementation, besides the decorated function.
     - ``check``: Raises TypeError or ValueError for wrong arguments. It depends on the key of a call only.
     - ``name``: The name of the operator, by default the function's.
-    - ``values``: A parameter, and a check of its numbers, which are not in the key. The check runs at every
-      call where the parameter is not None.
-    - ``instead``: Returns a function of the record that serves the call without a choice of a backend, or
+    - ``check_numbers``: A parameter, and a check of its numbers, which are not in the key. The check runs at
+      every call where the parameter is not None.
+    - ``composition``: Returns a function of the record that serves the call without a choice of a backend, or
       None. It is called once for a key.
     - ``arguments``: Normalizes the record, for example a list to a tuple. The changes are not in the key.
-    - ``facts``: Parameter → a function that makes its part of the key, and names of other parameters; for
+    - ``key_parts``: Parameter → a function that makes its part of the key, and names of other parameters; for
       parameters whose annotation is not enough. The function takes the value, whether gradients are enabled,
       and the other parameters' values. It raises TypeError for values that must not be in a key.
     """
 
     def declare(function: Function) -> Function:
         declared = Declaration(
-            name or function.__name__, function, check, values, instead, arguments, facts or {},
-            kind=kind, sample=sample, defaults=defaults, exact=exact, unrounded=unrounded,
-            score=score, fused_by_compiler=fused_by_compiler,
+            name or function.__name__, function, check, check_numbers, composition, arguments,
+            key_parts or {}, cost_class=cost_class, sample=sample, defaults=defaults, exact=exact,
+            unrounded=unrounded, score=score, fused_by_compiler=fused_by_compiler,
         )  # fmt: skip
         setattr(reference, declared.name, function)
         _register(declared, backends)
@@ -318,7 +320,7 @@ _transform = torch._C._functorch.maybe_current_level
 
 
 def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
-    """Returns the state that choices and plans depend on, or None where no plan may be used."""
+    """Returns the state that choices depend on, or None where the dispatch cache may not be used."""
     # Inlined from machine and checks, because it runs at every call.
     if launching.interception is not None or _transform() is not None or _modes():
         return None
@@ -338,36 +340,36 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
 def key_of_serving(x: Tensor) -> tuple[Any, ...] | None:
     """Returns a key for calls without gradients whose parameters do not change, or None."""
     token = _token(False, x)
-    return None if token is None else (token, facts_of_tensor(x, False))
+    return None if token is None else (token, key_of_tensor(x, False))
 
 
 def key_of_training(x: Tensor) -> tuple[Any, ...] | None:
     """Returns a key for calls with gradients whose parameters are told apart otherwise, or None."""
     token = _token(True, x)
-    return None if token is None else (token, facts_of_tensor(x, True))
+    return None if token is None else (token, key_of_tensor(x, True))
 
 
 #: The errors that wrong arguments cause while their key is made.
 _NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_FACT = (
+_TENSOR_KEY = (
     "({0}.__class__, {0}.dtype, {0}.layout, {0}.device, {0}.shape, {0}.stride(), grad and {0}.requires_grad)"
 )
 
 
-def _facts_source(kind: Any, name: str, scope: dict[str, Any]) -> str:
+def _key_source(kind: Any, name: str, scope: dict[str, Any]) -> str:
     """Returns the source of the expression for a parameter's part of a key."""
     optional = typing.get_origin(kind) in (typing.Union, types.UnionType)
     if optional:
         kinds = [part for part in typing.get_args(kind) if part is not type(None)]
         if len(kinds) == 1 and _is_composite(kinds[0]):
-            return f"(None if {name} is None else {_facts_source(kinds[0], name, scope)})"
+            return f"(None if {name} is None else {_key_source(kinds[0], name, scope)})"
     elif kind is Tensor:
-        return _FACT.format(name)
+        return _TENSOR_KEY.format(name)
     elif typing.get_origin(kind) is tuple:
         return f"{name}, {name}.__class__, *map(type, {name})"
     elif _is_composite(kind):
-        scope[f"_facts_of_{kind.__name__}"] = facts_of(kind)
-        return f"_facts_of_{kind.__name__}({name}, grad)"
+        scope[f"_key_of_{kind.__name__}"] = key_of(kind)
+        return f"_key_of_{kind.__name__}({name}, grad)"
     return f"{name}, {name}.__class__"
 
 
@@ -376,7 +378,7 @@ def _is_composite(kind: Any) -> bool:
 
 
 @functools.cache
-def facts_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
+def key_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
     """Returns a function that makes a NamedTuple's part of a key, without some fields.
 
     The function raises TypeError for values of other types.
@@ -384,9 +386,9 @@ def facts_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...
     scope: dict[str, Any] = {"_kind": kind}
     fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
     hints = typing.get_type_hints(kind)
-    parts = [_facts_source(hints[field], field, scope) for field in fields if field not in left_out]
+    parts = [_key_source(hints[field], field, scope) for field in fields if field not in left_out]
     source = f"""\
-def facts(x, grad):
+def key(x, grad):
     if x.__class__ is not _kind:
         raise TypeError
     {", ".join(fields)}, = x
@@ -422,12 +424,12 @@ def _defaults(signature: inspect.Signature) -> dict[str, Any]:
     return {f"_default_{each.name}": each.default for each in signature.parameters.values()}
 
 
-_of_tensor = f"def facts(t, grad):\n    return None if t is None else {_FACT.format('t')}\n"
+_of_tensor = f"def key(t, grad):\n    return None if t is None else {_TENSOR_KEY.format('t')}\n"
 #: Returns the part of a key for a tensor or None; takes it, and whether gradients are enabled.
-facts_of_tensor: Callable[[Tensor | None, bool], Any] = _compiled(_of_tensor, "tensor", {})
+key_of_tensor: Callable[[Tensor | None, bool], Any] = _compiled(_of_tensor, "tensor", {})
 
 
-def facts_of_pairs(pairs: Any, grad: bool) -> tuple[Any, ...]:
+def key_of_pairs(pairs: Any, grad: bool) -> tuple[Any, ...]:
     """Returns the part of a key for a tuple or a list of pairs of tensors, or of tensors and None.
 
     Raises:
@@ -435,4 +437,4 @@ def facts_of_pairs(pairs: Any, grad: bool) -> tuple[Any, ...]:
     """
     if type(pairs) not in (tuple, list):
         raise TypeError
-    return type(pairs), *[(type(each), *[facts_of_tensor(t, grad) for t in each]) for each in pairs]
+    return type(pairs), *[(type(each), *[key_of_tensor(t, grad) for t in each]) for each in pairs]

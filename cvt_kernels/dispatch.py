@@ -1,7 +1,8 @@
 """The choice of the backend that serves a call.
 
-The first call of a key (``declaration``) goes through :func:`choose`; a plan serves the later ones. Under
-``auto``, the cache's entry decides. Without an entry, the call is autotuned first (``autotune``).
+The first call of a key (``declaration``) goes through :func:`choose`; the dispatch cache serves the others.
+Under ``auto``, the entry of the call's cost class decides. Without an entry, the call is autotuned first
+(``autotune``).
 
 This module is plain Python over module globals and the requested backends, so that
 ``torch.compile(fullgraph=True)`` traces through it.
@@ -139,7 +140,7 @@ def _choose_traced(operator: str, call: Record) -> str:
     gradient = wants_gradient(call)
     if not gradient and _is_left_to_compiler(operator, x.device.type):
         return _first_able(operator, described.defaults, call)
-    backend = _remembered_backend(operator, x.dtype, x.device, gradient, described.kind(call))
+    backend = _remembered_backend(operator, x.dtype, x.device, gradient, described.cost_class(call))
     names = described.defaults if backend is None else (backend, *described.defaults)
     return _first_able(operator, names, call)
 
@@ -270,28 +271,30 @@ def cache_key(operator: str, *args: Any, **kwargs: Any) -> str:
 
 
 def _cache_key_of(operator: str, call: Record) -> str:
-    kind = backends.operators[operator].kind(call)
-    return _cache_key(operator, call[0].dtype, call[0].device, wants_gradient(call), kind)
+    cost_class = backends.operators[operator].cost_class(call)
+    return _cache_key(operator, call[0].dtype, call[0].device, wants_gradient(call), cost_class)
 
 
-def _cache_key(operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str) -> str:
+def _cache_key(
+    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, cost_class: str
+) -> str:
     numbers = checks.dtype_name(dtype)
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         numbers += f" under autocast to {checks.dtype_name(torch.get_autocast_dtype(device.type))}"
     precision = torch.backends.cuda.matmul.fp32_precision
     if device.type == "cuda" and dtype == torch.float32 and precision not in ("ieee", "none"):
         numbers += f" multiplied in {precision}"
-    return f"{operator}, {'forward+backward' if gradient else 'forward'}, {numbers}, {kind}"
+    return f"{operator}, {'forward+backward' if gradient else 'forward'}, {numbers}, {cost_class}"
 
 
 def _remembered_backend(
-    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, kind: str
+    operator: str, dtype: torch.dtype, device: torch.device, gradient: bool, cost_class: str
 ) -> str | None:
     """Returns the backend for graphs, or None without an entry.
 
     Where a size is symbolic, the graph is for all sizes, and so are the entries.
     """
-    asked = _cache_key(operator, dtype, device, gradient, kind)
+    asked = _cache_key(operator, dtype, device, gradient, cost_class)
     entries = autotune.cache_for(device).entries()
     pattern = re.compile(re.escape(asked).replace(ANY_SIZE, "[0-9]+[+]"))
     known = [entry for cache_key, entry in entries.items() if pattern.fullmatch(cache_key)]

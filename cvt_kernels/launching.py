@@ -1,4 +1,4 @@
-"""Launches of Triton kernels, and hooks that record, plan or intercept them."""
+"""Launches of Triton kernels, and hooks that record or intercept them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def tune(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
         Exception: What the call raises, such as the RuntimeError of a frozen model in training mode.
     """
     checks.check_kind("model", model, nn.Module)
-    backends.forget()  # plans were chosen without entries
+    backends.forget()  # what is cached was chosen without entries
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with (
         torch.random.fork_rng(devices=cuda),

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 # cache; the fonts that matplotlib has found may lie where they are.
 os.environ["CVT_KERNELS_AUTOTUNE"] = "0"
 os.environ.pop("CVT_KERNELS_TUNED", None)
-os.environ["CVT_KERNELS_CHECK_PLANS"] = "1"
+os.environ["CVT_KERNELS_CHECK_CACHED"] = "1"
 # They run where kernels are missing too; what is said then has tests of its own.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
@@ -181,9 +181,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Lists the calls that planned launches serve: whether they start them, or leave it to the backend."""
     pytest.importorskip("triton")
-    from cvt_kernels.ops import planned_launches
+    from cvt_kernels.ops import launch_plans
 
-    served, left, plan = [], [], planned_launches.plan
+    served, left, plan = [], [], launch_plans.plan
 
     def noted(function, call, **settings):
         run = plan(lambda call: left.append(call) or function(call), call, **settings)
@@ -199,5 +199,5 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return start
 
-    monkeypatch.setattr(planned_launches, "plan", noted)
+    monkeypatch.setattr(launch_plans, "plan", noted)
     return served

@@ -23,8 +23,8 @@ from torch.nn.modules import module as torch_module
 
 from .. import modes
 from ..caller import stacklevel_of_caller
+from ..ops.bound_steps import BoundSteps
 from ..ops.graph_operators import graph_operator
-from ..ops.programs import Programs
 from ..ops.weight_cache import is_noting
 from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
@@ -43,7 +43,7 @@ class _Frozen(Examined):
 
     Attributes:
         folded: The stage, or the layer; or why it cannot be served.
-        programs: Its operators as they serve calls like earlier ones.
+        bound_steps: Its operators as they serve calls like earlier ones.
         is_dropped: Whether it was trained since.
     """
 
@@ -52,7 +52,7 @@ class _Frozen(Examined):
 
     def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock | str):
         super().__init__(stage, watch)
-        self.folded, self.programs = folded, Programs()
+        self.folded, self.bound_steps = folded, BoundSteps()
 
     def holds_for_same_tensors(self) -> bool:
         """Returns whether it is up to date if no module and no tensor of the model has changed."""
@@ -248,11 +248,11 @@ def tokens_served(
         return None
     folded = found.folded
     if isinstance(folded, TransformerBlock):
-        return serve_layer(folded, x, grid, found.programs)
+        return serve_layer(folded, x, grid, found.bound_steps)
     assert isinstance(folded, FoldedStage)
     if not are_images(folded, x):
         return None  # its own forward raises the error
-    return serve(folded, x, found.programs, class_token_only=is_stage_wanted(stage))
+    return serve(folded, x, found.bound_steps, class_token_only=is_stage_wanted(stage))
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:

@@ -16,12 +16,12 @@ from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_projection import conv_projection
 from ..ops.conv_projection.modules import project
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
+from ..ops.launch_plans import drawn_outside
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from ..ops.linear import linear, linear_add, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import mlp_add
-from ..ops.planned_launches import drawn_outside
 from ..ops.reduction_linear import reduction_linear
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens

@@ -2,7 +2,7 @@
 
 The first call runs the modules. A later one records what they launch and compute, embeddings and upstream's
 own steps included; from then on a call asks once whether anything has changed, and runs the recording
-(``ops/programs.Replays``). Hooks, training mode, gradients, autocast and tracing run the modules.
+(``ops/replays.Replays``). Hooks, training mode, gradients, autocast and tracing run the modules.
 
 In training each block has a recording (``ops/training_replays``), and a stage or an encoder asks once for all
 of its blocks whether anything has changed.
@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from .. import machine
 from ..classes import is_fused, original_class
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.programs import Replays
+from ..ops.replays import Replays
 from ..ops.training_replays import States, within
 from .blocks import BlockParts, RecordedEntry, is_named
 from .class_token import is_stage_wanted

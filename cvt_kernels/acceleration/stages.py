@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import backends, modes
 from ..ops.attention import attention
+from ..ops.bound_steps import BoundSteps
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
 from ..ops.conv_projection import conv_projection
@@ -27,7 +28,6 @@ from ..ops.layer_norm_gelu import layer_norm
 from ..ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from ..ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
 from ..ops.mlp import layer_norm_mlp
-from ..ops.programs import Programs
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
 from ..ops.transformer_blocks import transformer_blocks, why_not_in_gluon
@@ -207,19 +207,19 @@ def are_images(stage: FoldedStage, x: Tensor) -> bool:
 
 
 def serve(
-    stage: FoldedStage, image: Tensor, programs: Programs, *, class_token_only: bool
+    stage: FoldedStage, image: Tensor, bound_steps: BoundSteps, *, class_token_only: bool
 ) -> tuple[Tensor, tuple[int, int]]:
     """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid.
 
-    With ``class_token_only`` the last block may leave all other tokens as they are. ``programs`` are the
+    With ``class_token_only`` the last block may leave all other tokens as they are. ``bound_steps`` are the
     operators as they serve images like earlier ones; those for images like these are added.
     """
     grid = output_grid(image, stage.parts.conv)
-    served = programs.run(image, class_token_only)
+    served = bound_steps.run(image, class_token_only)
     if served is not None:
         return served, grid
     stream = _serve_blocks(stage, _embed(stage, image), grid, class_token_only)
-    programs.add(
+    bound_steps.add(
         image, stage.tensors, lambda: _bound(stage, image, stream, grid, class_token_only), class_token_only
     )
     return _normalize_last(stage, stream), grid
@@ -403,7 +403,7 @@ def _add_and_normalize(
 
 
 def serve_layer(
-    block: TransformerBlock, x: Tensor, grid: tuple[Any, Any], programs: Programs
+    block: TransformerBlock, x: Tensor, grid: tuple[Any, Any], bound_steps: BoundSteps
 ) -> tuple[Tensor, tuple[int, int]] | None:
     """Computes a layer; None for other tokens, so that its own forward says what is wrong.
 
@@ -411,10 +411,10 @@ def serve_layer(
     """
     if not _are_tokens(block, x, grid):
         return None
-    out = programs.run(x, grid)
+    out = bound_steps.run(x, grid)
     if out is None:
         out = transformer_block(x, grid, block)
-        programs.add(x, block.tensors, lambda: _bound_layer(block, x, grid), grid)
+        bound_steps.add(x, block.tensors, lambda: _bound_layer(block, x, grid), grid)
     return out, grid
 
 

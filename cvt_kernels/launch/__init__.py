@@ -66,7 +66,7 @@ def overridden(kernel: str, config: Any) -> Iterator[None]:
             f"config: got {type(config).__name__}, expected {expected.__name__}, as {kernel} takes it"
         )
     outer, _overrides = _overrides, _overrides | {kernel: config}
-    backends.forget()  # planned launches
+    backends.forget()  # launch plans
     try:
         yield
     finally:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from .. import backends, launching, machine, modes
-from ..declaration import facts_of_tensor, key_of_training
+from ..declaration import key_of_tensor, key_of_training
 from ..structure import looks
-from . import planned_launches
+from . import launch_plans
 from .autograd import once_differentiable
-from .planned_launches import TrainingPlan
-from .programs import MOST, Replays
+from .bound_steps import MOST
+from .launch_plans import TrainingPlan
+from .replays import Replays
 from .weight_cache import is_noting
 
 #: Calls PyTorch's operators without the layer that records gradients, which plans need for nothing.
@@ -66,11 +67,11 @@ class State(NamedTuple):
     """All that the recordings of the blocks of a stage depend on, besides the tensor of each call.
 
     Attributes:
-        plans: The table of plans.
+        cache: The dispatch cache.
         layouts: Where the stage's parameters and buffers are.
     """
 
-    plans: Any
+    cache: Any
     layouts: Any
 
 
@@ -94,9 +95,9 @@ class States:
         precision = torch.backends.cuda.matmul.fp32_precision, modes.convolution_precision()
         wanted = tuple([each.requires_grad for each in self._tensors])
         key = token, precision, wanted, tuple([space["training"] for space in self._spaces])
-        state = State(backends.plans, looks().layouts(self._tensors))
+        state = State(backends.dispatch_cache, looks().layouts(self._tensors))
         known = self._states.get(key)
-        if known is None or known.layouts != state.layouts or known.plans is not state.plans:
+        if known is None or known.layouts != state.layouts or known.cache is not state.cache:
             if len(self._states) >= MOST:
                 self._states.clear()
             self._states[key] = known = state
@@ -149,9 +150,9 @@ def _may_record(x: Tensor) -> bool:
 
 
 class _Known(NamedTuple):
-    """A recording for calls of one key; see ``programs``."""
+    """A recording for calls of one key; see ``replays``."""
 
-    plans: Any
+    cache: Any
     layouts: Any
     plan: TrainingPlan
 
@@ -160,7 +161,7 @@ class TrainingReplays(Replays):
     """The recordings of a module's forward and backward on a GPU, for calls with gradients.
 
     What the forward may depend on is said in :class:`Replays`. It draws random numbers by
-    :func:`planned_launches.drawn_outside` or makes no recording, and gives a contiguous result.
+    :func:`launch_plans.drawn_outside` or makes no recording, and gives a contiguous result.
     """
 
     def __init__(self, name: Any, tensors: Sequence[Tensor]) -> None:
@@ -180,7 +181,7 @@ class TrainingReplays(Replays):
             draw: Draws what the forward draws, in the same order.
             settings: The rest of the key.
         """
-        state, short = state_around(), (facts_of_tensor(x, True), settings)
+        state, short = state_around(), (key_of_tensor(x, True), settings)
         last, plans = self._within
         plan = plans.get(short) if state is not None and state is last else None
         if plan is None:
@@ -202,7 +203,7 @@ class TrainingReplays(Replays):
         key = token, settings, tuple([each.requires_grad for each in self._tensors])
         layouts = looks().layouts(self._tensors)
         known = self._trained.get(key)
-        if known is None or known.layouts != layouts or known.plans is not backends.plans:
+        if known is None or known.layouts != layouts or known.cache is not backends.dispatch_cache:
             return self._record_or_find(key, layouts, forward, x)
         return known.plan
 
@@ -211,7 +212,7 @@ class TrainingReplays(Replays):
 
     def _record_or_find(self, key: Any, layouts: Any, forward: Callable[[], Tensor], x: Tensor) -> Tensor:
         """Serves a call without a recording, and records it if it is the second, the fourth, … of its key."""
-        table, shared = backends.plans, ("training", self._name, key, self._facts())
+        table, shared = backends.dispatch_cache, ("training", self._name, key, self._key_of_tensors())
         plan: Any = table.get(shared)
         out: Tensor | None = None
         aligned = not any(each.data_ptr() % 16 for each in (x, *self._tensors))
@@ -225,10 +226,10 @@ class TrainingReplays(Replays):
             # The first call compiles and tunes; what it could not tune may be tuned later.
             if calls == 1 or calls & (calls - 1) or machine.is_capturing(x) or self._has_hooks():
                 return forward()
-            out, plan = planned_launches.recorded_with_gradients(forward, [x, *self._tensors])
+            out, plan = launch_plans.recorded_with_gradients(forward, [x, *self._tensors])
             if plan is None:
                 return out
-            backends.keep_plan(table, shared, plan)
+            backends.cache_dispatch(table, shared, plan)
         if len(self._trained) >= MOST:
             self._trained.clear()
         self._trained[key] = _Known(table, layouts, plan)

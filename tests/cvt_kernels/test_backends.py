@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import cvt_kernels as ck
 from cvt_kernels import autotune, backends, dispatch, machine
 from cvt_kernels.backends import Implementation
-from cvt_kernels.ops.kinds import size_class
+from cvt_kernels.ops.cost_classes import size_class
 from tests.checks import add_marked_backend, needs_extension, not_built, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
@@ -48,7 +48,7 @@ def test_auto_takes_the_backend_of_the_entry_if_it_can_serve_the_call():
 
 def test_an_implementation_is_loaded_where_it_is_chosen():
     """Another thread may have replaced those that were loaded since they were asked."""
-    with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.kinds:size_class")):
+    with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.cost_classes:size_class")):
         choice = dispatch._choice("gelu", "cpu")
     assert choice.eager.function is choice.in_graphs.function is size_class
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
-from cvt_kernels.declaration import facts_of
+from cvt_kernels.declaration import key_of
 from cvt_kernels.machine import why_extension_unavailable
 from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
 from tests.checks import precision_of
@@ -114,14 +114,14 @@ def test_the_state_of_the_process_is_noticed(first):
 
 
 def test_nothing_is_planned_where_tensors_are_not_what_they_seem(first):
-    kept = len(backends.plans)
+    kept = len(backends.dispatch_cache)
     with FakeTensorMode():
         for _ in range(2):
             ck.gelu(torch.randn(4, 5))
     torch.func.vmap(ck.gelu)(torch.randn(4, 5))
     torch.func.grad(lambda x: ck.gelu(x).sum())(torch.randn(4, 5))
     assert len(first) == 4
-    assert len(backends.plans) == kept
+    assert len(backends.dispatch_cache) == kept
 
 
 @pytest.mark.skipif(not machine.INTERPRETING, reason="no kernel on a CPU takes TF32")
@@ -139,7 +139,7 @@ def test_plans_keep_no_tensors(first):
     references = [weakref.ref(q)]
     ck.attention(q, q, q, scale=0.5)
     ck.attention(q, q, q, scale=0.5)
-    assert backends.plans
+    assert backends.dispatch_cache
     del q
     first.clear()
     gc.collect()
@@ -147,10 +147,10 @@ def test_plans_keep_no_tensors(first):
 
 
 def test_plans_are_bounded(first, monkeypatch):
-    monkeypatch.setattr(backends, "MOST_PLANS", 5)
+    monkeypatch.setattr(backends, "MOST_CACHED", 5)
     for size in range(1, 20):
         ck.gelu(torch.randn(size))
-    assert len(backends.plans) <= 5
+    assert len(backends.dispatch_cache) <= 5
 
 
 @pytest.mark.skipif(why_extension_unavailable("cpu") is not None, reason="has no CPU kernels")
@@ -177,16 +177,16 @@ def test_values_are_checked_at_every_call():
 def test_facts_of_records():
     weight, vector = torch.randn(4, 1, 3, 3), torch.randn(4)
     conv = ConvBatchNorm(weight, vector, vector, vector, vector)
-    facts = facts_of(ConvBatchNorm)
+    facts = key_of(ConvBatchNorm)
     assert facts(conv, False) == facts(conv._replace(weight=weight + 1), False)
     assert facts(conv, False) != facts(conv._replace(stride=2), False)
     assert facts(conv, False) != facts(conv._replace(stride=1.0), False)
     assert facts(conv, False) != facts(conv._replace(bn_bias=None), False)
-    assert facts_of(Norm)(Norm(None, None), False) != facts_of(Norm)(Norm(vector, None), False)
+    assert key_of(Norm)(Norm(None, None), False) != key_of(Norm)(Norm(vector, None), False)
     with pytest.raises(TypeError):
         facts(tuple(conv), False)
     position = PositionBias(torch.randn(1, 3, 3), (2, 2), (2, 2), 1)
-    assert facts_of(PositionBias)(position, False) != facts_of(PositionBias)(
+    assert key_of(PositionBias)(position, False) != key_of(PositionBias)(
         position._replace(query_grid=(2.0, 2)), False
     )
 

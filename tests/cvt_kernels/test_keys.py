@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import cvt_kernels as ck
 from cvt_kernels import backends, declaration, dispatch, graphs, launching, machine
 from cvt_kernels.ops import weight_cache
-from cvt_kernels.ops.programs import Programs
+from cvt_kernels.ops.bound_steps import BoundSteps
 from tests.checks import recorded_operators
 from tests.contract.examples import EXAMPLES, example
 from tests.fuzz.judge import call_public
@@ -172,7 +172,7 @@ def key_of(monkeypatch):
     def unplanned(*_):
         raise Asked(None)
 
-    monkeypatch.setattr(backends, "plans", Asking())
+    monkeypatch.setattr(backends, "dispatch_cache", Asking())
     monkeypatch.setattr(declaration.Declaration, "_serve", unplanned)
 
     def key_of(operator, record):
@@ -304,10 +304,10 @@ def test_no_plan_where_calls_are_not_what_they_seem(within):
 
 def test_every_fact_of_a_tensor():
     x = torch.randn(2, 3)
-    before = declaration.facts_of_tensor(x, True)
-    keys = {name: declaration.facts_of_tensor(other, True) for name, other in other_tensors(x)}
+    before = declaration.key_of_tensor(x, True)
+    keys = {name: declaration.key_of_tensor(other, True) for name, other in other_tensors(x)}
     assert_every_fact_changes(before, keys)
-    assert declaration.facts_of_tensor(x.requires_grad_(), False) == before  # where gradients are off
+    assert declaration.key_of_tensor(x.requires_grad_(), False) == before  # where gradients are off
 
 
 # Entries --------------------------------------------------------------------------------------------------
@@ -335,13 +335,14 @@ def test_an_entry_is_for_calls_of_one_kind(operator):
 
 def entry_key(**changes):
     """Returns the cache key of a call of GELU, with other facts."""
-    given = {"operator": "gelu", "dtype": torch.float32, "device": CPU, "gradient": False, "kind": "exact"}
+    given = {"operator": "gelu", "dtype": torch.float32, "device": CPU, "gradient": False}
+    given["cost_class"] = "exact"
     assert given.keys() == inspect.signature(dispatch._cache_key).parameters.keys()
     return dispatch._cache_key(**given | changes)
 
 
 def test_every_fact_of_an_entry():
-    others = {"operator": "linear", "dtype": torch.bfloat16, "gradient": True, "kind": "tanh"}
+    others = {"operator": "linear", "dtype": torch.bfloat16, "gradient": True, "cost_class": "tanh"}
     keys = {entry_key(), *(entry_key(**{name: value}) for name, value in others.items())}
     assert len(keys) == 1 + len(others)
     for name, other in (("cpu", "cuda"), ("cuda", "cpu")):  # each device has entries of its own
@@ -395,7 +396,7 @@ def test_every_fact_of_what_processes_have_agreed_on(monkeypatch):
     assert_every_fact_changes(key, keys)
 
 
-# Packed weights and programs ------------------------------------------------------------------------------
+# Packed weights and bound steps ----------------------------------------------------------------------------
 
 
 def written(x):
@@ -454,25 +455,25 @@ def test_copies_are_made_again(change, which):
 
 @torch.no_grad()
 def test_every_fact_of_a_program():
-    weight, x, programs = torch.randn(3), torch.randn(2, 3), Programs()
+    weight, x, bound_steps = torch.randn(3), torch.randn(2, 3), BoundSteps()
 
     def add(*settings):
-        programs.add(x, lambda: [weight], lambda: [lambda y: y], *settings)
+        bound_steps.add(x, lambda: [weight], lambda: [lambda y: y], *settings)
 
     add(1)
-    assert programs.run(torch.randn(2, 3), 1) is not None
+    assert bound_steps.run(torch.randn(2, 3), 1) is not None
     others = [other for name, other in other_tensors(x) if name not in ("layout", "gradient")]
-    assert [programs.run(other, 1) for other in others] == [None] * len(others)
-    assert programs.run(x, 2) is None
-    served = after_each(STATES, lambda: programs.run(x, 1) is not None)
+    assert [bound_steps.run(other, 1) for other in others] == [None] * len(others)
+    assert bound_steps.run(x, 2) is None
+    served = after_each(STATES, lambda: bound_steps.run(x, 1) is not None)
     alike = {"gradients"} if machine.INTERPRETING else {"gradients", "products"}
     assert {name for name, ran in served.items() if ran} == alike
     backends.forget()  # another backend may serve
-    assert programs.run(x, 1) is None
+    assert bound_steps.run(x, 1) is None
     add(1)
-    assert programs.run(x, 1) is not None
+    assert bound_steps.run(x, 1) is not None
     weight.mul_(2)
-    assert programs.run(x, 1) is None
+    assert bound_steps.run(x, 1) is None
 
 
 # Graphs ---------------------------------------------------------------------------------------------------

@@ -186,4 +186,4 @@ def test_what_is_forgotten_while_a_call_is_decided_is_not_kept():
     """Another thread does so when it registers or replaces an implementation."""
     add_marked_backend("cpu", 10.0, why_unsupported=lambda x, **settings: backends.forget())
     ck.gelu(torch.zeros(3))
-    assert backends.plans == {}
+    assert backends.dispatch_cache == {}

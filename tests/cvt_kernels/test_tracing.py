@@ -54,7 +54,7 @@ def _nothing_tuned(monkeypatch):
 
 def assert_recorded(recorded, model):
     """Fails unless nothing is remembered, and another number of images gives the same results."""
-    assert (backends.plans, ck.fallbacks()) == ({}, {})
+    assert (backends.dispatch_cache, ck.fallbacks()) == ({}, {})
     inputs = model.inputs(5)
     with ck.use_backend("sdpa", "reference"):
         expected = model(*(tensor.clone() for tensor in inputs))

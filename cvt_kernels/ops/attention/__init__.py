@@ -16,7 +16,7 @@ from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
-from ..kinds import first_images, images_within, scores_within, size_class
+from ..cost_classes import first_images, images_within, scores_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -89,7 +89,7 @@ def _check_row_values(position: PositionBias | None, keys: int) -> None:
         checks.check_row_values("position.rows", position.rows, tokens)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, queries, heads, channels = call.q.shape
     words = f"{size_class(batch * heads)} images × heads of {channels} channels"
     words += f", {size_class(queries)} queries, {size_class(call.k.shape[1])} keys"
@@ -135,11 +135,11 @@ def _first_queries(call: Record, most: int) -> Record:
         "cpu": extension_kernels(_cpu.attention, _cpu.why_unsupported),
         "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     check=_check,
     defaults=("sdpa", "reference"),
-    values=("position", _check_rows),
+    check_numbers=("position", _check_rows),
 )
 def attention(
     q: Tensor,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ... import checks, dispatch, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
-from ..kinds import first_images, images_within, size_class
+from ..cost_classes import first_images, images_within, size_class
 from ..layer_norm_gelu import layer_norm
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _check_all(call: Any) -> None:
             checks.check_tensor_like(name, vector, shape, "(channels,)", call.image, also, "image")
 
 
-def _instead(call: Any) -> Callable[..., Tensor] | None:
+def _composition(call: Any) -> Callable[..., Tensor] | None:
     device = call.image.device.type
     return None if device == "cuda" or dispatch.may_be_ours("conv_embedding", device) else _compose
 
@@ -79,7 +79,7 @@ def _compose(call: Record) -> Tensor:
     return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, inputs, height, width = call.image.shape
     geometry = call.weight.shape[3], call.stride, call.padding
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to "
@@ -101,10 +101,10 @@ def _sample(factor: int, call: Record) -> Record:
         "cpu": extension_kernels(_cpu.conv_embedding, _cpu.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     check=_check_all,
-    instead=_instead,
+    composition=_composition,
 )
 def conv_embedding(
     image: Tensor,

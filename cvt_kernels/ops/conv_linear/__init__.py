@@ -10,13 +10,13 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, reference
 from ...backends import Implementation, Record, lazy
-from ...declaration import facts_of_pairs, gluon_kernels, operator, triton_kernels
+from ...declaration import gluon_kernels, key_of_pairs, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
     check_arguments,
     conv_projection,
-    facts_of_convs,
-    kind_of_projection,
+    cost_class_of_projection,
+    key_of_convs,
     sample_of_projection,
 )
 from ..linear import linear
@@ -59,7 +59,7 @@ def _check(call: Any) -> None:
     check_linears(call.x, call.linears)
 
 
-def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+def _composition(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
     x = call.x
     return None if x.is_cuda or dispatch.may_be_ours("conv_linear", x.device.type) else _compose
 
@@ -70,9 +70,9 @@ def _compose(call: Record) -> tuple[Tensor, ...]:
     return tuple(linear(y, *each) for y, each in zip(projected, linears, strict=True))
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     outputs = " ".join(str(weight.shape[0]) for weight, _ in call.linears)
-    return f"{kind_of_projection(call)}, to {outputs} channels"
+    return f"{cost_class_of_projection(call)}, to {outputs} channels"
 
 
 @operator(
@@ -81,12 +81,12 @@ def _kind(call: Record) -> str:
         "triton": triton_kernels(_triton.conv_linear, _triton.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=sample_of_projection,
     arguments=_with_tuples,
     check=_check,
-    instead=_instead,
-    facts={"convs": (facts_of_convs,), "linears": (facts_of_pairs,)},
+    composition=_composition,
+    key_parts={"convs": (key_of_convs,), "linears": (key_of_pairs,)},
 )
 def conv_linear(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[WeightAndBias]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...backends import Record
 from ...records import ConvBatchNorm
-from .. import planned_launches, weight_cache
+from .. import launch_plans, weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ..conv_projection.triton.sliding import has_sliding_kernel
 from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
@@ -164,7 +164,7 @@ def prepare(multiply: Multiply, call: Record) -> Callable[..., Any] | None:
     taps = taps_of(x, grid, convs, linears)
     is_few = taps is not None  # as are the tokens of every call of the key
     projection = Projection(x, grid, convs, *packed_linears(linears), taps=taps)
-    plan = planned_launches.plan(functools.partial(project, multiply), projection)
+    plan = launch_plans.plan(functools.partial(project, multiply), projection)
     if plan is None:
         return None
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, modes
 from ...backends import Record, lazy
-from ...declaration import extension_kernels, facts_of, facts_of_tensor, operator, triton_kernels
+from ...declaration import extension_kernels, key_of, key_of_tensor, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
-from ..kinds import first_images, images_within, size_class
+from ..cost_classes import first_images, images_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -41,7 +41,7 @@ def geometry_of(convs: Sequence[Branch]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def kind_of_projection(call: Record) -> str:
+def cost_class_of_projection(call: Record) -> str:
     """Returns the words for a call's kind that describe x, grid and convs."""
     batch, tokens, channels = call.x.shape
     first = flattened(call.convs)[0][0]
@@ -75,29 +75,29 @@ def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
     return parts[0] if len(parts) == 1 else parts
 
 
-_facts_of_conv = facts_of(ConvBatchNorm, "num_batches_tracked", "process_group")
+_key_of_conv = key_of(ConvBatchNorm, "num_batches_tracked", "process_group")
 
 
-def facts_of_convs(convs: Sequence[Branch], grad: bool, training: bool = False) -> tuple[Any, ...]:
+def key_of_convs(convs: Sequence[Branch], grad: bool, training: bool = False) -> tuple[Any, ...]:
     """Returns the branches' part of the key of a call; raises TypeError for branches without one."""
     if convs.__class__ not in (tuple, list):
         raise TypeError
-    facts = convs.__class__, *[_facts_of_branch(branch, grad) for branch in convs]
-    return (facts, _facts_of_training(convs)) if training else facts
+    key = convs.__class__, *[_key_of_branch(branch, grad) for branch in convs]
+    return (key, _key_of_training(convs)) if training else key
 
 
-def _facts_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
+def _key_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
     if branch.__class__ is tuple:
-        return tuple([_facts_of_conv(conv, grad) for conv in branch])
-    return _facts_of_conv(branch, grad)
+        return tuple([_key_of_conv(conv, grad) for conv in branch])
+    return _key_of_conv(branch, grad)
 
 
-def _facts_of_training(convs: Sequence[Branch]) -> tuple[Any, ...]:
-    """Returns the facts that training adds: batch counts, and whether branches share statistics."""
+def _key_of_training(convs: Sequence[Branch]) -> tuple[Any, ...]:
+    """Returns the part of the key that training adds: batch counts, and whether branches share statistics."""
     flat = flattened(convs)[0]
     if any(conv.process_group is not None for conv in flat):  # the processes agree on what serves
         raise TypeError
-    counts = tuple([facts_of_tensor(conv.num_batches_tracked, False) for conv in flat])
+    counts = tuple([key_of_tensor(conv.num_batches_tracked, False) for conv in flat])
     return len({id(conv.running_mean) for conv in flat}), counts
 
 
@@ -105,7 +105,7 @@ def _with_tuple(call: Any) -> Any:
     return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
 
 
-def _instead(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
+def _composition(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
     """Returns the function for a call whose batch is spread over processes, or None for other calls."""
     groups = (conv.process_group for conv in flattened(call.convs)[0])
     group = next((group for group in groups if group is not None), None)
@@ -125,12 +125,12 @@ def _instead(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
         "triton": triton_kernels(_triton.conv_projection, _triton.why_unsupported),
         "cpu": extension_kernels(_cpu.conv_projection, _cpu.why_unsupported),
     },
-    kind=kind_of_projection,
+    cost_class=cost_class_of_projection,
     sample=sample_of_projection,
     arguments=_with_tuple,
     check=lambda call: check_arguments(*call),
-    instead=_instead,
-    facts={"convs": (facts_of_convs, "training")},
+    composition=_composition,
+    key_parts={"convs": (key_of_convs, "training")},
 )
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ... import checks
 from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
-from ..kinds import sampled, size_class
+from ..cost_classes import sampled, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -44,7 +44,7 @@ def _check(call: Any) -> None:
     checks.check_number("max_depth", call.max_depth)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, inputs, height, width = call.x.shape
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to "
     return words + f"{call.weight.shape[0]} channels" + (", channels last" if call.x.stride(1) == 1 else "")
@@ -55,7 +55,7 @@ def _kind(call: Record) -> str:
         "triton": triton_kernels(_triton.depth_head, _triton.why_unsupported),
         "cpu": extension_kernels(_cpu.depth_head, _cpu.why_unsupported),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=sampled(2**16, "x"),
     check=_check,
 )

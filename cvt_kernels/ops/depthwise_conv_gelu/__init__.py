@@ -11,7 +11,7 @@ from ... import checks, modes, reference
 from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import GeluVariant
-from ..kinds import first_images, gelu_words, images_within, size_class
+from ..cost_classes import first_images, gelu_words, images_within, size_class
 from ..layer_norm_gelu import check_approximate
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor,
         checks.check_tensor_like(f"{prefix}bias", bias, (channels,), "(channels,)", x)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, _, channels = call.x.shape
     pixels = call.grid[0] * call.grid[1]
     words = gelu_words(call.approximate)
@@ -68,7 +68,7 @@ def _sample(factor: int, call: Record) -> Record:
         "triton": triton_kernels(_triton.depthwise_conv_gelu, _triton.why_unsupported),
         "cpu": extension_kernels(_cpu.depthwise_conv_gelu),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     check=_check,
 )

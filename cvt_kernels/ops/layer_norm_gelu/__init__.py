@@ -13,7 +13,7 @@ from ... import checks, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator
 from ...records import GeluVariant, Norm
-from ..kinds import gelu_words, sampled, size_class
+from ..cost_classes import gelu_words, sampled, size_class
 
 if TYPE_CHECKING:
     from . import extension as _extension
@@ -50,7 +50,7 @@ def _backends(
     }
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     x, given = call[0], call._asdict()
     words = f"{gelu_words(given['approximate'])}, " if "approximate" in given else ""
     words += f"{size_class(x.numel())} elements, {x.shape[-1] if x.ndim else 1} channels"
@@ -65,7 +65,7 @@ def _kind(call: Record) -> str:
 
 
 _OF_ALL: dict[str, Any] = {
-    "kind": _kind,
+    "cost_class": _cost_class,
     "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
 }

@@ -28,7 +28,7 @@ from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..autograd import check_inplace
-from ..kinds import first_images, gelu_words, images_within, rows_of, size_class
+from ..cost_classes import first_images, gelu_words, images_within, rows_of, size_class
 from ..layer_norm_gelu import add_layer_norm, bias_gelu, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
 
@@ -68,20 +68,20 @@ def _plain_linear(call: Record) -> Tensor:
         raise
 
 
-def _kind_of_linear(call: Record) -> str:
-    words = _kind(call)
+def _cost_class_of_linear(call: Record) -> str:
+    words = _cost_class(call)
     return words + (", a bias in training" if call.x.is_cuda and modes.wants_gradient(call.bias) else "")
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     outputs, inputs = call.weight.shape
     return f"{size_class(rows_of(call.x.shape))} rows, {inputs} to {outputs} channels"
 
 
-def _kind_of_fused(call: Record) -> str:
+def _cost_class_of_fused(call: Record) -> str:
     given = call._asdict()
     words = f"{gelu_words(call.approximate)}, " if "approximate" in given else ""
-    words += _kind(call)
+    words += _cost_class(call)
     words += ", without bias" if call.bias is None else ""
     words += ", in place" if given.get("inplace") else ""
     words += "" if given.get("scale") is None else ", scaled by image"
@@ -109,10 +109,10 @@ def _sample(factor: int, call: Record) -> Record:
         ),
         "triton": triton_kernels(_triton.linear, _triton.why_linear_unsupported, is_partial=True),
     },
-    kind=_kind_of_linear,
+    cost_class=_cost_class_of_linear,
     sample=_sample,
     check=_check_plain,
-    instead=_without_choice,
+    composition=_without_choice,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
@@ -231,7 +231,7 @@ def _compose_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
 
 # Operators with what follows a product -------------------------------------------------------------------
 
-_OF_FUSED: dict[str, Any] = {"kind": _kind_of_fused, "sample": _sample}
+_OF_FUSED: dict[str, Any] = {"cost_class": _cost_class_of_fused, "sample": _sample}
 
 
 def _check_linear_gelu(call: Any) -> None:
@@ -239,7 +239,7 @@ def _check_linear_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-def _instead_of_gelu(call: Any) -> Callable[..., Tensor] | None:
+def _gelu_composition(call: Any) -> Callable[..., Tensor] | None:
     if _may_be_ours("linear_gelu", call.x):
         return None
     return _bias_gelu_of_linear if _takes_bias(call.x, call.weight, call.bias) else _gelu_of_linear
@@ -252,7 +252,7 @@ def _instead_of_gelu(call: Any) -> Callable[..., Tensor] | None:
         "composed": Implementation(_compose_gelu, ("cuda",)),
     },
     check=_check_linear_gelu,
-    instead=_instead_of_gelu,
+    composition=_gelu_composition,
     **_OF_FUSED,
 )
 def linear_gelu(
@@ -313,7 +313,7 @@ def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
         "composed": Implementation(_compose_add, ("cuda",)),
     },
     check=_check_scaled_sum,
-    instead=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
+    composition=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
     **_OF_FUSED,
 )
 def linear_add(
@@ -367,7 +367,9 @@ def _check_linear_add_layer_norm(call: Any) -> None:
         "composed": Implementation(_compose_add_layer_norm, ("cuda",)),
     },
     check=_check_linear_add_layer_norm,
-    instead=lambda call: None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm,
+    composition=lambda call: (
+        None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
+    ),
     **_OF_FUSED,
 )
 def linear_add_layer_norm(

@@ -50,7 +50,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ... import launching, modes
 from ...backends import Record
 from ..graph_operators import launcher
-from ..planned_launches import planned
+from ..launch_plans import planned
 from ..triton_gelu import ERF_CUBIC, ERF_LINEAR, ERF_QUINTIC, LARGEST_SQUARE, TANH_CUBIC, TANH_LINEAR
 from ..triton_launch import grid_dependency_synchronize
 from .triton.autograd import matrices, sum_dtype

@@ -16,7 +16,7 @@ from ... import checks, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
-from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
+from ..cost_classes import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
 
@@ -32,7 +32,7 @@ MOST_INPUTS = 2**16
 _SAMPLE = 2**25  # products of two numbers
 
 
-def _kind_of_rows(call: Record) -> str:
+def _cost_class_of_rows(call: Record) -> str:
     x, given = call.x, call._asdict()
     words = f"{gelu_words(call.approximate)}, " if "approximate" in given else ""
     words += (
@@ -49,9 +49,9 @@ def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
 
 
 _OF_ROWS: dict[str, Any] = {
-    "kind": _kind_of_rows,
+    "cost_class": _cost_class_of_rows,
     "sample": sampled(2**18, "x"),
-    "values": ("scale", lambda call: check_scale("scale", call.scale, call.x)),
+    "check_numbers": ("scale", lambda call: check_scale("scale", call.scale, call.x)),
 }
 
 
@@ -283,7 +283,7 @@ def _unrounded(call: Record) -> Tensor:
     return y if wide == torch.float64 else y.to(dtype)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     outputs, inputs = call.weight.shape
     words = "" if call.approximate is None else f"{gelu_words(call.approximate)}, "
     words += f"{size_class(rows_of(call.x.shape))} rows, {inputs} to {outputs} channels"
@@ -344,12 +344,12 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
             primitives.by_dequantized, why_unsupported=primitives.why_dequantized_unsupported
         ),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     exact=_exact,
     unrounded=_unrounded,
     check=_check_linear_int8,
-    values=("input_scale", lambda call: check_scale("input_scale", call.input_scale, call.x)),
+    check_numbers=("input_scale", lambda call: check_scale("input_scale", call.input_scale, call.x)),
 )
 def _linear_int8(
     x: Tensor,

@@ -15,7 +15,7 @@ from ... import checks, dispatch, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
-from ..kinds import first_images, gelu_words, images_within, rows_of, sampled, size_class
+from ..cost_classes import first_images, gelu_words, images_within, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_factors, check_linear, linear_add, linear_gelu
 
@@ -40,7 +40,7 @@ def _check_layers(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-def _instead(call: Any) -> Callable[..., Tensor] | None:
+def _composition(call: Any) -> Callable[..., Tensor] | None:
     x = call.x
     return None if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type) else _compose
 
@@ -51,7 +51,7 @@ def _compose(call: Record) -> Tensor:
     return linear_add(linear_gelu(y, fc1_weight, fc1_bias, approximate=approximate), fc2_weight, fc2_bias, x)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     x, hidden = call.x, call.fc1_weight.shape[0]
     words = gelu_words(call.approximate)
     words += f", {size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels, {hidden} hidden"
@@ -63,10 +63,10 @@ def _kind(call: Record) -> str:
         "triton": triton_kernels(_triton.layer_norm_mlp, _triton.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=sampled(2**18, "x"),
     check=_check,
-    instead=_instead,
+    composition=_composition,
 )
 def layer_norm_mlp(
     x: Tensor,
@@ -123,8 +123,8 @@ def _compose_sum(call: Record) -> Tensor:
     return linear_add(hidden, fc2_weight, fc2_bias, residual, scale=scale, scales_sum=scales_sum)
 
 
-def _kind_of_sum(call: Record) -> str:
-    words = _kind(call)
+def _cost_class_of_sum(call: Record) -> str:
+    words = _cost_class(call)
     words += "" if call.scale is None else ", scaled by image"
     return words + (", with the sum" if call.scales_sum else "")
 
@@ -142,10 +142,12 @@ def _sample_of_sum(factor: int, call: Record) -> Record:
         "triton": triton_kernels(_training.mlp_add, _training.why_unsupported, is_partial=True),
         "composed": Implementation(_compose_sum, ("cuda",)),
     },
-    kind=_kind_of_sum,
+    cost_class=_cost_class_of_sum,
     sample=_sample_of_sum,
     check=_check_sum,
-    instead=lambda call: None if call.x.is_cuda or dispatch.may_be_ours("mlp_add", "cpu") else _compose_sum,
+    composition=lambda call: (
+        None if call.x.is_cuda or dispatch.may_be_ours("mlp_add", "cpu") else _compose_sum
+    ),
 )
 def mlp_add(
     x: Tensor,

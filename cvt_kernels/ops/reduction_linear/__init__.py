@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from ... import checks, dispatch, modes, reference
 from ...backends import Implementation, Record, lazy
-from ...declaration import facts_of_pairs, operator, triton_kernels
+from ...declaration import key_of_pairs, operator, triton_kernels
 from ..conv_embedding import conv_embedding
 from ..conv_linear import WeightAndBias, check_linears
+from ..cost_classes import first_images, images_within, size_class
 from ..depthwise_conv_gelu import check_whole_grid
-from ..kinds import first_images, images_within, size_class
 from ..linear import linear
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _check(call: Any) -> None:
         raise ValueError(f"grid: got {grid[0]}×{grid[1]}, expected at least {ratio}×{ratio}, the kernel")
 
 
-def _instead(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+def _composition(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
     x = call.x
     return None if x.is_cuda or dispatch.may_be_ours("reduction_linear", x.device.type) else _compose
 
@@ -71,7 +71,7 @@ def _compose(call: Record) -> tuple[Tensor, ...]:
     return tuple(linear(kept, *each) for each in linears)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, tokens, channels = call.x.shape
     outputs = " ".join(str(weight.shape[0]) for weight, _ in call.linears)
     words = f"{size_class(batch)} images of {size_class(tokens)} tokens, windows of {call.weight.shape[3]}, "
@@ -90,12 +90,12 @@ def _sample(factor: int, call: Record) -> Record:
         "triton": triton_kernels(_triton.reduction_linear, _triton.why_unsupported),
         "composed": Implementation(_compose, ("cuda",)),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     arguments=_with_tuple,
     check=_check,
-    instead=_instead,
-    facts={"linears": (facts_of_pairs,)},
+    composition=_composition,
+    key_parts={"linears": (key_of_pairs,)},
 )
 def reduction_linear(
     x: Tensor,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from ... import checks, modes
 from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
-from ..kinds import first_images, images_within, size_class
+from ..cost_classes import first_images, images_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -34,7 +34,7 @@ def _check(call: Any) -> None:
         raise ValueError("logits: wants a gradient, expected logits.detach(), since argmax has none")
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, classes, height, width = call.logits.shape
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {classes} classes"
     words += f", to {size_class(call.size[0] * call.size[1])} pixels"
@@ -63,7 +63,7 @@ def _score(call: Record, outputs: list[Tensor]) -> list[Tensor]:
         "triton": triton_kernels(_triton.resized_argmax, _triton.why_unsupported),
         "cpu": extension_kernels(_cpu.resized_argmax, _cpu.why_unsupported),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     check=_check,
     score=_score,

@@ -16,7 +16,7 @@ from ... import checks, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..autograd import check_inplace
-from ..kinds import first_images, images_within, size_class
+from ..cost_classes import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, 
 _SAMPLE = 2**18  # elements
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     x, given = call.x, call._asdict()
     batch, tokens, channels = x.shape
     words = (
@@ -66,7 +66,7 @@ def _check_unique(rows: Tensor, tokens: int) -> None:
 
 
 _OF_ROWS: dict[str, Any] = {
-    "kind": _kind,
+    "cost_class": _cost_class,
     "sample": _sample,
 }
 
@@ -89,7 +89,7 @@ def _check_gather_rows(call: Any) -> None:
 @operator(
     backends=_backends(_triton.gather_rows, _cpu.gather_rows),
     check=_check_gather_rows,
-    values=("rows", _check_values),
+    check_numbers=("rows", _check_values),
     **_OF_ROWS,
 )
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _check_gather_add_layer_norm(call: Any) -> None:
 @operator(
     backends=_backends(_triton.gather_add_layer_norm, _cpu.gather_add_layer_norm),
     check=_check_gather_add_layer_norm,
-    values=("rows", _check_values),
+    check_numbers=("rows", _check_values),
     **_OF_ROWS,
 )
 def gather_add_layer_norm(
@@ -179,7 +179,7 @@ def _check_places(call: Any) -> None:
 @operator(
     backends=_backends(_triton.scatter_rows, _cpu.scatter_rows),
     check=_check_scatter_rows,
-    values=("rows", _check_places),
+    check_numbers=("rows", _check_places),
     **_OF_ROWS,
 )
 def scatter_rows(

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from ... import checks
 from ...backends import Record, lazy
-from ...declaration import extension_kernels, facts_of_pairs, operator, triton_kernels
-from ..kinds import first_images, images_within, size_class
+from ...declaration import extension_kernels, key_of_pairs, operator, triton_kernels
+from ..cost_classes import first_images, images_within, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -64,7 +64,7 @@ def _check_product(name: str, weight: Tensor, image: Tensor, channels: int) -> N
     checks.check_tensor_like(name, weight, (channels, image.shape[1]), _WEIGHT, image)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, inputs, height, width = call.x.shape
     classes, channels = call.classifier_weight.shape
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to {channels} "
@@ -87,11 +87,11 @@ def _sample(factor: int, call: Record) -> Record:
         "triton": triton_kernels(_triton.segmentation_head, _triton.why_unsupported),
         "cpu": extension_kernels(_cpu.segmentation_head, _cpu.why_unsupported),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     check=_check,
     arguments=_with_tuples,
-    facts={"others": (facts_of_pairs,)},
+    key_parts={"others": (key_of_pairs,)},
 )
 def segmentation_head(
     x: Tensor,

@@ -12,7 +12,7 @@ from ... import checks
 from ...backends import Record, lazy
 from ...declaration import operator, triton_kernels
 from ...records import NormalizedConv
-from ..kinds import sampled, size_class
+from ..cost_classes import sampled, size_class
 
 if TYPE_CHECKING:
     from . import triton as _triton
@@ -56,7 +56,7 @@ def _check_conv(name: str, conv: Any, inputs: int, x: Tensor) -> int:
     return int(outputs)
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     batch, channels, height, width = call.x.shape
     hidden = f"{call.first.weight.shape[0]} and {call.second.weight.shape[0]} channels"
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, twice {channels} to {hidden}"
@@ -65,7 +65,7 @@ def _kind(call: Record) -> str:
 
 @operator(
     backends={"triton": triton_kernels(_triton.selective_fusion, _triton.why_unsupported)},
-    kind=_kind,
+    cost_class=_cost_class,
     sample=sampled(2**18, "x", "other"),
     check=_check,
 )

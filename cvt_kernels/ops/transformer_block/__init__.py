@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...backends import Implementation, Record, lazy
-from ...declaration import extension_kernels, facts_of_tensor, operator
+from ...declaration import extension_kernels, key_of_tensor, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
-from ..kinds import first_images, gelu_words, images_within, scores_within, size_class
+from ..cost_classes import first_images, gelu_words, images_within, scores_within, size_class
 from ..onednn_layers import why_unavailable
 from . import checking, composed, onednn
 
@@ -31,7 +31,7 @@ _SAMPLE = 2**17  # elements
 _NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
 
 
-def _kind(call: Record) -> str:
+def _cost_class(call: Record) -> str:
     x, block = call.x, call.block
     batch, _, channels = x.shape
     words = gelu_words(block.approximate)
@@ -105,7 +105,7 @@ def _cut(call: Record, most: int) -> Record:
     return call._replace(x=part, grid=(height, width))
 
 
-def facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
+def key_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
     """Returns a block's part of the key of a call; raises TypeError for anything else."""
     if type(block) is not TransformerBlock:
         raise TypeError
@@ -117,7 +117,7 @@ def facts_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
     kinds = map(type, (*numbers, block.reduce, block.mix, block.linears, block.approximate, *block.layers()))
     # Inference tensors are not packed, since they have no version counter.
     numbers += [layer.weight.is_inference() for layer in block.layers()]
-    return *numbers, *kinds, block.approximate, *[facts_of_tensor(t, grad) for t in block.tensors()]
+    return *numbers, *kinds, block.approximate, *[key_of_tensor(t, grad) for t in block.tensors()]
 
 
 def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
@@ -170,12 +170,12 @@ def transformer_block(
         "composed": Implementation(composed.transformer_block, ("cpu", "cuda")),
         "onednn": Implementation(onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     defaults=("composed", "reference"),
     check=checking.check,
-    values=("rows", checking.check_row_values),
-    facts={"block": (facts_of_block,)},
+    check_numbers=("rows", checking.check_row_values),
+    key_parts={"block": (key_of_block,)},
 )
 def transformer_block(
     x: Tensor,

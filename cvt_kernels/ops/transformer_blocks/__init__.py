@@ -17,7 +17,7 @@ from ... import backends, checks, dispatch, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator
 from ...records import TransformerBlock
-from ..transformer_block import checking, composed, facts_of_block
+from ..transformer_block import checking, composed, key_of_block
 
 if TYPE_CHECKING:
     from . import gluon as _gluon
@@ -48,14 +48,14 @@ def _with_tuple(call: Any) -> Any:
     return call._replace(blocks=checks.as_tuple("blocks", call.blocks, "a sequence of TransformerBlock"))
 
 
-def _facts_of_blocks(blocks: Sequence[TransformerBlock], grad: bool) -> tuple[Any, ...]:
+def _key_of_blocks(blocks: Sequence[TransformerBlock], grad: bool) -> tuple[Any, ...]:
     if blocks.__class__ not in (tuple, list):
         raise TypeError
-    return blocks.__class__, *[facts_of_block(block, grad) for block in blocks]
+    return blocks.__class__, *[key_of_block(block, grad) for block in blocks]
 
 
-def _kind(call: Record) -> str:
-    kinds = map(backends.operators["transformer_block"].kind, _blocks_of(call))
+def _cost_class(call: Record) -> str:
+    kinds = map(backends.operators["transformer_block"].cost_class, _blocks_of(call))
     return "; ".join(f"{len([*alike])} blocks, {kind}" for kind, alike in itertools.groupby(kinds))
 
 
@@ -64,7 +64,7 @@ def _sample(factor: int, call: Record) -> Record:
     return call._replace(x=cut.x, grid=cut.grid)
 
 
-def _instead(call: Any) -> Callable[..., Tensor] | None:
+def _composition(call: Any) -> Callable[..., Tensor] | None:
     return None if dispatch.may_be_ours("transformer_blocks", call.x.device.type) else _compose
 
 
@@ -87,13 +87,13 @@ def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) 
         "gluon": gluon_kernels(_gluon.transformer_blocks, _gluon.why_unsupported),
         "composed": Implementation(_compose, ("cpu", "cuda")),
     },
-    kind=_kind,
+    cost_class=_cost_class,
     sample=_sample,
     defaults=("composed", "reference"),
     arguments=_with_tuple,
     check=_check,
-    instead=_instead,
-    facts={"blocks": (_facts_of_blocks,)},
+    composition=_composition,
+    key_parts={"blocks": (_key_of_blocks,)},
 )
 def transformer_blocks(
     x: Tensor, grid: tuple[int, int], blocks: Sequence[TransformerBlock], *, inplace: bool = False

@@ -30,7 +30,7 @@ from torch import Tensor
 from ... import launching
 from ...backends import Record, prepared_by
 from ...records import Linear, TransformerBlock
-from .. import planned_launches, weight_cache
+from .. import launch_plans, weight_cache
 from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
@@ -46,7 +46,7 @@ from ..conv_linear.stacked import (
 from ..conv_projection.triton.sliding_forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
-from ..transformer_block import facts_of_block
+from ..transformer_block import key_of_block
 from . import attention_add
 
 # The second half of a block ---------------------------------------------------------------------------------
@@ -225,20 +225,19 @@ def _prepare(call: Record) -> Callable[..., Any] | None:
     """Returns a function that serves calls of a key by planned launches, or None."""
     x, grid, blocks, _ = call
     first, rows = blocks[0], x.view(-1, x.shape[2])
-    if len({facts_of_block(block, False) for block in blocks}) > 1:
+    if len({key_of_block(block, False) for block in blocks}) > 1:
         return None  # the plans hold for all blocks
     width = _width(x, first)
     sums = x.new_empty(2, -(-x.shape[2] // width), rows.shape[0], dtype=torch.float32)
     taps = _taps_of(x, grid, first)
     projects = [
-        planned_launches.plan(_PROJECT, _projection(x, grid, first, each, width, taps))
-        for each in (sums, None)
+        launch_plans.plan(_PROJECT, _projection(x, grid, first, each, width, taps)) for each in (sums, None)
     ]
     out = x.new_empty(stacked_rows(x, grid, first.convs), first.linears[0].weight.shape[0])
     y: Any = _heads_of(out, x, grid, first)
     if not _attends_in_one(y, first):
         y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
-    finishes = [planned_launches.plan(finish, _second_half(y, rows, first, each)) for each in (True, False)]
+    finishes = [launch_plans.plan(finish, _second_half(y, rows, first, each)) for each in (True, False)]
     if None in projects or None in finishes:
         return None
     record = type(call)

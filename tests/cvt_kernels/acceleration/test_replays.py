@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.acceleration import fused, recording
-from cvt_kernels.ops import planned_launches
+from cvt_kernels.ops import launch_plans
 from cvt_kernels.ops.prepared_launches import Prepared
 from tests import upstream
 
@@ -42,14 +42,14 @@ def kernels():
 @pytest.fixture
 def plans(monkeypatch):
     """Lists the plan, or None, of each recording."""
-    made, recorded = [], planned_launches.recorded
+    made, recorded = [], launch_plans.recorded
 
     def noted(*args):
         out, plan = recorded(*args)
         made.append(plan)
         return out, plan
 
-    monkeypatch.setattr(planned_launches, "recorded", noted)
+    monkeypatch.setattr(launch_plans, "recorded", noted)
     return made
 
 
@@ -129,9 +129,9 @@ def test_changes_are_noticed(change):
     x = upstream.images(1, 32, 32).to(next(model.parameters()).dtype)
     for _ in range(4):
         out = upstream.logits(model(x))
-        backends_before, backends.plans = backends.plans, {}
+        backends_before, backends.dispatch_cache = backends.dispatch_cache, {}
         expected = upstream.logits(plain(x))
-        backends.plans = backends_before
+        backends.dispatch_cache = backends_before
         assert torch.equal(out, expected)
     assert not torch.equal(out.float(), before.float())
 
@@ -300,8 +300,8 @@ def test_calls_that_run_the_modules(setting, family, reference, monkeypatch):
         else:
             stack.enter_context(FlopCounterMode(display=False))
         calls = []
-        run = planned_launches.recorded
-        monkeypatch.setattr(planned_launches, "recorded", lambda *args: calls.append(1) or run(*args))
+        run = launch_plans.recorded
+        monkeypatch.setattr(launch_plans, "recorded", lambda *args: calls.append(1) or run(*args))
         model(x)
         model(x)
     assert calls == []
@@ -408,7 +408,7 @@ def test_the_host_needs_at_most_three_fifths_of_upstreams(family, monkeypatch):
 
     compiled, started = object(), Prepared(lambda *args: None, None)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: compiled)
-    monkeypatch.setattr(planned_launches, "prepared", lambda *args: started)
+    monkeypatch.setattr(launch_plans, "prepared", lambda *args: started)
     own = DEEP[family]().eval()
     live = ck.accelerate(copy.deepcopy(own), freeze=False)
     size = 70 if family == "pvt" else 64

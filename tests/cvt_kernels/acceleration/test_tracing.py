@@ -68,7 +68,7 @@ def models(make, own):
         fused = copy.deepcopy(own)
         if freeze or make is not ours:
             ck.accelerate(fused, freeze=freeze)
-        backends.plans.clear()
+        backends.dispatch_cache.clear()
         backends._fallbacks.clear()
         yield alone(fused), alone(own)
 
@@ -78,7 +78,7 @@ every_model = pytest.mark.parametrize("make", [huggingface, microsoft, ours])
 
 def assert_records_own(kinds):
     assert not [kind for kind in kinds if "cvt_kernels" in kind]
-    assert (backends.plans, ck.fallbacks()) == ({}, {})
+    assert (backends.dispatch_cache, ck.fallbacks()) == ({}, {})
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import cvt.model
 import cvt_kernels as ck
 from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import fused, matching
-from cvt_kernels.ops import planned_launches, training_replays
+from cvt_kernels.ops import launch_plans, training_replays
 from cvt_kernels.ops.prepared_launches import Prepared
 from cvt_kernels.ops.training_replays import TrainingReplays
 from tests import upstream
@@ -33,14 +33,14 @@ def kernels():
 @pytest.fixture
 def plans(monkeypatch):
     """Lists the plan, or None, of each recording."""
-    made, recorded = [], planned_launches.recorded_with_gradients
+    made, recorded = [], launch_plans.recorded_with_gradients
 
     def noted(*args):
         out, plan = recorded(*args)
         made.append(plan)
         return out, plan
 
-    monkeypatch.setattr(planned_launches, "recorded_with_gradients", noted)
+    monkeypatch.setattr(launch_plans, "recorded_with_gradients", noted)
     return made
 
 
@@ -144,14 +144,14 @@ def test_steps_have_the_same_bits(family, plans, replayed):
 @pytest.mark.parametrize("family", [*FAMILIES, "ours"])
 def test_sums_of_a_block_are_one_launch(family, plans, monkeypatch):
     """Besides, the projection needs what it sums for BatchNorm before it goes on."""
-    noted, start = [], planned_launches._Writer._start
+    noted, start = [], launch_plans._Writer._start
 
     def noting(self, launch):
         if self._otherwise is None:  # a recording, rather than a part that an operator plans
             noted.append(launch)
         return start(self, launch)
 
-    monkeypatch.setattr(planned_launches._Writer, "_start", noting)
+    monkeypatch.setattr(launch_plans._Writer, "_start", noting)
     run(trained(family), 2)
     assert [plan is not None for plan in plans] == [True]
     launches = [each.arguments for each in noted if each.kernel.__name__ == "_sum_regions_kernel"]
@@ -508,7 +508,7 @@ def test_a_recorded_step_takes_fewer_calls(monkeypatch):
     """Launches do nothing here, so that what is left is the host's."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", lambda *args, **kwargs: Compiled())
-    monkeypatch.setattr(planned_launches, "prepared", lambda *args: STARTED)
+    monkeypatch.setattr(launch_plans, "prepared", lambda *args: STARTED)
     model = trained(drop_path=0.2)
     for _ in range(3):
         model().sum().backward()
@@ -525,7 +525,7 @@ def test_the_host_of_a_step_needs_less_than_upstreams(family, monkeypatch):
     """Over a driver that launches nothing, with operators so small that the host counts most."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: Compiled())
-    monkeypatch.setattr(planned_launches, "prepared", lambda *args: STARTED)
+    monkeypatch.setattr(launch_plans, "prepared", lambda *args: STARTED)
     own = DEEP[family]().train()
     live = ck.accelerate(copy.deepcopy(own), freeze=False)
     size = 70 if family == "pvt" else 64

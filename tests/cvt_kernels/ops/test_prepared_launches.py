@@ -13,7 +13,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
-from cvt_kernels.ops import planned_launches, prepared_launches
+from cvt_kernels.ops import launch_plans, prepared_launches
 from cvt_kernels.ops.prepared_launches import descriptor_on, prepared, why_not_prepared
 
 pytest.importorskip("triton")
@@ -309,14 +309,14 @@ def test_another_launcher_gets_addresses_in_the_place_of_tensors(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu_starts_all_kernels_by_its_driver_with_the_same_results(monkeypatch):
-    reasons, prepare = [], planned_launches.prepared
+    reasons, prepare = [], launch_plans.prepared
 
     def noted(*arguments):
         made = prepare(*arguments)
         reasons.append(made.why_by_triton)
         return made
 
-    monkeypatch.setattr(planned_launches, "prepared", noted)
+    monkeypatch.setattr(launch_plans, "prepared", noted)
     backends.forget()
     sizes = (25088, 192), (768, 192)
     x, weight = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)

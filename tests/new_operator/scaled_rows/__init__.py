@@ -9,7 +9,7 @@ from torch import Tensor
 from cvt_kernels import checks
 from cvt_kernels.backends import lazy
 from cvt_kernels.declaration import operator, triton_kernels
-from cvt_kernels.ops.kinds import rows_of, sampled, size_class
+from cvt_kernels.ops.cost_classes import rows_of, sampled, size_class
 
 if TYPE_CHECKING:
     from . import triton as _triton

@@ -10,7 +10,7 @@ from torch import Tensor
 from cvt_kernels import launching, modes
 from cvt_kernels.backends import Record
 from cvt_kernels.ops.graph_operators import launcher
-from cvt_kernels.ops.planned_launches import planned
+from cvt_kernels.ops.launch_plans import planned
 from cvt_kernels.ops.triton_launch import ELEMENTS, accumulator_dtype, grid_dependency_synchronize
 
 _BLOCK = 1024

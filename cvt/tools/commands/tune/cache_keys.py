@@ -201,9 +201,9 @@ class _Collector:
 
     def _run_pyramid(self, model: nn.Module, images: Tensor, *, train: bool) -> None:
         linear: Any = backends.operators["linear"]
-        instead = linear.instead
+        composition = linear.composition
         if images.device.type == "cpu":  # or fake tensors would bypass the registry
-            linear.instead = None
+            linear.composition = None
         try:
             for freeze in (False,) if train else (False, None, True):
                 with contextlib.suppress(ValueError):  # not every model can be frozen
@@ -216,7 +216,7 @@ class _Collector:
                 f"image_size: got {images.shape[-1]}, which {type(model).__name__} does not take: {reason}"
             ) from error
         finally:
-            linear.instead = instead
+            linear.composition = composition
 
     def _watch(self, model: nn.Module, device: torch.device) -> None:
         """Records also calls that only occur on other devices or in Hugging Face's and Microsoft's models."""

@@ -17,7 +17,7 @@ from ....backends import Record
 from ....records import PositionBias
 from ...autograd import once_differentiable
 from ...graph_operators import graph_operator
-from ...planned_launches import planned, planned_part
+from ...launch_plans import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .. import why_scale_too_small
 from .backward import attention_backward

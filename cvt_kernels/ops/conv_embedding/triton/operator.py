@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from .... import modes
 from ....backends import Record
 from ...graph_operators import launcher
-from ...planned_launches import planned
+from ...launch_plans import planned
 from .common import MAX_CHANNELS
 from .embed import embed, why_not_embedded
 from .normalize import normalize

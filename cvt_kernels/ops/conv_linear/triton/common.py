@@ -1,4 +1,4 @@
-"""The launch plans of ``conv_linear``."""
+"""The tilings of ``conv_linear``."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Spec(NamedTuple):
     precision: str
 
 
-class Plan(NamedTuple):
-    """The plan of a launch: options, number of programs, and arguments (sizes and constants)."""
+class ConvLinearTiling(NamedTuple):
+    """The tiling of a launch: options, number of programs, and arguments (sizes and constants)."""
 
     options: dict[str, int]
     programs: int
@@ -106,8 +106,8 @@ class Plan(NamedTuple):
     def of(
         cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...],
         kinds: tuple[Any, ...],
-    ) -> Plan:  # fmt: skip
-        """Returns the plan for tokens ``x`` (B, T, C).
+    ) -> ConvLinearTiling:  # fmt: skip
+        """Returns the tiling for tokens ``x`` (B, T, C).
 
         Args:
             x: The tokens.
@@ -125,14 +125,14 @@ class Plan(NamedTuple):
             and all(tensor.data_ptr() % 4 == 0 for tensor in (x, *weights))
         )
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return _plan(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, kinds, chip)
+        return _tiling(config, x.shape, x.dtype, is_packed, tf32, geometry, outputs, kinds, chip)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _tiling(
     config: ConvLinear, shape: torch.Size, dtype: torch.dtype, is_packed: bool, tf32: bool,
     geometry: Geometry, outputs: tuple[int, ...], kinds: tuple[Any, ...], chip: launching.Chip,
-) -> Plan:  # fmt: skip
+) -> ConvLinearTiling:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
     chunk = min(config.chunk, max(16, triton.next_power_of_2(channels)))
@@ -167,7 +167,7 @@ def _plan(
         "LANES": lanes,
         "SPEC": spec,
     }
-    return Plan(config.options, rounds * period, arguments)
+    return ConvLinearTiling(config.options, rounds * period, arguments)
 
 
 def _widths(outputs: int, most: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .... import launching, modes
 from ....backends import Record, prepared_by
 from ....records import ConvBatchNorm
-from ... import planned_launches
+from ... import launch_plans
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...graph_operators import launcher
@@ -21,7 +21,7 @@ from ...linear.triton.forward import grouped_linear_forward
 from ...triton_launch import grid_dependency_synchronize
 from ...triton_tf32 import rounded
 from .. import stacked
-from .common import MAX_CHANNELS, Plan
+from .common import MAX_CHANNELS, ConvLinearTiling
 
 # The convolutions -----------------------------------------------------------------------------------------
 
@@ -420,13 +420,13 @@ def conv_linear_forward(
     outs = _tokens(x, grid, strides, epss, weights, gammas, betas, means, variances, linears, biases)
     pointers = zip(gammas, betas, means, variances, biases, strict=True)
     kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in pointers])
-    plan = Plan.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
+    tiling = ConvLinearTiling.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
     launching.launch(
-        _conv_linear_fwd_kernel, (plan.programs,), on=x, options=plan.options,
+        _conv_linear_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), linear_ptrs=tuple(linears),
         bias_ptrs=tuple(biases), y_ptrs=tuple(outs), epss=geometry.epss,
-        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+        stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return outs
 
@@ -476,7 +476,7 @@ def _is_stacked(call: Record) -> bool:
 def _prepare(call: Record) -> Callable[..., Any] | None:
     if _is_stacked(call):
         return stacked.prepare(grouped_linear_forward, call)
-    return planned_launches.plan(_in_one, call)
+    return launch_plans.plan(_in_one, call)
 
 
 @prepared_by(_prepare)

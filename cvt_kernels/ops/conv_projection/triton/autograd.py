@@ -19,7 +19,7 @@ from ....backends import Record
 from ....records import ConvBatchNorm, flattened
 from ...autograd import once_differentiable
 from ...graph_operators import graph_operator
-from ...planned_launches import planned, planned_part
+from ...launch_plans import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums, weights_of
 from .common import Geometry

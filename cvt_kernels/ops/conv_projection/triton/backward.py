@@ -14,7 +14,7 @@ from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from ...waiting_launches import may_wait
 from .common import (
     Geometry,
-    LaunchPlan,
+    RegionTiling,
     Tile,
     bounds_of,
     class_token_mask,
@@ -182,13 +182,13 @@ def backward_sums(
     if has_sliding_kernel(geometry):
         partial = sliding_backward_sums(x, geometry, weights, means, variances, dys)
     else:
-        plan = LaunchPlan.of("bwd_sums", x, geometry)
-        partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+        tiling = RegionTiling.of("bwd_sums", x, geometry)
+        partial = x.new_empty(2 * len(weights), tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
         launching.launch(
-            _conv_projection_bwd_sums_kernel, (plan.programs,), on=x, options=plan.config.options,
-            x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), dy_ptrs=tuple(dys),
+            _conv_projection_bwd_sums_kernel, (tiling.programs,), on=x, options=tiling.config.options,
+            x_ptr=x, w_ptrs=packed_above_3x3(weights, tiling.config), dy_ptrs=tuple(dys),
             mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial,
-            regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+            regions=tiling.regions, stride_b=x.stride(0), stride_t=x.stride(1), **tiling.arguments,
         )  # fmt: skip
     return sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
 
@@ -309,16 +309,17 @@ def backward_conv(
             x, geometry, weights, gammas, means, variances, dys, sums, counts, dconvs
         )
     else:
-        plan = LaunchPlan.of("bwd_conv", x, geometry)
-        partial = x.new_empty(sum(taps), plan.regions, channels, dtype=accumulator_dtype(x))
+        tiling = RegionTiling.of("bwd_conv", x, geometry)
+        partial = x.new_empty(sum(taps), tiling.regions, channels, dtype=accumulator_dtype(x))
         tap_rows = max(1 if k <= 3 else k for k in geometry.kernel_sizes)
         launching.launch(
-            _conv_projection_bwd_conv_kernel, (plan.programs, tap_rows), on=x, options=plan.config.options,
-            x_ptr=x, w_ptrs=packed(weights, plan.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
+            _conv_projection_bwd_conv_kernel, (tiling.programs, tap_rows), on=x,
+            options=tiling.config.options,
+            x_ptr=x, w_ptrs=packed(weights, tiling.config), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
             mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
             sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
-            inverse_counts=tuple(1.0 / n for n in counts), regions=plan.regions, stride_b=x.stride(0),
-            stride_t=x.stride(1), BATCH_STATS=sums is not None, **plan.arguments,
+            inverse_counts=tuple(1.0 / n for n in counts), regions=tiling.regions, stride_b=x.stride(0),
+            stride_t=x.stride(1), BATCH_STATS=sums is not None, **tiling.arguments,
         )  # fmt: skip
     return dconvs, sum_regions(partial, taps, weights[0].dtype)
 
@@ -473,12 +474,12 @@ def backward_input(
     if has_sliding_kernel(geometry):
         sliding_backward_input(dx, geometry, weights, dconvs, dys)
         return dx
-    plan = LaunchPlan.of("bwd_input", dx, geometry)
+    tiling = RegionTiling.of("bwd_input", dx, geometry)
     block = 2 if all(stride in (1, 2) for stride in geometry.strides) else 1
     launching.launch(
-        _conv_projection_bwd_input_kernel, (plan.programs,), on=dx, options=plan.config.options,
-        dx_ptr=dx, w_ptrs=packed(weights, plan.config), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys),
-        COLS=plan.columns(-(-width // block)), BLOCK=block, WIDTH=min(plan.config.rows, block),
-        **plan.arguments,
+        _conv_projection_bwd_input_kernel, (tiling.programs,), on=dx, options=tiling.config.options,
+        dx_ptr=dx, w_ptrs=packed(weights, tiling.config), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys),
+        COLS=tiling.columns(-(-width // block)), BLOCK=block, WIDTH=min(tiling.config.rows, block),
+        **tiling.arguments,
     )  # fmt: skip
     return dx

@@ -1,4 +1,4 @@
-"""The parts that the projection's Triton kernels share: launch plans, device functions."""
+"""The parts that the projection's Triton kernels share: tilings, device functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configuration(kernel: str, x: Tensor) -> Any:
     return launch.configuration(f"conv_projection_{kernel}", x.dtype, (x.shape[-1],), rows, chip)
 
 
-# Geometry and launch plans --------------------------------------------------------------------------------
+# Geometry and tilings --------------------------------------------------------------------------------
 
 
 class Geometry(NamedTuple):
@@ -138,8 +138,8 @@ class Tile(NamedTuple):
         return cls(config.pixels, config.channels, accumulator)
 
 
-class LaunchPlan(NamedTuple):
-    """The plan of a launch over regions, the parts of an image that one program computes for some channels.
+class RegionTiling(NamedTuple):
+    """The tiling of a launch over regions, the parts of an image that one program computes for some channels.
 
     Attributes:
         config: The configuration for the dtype of the tokens.
@@ -154,11 +154,11 @@ class LaunchPlan(NamedTuple):
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, kernel: str, x: Tensor, geometry: Geometry) -> LaunchPlan:
-        """Returns the plan of a kernel for tokens like ``x`` (B, T, C)."""
+    def of(cls, kernel: str, x: Tensor, geometry: Geometry) -> RegionTiling:
+        """Returns the tiling of a kernel for tokens like ``x`` (B, T, C)."""
         chip = launching.chip(x.device)
         config = configuration(kernel, x)
-        return _plan(config, x.shape, x.dtype, geometry, chip)
+        return _tiling(config, x.shape, x.dtype, geometry, chip)
 
     def columns(self, width: int) -> int:
         """Returns the columns of a tile on a grid of this width, a power of 2."""
@@ -166,10 +166,10 @@ class LaunchPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _tiling(
     config: Regions, shape: torch.Size, dtype: torch.dtype, geometry: Geometry, chip: launching.Chip
-) -> LaunchPlan:
-    """Returns a plan; for small batches, regions shrink until every multiprocessor has two programs."""
+) -> RegionTiling:
+    """Returns a tiling; for small batches, regions shrink until every multiprocessor has two programs."""
     batch, tokens, channels = shape
     height, width = geometry.grid
     size = min(dtype.itemsize, 4)  # float64 is for the interpreter
@@ -199,7 +199,7 @@ def _plan(
         "BRANCHES": _branches(config, col_blocks, geometry),
         "TILE": Tile.of(config, dtype),
     }
-    return LaunchPlan(config, regions * channel_blocks, regions, arguments)
+    return RegionTiling(config, regions * channel_blocks, regions, arguments)
 
 
 def _branches(config: Regions, col_blocks: int, geometry: Geometry) -> tuple[Branch, ...]:

@@ -13,7 +13,7 @@ from .... import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     Geometry,
-    LaunchPlan,
+    RegionTiling,
     Tile,
     bounds_of,
     class_token_mask,
@@ -148,13 +148,13 @@ def projection_forward(
     if has_sliding_kernel(geometry):
         sliding_forward(x, geometry, weights, gammas, betas, means, variances, outs)
         return outs
-    plan = LaunchPlan.of("fwd", x, geometry)
+    tiling = RegionTiling.of("fwd", x, geometry)
     launching.launch(
-        _conv_projection_fwd_kernel, (plan.programs,), on=x, options=plan.config.options,
-        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), gamma_ptrs=tuple(gammas),
+        _conv_projection_fwd_kernel, (tiling.programs,), on=x, options=tiling.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, tiling.config), gamma_ptrs=tuple(gammas),
         beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances),
         y_ptrs=tuple(geometry.of_each(outs)), epss=geometry.epss, stride_b=x.stride(0),
-        stride_t=x.stride(1), **plan.arguments,
+        stride_t=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return outs
 
@@ -331,13 +331,13 @@ def batch_statistics(
     x = maybe_contiguous(x)
     if has_sliding_kernel(geometry):
         return _merged(*sliding_statistics(x, geometry, weights), Running(*running))
-    plan = LaunchPlan.of("stats", x, geometry)
-    partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-    counts = partial.new_empty(len(weights), plan.regions)
+    tiling = RegionTiling.of("stats", x, geometry)
+    partial = x.new_empty(len(weights), 2, tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
+    counts = partial.new_empty(len(weights), tiling.regions)
     launching.launch(
-        _conv_projection_stats_kernel, (plan.programs,), on=x, options=plan.config.options,
-        x_ptr=x, w_ptrs=packed_above_3x3(weights, plan.config), partial_ptr=partial, counts_ptr=counts,
-        regions=plan.regions, stride_b=x.stride(0), stride_t=x.stride(1), **plan.arguments,
+        _conv_projection_stats_kernel, (tiling.programs,), on=x, options=tiling.config.options,
+        x_ptr=x, w_ptrs=packed_above_3x3(weights, tiling.config), partial_ptr=partial, counts_ptr=counts,
+        regions=tiling.regions, stride_b=x.stride(0), stride_t=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return _merged(partial, counts, Running(*running))
 

@@ -1,4 +1,4 @@
-"""Device functions and launch plans of the sliding-row kernels, which read each row of an image once.
+"""Device functions and tilings of the sliding-row kernels, which read each row of an image once.
 
 A program goes down a strip of image rows, two at a time. A lane has two adjacent columns and, of 16-bit
 elements, two adjacent channels, which are one access of 4 bytes. It loads four pixels of a row (two are its
@@ -28,7 +28,7 @@ from ....launch.records import Sliding
 from ...triton_launch import ELEMENTS
 from .common import Geometry, configuration, is_of_sliding_kernel
 
-# Launch plans ---------------------------------------------------------------------------------------------
+# Tilings ---------------------------------------------------------------------------------------------
 
 #: Integers of the kernels that are not specialized: they change with the batch and the image.
 SIZES = ("batch", "groups", "height", "width", "strips", "strip_rows", "col_blocks", "stride_b", "regions")
@@ -57,8 +57,8 @@ class Lanes(NamedTuple):
     alignment: int
 
 
-class SlidingPlan(NamedTuple):
-    """The launch plan of a sliding-row kernel.
+class SlidingTiling(NamedTuple):
+    """The tiling of a sliding-row kernel.
 
     Attributes:
         options: Triton's options of the launch.
@@ -73,8 +73,8 @@ class SlidingPlan(NamedTuple):
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingPlan:
-        """Returns the plan of a kernel for tokens ``x`` (B, T, C).
+    def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingTiling:
+        """Returns the tiling of a kernel for tokens ``x`` (B, T, C).
 
         Args:
             kernel: Its name, such as ``sliding_fwd``.
@@ -85,10 +85,10 @@ class SlidingPlan(NamedTuple):
         return cls.by(configuration(kernel, x), x, geometry, others)
 
     @classmethod
-    def by(cls, config: Sliding, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingPlan:
-        """Returns the plan for a configuration and the arguments of :meth:`of`."""
+    def by(cls, config: Sliding, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingTiling:
+        """Returns the tiling for a configuration and the arguments of :meth:`of`."""
         alignment = alignment_of(x, others)
-        return _plan(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
+        return _tiling(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
 
 
 def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
@@ -107,10 +107,10 @@ def has_sliding_kernel(geometry: Geometry) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def _tiling(
     config: Sliding, shape: torch.Size, dtype: torch.dtype, alignment: int, geometry: Geometry,
     chip: launching.Chip,
-) -> SlidingPlan:  # fmt: skip
+) -> SlidingTiling:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
     block = config.channels if dtype.itemsize == 2 else config.channels // 2
@@ -144,7 +144,7 @@ def _plan(
         "LANES": tile,
     }
     options = {"num_warps": pairs, "maxnreg": config.registers}
-    return SlidingPlan(options, regions * channel_blocks, regions, arguments)
+    return SlidingTiling(options, regions * channel_blocks, regions, arguments)
 
 
 def _strip_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from .common import Geometry
 from .sliding import (
     MAX_BRANCHES,
     SIZES,
-    SlidingPlan,
+    SlidingTiling,
     add_row,
     column_limits,
     load_above,
@@ -160,19 +160,19 @@ def sliding_backward_sums(
     variances: Sequence[Tensor], dys: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
-    plan = SlidingPlan.of("sliding_bwd_sums", x, geometry, (*weights, *dys))
-    registers = plan.options["maxnreg"]  # which the following would spill
+    tiling = SlidingTiling.of("sliding_bwd_sums", x, geometry, (*weights, *dys))
+    registers = tiling.options["maxnreg"]  # which the following would spill
     if len(weights) == MAX_BRANCHES and geometry.strides.count(1) != 1:
         registers = max(registers, 168)
     elif x.dtype == torch.float16:
         registers = max(registers, 136)
-    partial = x.new_empty(2 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    partial = x.new_empty(2 * len(weights), tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
     launching.launch(
-        _conv_projection_sliding_bwd_sums_kernel, (plan.programs,), on=x,
-        options=plan.options | {"maxnreg": registers},
+        _conv_projection_sliding_bwd_sums_kernel, (tiling.programs,), on=x,
+        options=tiling.options | {"maxnreg": registers},
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=plan.regions,
-        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+        var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=tiling.regions,
+        stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return partial
 
@@ -353,17 +353,17 @@ def sliding_backward_conv(
     Returns:
         The gradient of every tap by region, (9 · branches, regions, C).
     """
-    plan = SlidingPlan.of("sliding_bwd_conv", x, geometry, (*weights, *dys))
-    partial = x.new_empty(9 * len(weights), plan.regions, x.shape[2], dtype=accumulator_dtype(x))
+    tiling = SlidingTiling.of("sliding_bwd_conv", x, geometry, (*weights, *dys))
+    partial = x.new_empty(9 * len(weights), tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
     launching.launch(
-        _conv_projection_sliding_bwd_conv_kernel, (plan.programs,), on=x, options=plan.options,
+        _conv_projection_sliding_bwd_conv_kernel, (tiling.programs,), on=x, options=tiling.options,
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
         sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
-        inverse_counts=tuple(1.0 / n for n in counts), regions=plan.regions,
+        inverse_counts=tuple(1.0 / n for n in counts), regions=tiling.regions,
         stride_b=x.stride(0), STEP=x.stride(1), BATCH_STATS=sums is not None,
         AHEAD=geometry.strides.count(1) < 2,  # more outputs in a step would spill
-        **plan.arguments,
+        **tiling.arguments,
     )  # fmt: skip
     return partial
 
@@ -494,8 +494,8 @@ def sliding_backward_input(
     dx: Tensor, geometry: Geometry, weights: Sequence[Tensor], dconvs: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> None:
     """Writes the input's gradient ``dx`` (B, T, C), all branches summed, class token included."""
-    plan = SlidingPlan.of("sliding_bwd_input", dx, geometry, (*weights, *dconvs))
+    tiling = SlidingTiling.of("sliding_bwd_input", dx, geometry, (*weights, *dconvs))
     launching.launch(
-        _conv_projection_sliding_bwd_input_kernel, (plan.programs,), on=dx, options=plan.options,
-        dx_ptr=dx, w_ptrs=tuple(weights), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys), **plan.arguments,
+        _conv_projection_sliding_bwd_input_kernel, (tiling.programs,), on=dx, options=tiling.options,
+        dx_ptr=dx, w_ptrs=tuple(weights), dconv_ptrs=tuple(dconvs), dy_ptrs=tuple(dys), **tiling.arguments,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, configuration
 from .sliding import (
     SIZES,
-    SlidingPlan,
+    SlidingTiling,
     column_limits,
     load_at,
     load_vector,
@@ -229,14 +229,14 @@ def sliding_forward(
     if norm is not None:
         config = replace(config, **_OF_NORM)
         vectors = [norm.weight, norm.bias]
-    plan = SlidingPlan.by(config, x, geometry, [*weights, *vectors])
-    arguments, scratch, rows = plan.arguments, None, x.shape[0] * x.shape[1]
+    tiling = SlidingTiling.by(config, x, geometry, [*weights, *vectors])
+    arguments, scratch, rows = tiling.arguments, None, x.shape[0] * x.shape[1]
     if norm is not None:
         images = -(-arguments["batch"] // arguments["groups"])
         pixels = (arguments["strip_rows"] + 3) * (2 * arguments["LANES"].pairs + 2)
-        scratch = x.new_empty(plan.programs * images * 2 * pixels, dtype=torch.float32)
+        scratch = x.new_empty(tiling.programs * images * 2 * pixels, dtype=torch.float32)
     launching.launch(
-        _conv_projection_sliding_fwd_kernel, (plan.programs,), on=x, options=plan.options,
+        _conv_projection_sliding_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
         y_rows=tuple(first_rows or [0] * len(outs)), epss=geometry.epss,
@@ -357,12 +357,12 @@ def _conv_projection_sliding_stats_kernel(
 
 def sliding_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Returns means and sums of squared deviations (branches, 2, regions, C), and their counts."""
-    plan = SlidingPlan.of("sliding_stats", x, geometry, weights)
-    partial = x.new_empty(len(weights), 2, plan.regions, x.shape[2], dtype=accumulator_dtype(x))
-    counts = partial.new_empty(len(weights), plan.regions)
+    tiling = SlidingTiling.of("sliding_stats", x, geometry, weights)
+    partial = x.new_empty(len(weights), 2, tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
+    counts = partial.new_empty(len(weights), tiling.regions)
     launching.launch(
-        _conv_projection_sliding_stats_kernel, (plan.programs,), on=x, options=plan.options,
-        x_ptr=x, w_ptrs=tuple(weights), partial_ptr=partial, counts_ptr=counts, regions=plan.regions,
-        stride_b=x.stride(0), STEP=x.stride(1), **plan.arguments,
+        _conv_projection_sliding_stats_kernel, (tiling.programs,), on=x, options=tiling.options,
+        x_ptr=x, w_ptrs=tuple(weights), partial_ptr=partial, counts_ptr=counts, regions=tiling.regions,
+        stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return partial, counts

@@ -16,7 +16,7 @@ from ....backends import Record
 from ...autograd import once_differentiable
 from ...conv_projection.triton.common import maybe_contiguous
 from ...graph_operators import graph_operator
-from ...planned_launches import planned, planned_part
+from ...launch_plans import planned, planned_part
 from .backward import conv_gelu_backward, parameters_of
 from .forward import conv_gelu_forward
 

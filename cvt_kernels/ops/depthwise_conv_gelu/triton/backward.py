@@ -35,7 +35,7 @@ from ...conv_projection.triton.sliding_backward import (
 )
 from ...triton_gelu import derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
-from .common import ConvPlan, geometry_of
+from .common import ConvGeluTiling, geometry_of
 from .forward import load_halved
 
 
@@ -110,13 +110,14 @@ def conv_gelu_backward(
     Those of weight and bias are one tensor; :func:`parameters_of` gives each.
     """
     has_bias, channels = bias is not None, x.shape[2]
-    plan = ConvPlan.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
+    tiling = ConvGeluTiling.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
     da = x.new_empty(x.shape)
-    partial = x.new_empty(9 + has_bias, plan.sliding.regions, channels, dtype=accumulator_dtype(x))
+    partial = x.new_empty(9 + has_bias, tiling.sliding.regions, channels, dtype=accumulator_dtype(x))
     launching.launch(
-        _depthwise_conv_gelu_bwd_conv_kernel, (plan.sliding.programs,), on=x, options=plan.sliding.options,
+        _depthwise_conv_gelu_bwd_conv_kernel, (tiling.sliding.programs,), on=x,
+        options=tiling.sliding.options,
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, dy_ptr=dy, da_ptr=da,
-        partial_ptr=partial, regions=plan.sliding.regions, **plan.others,
+        partial_ptr=partial, regions=tiling.sliding.regions, **tiling.others,
     )  # fmt: skip
     sums = sum_regions(partial, (9, 1) if has_bias else (9,), x.dtype)
     dx = None

@@ -1,4 +1,4 @@
-"""Launch plans of the kernels of ``depthwise_conv_gelu``."""
+"""Tilings of the kernels of ``depthwise_conv_gelu``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .... import launch, launching, machine
 from ....launch import formulas
 from ....launch.records import Sliding
 from ...conv_projection.triton.common import Geometry
-from ...conv_projection.triton.sliding import SlidingPlan, alignment_of
+from ...conv_projection.triton.sliding import SlidingTiling, alignment_of
 
 launch.register(Sliding, formulas.depthwise, "depthwise_conv_gelu_fwd")
 launch.register(Sliding, formulas.depthwise_bwd_conv, "depthwise_conv_gelu_bwd_conv")
@@ -41,23 +41,23 @@ class GeluSpec(NamedTuple):
     has_bias: bool
 
 
-class ConvPlan(NamedTuple):
-    """The plan of a launch.
+class ConvGeluTiling(NamedTuple):
+    """The tiling of a launch.
 
     Attributes:
-        sliding: The plan of its programs' strips.
+        sliding: The tiling of its programs' strips.
         others: The kernel's arguments besides tensors.
     """
 
-    sliding: SlidingPlan
+    sliding: SlidingTiling
     others: dict[str, Any]
 
     @classmethod
     def of(
         cls, kernel: str, x: Tensor, grid: tuple[int, int], approximate: str, parameters: Sequence[Tensor], *,
         has_bias: bool,
-    ) -> ConvPlan:  # fmt: skip
-        """Returns the plan of a kernel, ``fwd`` or ``bwd_conv``.
+    ) -> ConvGeluTiling:  # fmt: skip
+        """Returns the tiling of a kernel, ``fwd`` or ``bwd_conv``.
 
         The channels of ``x`` are contiguous; ``parameters`` are the other tensors that the kernel reads by
         units.
@@ -66,7 +66,7 @@ class ConvPlan(NamedTuple):
         config = launch.configuration(f"depthwise_conv_gelu_{kernel}", x.dtype, (x.shape[2],), rows, chip)
         if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
             config = replace(config, channels=config.channels // 2)
-        sliding = SlidingPlan.by(config, x, geometry_of(grid), parameters)
+        sliding = SlidingTiling.by(config, x, geometry_of(grid), parameters)
         is_half = x.element_size() == 2
         spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
         sizes = {name: value for name, value in sliding.arguments.items() if name not in _UNUSED}

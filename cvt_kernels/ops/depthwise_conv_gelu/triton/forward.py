@@ -22,7 +22,7 @@ from ...conv_projection.triton.sliding import (
 )
 from ...triton_gelu import activate_half
 from ...triton_launch import grid_dependency_synchronize
-from .common import ConvPlan
+from .common import ConvGeluTiling
 
 
 @triton.jit
@@ -93,10 +93,10 @@ def conv_gelu_forward(
     x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
 ) -> Tensor:
     """Returns y for tokens ``x`` with contiguous channels, and contiguous parameters of the same dtype."""
-    plan = ConvPlan.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
+    tiling = ConvGeluTiling.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     y = x.new_empty(x.shape)
     launching.launch(
-        _depthwise_conv_gelu_fwd_kernel, (plan.sliding.programs,), on=x, options=plan.sliding.options,
-        x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, y_ptr=y, **plan.others,
+        _depthwise_conv_gelu_fwd_kernel, (tiling.sliding.programs,), on=x, options=tiling.sliding.options,
+        x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, y_ptr=y, **tiling.others,
     )  # fmt: skip
     return y

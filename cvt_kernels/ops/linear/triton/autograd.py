@@ -16,7 +16,7 @@ from .... import modes
 from ....backends import Record
 from ...autograd import once_differentiable
 from ...graph_operators import graph_operator, launcher
-from ...planned_launches import planned, planned_part
+from ...launch_plans import planned, planned_part
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
 from .common import MAX_NORMALIZED

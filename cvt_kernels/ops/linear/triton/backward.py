@@ -32,7 +32,7 @@ from ....launch import formulas
 from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
 from ...graph_operators import graph_operator, launcher
-from ...planned_launches import planned_part
+from ...launch_plans import planned_part
 from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import part_width

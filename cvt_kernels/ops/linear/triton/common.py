@@ -1,4 +1,4 @@
-"""The parts that the Triton kernels of linear layers share: plans, device functions."""
+"""The parts that the Triton kernels of linear layers share: tilings, device functions."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ ELEMENTS = {
 _PRECISE = 128  # products of float8, which sm_90 adds in 14 bits, are added up in float32 after as many
 
 
-class Plan(NamedTuple):
-    """The plan of a launch.
+class LinearTiling(NamedTuple):
+    """The tiling of a launch.
 
     Attributes:
         spec: The specification of the kernel.
@@ -122,16 +122,16 @@ class Plan(NamedTuple):
     programs: int
 
     @classmethod
-    def of(cls, kernel: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
-        """Returns the plan of a kernel such as ``linear_add`` for x (M, K), weight (N, K), results (M, N)."""
+    def of(cls, kernel: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> LinearTiling:
+        """Returns the tiling of a kernel such as ``linear_add``: x (M, K), weight (N, K), results (M, N)."""
         rows, outputs = x.shape[0], weight.shape[0]
         chip = launching.chip(x.device)
         config = launch.configuration(kernel, x.dtype, (x.shape[1], outputs), rows, chip)
         return cls.by(config, x, weight, results)
 
     @classmethod
-    def by(cls, config: Product, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Plan:
-        """Returns the plan of a configuration; x and weight may have 8 bits."""
+    def by(cls, config: Product, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> LinearTiling:
+        """Returns the tiling of a configuration; x and weight may have 8 bits."""
         chip = launching.chip(x.device)
         (rows, inputs), outputs = x.shape, weight.shape[0]
         width = part_width(outputs, config.width, config.parts)

@@ -13,7 +13,7 @@ from .... import launch, launching
 from ...triton_gelu import activate
 from ...triton_launch import grid_dependency_synchronize
 from .common import (
-    Plan,
+    LinearTiling,
     add_products,
     halves,
     load_columns,
@@ -79,12 +79,13 @@ def linear_gelu_forward(
     """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and GELU's input if needed."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     pre = torch.empty_like(out) if need_pre else None
-    plan = Plan.of("linear_gelu", x, weight, (out,) if pre is None else (out, pre))
+    tiling = LinearTiling.of("linear_gelu", x, weight, (out,) if pre is None else (out, pre))
     launching.launch(
-        _linear_gelu_kernel, (plan.programs,), on=x, options=plan.options,
-        x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias,
-        out=plan.result(out), pre=None if pre is None else plan.result(pre),
-        rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, APPROXIMATE=approximate, SPEC=plan.spec,
+        _linear_gelu_kernel, (tiling.programs,), on=x, options=tiling.options,
+        x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias,
+        out=tiling.result(out), pre=None if pre is None else tiling.result(pre),
+        rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs, APPROXIMATE=approximate,
+        SPEC=tiling.spec,
     )  # fmt: skip
     return out, pre
 
@@ -120,11 +121,12 @@ def _linear_add_kernel(
 def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor) -> None:
     """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
     out = out.view(x.shape[0], -1)
-    plan = Plan.of("linear_add", x, weight, (out,))
+    tiling = LinearTiling.of("linear_add", x, weight, (out,))
     launching.launch(
-        _linear_add_kernel, (plan.programs,), on=x, options=plan.options,
-        x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual,
-        out=plan.result(out), rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, SPEC=plan.spec,
+        _linear_add_kernel, (tiling.programs,), on=x, options=tiling.options,
+        x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias, residual_ptr=residual,
+        out=tiling.result(out), rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs,
+        SPEC=tiling.spec,
     )  # fmt: skip
 
 
@@ -168,12 +170,12 @@ def grouped_linear_forward(
     rows, outputs, chip = x.shape[0], out.shape[1], launching.chip(x.device)
     config = launch.configuration("linear_add", x.dtype, (x.shape[1], outputs), rows, chip)
     config = replace(config, block_m=min(config.block_m, 128), programs=0)
-    plan = Plan.by(config, x, weight[:outputs], (out,))
+    tiling = LinearTiling.by(config, x, weight[:outputs], (out,))
     second, third = (*groups, rows, rows)[:2]
     launching.launch(
-        _grouped_linear_kernel, (plan.tiles,), on=x, options=plan.options, x=plan.rows(x),
-        weight=plan.weight(weight), bias_ptr=bias, out=plan.result(out), rows=rows, second=second,
-        third=third, SPEC=plan.spec,
+        _grouped_linear_kernel, (tiling.tiles,), on=x, options=tiling.options, x=tiling.rows(x),
+        weight=tiling.weight(weight), bias_ptr=bias, out=tiling.result(out), rows=rows, second=second,
+        third=third, SPEC=tiling.spec,
     )  # fmt: skip
 
 
@@ -256,10 +258,10 @@ def linear_add_layer_norm_forward(
 ) -> None:
     """Writes h = residual + x · weightᵀ + bias, perhaps over the residual, and its LayerNorm y."""
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
-    plan = Plan.of("linear_add_layer_norm", x, weight, (h, y))
+    tiling = LinearTiling.of("linear_add_layer_norm", x, weight, (h, y))
     launching.launch(
-        _linear_add_layer_norm_kernel, (plan.programs,), on=x, options=plan.options,
-        x=plan.rows(x), weight=plan.weight(weight), bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,
-        norm_weight_ptr=norm_weight, norm_bias_ptr=norm_bias, h=plan.result(h), y=plan.result(y),
-        rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, eps=eps, SPEC=plan.spec,
+        _linear_add_layer_norm_kernel, (tiling.programs,), on=x, options=tiling.options,
+        x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,
+        norm_weight_ptr=norm_weight, norm_bias_ptr=norm_bias, h=tiling.result(h), y=tiling.result(y),
+        rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs, eps=eps, SPEC=tiling.spec,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from .... import launching
 from ...graph_operators import launcher
 from ...linear.triton.common import (
-    Plan,
+    LinearTiling,
     add_products,
     halves,
     load_columns,
@@ -106,11 +106,12 @@ def linear_int8_forward(
 ) -> Tensor:  # fmt: skip
     """Returns the layer's result for contiguous values x (M, K) with their scales (M, 1)."""
     out = _allocated(x, x_scales, weight, dtype)
-    plan = Plan.by(configuration_for(x, out, residual), x, weight, (out,))
+    tiling = LinearTiling.by(configuration_for(x, out, residual), x, weight, (out,))
     launching.launch(
-        _linear_int8_kernel, (plan.programs,), on=x, options=plan.options,
-        x=plan.rows(x), weight=plan.weight(weight), x_scales_ptr=x_scales, weight_scale_ptr=weight_scale,
-        bias_ptr=bias, residual_ptr=residual, out=plan.result(out),
-        rows=x.shape[0], tiles=plan.tiles, programs=plan.programs, APPROXIMATE=approximate, SPEC=plan.spec,
+        _linear_int8_kernel, (tiling.programs,), on=x, options=tiling.options,
+        x=tiling.rows(x), weight=tiling.weight(weight), x_scales_ptr=x_scales, weight_scale_ptr=weight_scale,
+        bias_ptr=bias, residual_ptr=residual, out=tiling.result(out),
+        rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs, APPROXIMATE=approximate,
+        SPEC=tiling.spec,
     )  # fmt: skip
     return out

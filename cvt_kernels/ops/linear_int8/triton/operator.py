@@ -10,7 +10,7 @@ from torch import Tensor
 from .... import launching
 from ....backends import Record
 from ....records import QuantizedRows
-from ...planned_launches import planned
+from ...launch_plans import planned
 from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_INPUTS
 from .forward import linear_int8_forward

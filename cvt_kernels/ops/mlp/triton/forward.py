@@ -14,8 +14,8 @@ from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Mlp
 from ...graph_operators import launcher
+from ...launch_plans import planned
 from ...linear.triton.common import ELEMENTS, padded
-from ...planned_launches import planned
 from ...triton_gelu import activate, activate_half
 from ...triton_launch import contiguous, grid_dependency_synchronize
 from ...triton_tf32 import rounded

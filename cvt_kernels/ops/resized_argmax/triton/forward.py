@@ -12,7 +12,7 @@ from torch import Tensor
 from .... import launch, launching
 from ....backends import Record
 from ....launch.records import Rows
-from ...planned_launches import planned
+from ...launch_plans import planned
 from ...triton_launch import grid_dependency_synchronize
 from ...triton_resize import source
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....backends import Record
-from ...planned_launches import planned
+from ...launch_plans import planned
 from ...triton_launch import contiguous
 from .. import autograd
 from .backward import layer_norm_backward

@@ -14,8 +14,8 @@ from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Product
 from ....records import NormalizedConv
+from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded, part_width
-from ...planned_launches import planned_with_operators
 from ...triton_launch import contiguous, grid_dependency_synchronize, product_types
 from ...triton_resize import source
 from ...triton_tf32 import rounded

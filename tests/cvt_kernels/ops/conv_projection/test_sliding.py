@@ -89,7 +89,7 @@ def test_pairs_of_columns_of_a_program(needed, pairs):
 def plan_of(grid, channels, batch, class_tokens=0):
     x = torch.empty(batch, grid[0] * grid[1] + class_tokens, channels, device="meta", dtype=torch.bfloat16)
     with launching.recorded_launches(launching.Chip(90, 132)):
-        return sliding.SlidingPlan.of("sliding_fwd", x, geometry(grid), [])
+        return sliding.SlidingTiling.of("sliding_fwd", x, geometry(grid), [])
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])

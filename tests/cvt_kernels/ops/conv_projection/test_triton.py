@@ -316,7 +316,7 @@ def test_small_batches_get_smaller_regions():
     x, chip = torch.empty(1, 56 * 56, 64, device="meta", dtype=torch.bfloat16), launching.Chip(90, 132)
     geometry = common.Geometry((56, 56), (3,), (1,), (1,), (1,), (1e-5,))
     with launching.recorded_launches(chip):
-        plans = [common.LaunchPlan.of("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 20, 48, 256)]
+        plans = [common.RegionTiling.of("fwd", x.expand(n, -1, -1), geometry) for n in (1, 8, 20, 48, 256)]
     assert [plan.programs for plan in plans[:2]] == [28 // 2 * 2, 8 * 14 * 2]
     assert [plan.arguments["strips"] for plan in plans] == [14, 14, 7, 4, 4]
 

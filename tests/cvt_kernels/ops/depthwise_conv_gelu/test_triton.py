@@ -162,7 +162,7 @@ def test_programs_of_real_shapes(model):
 
 def plan_of(grid, channels, dtype):
     x, weight, _ = make(1, grid, channels, dtype)
-    return common.ConvPlan.of("fwd", x, grid, "none", (weight,), has_bias=False)
+    return common.ConvGeluTiling.of("fwd", x, grid, "none", (weight,), has_bias=False)
 
 
 @pytest.mark.parametrize(("channels", "block"), [(64, 64), (65, 64), (68, 128), (128, 128), (192, 64)])

@@ -71,14 +71,14 @@ def planned_part(function: _Part) -> _Part:
     def call(*values: Any) -> Any:
         if launching.is_taken():
             return function(*values)
-        table, first = backends.plans, values[0]
+        table, first = backends.dispatch_cache, values[0]
         tf32 = first.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
         key = function, first.get_device(), tf32, *map(_fact, values)
         known = table.get(key)
         if known is not None:
             return known(*values)
         out = function(*values)
-        backends.keep_plan(table, key, plan(of_record, record(*values)) or function)
+        backends.cache_dispatch(table, key, plan(of_record, record(*values)) or function)
         return out
 
     return call  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Programs: operators that are bound to packed parameters, and everything that ends them."""
+"""Bound steps: operators that are bound to packed parameters, and everything that ends them."""
 
 import gc
 import threading
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.ops import weight_cache
-from cvt_kernels.ops.programs import MOST, Programs
+from cvt_kernels.ops.bound_steps import MOST, BoundSteps
 from tests.checks import add_marked_backend
 
 
@@ -21,7 +21,7 @@ class Doubling:
 
     def __init__(self):
         self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-        self.programs, self.bound = Programs(), 0
+        self.bound_steps, self.bound = BoundSteps(), 0
 
     def bind(self):
         self.bound += 1
@@ -31,10 +31,10 @@ class Doubling:
     @torch.no_grad()
     def __call__(self, x, *settings):
         """Returns the result, and whether the steps computed it."""
-        out = self.programs.run(x, *settings)
+        out = self.bound_steps.run(x, *settings)
         if out is not None:
             return out, True
-        self.programs.add(x, lambda: [self.weight, None], self.bind, *settings)
+        self.bound_steps.add(x, lambda: [self.weight, None], self.bind, *settings)
         return x * (2 * self.weight) + 1, False
 
 
@@ -155,14 +155,14 @@ def test_memory_is_released(model):
         return [lambda x: x + copy.sum()]
 
     model.bind = bind
-    served_before = model.programs
+    served_before = model.bound_steps
     with torch.no_grad():
-        model.programs.add(X, lambda: [model.weight], bind)
+        model.bound_steps.add(X, lambda: [model.weight], bind)
         ck.release_memory()
         gc.collect()
         assert held[0]() is None
         assert served_before.run(X) is None
-        model.programs.add(X, lambda: [model.weight], bind)
+        model.bound_steps.add(X, lambda: [model.weight], bind)
         assert torch.equal(served_before.run(X), X)
         model.weight = None
         gc.collect()
@@ -179,8 +179,8 @@ def test_modules_without_steps_are_asked_once(model):
 
 def test_ever_new_sizes_do_not_fill_the_memory(model):
     for n in range(2 * MOST):
-        model.programs.add(torch.zeros(n + 1), lambda: [model.weight], model.bind)
-    assert len(model.programs._programs) <= MOST
+        model.bound_steps.add(torch.zeros(n + 1), lambda: [model.weight], model.bind)
+    assert len(model.bound_steps._known) <= MOST
 
 
 def test_threads(model):

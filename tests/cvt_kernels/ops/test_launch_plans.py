@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cvt_kernels.ops.planned_launches import planned, planned_part
+from cvt_kernels.ops.launch_plans import planned, planned_part
 
 TRITON = [name for name, known in backends.implementations.items() if "triton" in known]
 Call = collections.namedtuple("Call", ["x", "parts", "scale"])

@@ -1,8 +1,6 @@
-"""Programs and recordings, which serve repeated calls of a module without gradients.
+"""Recordings of all that a live module launches and computes without gradients, as straight lines of code.
 
-:class:`Programs` are operators bound to packed parameters, of frozen modules. :class:`Replays` are recordings
-of all that a live module launches and computes, as straight lines of code: a call is then one question for
-the module, instead of one for every operator.
+A call is then one question for the module, instead of one for every operator.
 """
 
 from __future__ import annotations
@@ -15,100 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends, machine
-from ..declaration import facts_of_tensor, key_of_serving
+from ..declaration import key_of_serving, key_of_tensor
 from ..structure import looks
-from . import planned_launches
-from .weight_cache import Snapshot, is_noting
-
-#: The most programs cached per module.
-MOST = 32
-
-Steps = Sequence[Callable[[Tensor], Tensor]]
-
-
-class _Program(Snapshot):
-    """Steps that are valid until a tensor changes or a backend is registered.
-
-    Args:
-        tensors: The tensors.
-        bind: Returns the steps in order, or None.
-
-    Attributes:
-        steps: The steps.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor | None], bind: Callable[[], Steps | None]):
-        self._tensors, self._plans = tensors, backends.plans
-        super().__init__(tensors)  # first, so that changes meanwhile are noticed
-        self.steps = bind()
-
-    def is_current(self) -> bool:
-        """Returns whether nothing has changed."""
-        return backends.plans is self._plans and self.holds(self._tensors)
-
-    def outdate(self) -> None:
-        """Marks the program as outdated and frees packed parameters."""
-        super().outdate()
-        self.steps = None
-
-    def release(self) -> None:
-        """Frees packed parameters, so that the next call binds them again."""
-        self.outdate()
-
-
-class Programs:
-    """The programs of a module, cached by input and settings, for calls without gradients."""
-
-    def __init__(self) -> None:
-        self._programs: dict[Any, _Program] = {}
-
-    def run(self, x: Tensor, *settings: Any) -> Tensor | None:
-        """Runs the cached steps for a tensor like an earlier one; returns None if there are none."""
-        program = self._programs.get((key_of_serving(x), settings))
-        steps = None if program is None or not program.is_current() else program.steps
-        if steps is None or is_noting():  # such as a CUDA graph that must know the copies that it reads
-            return None
-        for step in steps:
-            x = step(x)
-        return x
-
-    def add(
-        self,
-        x: Tensor,
-        tensors: Callable[[], Sequence[Tensor | None]],
-        bind: Callable[[], Steps | None],
-        *settings: Any,
-    ) -> None:
-        """Caches the steps for tensors like one that has been served.
-
-        Args:
-            x: The tensor.
-            tensors: Returns the parameters.
-            bind: Returns the steps in order, or None.
-            settings: The rest of the key.
-        """
-        state = key_of_serving(x)
-        known = self._programs.get((state, settings))
-        if state is None or (known is not None and known.is_current()):
-            return
-        if len(self._programs) >= MOST:
-            self._programs.clear()
-        self._programs[state, settings] = _Program(tensors(), bind)
-
-
-# Recordings -----------------------------------------------------------------------------------------------
+from . import launch_plans
+from .bound_steps import MOST
+from .weight_cache import is_noting
 
 
 class _Replay(NamedTuple):
     """A recording for calls of one key.
 
     Attributes:
-        plans: The table of plans when it was made.
+        cache: The dispatch cache when it was made.
         layouts: Where the module's tensors were.
         run: The plan.
     """
 
-    plans: Any
+    cache: Any
     layouts: Any
     run: Callable[..., Any]
 
@@ -143,10 +64,10 @@ class Replays:
         token = key_of_serving(x) if self.may_run(x) else None
         if token is None:
             return forward()
-        key = token, *(facts_of_tensor(each, False) for each in inputs[1:]), settings
+        key = token, *(key_of_tensor(each, False) for each in inputs[1:]), settings
         layouts = looks().layouts(self._tensors)
         known = self._known.get(key)
-        if known is not None and known.layouts == layouts and known.plans is backends.plans:
+        if known is not None and known.layouts == layouts and known.cache is backends.dispatch_cache:
             out = known.run(*inputs, *self._tensors)
             return forward() if out is NotImplemented else out
         return self._look_for(key, layouts, forward, inputs)
@@ -162,7 +83,7 @@ class Replays:
         self, key: Any, layouts: Any, forward: Callable[[], Any], inputs: tuple[Tensor | None, ...]
     ) -> Any:
         """Serves a call without a recording, and records it if it is the second, the fourth, … of its key."""
-        table, shared, out = backends.plans, (self._name, key, self._facts()), None
+        table, shared, out = backends.dispatch_cache, (self._name, key, self._key_of_tensors()), None
         plan = table.get(shared)
         if plan is None:
             if len(self._calls) >= MOST:
@@ -173,10 +94,10 @@ class Replays:
             # The first call compiles and tunes; what it could not tune may be tuned later.
             if calls == 1 or calls & (calls - 1) or machine.is_capturing(x) or not self._are_distinct():
                 return forward()
-            out, plan = planned_launches.recorded(lambda call: forward(), self._record(inputs))
+            out, plan = launch_plans.recorded(lambda call: forward(), self._record(inputs))
             if plan is None:
                 return out
-            backends.keep_plan(table, shared, plan)
+            backends.cache_dispatch(table, shared, plan)
         elif not self._are_distinct():
             return forward()
         if len(self._known) >= MOST:
@@ -189,8 +110,8 @@ class Replays:
         record: Any = collections.namedtuple("module_call", fields)  # type: ignore[misc]
         return record(*inputs, *self._tensors)
 
-    def _facts(self) -> tuple[Any, ...]:
-        return tuple(facts_of_tensor(each, False) for each in self._tensors)
+    def _key_of_tensors(self) -> tuple[Any, ...]:
+        return tuple(key_of_tensor(each, False) for each in self._tensors)
 
     def _are_distinct(self) -> bool:
         """Returns whether the module's tensors are plain ones, each in memory of its own."""
