@@ -68,7 +68,7 @@ def ours(*, drop=0.0, drop_path=0.0):
 
 
 def _pyramid(
-    kind, config_kind, *, drop=0.0, drop_path=0.0, attention_drop=0.0, model_class=None, image_size=70,
+    kind, config_kind, *, drop=0.0, drop_path=0.0, attention_drop=0.0, model_class=None,
     **config,
 ):  # fmt: skip
     """Returns a small model of transformers with two stages of one and two layers."""
