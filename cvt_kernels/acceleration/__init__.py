@@ -281,6 +281,9 @@ def _swapped_class(original: Any, key: str) -> Any:
             return own(self, *args, **kwargs)
         return run(self, entry, own, args, kwargs)
 
+    # Dynamo limits how often it compiles a code object, which all functions of this definition would share.
+    forward.__code__ = forward.__code__.replace()
+
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
         return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
