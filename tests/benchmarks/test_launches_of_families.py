@@ -60,8 +60,6 @@ def allowed(family, freeze, dtype, batch):
         expected.update({"PyTorch: add": 4, "PyTorch: cat": 1})
     if family == "pvt_v2":
         expected["PyTorch: mean"] += 1  # of the tokens before the classifier
-    if family == "glpn":
-        expected["depth_head: clone"] += 1  # 74 KB of weights in the order of the product
     return +expected
 
 

@@ -161,6 +161,34 @@ def test_changes_of_weights_settings_and_modules_are_noticed(maps):
     assert len(maps) == 9  # neither GELU nor other upsampling
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_for_triton_a_copy_of_the_weight_lies_as_its_product_reads_it(monkeypatch, dtype):
+    ours, upstreams = made(dtype, freeze=False)
+    images, weights, operator = torch.randn(1, 3, 32, 64, dtype=dtype), [], ck.depth_head
+
+    def noting(x, weight, *others):
+        weights.append(weight)
+        return operator(x, weight, *others)
+
+    monkeypatch.setattr(depth, "depth_head", noting)
+    with ck.use_backend("triton", "cpu", "reference"):
+        for factor in (1, 2):
+            for model in (ours, upstreams):
+                model.head.head[0].weight.mul_(factor)
+            exact = copy.deepcopy(upstreams).double()(images.double()).predicted_depth
+            for _ in range(2):
+                assert_accurate(ours(images).predicted_depth, upstreams(images).predicted_depth, exact)
+    assert all(each.permute(2, 3, 0, 1).is_contiguous() for each in weights)
+    addresses = [each.data_ptr() for each in weights]
+    assert addresses[0] == addresses[1]
+    assert addresses[2] == addresses[3]
+    assert torch.equal(weights[3], ours.head.head[0].weight)
+    with torch.inference_mode(), ck.use_backend("triton", "cpu", "reference"):
+        ours(images)
+    assert not weights[4].is_inference()
+
+
 @torch.no_grad()
 def test_a_head_that_reads_another_map_runs_its_own_forward(maps):
     ours, upstreams = made(head_in_index=1)
