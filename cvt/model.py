@@ -209,7 +209,8 @@ class Block(nn.Module):
         Returns:
             (B, T, C); with ``with_scores`` also the scores (B, H·W) of the tokens.
         """
-        if not with_scores and is_block_wanted(self):
+        only = not with_scores and is_block_wanted(self)
+        if only:
             rows = class_token_of(x)
         parts = parts_if_fused(self, OWN_BLOCK)
         if parts is None:
@@ -217,7 +218,7 @@ class Block(nn.Module):
         elif with_scores:
             out, scores = forward_block(parts, x, grid, rows, with_scores=True)
         else:
-            return run_block(self, parts, x, grid, rows)
+            return run_block(self, parts, x, grid, rows, rows_only=only)
         return (out, scores) if with_scores else out
 
     def _call_modules(

@@ -229,7 +229,8 @@ def _run_fused(
         # Upstream has an error for a grid without keys.
         if parts.reduction is None or not _is_smaller(grid, parts.reduction[0].kernel_size[0]):
             rows = class_token_of(x) if is_block_wanted(block) else None
-            return entry.result(block, recording.run_block(block, parts, x, grid, rows), grid)
+            out = recording.run_block(block, parts, x, grid, rows, rows_only=rows is not None)
+            return entry.result(block, out, grid)
     return own(block, *args, **kwargs) if result is NotImplemented else result
 
 

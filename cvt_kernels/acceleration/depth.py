@@ -8,6 +8,7 @@ forward.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import checks, dispatch, modes
+from .. import backends, checks, dispatch, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.depth_head import depth_head
@@ -100,8 +101,18 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
     if states[-1].shape[2] > 2 * states[-2].shape[2]:
         return NotImplemented
     conv, _, last = head.head
-    depth = head.config.max_depth
-    return depth_head(states[-1], conv.weight, conv.bias, last.weight, last.bias, depth)
+    depth, weight = head.config.max_depth, conv.weight
+    # Kernels of CPUs pack weights by themselves.
+    if weight.device.type != "cpu" or "triton" in backends.requested_backends():
+        weight = weight_cache.packed(weight, "taps first", functools.partial(_with_taps_first, weight))
+    return depth_head(states[-1], weight, conv.bias, last.weight, last.bias, depth)
+
+
+@torch.inference_mode(False)  # copies made in inference mode could not be used outside it
+@torch.no_grad()
+def _with_taps_first(weight: Tensor) -> Tensor:
+    """Returns a copy of a weight (D, C, 3, 3) that lies in memory as the operator's product reads it."""
+    return weight.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format).permute(2, 3, 0, 1)
 
 
 # The fusion of a stage's map with the one before ----------------------------------------------------------

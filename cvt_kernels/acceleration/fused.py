@@ -44,8 +44,13 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
 
 def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
+    return normalize(module, x) if is_plain_layer_norm(module) else module(x)
+
+
+def is_plain_layer_norm(module: Any) -> bool:
+    """Returns whether a module is an ``nn.LayerNorm`` over channels, of no other class, and unwatched."""
     plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.eps > 0
-    return normalize(module, x) if plain and not is_watched(module) else module(x)
+    return plain and not is_watched(module)
 
 
 def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVariant) -> Tensor:
@@ -247,6 +252,7 @@ def forward_block(
     rows: Tensor | None = None,
     *,
     with_scores: bool = False,
+    rows_only: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Runs a block by the operators, with the gradients, BatchNorm statistics and dropout of its modules.
 
@@ -256,6 +262,8 @@ def forward_block(
         grid: (H, W) of the spatial tokens.
         rows: (B, K), the tokens to compute; None for all. The others stay as they are.
         with_scores: Also score the tokens, by ``parts.pool``.
+        rows_only: Nobody reads other tokens than ``rows`` (B, 1), the first ones. Then each token of the
+            result is a view of its image's first one.
 
     Returns:
         Tokens like ``x``, and their scores (B, H·W) or None.
@@ -277,14 +285,17 @@ def forward_block(
     if rows is None and (out := _mlp_with_residual(parts, fc2, y, stream)) is not None:
         return out, scores
     hidden = _activate(parts, y, grid)
-    if rows is None:
+    if rows is None or rows_only:
         out = fc2.with_residual(parts.drop_path, hidden, stream, drops_sum=parts.drops_sum, always=True)
         if out is not None:
-            return out, scores
+            return out.expand_as(x) if rows_only else out, scores
     branch = call(fc2.drop, apply_linear(fc2.layer, hidden))
     if not parts.drops_sum:
         branch = call(fc2.scale, branch, parts.drop_path)
-    out = stream + branch if rows is None else scatter_rows(x, rows, stream, branch)
+    if rows is None:
+        out = stream + branch
+    else:
+        out = (stream + branch).expand_as(x) if rows_only else scatter_rows(x, rows, stream, branch)
     return call(parts.drop_path, out) if parts.drops_sum else out, scores
 
 

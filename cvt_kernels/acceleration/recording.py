@@ -141,12 +141,18 @@ def _is_on_gpu(x: Tensor) -> bool:
 
 
 def run_block(
-    block: nn.Module, parts: BlockParts, x: Tensor, grid: tuple[int, int], rows: Tensor | None = None
+    block: nn.Module,
+    parts: BlockParts,
+    x: Tensor,
+    grid: tuple[int, int],
+    rows: Tensor | None = None,
+    *,
+    rows_only: bool = False,
 ) -> Tensor:
     """Returns the tokens of :func:`forward_block` for a block's parts, by a recording if there is one."""
 
     def forward() -> Tensor:
-        return forward_block(parts, x, grid, rows)[0]
+        return forward_block(parts, x, grid, rows, rows_only=rows_only)[0]
 
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     found = None if is_traced or not _is_on_gpu(x) else replays_of(block)
@@ -159,5 +165,5 @@ def run_block(
         return replays.train(forward, x, lambda: draw_factors(parts, x), *settings)
     if training:
         return forward()
-    out: Tensor = replays.run(forward, (x, rows), grid)
+    out: Tensor = replays.run(forward, (x, rows), grid, rows_only)
     return out

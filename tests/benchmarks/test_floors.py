@@ -106,9 +106,9 @@ def test_work_of_8_bit_numbers():
 
 def test_launches_of_a_forward():
     noted = floors.forward_launches()
-    assert len(noted) <= 91
-    # Besides the kernels of this project: two convolutions, the head, and copies of the class token.
-    assert sorted(each.kernel for each in noted if each.operator == "PyTorch") == ["addmm", "clone", "copy_"]
+    assert len(noted) <= 90
+    # Besides the kernels of this project: two convolutions, the head, and a copy of the class token.
+    assert sorted(each.kernel for each in noted if each.operator == "PyTorch") == ["addmm", "clone"]
     convolutions = [each for each in noted if each.kernel == "convolution"]
     assert [each.part for each in convolutions] == ["stage 2", "stage 3"]
     assert sum(each.floor() for each in noted) / 256 <= 25

@@ -48,22 +48,18 @@ def allowed(family, freeze, dtype, batch):
     if dtype not in HALF:
         expected["conv_embedding: clone"] += 1  # the images, with channels last for cuDNN
     if family == "cvt":
-        # Upstream's head, of the class token alone: a few KB.
-        expected.update({"PyTorch: native_layer_norm": 1, "PyTorch: mean": 1})
         if not freeze:
             # Upstream puts the class token before the last stage's tokens; the last block has it alone, by
             # an index.
             expected.update({"PyTorch: cat": 1, "PyTorch: zeros": 1})
-        elif batch > 1 or dtype not in HALF:
-            # The class token goes out of the last block's tokens and back, if the block computes it alone.
-            expected.update({"PyTorch: copy_": 1, "PyTorch: clone": int(batch > 1)})
+        elif batch > 1:
+            # The last block takes the class token out of its tokens, if it computes it alone.
+            expected["PyTorch: clone"] += 1
     if family == "pvt":
         # Positions are added to the tokens of each stage, behind the class token of the last one.
         expected.update({"PyTorch: add": 4, "PyTorch: cat": 1})
     if family == "pvt_v2":
         expected["PyTorch: mean"] += 1  # of the tokens before the classifier
-    if family == "glpn":
-        expected["depth_head: clone"] += 1  # 74 KB of weights in the order of the product
     return +expected
 
 

@@ -130,6 +130,137 @@ def test_loss_and_tuples_of_hugging_face(freeze):
     torch.testing.assert_close(loss, true_loss)
 
 
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_head_of_hugging_face_normalizes_by_the_operator(freeze, dtype):
+    own = huggingface().eval().to(dtype)
+    model, x = ck.accelerate(copy.deepcopy(own), freeze=freeze), images(2, 32, 48).to(dtype)
+    seen = []
+
+    def noting(operator, backend, implementation):
+        def serve(call):
+            if operator == "layer_norm":
+                seen.append(call.x)
+            return implementation.load().function(call)
+
+        return dataclasses.replace(implementation, function=serve)
+
+    with torch.no_grad(), backends.replaced(noting):
+        out = model(x)
+    assert seen[-1].shape == (2, 1, 48)
+    assert freeze is not False or seen[-1].is_contiguous()  # a kernel would copy other rows
+    with torch.no_grad():
+        expected, true = own(x), copy.deepcopy(own).double()(x.double()).logits
+        (alone,) = model(x, return_dict=False)
+        (positional,) = model(x, None, None, False)
+    assert type(out) is type(expected)
+    assert out.keys() == expected.keys() == {"logits"}
+    assert out.logits.dtype == dtype
+    assert torch.equal(out.logits, alone)
+    assert torch.equal(out.logits, positional)
+    bound = max(2 * relative(expected.logits.double(), true), 1e-6)
+    assert relative(out.logits.double(), true) <= bound
+
+
+def returning_twice(module, args, out):
+    """Changes what a module returns."""
+    return 2 * out
+
+
+def hooked_norm(model):
+    model.layernorm.register_forward_hook(returning_twice)
+
+
+def hooked_classifier(model):
+    model.classifier.register_forward_hook(returning_twice)
+
+
+def another_norm(model):
+    model.layernorm = torch.nn.Sequential(copy.deepcopy(model.layernorm), torch.nn.Tanh())
+
+
+def norm_without_epsilon(model):
+    model.layernorm.eps = 0.0
+
+
+def without_classifier(model):
+    model.classifier = torch.nn.Identity()
+
+
+def patched_norm(model):
+    model.layernorm.forward = lambda x: 3 * x
+
+
+@every_form
+@pytest.mark.parametrize(
+    "change",
+    [hooked_norm, hooked_classifier, another_norm, norm_without_epsilon, without_classifier, patched_norm],
+)
+def test_changes_of_the_head_of_hugging_face_are_noticed(freeze, change):
+    own, x = huggingface().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    before = queries_of(model, x)[1]
+    for each in own, model:
+        change(each)
+    with torch.no_grad():
+        out, expected = model(x).logits, own(x).logits
+    assert relative(out, expected) < 1e-5
+    assert change is norm_without_epsilon or not torch.equal(out, before)
+
+
+@every_form
+def test_a_patched_forward_of_hugging_face_runs(freeze, monkeypatch):
+    model, x = ck.accelerate(huggingface().eval(), freeze=freeze), images(2, 32, 48)
+    queries_of(model, x)
+    cls = type(huggingface())
+    forward = cls.forward
+
+    def patch(self, *args, **kwargs):
+        return 2 * forward(self, *args, **kwargs).logits
+
+    expected = 2 * queries_of(model, x)[1]
+    monkeypatch.setattr(cls, "forward", patch)
+    assert relative(queries_of(model, x)[1], expected) < 1e-6
+    monkeypatch.undo()
+    assert relative(2 * queries_of(model, x)[1], expected) < 1e-6
+
+
+def test_hugging_face_answers_what_the_head_does_not_take():
+    own, x = huggingface().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(own), freeze=False)
+    with torch.no_grad():
+        expected = own(x)
+        model.config = copy.deepcopy(model.config)
+        model.config.return_dict = False
+        assert isinstance(model(x), tuple)
+        assert relative(model(x)[0], expected.logits) < 1e-5
+        out = model(pixel_values=x, interpolate=True, return_dict=True)  # upstream takes any keyword
+        assert relative(out.logits, expected.logits) < 1e-5
+
+
+def test_head_of_hugging_face_under_autocast():
+    own, x = huggingface().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(own), freeze=False)
+    with torch.no_grad():
+        true = own(x).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            out, expected = model(x).logits, own(x).logits
+    assert out.dtype == expected.dtype
+    assert relative(out.float(), true) <= 2 * relative(expected.float(), true)
+
+
+@every_classifier
+def test_the_last_block_writes_no_other_tokens(make):
+    model, x = ck.accelerate(make().eval(), freeze=False), images(2, 32, 48)
+    stage, block = last_stage(model), last_block(model)
+    seen = []
+    block.register_forward_hook(lambda module, args, out: seen.append(out))
+    with torch.no_grad():
+        class_token.with_class_token_only(stage, block, lambda: model(x), even_if_watched=True)
+    assert seen[-1].shape[::2] == (2, 48)
+    assert seen[-1].stride(1) == 0  # each is a view of the class token
+
+
 @every_classifier
 def test_an_error_and_another_thread_leave_later_calls_whole(make):
     model = ck.accelerate(make().eval(), freeze=False)

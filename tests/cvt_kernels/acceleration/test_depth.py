@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import dispatch, launching
@@ -159,6 +160,40 @@ def test_changes_of_weights_settings_and_modules_are_noticed(maps):
         torch.testing.assert_close(after, upstreams(images).predicted_depth)
         assert not torch.equal(before, after)
     assert len(maps) == 9  # neither GELU nor other upsampling
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_for_triton_a_copy_of_the_weight_lies_as_its_product_reads_it(monkeypatch, dtype):
+    head, weights, operator = made(dtype, freeze=False)[0].head, [], ck.depth_head
+    small, large = torch.randn(1, 8, 1, 2, dtype=dtype), torch.randn(1, 8, 2, 3, dtype=dtype)
+    own = type(ck.restore(copy.deepcopy(head))).forward
+
+    def noting(x, weight, *others):
+        weights.append(weight)
+        return operator(x, weight, *others)
+
+    def upstreams(head, image):
+        for _ in range(2):
+            image = F.interpolate(image, scale_factor=2, mode="bilinear")
+        return own(head, [image])
+
+    monkeypatch.setattr(depth, "depth_head", noting)
+    monkeypatch.setattr(depth._handing, "modules", (head,))
+    with ck.use_backend("triton"):
+        for factor in (1, 2):
+            head.head[0].weight.mul_(factor)
+            exact = upstreams(copy.deepcopy(head).double(), large.double())
+            for _ in range(2):
+                assert_accurate(head([small, large]), upstreams(head, large), exact)
+            assert torch.equal(weights[-1], head.head[0].weight)
+        assert weights[0].data_ptr() == weights[1].data_ptr()
+        assert weights[2].data_ptr() == weights[3].data_ptr()
+        assert all(each.permute(2, 3, 0, 1).is_contiguous() for each in weights)
+        head.head[0].weight.mul_(2)
+        with torch.inference_mode():
+            head([small, large])
+        assert not weights[-1].is_inference()
 
 
 @torch.no_grad()
