@@ -57,9 +57,6 @@ def allowed(family, freeze, dtype, batch):
         elif batch > 1 or dtype not in HALF:
             # The class token goes out of the last block's tokens and back, if the block computes it alone.
             expected.update({"PyTorch: copy_": 1, "PyTorch: clone": int(batch > 1)})
-    if family == "pvt":
-        # Positions are added to the tokens of each stage, behind the class token of the last one.
-        expected.update({"PyTorch: add": 4, "PyTorch: cat": 1})
     if family == "pvt_v2":
         expected["PyTorch: mean"] += 1  # of the tokens before the classifier
     if family == "glpn":
