@@ -192,11 +192,20 @@ def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
     return tokens.transpose(1, 2).unflatten(2, image.shape[2:])
 
 
-def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int, int]:
-    """Computes an embedding: images or maps (B, C, H, W) to normalized tokens (B, H'·W', C'), H' and W'."""
+def embed_tokens(
+    projection: Any,
+    norm: Any,
+    image: Tensor,
+    class_token: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, int, int]:
+    """Computes an embedding: images or maps (B, C, H, W) to normalized tokens (B, H'·W', C'), H' and W'.
+
+    ``class_token`` and ``positions`` are those of ``conv_embedding``, for embeddings that it computes
+    (:func:`is_one_embedding`).
+    """
     check_images("pixel_values", image, projection)
-    is_plain = _is_plain_embedding(projection) and image.dtype == projection.weight.dtype
-    if is_plain and (norm.weight is None or norm.weight.dtype == image.dtype):
+    if is_one_embedding(projection, norm, image):
         grid = output_grid(image, projection)
         tokens = conv_embedding(
             image,
@@ -207,11 +216,21 @@ def embed_tokens(projection: Any, norm: Any, image: Tensor) -> tuple[Tensor, int
             stride=projection.stride[0],
             padding=projection.padding[0],
             eps=norm.eps,
+            class_token=class_token,
+            positions=positions,
         )
         return tokens, *grid
     image = projection(image)
     height, width = image.shape[2:]
     return normalize(norm, image.flatten(2).transpose(1, 2)), height, width
+
+
+def is_one_embedding(projection: Any, norm: Any, image: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether ``conv_embedding`` computes an embedding of images, with ``others`` of one dtype."""
+    if not _is_plain_embedding(projection):
+        return False
+    tensors = projection.weight, norm.weight, *others
+    return all(each is None or each.dtype == image.dtype for each in tensors)
 
 
 def _has_kernel_of_embeddings(x: Tensor, conv: Any, norm: Any) -> bool:

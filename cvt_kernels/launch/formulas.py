@@ -179,6 +179,8 @@ def linear_add_layer_norm(need: Need) -> list[Product]:
 def patches(need: Need) -> list[Product]:
     """Returns products of whole rows with long pipelines: there are many inputs, and often few tiles."""
     ranked = linear_add_layer_norm(need)
+    if need.generation == 100 and need.sizes[1] > 384:  # 64 rows of them would spill
+        ranked = [replace(each, block_m=min(each.block_m, 32)) for each in ranked]
     if need.sizes[1] > 192:
         return [replace(each, num_warps=8) for each in ranked]
     return [replace(each, num_warps=4, num_stages=3) for each in ranked]

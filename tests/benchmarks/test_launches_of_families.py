@@ -55,9 +55,6 @@ def allowed(family, freeze, dtype, batch):
         elif batch > 1:
             # The last block takes the class token out of its tokens, if it computes it alone.
             expected["PyTorch: clone"] += 1
-    if family == "pvt":
-        # Positions are added to the tokens of each stage, behind the class token of the last one.
-        expected.update({"PyTorch: add": 4, "PyTorch: cat": 1})
     if family == "pvt_v2":
         expected["PyTorch: mean"] += 1  # of the tokens before the classifier
     return +expected

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import backends, modes
 from ..blocks import HUGGING_FACE, BlockEntry, BlockParts, BypassedParts, Family, RecordedEntry, parts_of_norm
 from ..encoders import encode_pvt, encode_pvt_v2
-from ..fused import embed_tokens, normalize
+from ..fused import check_images, embed_tokens, is_one_embedding, normalize, output_grid
 from .pyramids import block_entry, common_parts, embeddings_entry, encoder_entry, stage_entry
 
 
@@ -45,24 +46,50 @@ def _pvt_v2_block(self: Any) -> BlockParts:
 def _pvt_embeddings(self: Any, pixel_values: Tensor) -> Any:
     if pixel_values.ndim == 4 and pixel_values.shape[1] != self.num_channels:
         return NotImplemented  # upstream has an error for it
-    tokens, height, width = embed_tokens(self.projection, self.layer_norm, pixel_values)
-    positions = self.position_embeddings
-    if self.cls_token is not None:
-        tokens = torch.cat((self.cls_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
-    if positions.shape[1] != tokens.shape[1]:
-        raise _no_positions(self, pixel_values, (height, width))
+    embedding, class_token = (self.projection, self.layer_norm, pixel_values), self.cls_token
     # Upstream interpolates them from this grid to this grid, which changes nothing.
-    return self.dropout(tokens + positions), height, width
+    positions = self.position_embeddings
+    check_images("pixel_values", pixel_values, self.projection)
+    if is_one_embedding(*embedding, class_token, positions) and _is_for_kernels(self, pixel_values):
+        _check_positions(self, pixel_values, output_grid(pixel_values, self.projection))
+        class_token = None if class_token is None else class_token[0, 0]
+        tokens, height, width = embed_tokens(*embedding, class_token, positions[0])
+    else:
+        tokens, height, width = embed_tokens(*embedding)
+        _check_positions(self, pixel_values, (height, width))
+        if class_token is not None:
+            tokens = torch.cat((class_token.expand(tokens.shape[0], -1, -1), tokens), dim=1)
+        tokens = tokens + positions
+    return self.dropout(tokens), height, width
 
 
-def _no_positions(embeddings: Any, pixel_values: Tensor, grid: tuple[int, int]) -> ValueError:
-    """Returns the error for images of another size than a PVT has positions for."""
+def _is_for_kernels(embeddings: Any, image: Tensor) -> bool:
+    """Returns whether an embedding should add positions itself: where kernels do, which have no gradients.
+
+    On a CPU PyTorch adds them, unless Triton is asked for. Under autocast its LayerNorm there is of 16 bits,
+    but upstream's sums are of float32.
+    """
+    convolution, norm = embeddings.projection, embeddings.layer_norm
+    parameters = convolution.weight, convolution.bias, norm.weight, norm.bias
+    added = embeddings.cls_token, embeddings.position_embeddings
+    if modes.wants_gradient(image, *parameters, *added):
+        return False
+    if image.device.type != "cpu":
+        return True
+    return "triton" in backends.requested_backends() and not modes.autocast_enabled(image)
+
+
+def _check_positions(embeddings: Any, pixel_values: Tensor, grid: tuple[int, int]) -> None:
+    """Raises ValueError for images of another size than a PVT has positions for."""
+    tokens = grid[0] * grid[1] + (embeddings.cls_token is not None)
+    if embeddings.position_embeddings.shape[1] == tokens:
+        return
     size = embeddings.image_size
     of_model = tuple(pixels // patch for pixels, patch in zip(size, embeddings.patch_size, strict=True))
     got, patches, expected, positions = (
         "×".join(map(str, pair)) for pair in (pixel_values.shape[2:], grid, size, of_model)
     )
-    return ValueError(
+    raise ValueError(
         f"pixel_values: got {got} pixels, a grid of {patches} patches, expected {expected} pixels, a grid of "
         f"{positions}: this PVT has position embeddings for images of its config's image_size alone"
     )

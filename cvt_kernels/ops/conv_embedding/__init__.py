@@ -24,7 +24,8 @@ else:
 _SAMPLE = 2**18  # elements
 
 
-def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> None:
+def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> tuple[int, ...]:
+    """Returns the height and width of the tokens."""
     checks.check_float_tensor("image", image, "(batch, channels, height, width)")
     checks.check_rank("image", image, 4, "(batch, channels, height, width)")
     checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
@@ -43,16 +44,23 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
         raise ValueError(
             f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
         )
+    return grid
 
 
 def _check_all(call: Any) -> None:
-    _check(call.image, call.weight, call.stride, call.padding, call.eps)
+    height, width = _check(call.image, call.weight, call.stride, call.padding, call.eps)
     for name in ("bias", "norm_weight", "norm_bias", "class_token"):
         vector = getattr(call, name)
         if vector is not None:
             also = () if name == "bias" else (torch.float32,)
             shape = call.weight.shape[:1]
             checks.check_tensor_like(name, vector, shape, "(channels,)", call.image, also, "image")
+    if call.positions is not None:
+        tokens = height * width + (call.class_token is not None)
+        checks.check_tensor_like(
+            "positions", call.positions, (tokens, call.weight.shape[0]), "(tokens, channels)", call.image,
+            (torch.float32,), "image",
+        )  # fmt: skip
 
 
 def _composition(call: Any) -> Callable[..., Tensor] | None:
@@ -66,7 +74,7 @@ def _compose(call: Record) -> Tensor:
     The image becomes channels last, and so do the tokens without a copy; it stays as it is where that could
     cost precision.
     """
-    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
+    image, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, positions = call
     if not modes.convolves_in_tf32(image):
         image = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # channels last, also within vmap
     tokens = F.conv2d(image, weight, None, stride, padding).permute(0, 2, 3, 1).flatten(1, 2)
@@ -74,9 +82,15 @@ def _compose(call: Record) -> Tensor:
         None if vector is None else vector.to(tokens.dtype) for vector in (norm_weight, norm_bias)
     )
     tokens = layer_norm(tokens, norm_weight, norm_bias, eps=eps, shift=bias)
-    if class_token is None:
-        return tokens
-    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
+    return _finish(tokens, class_token, positions)
+
+
+def _finish(tokens: Tensor, class_token: Tensor | None, positions: Tensor | None) -> Tensor:
+    """Returns tokens behind a class token, with positions, in the dtype of the tokens."""
+    if class_token is not None:
+        class_tokens = class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1)
+        tokens = torch.cat([class_tokens, tokens], dim=1)
+    return tokens if positions is None else tokens + positions.to(tokens.dtype)
 
 
 def _cost_class(call: Record) -> str:
@@ -85,6 +99,7 @@ def _cost_class(call: Record) -> str:
     words = f"{size_class(batch)} images of {size_class(height * width)} pixels, {inputs} to "
     words += f"{call.weight.shape[0]} channels, kernel/stride/padding {'/'.join(map(str, geometry))}"
     words += "" if call.class_token is None else ", and a class token"
+    words += "" if call.positions is None else ", and positions"
     words += ", convolved in tf32" if modes.convolves_in_tf32(call.image) else ""
     # Of channels last, torch.func.vmap knows the stride alone.
     return words + (", channels last" if call.image.stride(1) == 1 else "")
@@ -117,22 +132,29 @@ def conv_embedding(
     padding: int,
     eps: float = 1e-5,
     class_token: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Computes layer_norm(conv(image)) as tokens, the convolutional token embedding of CvT.
 
-    Wu et al. 2021, section 3.1; upstream ``ConvEmbed`` in Microsoft's ``cls_cvt.py``.
+    Wu et al. 2021, section 3.1; upstream ``ConvEmbed`` in Microsoft's ``cls_cvt.py``. With ``positions`` it
+    is PVT's patch embedding, Wang et al. 2021, section 3.2; upstream ``PvtPatchEmbeddings`` of transformers.
+
+    The kernels have no gradients. Where one is wanted, PyTorch's convolution, ``layer_norm`` and PyTorch's
+    operators for class token and positions compute it.
 
     Args:
         image: ``(B, in_channels, H, W)``, channels last or not; float16, bfloat16, float32 or float64.
         weight: The convolution's ``(C, in_channels, k, k)``.
         bias: The convolution's ``(C,)``, or None for 0.
-        norm_weight: LayerNorm's ``(C,)``, or None for 1. It, ``norm_bias`` and ``class_token`` may be float32
-            beside an ``image`` of half precision.
+        norm_weight: LayerNorm's ``(C,)``, or None for 1. It, ``norm_bias``, ``class_token`` and ``positions``
+            may be float32 beside an ``image`` of half precision.
         norm_bias: LayerNorm's ``(C,)``, or None for 0.
         stride: Stride of the convolution in both directions.
         padding: Zero padding on each side.
         eps: Added to the variance.
         class_token: ``(C,)``, written before the tokens of every image; None for no class token.
+        positions: ``(H'·W' (+ 1), C)``, added to the tokens of every image, the class token's first; None for
+            0. The kernels of a GPU add them before they round to the dtype of the result.
 
     Returns:
         Contiguous tokens ``(B, H'·W' (+ 1), C)``, the spatial ones in row-major order, of the dtype of
@@ -145,6 +167,4 @@ def conv_embedding(
     """
     y = F.conv2d(image, weight, bias, stride, padding)
     tokens = reference.layer_norm(y.flatten(2).transpose(1, 2), norm_weight, norm_bias, eps=eps)
-    if class_token is None:
-        return tokens
-    return torch.cat([class_token.to(tokens.dtype).expand(tokens.shape[0], 1, -1), tokens], dim=1)
+    return _finish(tokens, class_token, positions)

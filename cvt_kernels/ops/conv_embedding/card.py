@@ -16,7 +16,10 @@ def _conv_embedding(m: Any) -> Any:
     token = m.parameter(m.channels) if m.class_token else None
     padding = max(m.padding, -((min(m.height, m.width) - m.kernel) // 2))  # so that there is an output
     args = (image, weight, m.optional(m.channels), *m.norm(m.channels)[:2])
-    return args, {"stride": m.stride, "padding": padding, "eps": m.eps, "class_token": token}
+    rows, columns = ((size + 2 * padding - m.kernel) // m.stride + 1 for size in (m.height, m.width))
+    positions = m.parameter(rows * columns + m.class_token, m.channels) if m.positions else None
+    settings = {"stride": m.stride, "padding": padding, "eps": m.eps}
+    return args, settings | {"class_token": token, "positions": positions}
 
 
 def _conv_embedding_stage(step: cards.Step) -> None:
@@ -46,17 +49,43 @@ def _token_reduction_stage(step: cards.Step) -> None:
         step.call("conv_embedding", image, each, vector, vector, vector, stride=ratio, padding=0)
 
 
+#: Channels of a stage of PVT → channels of what it embeds.
+_PVT = {64: 3, 128: 64, 320: 128, 512: 320}
+
+
+def _patch_embedding_stage(step: cards.Step) -> None:
+    """Runs the embedding of a PVT's stage, with positions, by a weight in both orders."""
+    reduction = step.stage.embedding
+    channels = step.channels // 4 if reduction is None else reduction.in_channels
+    if channels not in _PVT:
+        return
+    inputs, (height, width) = _PVT[channels], step.stage.grid
+    size, class_tokens = 4 if inputs == 3 else 2, int(reduction is None)
+    image = step.tensor(step.batch, inputs, size * height, size * width)
+    if inputs > 3:
+        image = image.to(memory_format=torch.channels_last)
+    weight, vector = step.tensor(channels, inputs, size, size), step.tensor(channels)
+    positions = step.tensor(height * width + class_tokens, channels)
+    for each in (weight, weight.to(memory_format=torch.channels_last)):
+        step.call(
+            "conv_embedding", image, each, vector, vector, vector, stride=size, padding=0,
+            class_token=vector if class_tokens else None, positions=positions,
+        )  # fmt: skip
+
+
 def _embedding_in_one(arguments: dict[str, Any]) -> cards.Work:
-    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
+    image, weight, *others = (arguments[f"{name}_ptr"] for name in ("image", "w", "positions", "out"))
     return cards.Work(
-        cards.bytes_of(image, weight, out), 2 * weight.numel() * image.shape[0] * arguments["tokens"]
+        cards.bytes_of(image, weight, *others), 2 * weight.numel() * image.shape[0] * arguments["tokens"]
     )
 
 
 def _embedding_of_patches(arguments: dict[str, Any]) -> cards.Work:
-    image, weight, out = (arguments[f"{name}_ptr"] for name in ("image", "w", "out"))
-    return cards.Work(cards.bytes_of(image, weight, out), 2 * weight.numel() * arguments["rows"])
+    image, weight, *others = (arguments[f"{name}_ptr"] for name in ("image", "w", "positions", "out"))
+    return cards.Work(cards.bytes_of(image, weight, *others), 2 * weight.numel() * arguments["rows"])
 
+
+_ADDED = {"class_token": True, "positions": True}
 
 CARDS = {
     "conv_embedding": cards.Card(
@@ -71,10 +100,11 @@ CARDS = {
             "stride": (1, 2, 3, 4),
             "padding": (0, 1, 2, 3),
             "class_token": cards.BOTH,
+            "positions": cards.BOTH,
             "channels_last": cards.BOTH,
         },
         examples={
-            "usual": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "class_token": True},
+            "usual": cards.MAP | cards.K3X3 | _ADDED | {"inputs": 5, "stride": 2},
             "odd": cards.ODD_MAP | cards.K3X3 | {"inputs": 1},
             "empty": cards.MAP | cards.K3X3 | {"inputs": 3, "batch": 0},
             "many": cards.MANY_PIXELS | cards.K3X3 | {"inputs": 8},
@@ -83,6 +113,11 @@ CARDS = {
                 "batch=2 height=14 width=17 inputs=3 channels=64 kernel=7 stride=4 padding=2 class_token=True"
             ),
             "later stage": cards.MAP | cards.K3X3 | {"inputs": 40, "stride": 2, "class_token": True},
+            "positions": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "positions": True},
+            "patches": cards.worded(
+                "batch=2 height=6 width=8 channels=20 inputs=5 kernel=2 stride=2 padding=0 class_token=True "
+                "positions=True channels_last=True"
+            ),
             "bare": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "bare": True},
             "channels last": cards.MAP | cards.K3X3 | {"inputs": 5, "stride": 2, "channels_last": True},
         },
@@ -91,16 +126,51 @@ CARDS = {
         wrong={
             "image": ((5, 3, 4), (2, 2, 3, 4), (2, 5, 0, 0)),
             "weight": ((20, 5, 3), (20, 5, 3, 2), (0, 5, 3, 3)),
+            "positions": ((4, 20), (5, 21), (1, 5, 20), (20,)),
         },
         stages={
             "conv_embedding": cards.Launches(_conv_embedding_stage),
             "token_reduction": cards.Launches(_token_reduction_stage, of_pyramids=True),
+            "patch_embedding": cards.Launches(_patch_embedding_stage, of_pyramids=True),
         },
         work={
             "conv_embedding_embed": _embedding_in_one,
             "conv_embedding_patches": _embedding_of_patches,
-            "conv_embedding_normalize": functools.partial(cards.once, names="x out"),
+            "conv_embedding_normalize": functools.partial(cards.once, names="x positions out"),
         },
         uncounted={"conv_embedding": "bias gamma beta class_token"},
+        accesses={
+            name: cards.Accesses(kernels, f"batch=2 positions=True {words}")
+            for name, kernels, words in (
+                (
+                    *("patches with positions", "conv_embedding_patches"),
+                    "dtype=float16 height=9 width=6 inputs=5 channels=13 kernel=3 stride=3 padding=0 "
+                    "class_token=True channels_last=True",
+                ),
+                (
+                    *("embedding with positions", "conv_embedding_embed"),
+                    "dtype=bfloat16 height=8 width=12 inputs=3 channels=5 kernel=4 stride=4 padding=0 "
+                    "class_token=True",
+                ),
+                (
+                    *("embedding of many channels with positions", "conv_embedding_normalize"),
+                    "dtype=float32 height=5 width=3 inputs=40 channels=13 kernel=3 stride=2 padding=1 "
+                    "class_token=True",
+                ),
+            )
+        },
+        emulated={
+            "embedding with positions": (
+                "batch=2 height=29 width=31 inputs=3 channels=64 kernel=4 stride=4 padding=0 positions=True"
+            ),
+            "embedding of maps with positions": (
+                "batch=2 height=15 width=14 inputs=64 channels=96 kernel=3 stride=2 padding=1 "
+                "class_token=True positions=True"
+            ),
+            "patches with positions": (
+                "batch=3 height=14 width=15 inputs=40 channels=136 kernel=2 stride=2 padding=0 "
+                "class_token=True positions=True channels_last=True"
+            ),
+        },
     ),
 }

@@ -2,9 +2,9 @@
 
 The pixels under the kernel are copied into rows, a tile of tokens at a time, and multiplied with the packed
 weight; the sums are normalized and written once. An image with channels first is copied before, so that the
-channels of a pixel are adjacent. Sums and products are in float32; only products of bfloat16
-use the CPU's instructions for pairs, where it has them. Results are bitwise deterministic, whatever the
-number of threads.
+channels of a pixel are adjacent. Sums and products are in float32; only products of bfloat16 use the CPU's
+instructions for pairs, where it has them. PyTorch adds positions behind it, in place. Results are bitwise
+deterministic, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _(
 
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
-    image, weight, bias, norm_weight, norm_bias, _, _, _, class_token = call
-    return weight_cache.why_unpackable(image, weight, bias, norm_weight, norm_bias, class_token)
+    image, weight, bias, norm_weight, norm_bias, _, _, _, class_token, positions = call
+    return weight_cache.why_unpackable(image, weight, bias, norm_weight, norm_bias, class_token, positions)
 
 
 class _Packed(NamedTuple):
@@ -51,7 +51,7 @@ class _Packed(NamedTuple):
 
 def _bind(call: Record) -> Callable[[Tensor], Tensor]:
     """Binds the operator to its packed parameters; returns a function of an image."""
-    _, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token = call
+    _, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, positions = call
 
     def pack() -> _Packed:
         return _Packed(
@@ -65,7 +65,9 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor]:
     tensors = (bias, norm_weight, norm_bias, class_token)
     packed = weight_cache.packed(weight, "embedding", pack, tensors)
     arguments = *packed, weight.shape[3], stride, padding, eps
-    return lambda image: _ops.conv_embedding_inference.default(image, *arguments)
+    if positions is None:
+        return lambda image: _ops.conv_embedding_inference.default(image, *arguments)
+    return lambda image: _ops.conv_embedding_inference.default(image, *arguments).add_(positions)
 
 
 @bound_by(_bind)

@@ -13,7 +13,14 @@ import cvt_kernels as ck
 from cvt_kernels import launching, modes
 from cvt_kernels.acceleration import fused
 from cvt_kernels.ops import autograd
-from tests.checks import python_blocks, record_all_calls, record_calls, run_blocks, section_of
+from tests.checks import (
+    assert_accurate,
+    python_blocks,
+    record_all_calls,
+    record_calls,
+    run_blocks,
+    section_of,
+)
 from tests.cvt_kernels.acceleration.served import noted_backends
 from tests.cvt_kernels.acceleration.test_accelerate import inputs
 from tests.upstream import (
@@ -278,6 +285,63 @@ def test_a_pvt_says_which_image_size_it_takes():
     for model in (ck.accelerate(pvt().eval()), ck.accelerate(pvt().eval(), freeze=True)):
         with pytest.raises(ValueError, match=f"^{expected}$"):
             model(images(1, 64, 96))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_embeddings_of_a_pvt_add_positions(monkeypatch, freeze):
+    """One operator does where kernels of a GPU serve; in training and on a CPU PyTorch does."""
+    model, calls = ck.accelerate(pvt().eval(), freeze=freeze), []
+    embed = fused.conv_embedding
+
+    def noted(*args, class_token, positions, **settings):
+        calls.append((class_token is not None, positions is not None))
+        return embed(*args, class_token=class_token, positions=positions, **settings)
+
+    monkeypatch.setattr(fused, "conv_embedding", noted)
+    stages = len(model.pvt.encoder.block)
+    by_triton = ck.use_backend("triton", "composed", "cpu", "reference")
+    with torch.no_grad(), by_triton:
+        model(inputs(pvt))
+    assert calls == [(False, True)] * (stages - 1) + [(True, True)]
+    calls.clear()
+    with torch.no_grad():
+        model(inputs(pvt))
+        with by_triton, torch.autocast("cpu", torch.bfloat16):
+            model(inputs(pvt))
+    assert not any(map(any, calls))
+    calls.clear()
+    embedding = model.pvt.encoder.patch_embeddings[0].requires_grad_(False)
+    embedding.position_embeddings.requires_grad_()
+    with by_triton:
+        embedding(inputs(pvt))[0].sum().backward()
+    assert calls == [(False, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_tokens_of_a_pvt_have_upstreams_dtype(autocast, dtype):
+    own, accelerated = pair(pvt)
+    if not autocast:
+        own, accelerated = own.to(dtype), accelerated.to(dtype)
+    x = inputs(pvt) if autocast else inputs(pvt).to(dtype)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+        expected, actual = (model(x, output_hidden_states=True).hidden_states for model in (own, accelerated))
+    assert [each.dtype for each in actual] == [each.dtype for each in expected]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_pvt_by_the_kernels_of_a_gpu(dtype, freeze):
+    """Positions are added in float32, where upstream rounds twice."""
+    own = pvt().eval()
+    exact = copy.deepcopy(own).double()
+    accelerated = ck.accelerate(copy.deepcopy(own).to(dtype), freeze=freeze)
+    x = inputs(pvt).to(dtype)
+    with torch.no_grad():
+        expected, theirs = logits(exact(x.double())), logits(own.to(dtype)(x))
+        with ck.use_backend("triton", "composed", "cpu", "reference"):
+            ours = logits(accelerated(x))
+    assert_accurate(ours, theirs, expected)
 
 
 LAYERS = ("SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer")

@@ -129,10 +129,20 @@ def layer_norm(xs, bias, gamma, beta, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
-def store_class_token(out_ptr, class_token_ptr, PARTS: tl.constexpr):
-    """Stores the class token (C,) at ``out_ptr``."""
+def add_position(y, positions_ptr, offsets, mask, PARTS: tl.constexpr):
+    """Returns the sum of ``y`` and positions at ``offsets``; ``y`` itself without positions."""
+    if positions_ptr is not None:
+        y += tl.load(positions_ptr + offsets, mask=mask, other=0.0).to(PARTS.accumulator)
+    return y
+
+
+@triton.jit
+def store_class_token(out_ptr, class_token_ptr, positions_ptr, PARTS: tl.constexpr):
+    """Stores the class token (C,), with the first of the positions, at ``out_ptr``."""
     COUNT: tl.constexpr = PARTS.count
     for i in tl.static_range(COUNT):
         c = channels_of(i, PARTS)
-        token = tl.load(class_token_ptr + c, mask=c < PARTS.channels)
-        tl.store(out_ptr + c, token.to(out_ptr.dtype.element_ty), mask=c < PARTS.channels)
+        mask = c < PARTS.channels
+        token = tl.load(class_token_ptr + c, mask=mask, other=0.0).to(PARTS.accumulator)
+        token = add_position(token, positions_ptr, c, mask, PARTS)
+        tl.store(out_ptr + c, token.to(out_ptr.dtype.element_ty), mask=mask)

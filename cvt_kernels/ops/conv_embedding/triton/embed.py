@@ -21,6 +21,7 @@ from ...triton_launch import grid_dependency_synchronize, product_types
 from .common import (
     MOST_EMBEDDED,
     Parts,
+    add_position,
     channels_of,
     configuration,
     layer_norm,
@@ -225,7 +226,7 @@ def _load_segments(
 
 @triton.jit
 def _conv_embedding_embed_kernel(
-    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, out_ptr, eps,
+    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, positions_ptr, out_ptr, eps,
     height, row_length, tokens, out_width, reciprocal, tiles, splits,
     image_stride, STRIDES: tl.constexpr, WEIGHT_STRIDES: tl.constexpr,
     WARPS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -255,8 +256,10 @@ def _conv_embedding_embed_kernel(
     if class_token_ptr is not None:
         out_ptr += image * C
         if split == 0:
-            store_class_token(out_ptr, class_token_ptr, PARTS)
+            store_class_token(out_ptr, class_token_ptr, positions_ptr, PARTS)
         out_ptr += C
+        if positions_ptr is not None:
+            positions_ptr += C
     weights = ()
     for i in tl.static_range(CHUNKS):
         for part in tl.static_range(COUNT):
@@ -302,7 +305,9 @@ def _conv_embedding_embed_kernel(
             mask = (t < tokens)[:, None]
             if (part + 1) * WIDTH > C:
                 mask = mask & (c < C)[None, :]
-            tl.store(out_ptr + t[:, None] * C + c[None, :], ys[part].to(out_ptr.dtype.element_ty), mask=mask)
+            offsets = t[:, None] * C + c[None, :]
+            y = add_position(ys[part], positions_ptr, offsets, mask, PARTS)
+            tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -320,7 +325,8 @@ def _splits(batch: int, tiles: int, programs: int) -> int:
 
 def embed(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    class_token: Tensor | None, *, stride: int, padding: int, eps: float, dtype: torch.dtype,
+    class_token: Tensor | None, positions: Tensor | None, *, stride: int, padding: int, eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Returns the tokens of an image, read with its strides, in ``dtype``."""
     batch, _, height, width = image.shape
@@ -344,7 +350,7 @@ def embed(
     launching.launch(
         _conv_embedding_embed_kernel, (batch * splits,), on=image, options=options,
         image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias,
-        class_token_ptr=class_token, out_ptr=out, eps=eps,
+        class_token_ptr=class_token, positions_ptr=positions, out_ptr=out, eps=eps,
         height=height, row_length=width * window.inner // window.word, tokens=tokens, out_width=out_width,
         reciprocal=2**31 // out_width + 1, tiles=tiles, splits=splits,
         image_stride=strides[0], STRIDES=tuple(strides[1:]), WEIGHT_STRIDES=weight.stride(),

@@ -12,6 +12,7 @@ from ...triton_launch import grid_dependency_synchronize
 from .common import (
     MAX_CHANNELS,
     Parts,
+    add_position,
     channels_of,
     configuration,
     layer_norm,
@@ -22,7 +23,7 @@ from .common import (
 
 @triton.jit
 def _conv_embedding_normalize_kernel(
-    x_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, out_ptr, eps, tokens, tiles,
+    x_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, positions_ptr, out_ptr, eps, tokens, tiles,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of REPEATS · ROWS tokens of x (B, T, C), and with an image's first the class token."""
@@ -37,8 +38,10 @@ def _conv_embedding_normalize_kernel(
     if class_token_ptr is not None:
         out_ptr += image * C
         if tile == 0:
-            store_class_token(out_ptr, class_token_ptr, PARTS)
+            store_class_token(out_ptr, class_token_ptr, positions_ptr, PARTS)
         out_ptr += C
+        if positions_ptr is not None:
+            positions_ptr += C
     # The last two dimensions have one vector of each thread, the first its rows: they share γ, β and bias.
     row = tl.arange(0, REPEATS)[:, None, None] * ROWS + tl.arange(0, ROWS)[None, :, None]
     t = tile * (REPEATS * ROWS) + row
@@ -59,12 +62,13 @@ def _conv_embedding_normalize_kernel(
         mask = t < tokens
         if (part + 1) * WIDTH > C:
             mask = mask & (c < C)
-        tl.store(out_ptr + t * C + c, ys[part].to(out_ptr.dtype.element_ty), mask=mask)
+        y = add_position(ys[part], positions_ptr, t * C + c, mask, PARTS)
+        tl.store(out_ptr + t * C + c, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def normalize(
     x: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    class_token: Tensor | None, *, eps: float, dtype: torch.dtype,
+    class_token: Tensor | None, positions: Tensor | None, *, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Returns the tokens, in ``dtype``, of a convolution's result (B, T, C), contiguous and without bias."""
     batch, tokens, channels = x.shape
@@ -78,6 +82,7 @@ def normalize(
     launching.launch(
         _conv_embedding_normalize_kernel, (batch * tiles,), on=x, options=config.options,
         x_ptr=x, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias, class_token_ptr=class_token,
-        out_ptr=out, eps=eps, tokens=tokens, tiles=tiles, REPEATS=repeats, ROWS=rows, PARTS=parts,
+        positions_ptr=positions, out_ptr=out, eps=eps, tokens=tokens, tiles=tiles,
+        REPEATS=repeats, ROWS=rows, PARTS=parts,
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from .patches import gather, why_not_gathered
 
 def _tokens(
     image: Tensor, weight: Tensor, bias: Any, norm_weight: Any, norm_bias: Any, stride: int, padding: int,
-    eps: float, class_token: Tensor | None, dtype: torch.dtype,
+    eps: float, class_token: Tensor | None, positions: Any, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     height, width = ((n + 2 * padding - weight.shape[3]) // stride + 1 for n in image.shape[2:])
     tokens = height * width + (class_token is not None)
@@ -30,15 +30,16 @@ def _tokens(
 @launcher("conv_embedding", _tokens)
 def _embedding(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    stride: int, padding: int, eps: float, class_token: Tensor | None, dtype: torch.dtype,
+    stride: int, padding: int, eps: float, class_token: Tensor | None, positions: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Returns the tokens of an image, by one kernel or by PyTorch's convolution and one kernel."""
     vectors = [
         None if vector is None else vector.contiguous()
-        for vector in (bias, norm_weight, norm_bias, class_token)
+        for vector in (bias, norm_weight, norm_bias, class_token, positions)
     ]
     if why_not_gathered(image, weight, stride, padding, class_token) is None:
-        return gather(image, weight, *vectors[:3], eps=eps, dtype=dtype)
+        return gather(image, weight, *vectors, eps=eps, dtype=dtype)
     if why_not_embedded(image, weight, stride, padding) is None:
         return embed(image, weight, *vectors, stride=stride, padding=padding, eps=eps, dtype=dtype)
     if not modes.convolves_in_tf32(image):
@@ -53,10 +54,10 @@ def _embedding(
 
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
-    image, weight, bias, norm_weight, norm_bias, stride, padding, _, class_token = call
+    image, weight, bias, norm_weight, norm_bias, stride, padding, _, class_token, positions = call
     batch, _, height, width = image.shape
     channels, kernel_size = weight.shape[0], weight.shape[3]
-    if modes.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token):
+    if modes.wants_gradient(image, weight, bias, norm_weight, norm_bias, class_token, positions):
         return "gradients are not computed"
     if batch == 0:
         return "the batch is empty"

@@ -25,7 +25,7 @@ from ....launch import formulas
 from ....launch.records import Product
 from ...linear.triton.common import MAX_NORMALIZED, padded, part_width
 from ...triton_launch import grid_dependency_synchronize, product_types
-from .common import Parts, channels_of, layer_norm, load_vector
+from .common import Parts, add_position, channels_of, layer_norm, load_vector
 
 #: The most pixels of a step with channels first: 16 bytes of the weight are adjacent then, as are 8 channels
 #: of the image.
@@ -44,9 +44,7 @@ def why_not_gathered(
         return "windows overlap or are apart"
     if image.stride(3) != inputs or (inputs > 1 and image.stride(1) != 1):
         return "channels are not last"
-    if class_token is not None:
-        return "there is a class token"
-    tokens = (image.shape[2] // stride) * (image.shape[3] // stride)
+    tokens = (image.shape[2] // stride) * (image.shape[3] // stride) + (class_token is not None)
     return why_no_tiles(image, weight, image.shape[0] * tokens)
 
 
@@ -194,33 +192,49 @@ def normalized_windows(
 
 @triton.jit(do_not_specialize=["rows", "tokens", "out_width"])
 def _conv_embedding_patches_kernel(
-    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, out_ptr, eps, rows, tokens, out_width,
-    image_stride, row_stride, GATHER: tl.constexpr, PARTS: tl.constexpr,
+    image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, class_token_ptr, positions_ptr, out_ptr, eps,
+    rows, tokens, out_width, image_stride, row_stride, GATHER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes block_m tokens. Weights are contiguous, (channels, k, k, in_channels) without ``pixels``."""
+    """Writes block_m tokens. Weights are contiguous, (channels, k, k, in_channels) without ``pixels``.
+
+    There are ``rows`` windows, ``tokens`` of an image. A class token is one more token of an image, without a
+    window.
+    """
     grid_dependency_synchronize()
     M: tl.constexpr = GATHER.block_m
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
     WIDTH: tl.constexpr = PARTS.width
     row = tl.program_id(0) * M + tl.arange(0, M)
+    window = row
+    t = row % tokens
+    written = rows
+    if class_token_ptr is not None:
+        t = row % (tokens + 1)
+        window = tl.where(t > 0, row - row // (tokens + 1) - 1, rows)
+        written += rows // tokens
     ys = normalized_windows(
-        image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, eps, row, rows, tokens, out_width,
+        image_ptr, w_ptr, bias_ptr, gamma_ptr, beta_ptr, eps, window, rows, tokens, out_width,
         image_stride, row_stride, GATHER, PARTS,
     )  # fmt: skip
-    inside = (row < rows)[:, None]
+    class_token = load_vector(class_token_ptr, 0, PARTS)
+    inside = (row < written)[:, None]
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * C
     for part in tl.static_range(COUNT):
         c = channels_of(part, PARTS)
         mask = inside
         if (part + 1) * WIDTH > C:
             mask = mask & (c < C)[None, :]
-        tl.store(out_ptrs + c[None, :], ys[part].to(out_ptr.dtype.element_ty), mask=mask)
+        y = ys[part]
+        if class_token_ptr is not None:
+            y = tl.where((t == 0)[:, None], class_token[part][None, :], y)
+        y = add_position(y, positions_ptr, t[:, None] * C + c[None, :], mask, PARTS)
+        tl.store(out_ptrs + c[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gather(
     image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    *, eps: float, dtype: torch.dtype,
+    class_token: Tensor | None, positions: Tensor | None, *, eps: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Returns the tokens of an image, read in place, in ``dtype``.
 
@@ -237,12 +251,13 @@ def gather(
     config: Product = launch.configuration(name, image.dtype, sizes, rows, launching.chip(image.device))
     part = part_width(channels, config.width, config.parts)
     accumulator = tl.float64 if image.dtype == torch.float64 else tl.float32
-    out = image.new_empty(batch, tokens, channels, dtype=dtype)
+    out = image.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
     launching.launch(
-        _conv_embedding_patches_kernel, (-(-rows // config.block_m),), on=image, options=config.options,
-        image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias, out_ptr=out,
-        eps=eps, rows=rows, tokens=tokens, out_width=out_width,
-        image_stride=image.stride(0), row_stride=image.stride(2), GATHER=Gathering.of(weight, config),
+        _conv_embedding_patches_kernel, (-(-batch * out.shape[1] // config.block_m),), on=image,
+        options=config.options, image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight,
+        beta_ptr=norm_bias, class_token_ptr=class_token, positions_ptr=positions, out_ptr=out, eps=eps,
+        rows=rows, tokens=tokens, out_width=out_width, image_stride=image.stride(0),
+        row_stride=image.stride(2), GATHER=Gathering.of(weight, config),
         PARTS=Parts(channels, part, -(-channels // part), accumulator),
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from tests.checks import assert_accurate, precision_of
 IMAGE = torch.randn(2, 3, 20, 24, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.randn(16, 3, 7, 7, generator=torch.Generator().manual_seed(1)) / 12
 BIAS, GAMMA, BETA, TOKEN = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+POSITIONS = torch.randn(1 + 5 * 6, 16, generator=torch.Generator().manual_seed(3))
 SETTINGS = {"stride": 4, "padding": 2}
 
 
@@ -29,14 +30,58 @@ def test_formula(vectors, token):
         torch.testing.assert_close(tokens[:, 0], token.expand(2, -1))
 
 
+@pytest.mark.parametrize("backend", ["auto", "cpu", "composed", "reference"])
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_positions_are_added(token, backend):
+    arguments = (IMAGE, WEIGHT, BIAS, GAMMA, BETA)
+    positions = POSITIONS[int(token is None) :]
+    before = positions.clone()
+    with ck.use_backend(*(["composed", "reference"] if backend == "composed" else [backend])):
+        tokens = ck.conv_embedding(*arguments, **SETTINGS, class_token=token)
+        added = ck.conv_embedding(*arguments, **SETTINGS, class_token=token, positions=positions)
+    torch.testing.assert_close(added, tokens + positions)
+    assert torch.equal(positions, before)
+
+
+def test_gradients_of_class_token_and_positions():
+    token, positions = TOKEN.clone().requires_grad_(), POSITIONS.clone().requires_grad_()
+    tokens = ck.conv_embedding(
+        IMAGE, WEIGHT, BIAS, GAMMA, BETA, **SETTINGS, class_token=token, positions=positions
+    )
+    dout = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(4))
+    tokens.backward(dout)
+    torch.testing.assert_close(positions.grad, dout.sum(0))
+    torch.testing.assert_close(token.grad, dout[:, 0].sum(0))
+    with pytest.raises(ck.BackendUnavailable, match="has no gradients"), ck.use_backend("cpu"):
+        ck.conv_embedding(IMAGE, WEIGHT, BIAS, **SETTINGS, class_token=TOKEN, positions=positions)
+
+
+@pytest.mark.parametrize(
+    ("token", "positions", "message"),
+    [
+        (TOKEN, POSITIONS[1:], r"positions: got shape \(30, 16\), expected \(31, 16\) \(tokens, channels\)"),
+        (None, POSITIONS, r"positions: got shape \(31, 16\), expected \(30, 16\) \(tokens, channels\)"),
+        (TOKEN, POSITIONS[None], r"positions: got shape \(1, 31, 16\), expected \(31, 16\)"),
+        (TOKEN, POSITIONS.half(), "positions: has dtype float16, expected float32 as image"),
+    ],
+    ids=["no class token", "a class token", "three dimensions", "dtype"],
+)
+def test_wrong_positions(token, positions, message):
+    error = TypeError if positions.dtype != IMAGE.dtype else ValueError
+    with pytest.raises(error, match=message):
+        ck.conv_embedding(IMAGE, WEIGHT, None, **SETTINGS, class_token=token, positions=positions)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_accuracy_of_the_composition(dtype):
-    """LayerNorm and class token may be float32 beside the image."""
+    """LayerNorm, class token and positions may be float32 beside the image."""
     arguments = [*(t.to(dtype) for t in (IMAGE, WEIGHT, BIAS)), GAMMA, BETA]
-    ours = ck.conv_embedding(*arguments, **SETTINGS, class_token=TOKEN)
+    added = {"class_token": TOKEN, "positions": POSITIONS}
+    ours = ck.conv_embedding(*arguments, **SETTINGS, **added)
     with ck.use_backend("reference"):
-        theirs = ck.conv_embedding(*arguments, **SETTINGS, class_token=TOKEN)
-        exact = ck.conv_embedding(*(t.double() for t in arguments), **SETTINGS, class_token=TOKEN.double())
+        theirs = ck.conv_embedding(*arguments, **SETTINGS, **added)
+        added = {name: each.double() for name, each in added.items()}
+        exact = ck.conv_embedding(*(t.double() for t in arguments), **SETTINGS, **added)
     assert ours.dtype == theirs.dtype == dtype
     assert_accurate(ours, theirs, exact)
 
@@ -45,9 +90,9 @@ def test_accuracy_of_the_composition(dtype):
 def test_kinds_of_calls(layout):
     words = dispatch.cache_key(
         "conv_embedding", IMAGE.contiguous(memory_format=layout), WEIGHT, BIAS, GAMMA, BETA, **SETTINGS,
-        eps=1e-5, class_token=TOKEN,
+        eps=1e-5, class_token=TOKEN, positions=POSITIONS,
     )  # fmt: skip
-    assert "3 to 16 channels, kernel/stride/padding 7/4/2, and a class token" in words
+    assert "3 to 16 channels, kernel/stride/padding 7/4/2, and a class token, and positions" in words
     assert ("channels last" in words) == (layout == torch.channels_last)
 
 

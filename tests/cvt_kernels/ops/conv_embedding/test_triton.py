@@ -36,6 +36,7 @@ WINDOWS = [
 each_stage = pytest.mark.parametrize(
     ("stage", "kernel"), [(FIRST, "embed"), (LATER, "normalize")], ids=["first", "later"]
 )
+with_positions = pytest.mark.parametrize("positions", [False, True], ids=["", "positions"])
 
 
 def call_of(**settings):
@@ -71,11 +72,13 @@ def test_stages(stage, kernel, layout, dtype):
 
 @each_stage
 @pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize(
     "absent", [(), ("bias",), ("norm_weight", "norm_bias"), ("bias", "norm_weight")], ids=str
 )
-def test_what_may_be_left_out(absent, class_token, stage, kernel):
-    call = call_of(**stage, dtype="float16", class_token=class_token)._replace(**dict.fromkeys(absent))
+def test_what_may_be_left_out(absent, positions, class_token, stage, kernel):
+    call = call_of(**stage, dtype="float16", class_token=class_token, positions=positions)
+    call = call._replace(**dict.fromkeys(absent))
     expected = backends.operators["conv_embedding"].reference(call)
     torch.testing.assert_close(run(call), expected, rtol=2e-3, atol=2e-3)
 
@@ -103,10 +106,38 @@ def test_odd_sizes(channels_last, settings, dtype):
 
 
 @each_stage
+@pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions(dtype, class_token, stage, kernel):
+    settings = {"class_token": class_token, "positions": True, "dtype": dtype}
+    assert_agrees("conv_embedding", "triton", **stage, **settings, batch=3)
+    assert len(kernels_of(call_of(**stage, **settings))) == 1
+
+
+@pytest.mark.parametrize("settings", [FIRST, PATCHES], ids=["embed", "patches"])
+def test_positions_are_added_before_rounding(settings):
+    """A sum of float32 that is rounded once; the class token's position is the first."""
+    call = call_of(**settings | {"class_token": True, "positions": True}, dtype="bfloat16")
+    wide = {name: value.float() for name, value in call._asdict().items() if isinstance(value, torch.Tensor)}
+    exact = backends.operators["conv_embedding"].reference(call._replace(**wide))
+    tokens = run(call)
+    rounding = torch.finfo(torch.bfloat16).eps / 2
+    torch.testing.assert_close(tokens.float(), exact, rtol=rounding, atol=2e-3)
+    assert torch.equal(tokens[0, 0], call.class_token + call.positions[0])
+
+
+def test_positions_in_no_order_are_copied():
+    call = call_of(**PATCHES | {"positions": True}, dtype="float16")
+    strided = call._replace(positions=call.positions.repeat_interleave(2, dim=1)[:, ::2])
+    assert torch.equal(run(strided), run(call))
+
+
+@each_stage
 def test_vectors_of_float32_beside_half_precision(stage, kernel):
-    call = call_of(**stage, dtype="bfloat16")
+    call = call_of(**stage, dtype="bfloat16", class_token=True, positions=True)
     rounded = run(call)
-    vectors = {name: getattr(call, name).float() for name in ("norm_weight", "norm_bias", "class_token")}
+    names = "norm_weight", "norm_bias", "class_token", "positions"
+    vectors = {name: getattr(call, name).float() for name in names}
     assert torch.equal(run(call._replace(**vectors)), rounded)
 
 
@@ -158,7 +189,10 @@ def test_division_of_images(batch, tiles, programs, splits):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
 @pytest.mark.parametrize("settings", WINDOWS, ids=str)
-def test_windows_side_by_side(settings, dtype):
+@pytest.mark.parametrize("class_token", [False, True], ids=["", "class token"])
+@with_positions
+def test_windows_side_by_side(positions, class_token, settings, dtype):
+    settings = settings | {"class_token": class_token, "positions": positions}
     call = call_of(**settings, dtype=dtype)
     (launched,) = launched_by(call)
     assert launched.kernel.__name__ == "_conv_embedding_patches_kernel"
@@ -168,7 +202,9 @@ def test_windows_side_by_side(settings, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("settings", WINDOWS, ids=str)
-def test_windows_of_a_packed_weight(settings, dtype):
+@with_positions
+def test_windows_of_a_packed_weight(positions, settings, dtype):
+    settings = settings | {"class_token": positions, "positions": positions}
     call = call_of(**settings, batch=3, dtype=str(dtype).removeprefix("torch."))
     call = call._replace(weight=call.weight.contiguous(memory_format=torch.channels_last))
     (launched,) = launched_by(call)
@@ -216,7 +252,7 @@ def test_tokens_are_read_as_they_lie():
         (PATCHES | {"padding": 1}, "windows overlap or are apart"),
         (PATCHES | {"channels_last": False}, "channels are not last"),
         (PATCHES | {"channels": 513}, "tokens have 513 channels, more than 512"),
-        (PATCHES | {"class_token": True}, "there is a class token"),
+        (PATCHES | {"class_token": True}, None),
         (PATCHES | {"dtype": "float32"}, "float32 would need more registers than there are"),
     ],
     ids=str,
