@@ -251,6 +251,7 @@ SPECIAL = {
     "eps": positive(),
     "first": parts(NORMALIZED),
     "grid": grid((3, 3), [3, 4]),
+    "linears": also_named(LINEARS, "linears"),
     "others": each(each(tensor((C,), (3, 5)), ()), [()]),
     "padding": PADDING,
     "second": parts(NORMALIZED),

@@ -82,11 +82,11 @@ def test_a_backend_may_refuse_one_call_and_serve_another(names):
         ck.gelu(x, approximate="tanh")
 
 
-def test_a_plan_whose_backend_refuses_other_numbers_is_noticed_by_the_tests():
+def test_a_cached_choice_whose_backend_refuses_other_numbers_is_noticed_by_the_tests():
     add_marked_backend("cpu", 10.0, why_unsupported=lambda x, **_: "too large" if x[0] > 5 else None)
     with ck.use_backend("cpu", "reference"):
         ck.gelu(torch.ones(3))
-        with pytest.raises(AssertionError, match="gelu: a plan serves a call that its backend refuses: too"):
+        with pytest.raises(AssertionError, match="gelu: cached for a call that its backend refuses: too"):
             ck.gelu(torch.full((3,), 9.0))
 
 

@@ -37,12 +37,12 @@ class Layers(NamedTuple):
     """The compile-time constants of the linear layers: ``LAYERS`` in the kernel.
 
     Attributes:
-        outputs: Of each layer.
+        out_features: Of each layer.
         width: Columns of a product.
         element: Triton's dtype of tokens.
     """
 
-    outputs: tuple[int, ...]
+    out_features: tuple[int, ...]
     width: int
     element: Any
 
@@ -90,10 +90,10 @@ def _reduction_linear_kernel(
     factors = ()
     for part in tl.static_range(COUNT):  # rounded as LayerNorm's result is
         factors = factors + (ys[part].to(LAYERS.element).to(GATHER.operand),)
-    for i in tl.static_range(len(LAYERS.outputs)):
+    for i in tl.static_range(len(LAYERS.out_features)):
         _multiply(
-            factors, linear_ptrs[i], linear_bias_ptrs[i], out_ptrs[i], row, rows, LAYERS.outputs[i], LAYERS,
-            GATHER, PARTS,
+            factors, linear_ptrs[i], linear_bias_ptrs[i], out_ptrs[i], row, rows, LAYERS.out_features[i],
+            LAYERS, GATHER, PARTS,
         )  # fmt: skip
 
 

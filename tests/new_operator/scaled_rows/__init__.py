@@ -24,13 +24,13 @@ def _check(call: Any) -> None:
     checks.check_tensor_like("scale", call.scale, call.x.shape[-1:], "(channels,)", call.x)
 
 
-def _kind(call: Any) -> str:
+def _cost_class(call: Any) -> str:
     return f"{size_class(rows_of(call.x.shape))} rows of {call.x.shape[-1]} channels"
 
 
 @operator(
     backends={"triton": triton_kernels(_triton.scaled_rows, _triton.why_unsupported)},
-    kind=_kind,
+    cost_class=_cost_class,
     sample=sampled(2**18, "x"),
     check=_check,
 )

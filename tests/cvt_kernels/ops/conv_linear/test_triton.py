@@ -188,7 +188,7 @@ def plan_of(stage, batch, dtype=torch.bfloat16):
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = shipped(channels, dtype, x.shape[0] * x.shape[1])
     with launching.recorded_launches(H200), launch.overridden("conv_linear", config):
-        return common.Plan.of(x, geometry, [], (channels,) * 3, (None,) * 3)
+        return common.ConvLinearTiling.of(x, geometry, [], (channels,) * 3, (None,) * 3)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])

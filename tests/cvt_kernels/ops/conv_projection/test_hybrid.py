@@ -162,7 +162,7 @@ def test_kinds_of_call_tell_sums_from_branches():
     one, other = make_conv(6, 3, 1, 1), make_conv(6, 3, 1, 1)
     declared, x = backends.operators["conv_projection"], make_x(GRID, 6)
     for convs, words in (([one, other], "3x3/1/1/1 3x3/1/1/1"), ([(one, other)], "3x3/1/1/1+3x3/1/1/1")):
-        assert words in declared.kind(declared.bind(x, GRID, convs, training=False))
+        assert words in declared.cost_class(declared.bind(x, GRID, convs, training=False))
 
 
 @needs_extension

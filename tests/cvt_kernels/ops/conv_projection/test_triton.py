@@ -34,9 +34,9 @@ def _wide_strips(monkeypatch):
         yield
     else:
         monkeypatch.setattr(sliding, "_pairs", lambda needed, most: triton.next_power_of_2(needed))
-        sliding._plan.cache_clear()
+        sliding._tiling.cache_clear()
         yield
-        sliding._plan.cache_clear()
+        sliding._tiling.cache_clear()
 
 
 def sizes(grid, channels, **settings):

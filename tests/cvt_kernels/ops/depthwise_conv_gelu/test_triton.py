@@ -25,9 +25,9 @@ def wide_strips(monkeypatch):
     monkeypatch.setattr(
         sliding, "_strip_length", lambda batch, blocks, row_pairs, resident: (row_pairs, batch)
     )
-    sliding._plan.cache_clear()
+    sliding._tiling.cache_clear()
     yield
-    sliding._plan.cache_clear()
+    sliding._tiling.cache_clear()
 
 
 def make(batch, grid, channels, dtype):

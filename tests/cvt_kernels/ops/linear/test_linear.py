@@ -182,10 +182,10 @@ def test_the_composition_takes_the_backends_of_its_parts():
 def test_kinds_of_calls_and_their_samples():
     (x, weight, bias), residual = make((2, 5, 8), 6), torch.randn(2, 5, 6)
     described = backends.operators["linear_add"]
-    words = described.kind(described.bind(x, weight, bias, residual, inplace=True))
+    words = described.cost_class(described.bind(x, weight, bias, residual, inplace=True))
     assert words == "4+ rows, 8 to 6 channels, in place"
     fused = backends.operators["linear_gelu"]
-    words = fused.kind(fused.bind(x, weight, None, approximate="none"))
+    words = fused.cost_class(fused.bind(x, weight, None, approximate="none"))
     assert words == "exact, 4+ rows, 8 to 6 channels, without bias"
     many = [t.repeat(2**22, 1, 1).to("meta") if t.ndim == 3 else t for t in (x[:1, :1], weight, bias)]
     sample = described.sample(1, described.bind(*many, many[0][..., :6]))
