@@ -283,7 +283,7 @@ def _swapped_class(original: Any, key: str) -> Any:
         return run(self, entry, own, args, kwargs)
 
     # Dynamo limits how often it compiles a code object, which all functions of this definition would share.
-    forward.__code__ = forward.__code__.replace()
+    forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
