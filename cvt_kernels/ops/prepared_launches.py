@@ -2,14 +2,15 @@
 
 Triton's launcher takes every argument of a kernel apart at every launch, constants included, and encodes the
 tensor maps of descriptors again. The compiled extension (``csrc/launches``) keeps the parameters and calls
-the driver. Triton's launcher serves where the extension was not built, and kernels that need more, such as
-scratch memory; :func:`prepared` says why.
+the driver. Triton's launcher serves where the extension was not built, where ``CVT_KERNELS_DIRECT_LAUNCHES``
+is 0, and kernels that need more, such as scratch memory; :func:`prepared` says why.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -73,7 +74,16 @@ def prepared(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> 
 
 @functools.cache
 def why_not_prepared() -> str | None:
-    """Returns why the extension cannot start kernels here, or None."""
+    """Returns why the extension does not start kernels here, or None.
+
+    Raises:
+        ValueError: ``CVT_KERNELS_DIRECT_LAUNCHES`` is neither 0 nor 1.
+    """
+    requested = os.environ.get("CVT_KERNELS_DIRECT_LAUNCHES") or "1"
+    if requested not in ("0", "1"):
+        raise ValueError(f"CVT_KERNELS_DIRECT_LAUNCHES: got {requested!r}, expected 0 or 1")
+    if requested == "0":
+        return "CVT_KERNELS_DIRECT_LAUNCHES is 0"
     try:
         if (reason := machine.why_extension_unavailable("cpu")) is not None:
             return reason

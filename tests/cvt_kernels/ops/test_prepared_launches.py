@@ -335,6 +335,14 @@ def test_a_missing_extension_and_an_older_one_are_reasons(monkeypatch):
     assert why_not_prepared.__wrapped__() == "the extension is of an older version"
 
 
+def test_a_variable_leaves_launches_to_triton(monkeypatch):
+    monkeypatch.setenv("CVT_KERNELS_DIRECT_LAUNCHES", "0")
+    assert why_not_prepared.__wrapped__() == "CVT_KERNELS_DIRECT_LAUNCHES is 0"
+    monkeypatch.setenv("CVT_KERNELS_DIRECT_LAUNCHES", "off")
+    with pytest.raises(ValueError, match=r"CVT_KERNELS_DIRECT_LAUNCHES: got 'off', expected 0 or 1"):
+        why_not_prepared.__wrapped__()
+
+
 @needs_compiler
 @pytest.mark.skipif(not (INCLUDE / "cuda.h").exists(), reason="this Triton has no cuda.h")
 def test_declarations_agree_with_the_header_of_cuda(tmp_path):
