@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import machine
+from .. import checks, machine, modes
+from ..backends import Record
 
 
 def _is_overlapping(_semantic: Any = None) -> tl.constexpr:
@@ -78,3 +79,19 @@ def product_types(dtype: torch.dtype, *, tf32: bool = False, exact: bool = False
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     """Returns ``tensor.contiguous()``; None for None."""
     return None if tensor is None else tensor.contiguous()
+
+
+def why_not_for_inference(call: Record) -> str | None:
+    """Returns why kernels for inference in one dtype of 16 or 32 bits cannot serve a call, or None."""
+    x = call.x
+    if modes.wants_gradient(*checks.tensors_of(call)):
+        return "gradients are not computed"
+    if torch.compiler.is_compiling():
+        return "is not for torch.compile"
+    if modes.autocast_enabled(x):
+        return "is not for autocast: convert the model to half precision instead"
+    if x.shape[0] == 0:
+        return "the batch is empty"
+    if x.dtype == torch.float64:
+        return "serves float32, bfloat16 and float16"
+    return None

@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import checks, launch, launching, modes
+from .... import launch, launching
 from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Pixels
 from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded
-from ...triton_launch import contiguous, grid_dependency_synchronize, product_types
+from ...triton_launch import contiguous, grid_dependency_synchronize, product_types, why_not_for_inference
 from ...triton_tf32 import rounded
 from .. import SCALE
 
@@ -224,16 +224,8 @@ def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     x, weight = call.x, call.weight
     batch, inputs, height, width = x.shape
-    if modes.wants_gradient(*checks.tensors_of(call)):
-        return "gradients are not computed"
-    if torch.compiler.is_compiling():
-        return "is not for torch.compile"
-    if modes.autocast_enabled(x):
-        return "is not for autocast: convert the model to half precision instead"
-    if batch == 0:
-        return "the batch is empty"
-    if x.dtype == torch.float64:
-        return "serves float32, bfloat16 and float16"
+    if (reason := why_not_for_inference(call)) is not None:
+        return reason
     if height * width * 9 * max(weight.shape[0], inputs) >= 2**31 or batch * height * width >= 2**29:
         return "the products of an image have 2³¹ elements or more, or all images 2²⁹ pixels or more"
     return None

@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import checks, launch, launching, modes
+from .... import launch, launching
 from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Product
 from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded, part_width
-from ...triton_launch import grid_dependency_synchronize, product_types
+from ...triton_launch import grid_dependency_synchronize, product_types, why_not_for_inference
 from ...triton_resize import source
 from ...triton_tf32 import rounded
 
@@ -243,17 +243,9 @@ def head_forward(
 def why_unsupported(call: Record) -> str | None:
     """Returns why this kernel cannot serve a call, or None."""
     x, weight, others, classifier = call.x, call.weight, call.others, call.classifier_weight
-    batch, _, height, width = x.shape
-    if modes.wants_gradient(*checks.tensors_of(call)):
-        return "gradients are not computed"
-    if torch.compiler.is_compiling():
-        return "is not for torch.compile"
-    if modes.autocast_enabled(x):
-        return "is not for autocast: convert the model to half precision instead"
-    if batch == 0:
-        return "the batch is empty"
-    if x.dtype == torch.float64:
-        return "serves float32, bfloat16 and float16"
+    _, _, height, width = x.shape
+    if (reason := why_not_for_inference(call)) is not None:
+        return reason
     if len(others) > MOST_MAPS:
         return f"interpolates up to {MOST_MAPS} maps"
     channels = weight.shape[0]

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import checks, launch, launching, modes
+from .... import launch, launching, modes
 from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Product
 from ....records import NormalizedConv
 from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded, part_width
-from ...triton_launch import contiguous, grid_dependency_synchronize, product_types
+from ...triton_launch import contiguous, grid_dependency_synchronize, product_types, why_not_for_inference
 from ...triton_resize import source
 from ...triton_tf32 import rounded
 
@@ -338,16 +338,8 @@ def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     x = call.x
     batch, channels, height, width = x.shape
-    if modes.wants_gradient(*checks.tensors_of(call)):
-        return "gradients are not computed"
-    if torch.compiler.is_compiling():
-        return "is not for torch.compile"
-    if modes.autocast_enabled(x):
-        return "is not for autocast: convert the model to half precision instead"
-    if batch == 0:
-        return "the batch is empty"
-    if x.dtype == torch.float64:
-        return "serves float32, bfloat16 and float16"
+    if (reason := why_not_for_inference(call)) is not None:
+        return reason
     widest = max(channels, call.first.weight.shape[0], call.second.weight.shape[0])
     weights = max(call.first.weight.numel(), call.second.weight.numel())
     if max(height * width * widest, batch * height * width + 2**16, weights + 2**16) >= 2**31:
