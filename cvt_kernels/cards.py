@@ -39,7 +39,8 @@ class Card(NamedTuple):
         multiplies: Whether it multiplies matrices or convolves, which counters of operations count.
         needed: Backend → settings without which it serves no example.
         wrong: Tensor of the example ``usual`` → wrong shapes of it, where the usual ones do not do.
-        stages: What a stage of a model launches of it, by name for ``cvt compile``.
+        stages: What a stage of a model calls of it, by name: the shapes of the benchmarks, and for Triton's
+            kernels the launches of ``cvt compile``.
         work: Kernel, without ``_`` before and ``_kernel`` behind → what a launch has to move and to multiply.
         uncounted: Start of kernels' names → their tensors whose bytes are no work, without ``_ptr``.
         accesses: Calls of Triton's kernels, without full tiles, whose accesses are checked, by name.
@@ -446,7 +447,7 @@ def of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
     return examples | {name: ROWS | settings | worded(name) for name in names}
 
 
-# What a stage of a model launches -------------------------------------------------------------------------
+# What a stage of a model calls ----------------------------------------------------------------------------
 
 
 class Embedding(NamedTuple):
@@ -469,6 +470,7 @@ class Stage(NamedTuple):
         embedding: What makes these tokens; of a pyramid, what makes fewer of them for keys and values, or
             None.
         decoder: Channels of the decode head whose logits have this grid, or 0.
+        heads: Of attention; 0 for one of each 64 channels.
     """
 
     grid: tuple[int, int]
@@ -476,6 +478,7 @@ class Stage(NamedTuple):
     class_tokens: int
     embedding: Embedding | None
     decoder: int = 0
+    heads: int = 0
 
 
 class Step:
@@ -519,7 +522,7 @@ class Step:
 
 
 class Launches(NamedTuple):
-    """Launches of a stage.
+    """Calls of a stage, which launch kernels.
 
     Attributes:
         run: Makes calls with a :class:`Step`.

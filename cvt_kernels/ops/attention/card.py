@@ -60,6 +60,17 @@ def _attention_stage(step: Step, *, bias: bool = False, by_position: bool = Fals
     step.call("attention", q, k, v, scale=step.channels**-0.5, bias=scores, position=position)
 
 
+def _attention_of_pyramids(step: Step) -> None:
+    """Runs a pyramid's attention, whose keys and values are reduced tokens."""
+    (height, width), heads, reduction = step.stage.grid, step.stage.heads, step.stage.embedding
+    channels, ratio = (step.channels // 4, 1) if reduction is None else (reduction.in_channels, reduction.stride)
+    keys = (height // ratio) * (width // ratio)
+    q, k, v = (
+        step.tensor(step.batch, tokens, heads, channels // heads) for tokens in (height * width, keys, keys)
+    )
+    step.call("attention", q, k, v)
+
+
 def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Work:
     """Describes a kernel of attention.
 
@@ -140,6 +151,7 @@ CARDS = {
         stages={
             "attention": Launches(_attention_stage),
             "attention_with_bias": Launches(functools.partial(_attention_stage, bias=True), by_default=False),
+            "attention_of_pyramids": Launches(_attention_of_pyramids, of_pyramids=True, by_default=False),
             "attention_by_position": Launches(
                 functools.partial(_attention_stage, by_position=True), by_default=False
             ),

@@ -48,8 +48,8 @@ def conv_batch_norm(step: cards.Step, stride: int, kernel: int, padding: int, di
         return step.tensor(step.channels, dtype=torch.float32 if step.training else None)
 
     weight, count = step.tensor(step.channels, 1, kernel, kernel), step.tensor(dtype=torch.int64)
-    vectors = vector(), vector(), vector(), vector()
-    return ConvBatchNorm(weight, *vectors, count, stride, padding, dilation)
+    mean, variance = (vector().detach() for _ in range(2))
+    return ConvBatchNorm(weight, vector(), vector(), mean, variance, count, stride, padding, dilation)
 
 
 def _conv_projection_stage(step: cards.Step, *, hybrid: bool = False) -> None:

@@ -33,6 +33,34 @@ def _layer_norm_gelu(m: Any) -> Any:
     }
 
 
+def _layer_norm_stage(step: cards.Step) -> None:
+    step.call("layer_norm", step.x(), step.tensor(step.channels), step.tensor(step.channels))
+
+
+def _add_layer_norm_stage(step: cards.Step) -> None:
+    vectors = step.tensor(step.channels), step.tensor(step.channels)
+    step.call("add_layer_norm", step.x(), step.x(), *vectors)
+
+
+def _gelu_stage(step: cards.Step) -> None:
+    """Runs both GELUs of the public CvTs, Hugging Face's and Microsoft's, between the layers of an MLP."""
+    for approximate in ("none", "quick"):
+        step.call("gelu", _hidden(step), approximate=approximate)
+
+
+def _bias_gelu_stage(step: cards.Step) -> None:
+    for approximate in ("none", "quick"):
+        step.call("bias_gelu", _hidden(step), step.tensor(4 * step.channels), approximate=approximate)
+
+
+def _layer_norm_gelu_stage(step: cards.Step) -> None:
+    step.call("layer_norm_gelu", step.x(), step.tensor(step.channels), step.tensor(step.channels))
+
+
+def _hidden(step: cards.Step) -> Any:
+    return step.tensor(step.batch, step.tokens, 4 * step.channels)
+
+
 CARDS = {
     "layer_norm": cards.Card(
         call=_layer_norm,
@@ -40,6 +68,7 @@ CARDS = {
         examples=cards.of_rows("bare=True", "shifted=True", "result=bfloat16"),
         normalizes=True,
         multiplies=False,
+        stages={"layer_norm": cards.Launches(_layer_norm_stage)},
     ),
     "add_layer_norm": cards.Card(
         call=_add_layer_norm,
@@ -47,12 +76,14 @@ CARDS = {
         examples=cards.of_rows("bare=True", "result=bfloat16", "added=False"),
         normalizes=True,
         multiplies=False,
+        stages={"add_layer_norm": cards.Launches(_add_layer_norm_stage)},
     ),
     "gelu": cards.Card(
         call=_gelu,
         choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
         examples=cards.of_rows(*cards.GELUS),
         multiplies=False,
+        stages={"gelu": cards.Launches(_gelu_stage)},
         wrong={"x": ()},
     ),
     "bias_gelu": cards.Card(
@@ -60,6 +91,7 @@ CARDS = {
         choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
         examples=cards.of_rows(*cards.GELUS),
         multiplies=False,
+        stages={"bias_gelu": cards.Launches(_bias_gelu_stage)},
     ),
     "layer_norm_gelu": cards.Card(
         call=_layer_norm_gelu,
@@ -67,5 +99,6 @@ CARDS = {
         examples=cards.of_rows("bare=True", *cards.GELUS),
         normalizes=True,
         multiplies=False,
+        stages={"layer_norm_gelu": cards.Launches(_layer_norm_gelu_stage)},
     ),
 }

@@ -67,7 +67,7 @@ def _linear_add_stage(step: cards.Step) -> None:
         return
     x, weight, bias, residual = step.linear(1, 1)
     stream = step.tensor(*residual.shape, dtype=torch.float32)
-    factors = torch.empty(step.batch, dtype=torch.float32, device=step.device)
+    factors = step.tensor(step.batch, dtype=torch.float32).detach()
     as_images = [each.unflatten(0, (step.batch, -1)) for each in (x, stream)]
     for scale, scales_sum in ((None, False), (factors, False), (factors, True)):
         step.call("linear_add", as_images[0], weight, bias, as_images[1], scale=scale, scales_sum=scales_sum)

@@ -40,7 +40,7 @@ def _mlp_add_stage(step: cards.Step) -> None:
         return
     x, fc1, bias1, _ = step.linear(1, 4)
     _, fc2, bias2, _ = step.linear(4, 1)
-    scale = torch.empty(step.batch, dtype=torch.float32, device=step.device)
+    scale = step.tensor(step.batch, dtype=torch.float32).detach()
     residual = step.tensor(*x.shape, dtype=torch.float32).unflatten(0, (step.batch, -1))
     x = x.unflatten(0, (step.batch, -1))
     step.call("mlp_add", x, fc1, bias1, fc2, bias2, residual, approximate="quick", scale=scale)

@@ -49,7 +49,8 @@ def _rows(step: cards.Step) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a stage's tokens, the index of 7 of 10, and values for these."""
     kept = -(-7 * step.tokens // 10)
     values = step.tensor(step.batch, kept, step.channels)
-    return step.x(), step.tensor(step.batch, kept, dtype=torch.int64), values
+    rows = torch.arange(kept, device=step.device).expand(step.batch, kept).contiguous()
+    return step.x(), rows, values
 
 
 def _gather_rows_stage(step: cards.Step) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ... import cards
-from ...records import DepthwiseConv, Reduction, TransformerBlock
+from ...records import DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
+from ..conv_projection.card import conv_batch_norm
 
 #: Of examples.
 BLOCK = cards.MAP | cards.K3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
@@ -80,6 +81,59 @@ def _reduce(m: Any) -> Any:
     return Reduction(weight, m.optional(c), m.norm(c))
 
 
+def block_of(step: cards.Step) -> TransformerBlock:
+    """Returns a block of a CvT's stage."""
+    c = step.channels
+    convs = tuple(conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
+    return _block(step, convs, c, 4 * c, c // 64, c**-0.5, "quick", None)
+
+
+def _pyramid_block_of(step: cards.Step) -> TransformerBlock:
+    """Returns a block of a pyramid's stage, with a Mix-FFN."""
+    reduction, hidden, heads = step.stage.embedding, step.channels, step.stage.heads
+    c, reduce = hidden // 4, None
+    if reduction is not None:
+        c, ratio = reduction.in_channels, reduction.stride
+        reduce = Reduction(step.tensor(c, c, ratio, ratio), step.tensor(c), _norm(step, c))
+    depthwise = DepthwiseConv(step.tensor(hidden, 1, 3, 3), step.tensor(hidden))
+    return _block(step, reduce, c, hidden, heads, None, "none", depthwise)
+
+
+def _block(
+    step: cards.Step,
+    reduce: Any,
+    c: int,
+    hidden: int,
+    heads: int,
+    scale: float | None,
+    approximate: Any,
+    depthwise: DepthwiseConv | None,
+) -> TransformerBlock:
+    def layer(inputs: int, outputs: int) -> Linear:
+        return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
+
+    return TransformerBlock(
+        _norm(step, c), reduce, (layer(c, c), layer(c, c), layer(c, c)), heads, scale, layer(c, c),
+        _norm(step, c), layer(c, hidden), approximate, layer(hidden, c), depthwise,
+    )  # fmt: skip
+
+
+def _norm(step: cards.Step, channels: int) -> Norm:
+    return Norm(step.tensor(channels), step.tensor(channels), 1e-5)
+
+
+def _block_stage(step: cards.Step) -> None:
+    """Runs a block of CvT."""
+    step.call("transformer_block", step.x(), step.stage.grid, block_of(step))
+
+
+def _pyramid_block_stage(step: cards.Step) -> None:
+    """Runs a block of SegFormer or PVT v2."""
+    block = _pyramid_block_of(step)
+    x = step.tensor(step.batch, step.tokens, block.norm1.weight.numel())
+    step.call("transformer_block", x, step.stage.grid, block)
+
+
 CARDS = {
     "transformer_block": cards.Card(
         call=make_block,
@@ -98,6 +152,10 @@ CARDS = {
         },
         without_gradients=("cpu", "onednn"),
         normalizes=True,
+        stages={
+            "transformer_block": cards.Launches(_block_stage),
+            "pyramid_block": cards.Launches(_pyramid_block_stage, of_pyramids=True),
+        },
         found=(
             "layout=transposed channels=2 class_token=True quantized_layers=4 seed=0",
             "values=infinite batch=2 gradient=all channels=2 seed=0",

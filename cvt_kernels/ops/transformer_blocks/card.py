@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...cards import MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step, Work, bytes_of
-from ...records import Linear, Norm, TransformerBlock
-from ..conv_projection.card import conv_batch_norm
-from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, make_block
+from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, block_of, make_block
 
 
 def _transformer_blocks(m: Any) -> Any:
@@ -19,20 +17,7 @@ def _transformer_blocks(m: Any) -> Any:
 
 def _transformer_blocks_stage(step: Step) -> None:
     """Runs three blocks of CvT, the first, an inner and the last, by the kernels for sm_90."""
-    c = step.channels
-
-    def layer(inputs: int, outputs: int) -> Linear:
-        return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
-
-    def block() -> TransformerBlock:
-        query, key, value = (conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
-        norms = [Norm(step.tensor(c), step.tensor(c), 1e-5) for _ in range(2)]
-        return TransformerBlock(
-            norms[0], (query, key, value), (layer(c, c), layer(c, c), layer(c, c)), c // 64, c**-0.5,
-            layer(c, c), norms[1], layer(c, 4 * c), "quick", layer(4 * c, c),
-        )  # fmt: skip
-
-    blocks = [block() for _ in range(3)]
+    blocks = [block_of(step) for _ in range(3)]
     step.call("transformer_blocks", step.x(), step.stage.grid, blocks, backend="gluon")
 
 

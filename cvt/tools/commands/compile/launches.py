@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cvt.config import PRESETS, default_image_size
-from cvt_kernels import launching
+from cvt_kernels import backends, launching
 from cvt_kernels.cards import Embedding, Launches, Stage, Step, all_cards
 
 # Models ---------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ class Pyramid(NamedTuple):
 
 
 #: Of each stage.
-RATIOS = (8, 4, 2, 1)
+RATIOS, HEADS = (8, 4, 2, 1), (1, 2, 5, 8)
 _WIDE = (64, 128, 320, 512)
 #: SegFormer-B1 to B5 have the same Mix-FFNs, as have PVT v2-B2 to B4.
 PYRAMIDS = {
@@ -58,9 +58,9 @@ def stages_of(model: str, image_size: int) -> list[Stage]:
     sides = (-(-image_size // (4 << i)) for i in itertools.count())
     _, widths, hidden, decoder = PYRAMIDS[model]
     stages_of_pyramid = []
-    for side, channels, between, ratio in zip(sides, widths, hidden, RATIOS, strict=False):
+    for side, channels, between, ratio, heads in zip(sides, widths, hidden, RATIOS, HEADS, strict=False):
         reduction = None if ratio == 1 else Embedding((side, side), channels, ratio, ratio, 0)
-        stages_of_pyramid.append(Stage((side, side), between, 0, reduction, decoder))
+        stages_of_pyramid.append(Stage((side, side), between, 0, reduction, decoder, heads))
         decoder = 0  # of the first stage's grid
     return stages_of_pyramid
 
@@ -110,6 +110,9 @@ class Recorded(NamedTuple):
 
 #: What the cards of operators with Triton kernels launch, by name.
 TRITON_OPERATORS: dict[str, Recorded] = {
-    name: Recorded(launches) for card in all_cards().values() for name, launches in card.stages.items()
+    name: Recorded(launches)
+    for operator, card in all_cards().items()
+    if {"triton", "gluon"} & backends.implementations[operator].keys()
+    for name, launches in card.stages.items()
 }
 _OF_PYRAMIDS = frozenset(name for name, each in TRITON_OPERATORS.items() if each.launches.of_pyramids)
