@@ -1,31 +1,53 @@
-"""What the suites add to pytest and to pytest-benchmark's JSON, and the table at the end of a run."""
+"""What the suites add to pytest, and to pytest-benchmark's JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from . import suites
+import cvt_kernels
+from cvt_kernels import machine
+
+from . import models, operators
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds an option."""
     parser.addoption("--tiny", action="store_true", help="shapes of a smoke test, as --benchmark-disable has")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    suites.tiny = bool(config.getoption("tiny") or config.getoption("benchmark_disable", False))
-
-
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def _own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keeps what a smoke test tunes out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
-        if suites.tiny:
+        if models.is_tiny(request.config):
             patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    machine_info.pop("node", None)  # the name of the machine is nobody's business
-    machine_info |= suites.facts_of_machine()
+    """Adds what the figures depend on, without the name of the machine."""
+    machine_info.pop("node", None)
+    machine_info |= {
+        **machine.facts()._asdict(),
+        "cvt_kernels": cvt_kernels.__version__,
+        "device": torch.cuda.get_device_name() if models.CUDA else machine.cpu_name(),
+        "device_type": models.DEVICE.type,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "tiny": models.is_tiny(config),
+    }
+
+
+def pytest_benchmark_update_json(
+    config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]
+) -> None:
+    """Adds the ceilings that the percentages refer to: bytes and operations per second."""
+    operators_ran = any(row["extra_info"].get("suite") == "operators" for row in output_json["benchmarks"])
+    if operators_ran and not models.is_tiny(config):
+        kinds = {row["extra_info"]["dtype"] for row in output_json["benchmarks"] if "flops" in row["extra_info"]}
+        rates = {f"product_{kind}": operators.product_rate(getattr(torch, kind)) for kind in sorted(kinds)}
+        output_json["ceilings"] = {"copy": operators.copy_rate(), **rates}

@@ -1,11 +1,11 @@
 """Measures this machine in parts: what users compare with first, then why.
 
-``make gpu`` is this script with ``--stage 1`` to ``5``, run by a python3 that has torch, triton and
-transformers already; no network is needed. A stage takes at most 570 seconds, its most valuable parts come
-first, and each part is a process of its own with a time limit, so that one that fails costs the others
+``make gpu`` is this script with ``--stage 1`` to ``5``, run by a python3 that has torch, triton, transformers
+and pytest-benchmark already; no network is needed. A stage takes at most 570 seconds, its most valuable parts
+come first, and each part is a process of its own with a time limit, so that one that fails costs the others
 nothing. However a stage ends, one archive holds what its parts have written, the built extension, the entries
 of autotuning and the kernels that Triton compiled; ``--from`` gives these to a later stage.
-``make bench`` is ``--stage cpu``, which has no limit of time and no archive.
+``make bench`` is ``--stage cpu``, which has no limit of time and no archive, and prints a report.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -66,111 +67,110 @@ class Part(NamedTuple):
 
 # Stages ---------------------------------------------------------------------------------------------------
 
-
-def stages(device: str, results: Path, *, tiny: bool = False) -> dict[str, list[Part]]:
-    """Returns the parts of each stage of a device, the most valuable first.
-
-    Their files go into ``results``; ``tiny`` is a rehearsal: small images and batches.
-    """
-    if device == "cpu":
-        return {"cpu": [build(device), *on_cpu(results, tiny=tiny)]}
-    large, few = ("2", ["1"]) if tiny else ("256", ["1", "8", "32"])
-
-    def script(name: str, module: str, seconds: float, *options: str, **settings: Any) -> Part:
-        """Returns the part that runs a module of this folder, which writes the file of this name."""
-        file = str(results / f"{name}.json")
-        return Part(name, [sys.executable, "-m", f"benchmarks.{module}", file, *options], seconds, **settings)
-
-    def part(name: str, module: str, way: str, seconds: float, *options: str, fresh: bool = False) -> Part:
-        """Returns the part that runs a model in a way."""
-        options = "--way", way, *options, *(["--image-size", "64"] if tiny else [])
-        return script(name, module, seconds, *options, needs=("transformers",), fresh=fresh)
-
-    def counters(name: str, *rest: Any) -> Part:
-        """Returns the part that reads the counters of what a part has measured."""
-        return part(f"kernels_{name}", "kernels", *rest, "--counters")._replace(name=f"counters_{name}")
-
-    batches, batch, single = ["--batch-size", large, *few], ["--batch-size", large], ["--batch-size", "1"]
-    train = ["--train", *batch]
-    return {
-        "1": [
-            build(device),
-            part("graphed", "models", "graphed", 170, *batches, fresh=True),
-            part("compile", "models", "compile", 170, *batches, fresh=True),
-            part("train_graphed", "models", "live-graphed", 130, *train, fresh=True),
-            part("train_compile", "models", "compile", 140, *train, fresh=True),
-            part("eager", "models", "eager", 60, *batches),
-            part("train_live", "models", "live", 130, *train),
-            part("train_eager", "models", "eager", 60, *train),
-            part("live", "models", "live", 70, *batches),
-            part("train_live_compile", "models", "live-compile", 140, *train),
-        ],
-        "2": [
-            build(device),
-            part("kernels_256", "kernels", "frozen", 100, *batch),
-            part("kernels_1", "kernels", "frozen", 60, *single),
-            part("kernels_train", "kernels", "live", 130, *train),
-            counters("256", "frozen", 100, *batch),
-            counters("train", "live", 100, *train),
-            part("kernels_train_compile", "kernels", "compile", 130, *train),
-            part("kernels_256_compile", "kernels", "compile", 70, *batch),
-            part("kernels_1_compile", "kernels", "compile", 70, *single),
-            counters("1", "frozen", 60, *single),
-        ],
-        "3": [
-            build(device),
-            *(script(f"sweep_{name}", "sweep", 140, "--seconds={seconds}", name) for name in SWEEPS),
-        ],
-        "4": [build(device), *(part(name, "models", way, 70, *words.split()) for name, way, words in OTHERS)],
-        "5": [
-            build(device),
-            gpu_tests(),
-            *(
-                script(tool, "calls", 200, needs=("pytest",), environment=ALONE)._replace(
-                    command=[
-                        sanitizer(),
-                        "--tool",
-                        tool,
-                        "--error-exitcode",
-                        "9",
-                        "--print-limit",
-                        "20",
-                        sys.executable,
-                        "-m",
-                        "benchmarks.calls",
-                        str(results / f"{tool}.json"),
-                    ]
-                )
-                for tool in ("memcheck", "racecheck")
-            ),
-        ],
-    }
-
-
 #: What times launch configurations: the ``part`` of ``Sweep`` in the operators' cards.
 SWEEPS = ("gelu", "add", "add_layer_norm", "conv_linear", "attention", "projection", "mlp")
-#: What else is measured of models: the name of the part, the way, and other options.
-OTHERS = [
-    (f"{name}_{way.replace('-', '_')}", way, words)
-    for name, ways, words in (
-        ("segformer_b0", "graphed compile live eager", "--model segformer_b0 --batch-size 16 1"),
-        ("pvt_v2_b2", "graphed compile live eager", "--model pvt_v2_b2 --batch-size 64"),
-        ("cvt_w24", "graphed compile eager", "--model cvt_w24 --image-size 384 --batch-size 32"),
-        ("float16", "graphed", "--dtype float16 --batch-size 256"),
-        ("tf32", "graphed eager compile", "--dtype float32 --tf32 --batch-size 256"),
-        ("cvt_13", "int8 float8", "--batch-size 256 1"),
-        ("wide", "int8 float8", "--model cvt_w24 --image-size 384 --batch-size 32"),
-    )
-    for way in ways.split()
-]
+#: What else is measured of models: the model with its dtype, and the contenders.
+OTHERS = {
+    "segformer_b0-bfloat16": ("accelerate-graphed", "compile", "accelerate", "hf"),
+    "pvt_v2_b2-bfloat16": ("accelerate-graphed", "compile", "accelerate", "hf"),
+    "cvt_w24-bfloat16": ("accelerate-graphed", "compile", "hf", "accelerate-int8-graphed"),
+    "cvt_13-bfloat16": ("accelerate-int8-graphed", "accelerate-float8-graphed"),
+    "cvt_13-float16": ("accelerate-graphed",),
+    "cvt_13-tf32": ("accelerate-graphed", "hf", "compile"),
+}
 #: Each tensor gets memory of its own, so that what is written beside it is found.
 ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CVT_KERNELS_AUTOTUNE": "0"}
 
 
-def sanitizer() -> str:
-    """Returns the path of NVIDIA's compute-sanitizer, or its name if it is nowhere."""
-    places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
-    return shutil.which("compute-sanitizer", path=places) or "compute-sanitizer"
+def stages(device: str, results: Path, *, tiny: bool = False, only: str | None = None) -> dict[str, list[Part]]:
+    """Returns the parts of each stage of a device, the most valuable first.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        results: Where their files go.
+        tiny: Whether this is a rehearsal, with the shapes of a smoke test.
+        only: What ``-k`` of pytest selects on a CPU; None for all.
+    """
+
+    def suite(name: str, files: str, seconds: float, words: str | None, **settings: Any) -> Part:
+        """Returns the part that runs suites, selected by the words of ``-k``."""
+        command = [sys.executable, "-m", "pytest", *files.split(), "-q", "-p", "no:cacheprovider"]
+        command += ["--benchmark-only", "--benchmark-quiet", f"--benchmark-json={results / name}.json"]
+        command += [*(["-k", words] if words else []), *(["--tiny"] if tiny else [])]
+        return Part(name, command, seconds, ("pytest", "pytest_benchmark", "transformers"), **settings)
+
+    if device == "cpu":
+        if only is not None:
+            return {"cpu": [build(device), suite("only", "benchmarks", float("inf"), only)]}
+        names = ("operators", "models", "training")
+        of_suites = [suite(name, f"benchmarks/test_{name}.py", float("inf"), None) for name in names]
+        return {"cpu": [build(device), *of_suites]}
+
+    def model(name: str, contender: str, seconds: float, of: str = "cvt_13-bfloat16", **settings: Any) -> Part:
+        """Returns the part that times a contender, in all batch sizes."""
+        file = "training" if name.startswith("train_") else "models"
+        words = f"{'tiny' if tiny else of}- and -{contender}]"
+        return suite(name, f"benchmarks/test_{file}.py", seconds, words, **settings)
+
+    def kernels(name: str, contender: str, batch: int, seconds: float, *options: str) -> Part:
+        """Returns the part that lists every kernel of a step, or reads the counters of what another listed."""
+        file = str(results / f"kernels_{name.split('_', 1)[1]}.json")
+        size = ["--image-size", "64"] if tiny else []
+        options = "--contender", contender, "--batch-size", str(2 if tiny else batch), *size, *options
+        return Part(name, [sys.executable, "-m", "benchmarks.kernels", file, *options], seconds, ("transformers",))
+
+    def sweep(name: str) -> Part:
+        file = str(results / f"sweep_{name}.json")
+        command = [sys.executable, "-m", "benchmarks.sweep", file, "--seconds={seconds}", name]
+        return Part(f"sweep_{name}", command, 140)
+
+    def sanitizer(tool: str) -> Part:
+        """Returns the part that makes a call of every operator under NVIDIA's compute-sanitizer."""
+        places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
+        program = shutil.which("compute-sanitizer", path=places) or "compute-sanitizer"
+        command = [program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", sys.executable]
+        command += ["-m", "pytest", "benchmarks/test_operators.py", "-q", "--benchmark-disable"]
+        return Part(tool, command, 200, ("pytest", "pytest_benchmark"), environment=ALONE)
+
+    graphed, trained = "accelerate-graphed", "accelerate-live-graphed"
+    return {
+        "1": [
+            build(device),
+            model("graphed", graphed, 170, fresh=True),
+            model("compile", "compile", 170, fresh=True),
+            model("train_graphed", trained, 130, fresh=True),
+            model("train_compile", "compile", 140, fresh=True),
+            model("eager", "hf", 60),
+            model("train_live", "accelerate", 130),
+            model("train_eager", "hf", 60),
+            model("live", "accelerate", 70),
+            model("train_live_compile", "accelerate-compile", 140),
+        ],
+        "2": [
+            build(device),
+            kernels("kernels_256", "accelerate-frozen", 256, 100),
+            kernels("kernels_1", "accelerate-frozen", 1, 60),
+            suite("operators", "benchmarks/test_operators.py", 200, "cvt_13 and not backward"),
+            kernels("kernels_train", "accelerate", 256, 130, "--train"),
+            kernels("counters_256", "accelerate-frozen", 256, 100, "--counters"),
+            kernels("counters_train", "accelerate", 256, 100, "--train", "--counters"),
+            kernels("kernels_train_compile", "compile", 256, 130, "--train"),
+            kernels("kernels_256_compile", "compile", 256, 70),
+            kernels("kernels_1_compile", "compile", 1, 70),
+            kernels("counters_1", "accelerate-frozen", 1, 60, "--counters"),
+            suite("operators_train", "benchmarks/test_operators.py", 200, "cvt_13 and backward"),
+        ],
+        "3": [build(device), *map(sweep, SWEEPS)],
+        "4": [
+            build(device),
+            *(
+                model(f"{of}_{contender}".replace("-", "_"), contender, 70, of)
+                for of, contenders in OTHERS.items()
+                for contender in contenders
+            ),
+        ],
+        "5": [build(device), gpu_tests(), *map(sanitizer, ("memcheck", "racecheck"))],
+    }
 
 
 def gpu_tests() -> Part:
@@ -184,52 +184,6 @@ def gpu_tests() -> Part:
     # Warnings are errors elsewhere; here they would cost results, as would a file that cannot be imported.
     options = ["-W", "default", "--tb=short", "-q", "--continue-on-collection-errors", "-m", "gpu", *workers]
     return Part("gpu_tests", [sys.executable, "-m", "pytest", *options, *marked], 160, ("pytest",))
-
-
-def on_cpu(results: Path, *, tiny: bool) -> list[Part]:
-    """Returns the parts of ``make bench``: autotuning, and ``cvt bench`` beside what is installed."""
-    others = [name for name in ("openvino", "onnxruntime") if importlib.util.find_spec(name) is not None]
-    peers = "hf" if tiny else ",".join(["compile", *others])
-    small = ["--image-size", "64", "--rounds", "4"] if tiny else ["--rounds", "6"]
-
-    def cvt(name: str, *words: str, needs: tuple[str, ...] = ("transformers", "sklearn")) -> Part:
-        command = [sys.executable, "-m", "cvt", *words, "--device", "cpu"]
-        return Part(name, [*command, "--json", str(results / f"{name}.json")], float("inf"), needs)
-
-    def bench(name: str, model: str, batches: str, *options: str) -> Part:
-        sizes = ["2"] if tiny else batches.split()
-        options = *options, *(() if "--train" in options else ("--peers", peers)), *small
-        return cvt(name, "bench", "--model", model, "--batch-size", *sizes, *options)
-
-    half = "--dtype", "bfloat16"
-    tuned = (
-        "--dtype float32 --batch-size 2 --image-size 64"
-        if tiny
-        else ("--dtype float32 bfloat16 --batch-size 1 8")
-    )
-    return [
-        cvt("autotune", "tune", "--model", "cvt_13", *tuned.split(), "--train", needs=()),
-        bench("bench", "cvt_13", "1 8 32"),
-        bench("bench_bfloat16", "cvt_13", "1 8 32", *half),
-        bench("bench_training", "cvt_13", "8", "--train"),
-        bench("bench_segformer_b0", "segformer_b0", "1 8"),
-        bench("bench_segformer_b0_bfloat16", "segformer_b0", "1 8", *half),
-        bench("bench_pvt_v2_b2", "pvt_v2_b2", "1 8 32"),
-        bench("bench_pvt_v2_b2_bfloat16", "pvt_v2_b2", "1 8 32", *half),
-        bench("bench_pvt_v2_b2_training", "pvt_v2_b2", "8", "--train"),
-        Part(
-            "variants",
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.variants",
-                str(results / "variants.json"),
-                *(["--tiny"] if tiny else []),
-            ],
-            float("inf"),
-            ("sklearn",),
-        ),
-    ]
 
 
 def build(device: str) -> Part:
@@ -477,6 +431,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="archives of earlier stages: what they built and tuned is put to use",
     )
+    parser.add_argument("--only", metavar="WORDS", help="on a CPU, the tests that -k of pytest selects")
     parser.add_argument("--tiny", action="store_true", help="shapes of a smoke test: a rehearsal")
     return parser.parse_args(argv)
 
@@ -493,7 +448,8 @@ def main(argv: list[str] | None = None) -> int:
         summary = describe(device) | {"tiny": options.tiny, "stage": options.stage}
         slug = re.sub(r"[^a-z0-9]+", "-", summary["device"].lower()).strip("-")
         results = options.results.resolve() / slug / summary["date"]
-        parts = chosen(stages(device, results, tiny=options.tiny), options.stage, options.parts)
+        known = stages(device, results, tiny=options.tiny, only=options.only)
+        parts = chosen(known, options.stage, options.parts)
         from benchmarks import archive
 
         for path in options.earlier:
@@ -509,8 +465,24 @@ def main(argv: list[str] | None = None) -> int:
         passed = run_stage(parts, summary, results, path, device=device)
     else:
         passed = run(parts, summary, results / "summary.json", seconds=float("inf"), device=device)
+        report(results)
     print(f"results: {results}")
     return 0 if passed else 1
+
+
+def report(results: Path) -> None:
+    """Prints the tables of a run on a CPU, and draws them."""
+    from benchmarks import report as tables
+
+    files = [path for path in sorted(results.glob("*.json")) if path.name != "summary.json"]
+    for path in files:  # the times of every round are many, and only those of models in turns are compared
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for row in content["benchmarks"]:
+            if row["extra_info"].get("suite") == "operators":
+                row["stats"].pop("data", None)
+        path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    if files:
+        tables.main([*map(str, files), "--plot", str(ROOT / "build" / "bench" / "operators.png")])
 
 
 def chosen(known: Mapping[str, list[Part]], stage: str, names: Sequence[str] | None) -> list[Part]:

@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from . import suites
-from .suites import Case
+from . import models, operators
+from .operators import Case
 
-pytestmark = pytest.mark.benchmark(**suites.TIMER)
+pytestmark = pytest.mark.benchmark(**operators.TIMER)
 
 
-def rows() -> Iterator[Any]:
-    """Yields a case with each of its contenders; of those that this machine lacks, one with the reason."""
-    absent: set[tuple[str, str]] = set()
-    for case in suites.cases():
-        for contender in suites.contenders(case.operator):
-            reason = suites.why_absent(case.operator, contender)
-            if reason is None:
-                yield pytest.param(case, contender, id=f"{case}-{contender}")
-            elif (case.operator, contender) not in absent:
-                absent.add((case.operator, contender))
-                marks = pytest.mark.skip(reason=reason)
-                yield pytest.param(case, contender, marks=marks, id=f"{case.operator}-{contender}")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes a test for each contender of a case; for one that this machine lacks, one with the reason."""
+    tiny, absent, rows = models.is_tiny(metafunc.config), set(), []
+    for case in operators.cases(tiny=tiny):
+        for contender in operators.contenders(case, tiny=tiny):
+            reason = operators.why_absent(case.operator, contender)
+            name = f"{case.operator}-{contender}" if reason else f"{case}-{contender}"
+            if name not in absent:
+                absent.add(name)
+                marks = [pytest.mark.skip(reason=reason)] if reason else []
+                rows.append(pytest.param(case, contender, id=name, marks=marks))
+    metafunc.parametrize(("case", "contender"), rows)
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +37,22 @@ def _no_compiled_code_stays() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("case", "contender"), list(rows()))
 def test_operator(benchmark: Any, case: Case, contender: str) -> None:
-    call = case.made()
-    if (reason := suites.why_not(case, contender, call)) is not None:
+    made = operators.prepared(case)
+    if (reason := made.why_not(contender)) is not None:
         pytest.skip(reason)
-    errors = suites.check(case, contender)
-    facts = {
+    serve = operators.function(case.operator, contender)
+    errors = made.check(serve, contender)
+    benchmark.group = str(case)
+    benchmark.extra_info |= {
         "suite": "operators",
         "operator": case.operator,
         "case": str(case),
-        "contender": contender,
+        "model": case.model,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "batch": case.batch(),
+        "batch": case.batch,
+        "train": case.training,
+        "contender": contender,
         **errors,
     }
-    benchmark.group = str(case)
-    suites.record(benchmark, suites.timed(case, contender, call), facts)
+    operators.time(benchmark, lambda: made.run(serve), made)

@@ -527,7 +527,7 @@ class Launches(NamedTuple):
     Attributes:
         run: Makes calls with a :class:`Step`.
         of_pyramids: Whether SegFormer, PVT and PVT v2 make them, rather than CvT.
-        by_default: Whether ``cvt compile`` compiles them without being asked.
+        by_default: Whether ``cvt compile`` and the benchmarks take them without being asked.
     """
 
     run: Callable[[Step], None]

@@ -151,7 +151,7 @@ CARDS = {
         stages={
             "attention": Launches(_attention_stage),
             "attention_with_bias": Launches(functools.partial(_attention_stage, bias=True), by_default=False),
-            "attention_of_pyramids": Launches(_attention_of_pyramids, of_pyramids=True, by_default=False),
+            "attention_of_pyramids": Launches(_attention_of_pyramids, of_pyramids=True),
             "attention_by_position": Launches(
                 functools.partial(_attention_stage, by_position=True), by_default=False
             ),

@@ -1,0 +1,450 @@
+"""Tables and a picture of what the suites measured: at the end of a run, and as docs/results.md.
+
+``python -m benchmarks.report FILE...`` prints the tables of pytest-benchmark's JSON files, and ``--plot``
+draws the operators. ``--pages`` makes docs/results.md and the tables of README.md from benchmarks/results/,
+of which the newest figure of each row counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cvt.extras import require
+from cvt.files import replacing
+from cvt_kernels.autotune.clock import DISTURBED
+from cvt_kernels.tables import aligned, markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE, README = ROOT / "benchmarks/results", ROOT / "docs/results.md", ROOT / "README.md"
+#: The lines between which a table of README stands.
+END = "<!-- end -->\n"
+BEGIN = {
+    kind: f"<!-- measured{words}: written by make results -->\n"
+    for kind, words in (("cuda", " on a GPU"), ("cpu", ""))
+}
+NAMES = {
+    "cvt_13": "CvT-13",
+    "cvt_w24": "CvT-W24 384²",
+    "segformer_b0": "SegFormer-B0 512²",
+    "pvt_v2_b2": "PVT v2-B2",
+    "tf32": "float32 with TF32",
+}
+#: What ``kernels.py`` writes.
+KERNELS = "benchmarks kernels"
+INTRODUCTION = """\
+# Results
+
+`make results` makes this page from `benchmarks/results/`, never by hand. `make gpu` measures on an NVIDIA
+GPU and `make bench` on a CPU; [how to read and compare](report.md). What waits for a GPU is in
+`benchmarks/gpu_queue.md`.
+
+On a GPU, milliseconds of models are by events around calls that follow one another and, in parentheses, by
+the clock, with a synchronization before and after each call. `torch.compile` has its best mode for the size.
+On a CPU all contenders take turns, each in a process of its own, with the same weights. "served" is
+`accelerate(model)` as it is served in evaluation, "live" `accelerate(model, freeze=False)`."""
+
+Row = dict[str, Any]
+#: What tells the rows of models apart.
+_MODEL = ("suite", "model", "dtype", "batch", "contender")
+
+
+# Reading --------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Row]:
+    """Reads the rows of a JSON file of pytest-benchmark: each one's ``extra_info``, its times and machine.
+
+    Raises:
+        ValueError: The file holds something else, or a smoke test.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        machine = content["machine_info"]
+        if machine.get("tiny"):
+            raise ValueError(f"{path}: holds a smoke test, which is no result")
+        facts = {
+            "run": content["datetime"][:10],
+            "when": content["datetime"],
+            "commit": (content.get("commit_info") or {}).get("id") or "?",
+            "machine": machine,
+            "kind": machine["device_type"],
+            "device": machine["device"],
+        }
+        return [
+            {"seconds": row["stats"]["median"], "rounds": row["stats"].get("data"), **facts, **row["extra_info"]}
+            for row in content["benchmarks"]
+            if "suite" in row["extra_info"]
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is no JSON of the suites: {type(error).__name__} {error}") from error
+
+
+def newest(rows: Iterable[Row], *fields: str) -> list[Row]:
+    """Returns the last measured row of each combination of fields, in the order of the first ones."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in sorted(rows, key=lambda row: row["when"]):
+        found[tuple(map(row.get, fields))] = row
+    return list(found.values())
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Returns the rows by a key, in the order of the first of each."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+# Operators ------------------------------------------------------------------------------------------------
+
+
+def operator_tables(rows: Sequence[Row], *, brief: bool = False) -> dict[str, list[list[str]]]:
+    """Returns a table for each operator, of all contenders, or of the fastest of this project's alone."""
+    tables = {}
+    for operator, its in grouped(rows, lambda row: row["operator"]).items():
+        head = ["case", "contender", "ms", "× eager", "× compile", "GB/s", "TFLOP/s", "% of ceiling"]
+        table = [[*head, "error, of allowed"]]
+        for case, contenders in grouped(its, lambda row: row["case"]).items():
+            times = {row["contender"]: row["seconds"] for row in contenders}
+            ours = [row for row in contenders if row["contender"] not in ("reference", "torch.compile")]
+            for row in ours and [min(ours, key=lambda row: row["seconds"])] if brief else contenders:
+                rates = [f"{row[name]:.3g}" for name in ("gigabytes_per_second", "teraflop_per_second")]
+                beside = [ratio(times.get(name), row["seconds"]) for name in ("reference", "torch.compile")]
+                share = f"{row['error'] / row['error_allowed']:.0%}" if row["error_allowed"] else "–"
+                doubt = " ?" if row["is_disturbed"] else ""
+                place = case.removeprefix(f"{operator}-").replace("-", " ")
+                table.append(
+                    [place, row["contender"], number(1e3 * row["seconds"]) + doubt, *beside, *rates]
+                    + [f"{row['percent_of_ceiling']:.0f}", share]
+                )
+        if len(table) > 1:
+            tables[operator] = table
+    return tables
+
+
+def ratio(theirs: float | None, ours: float) -> str:
+    """Returns how many times as fast ours is, or a dash."""
+    return "–" if theirs is None else f"{theirs / ours:.2f}"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draws how many times as fast as eager torch.compile and the fastest of ours are, by operator.
+
+    A bar is the geometric mean over an operator's cases; a whisker reaches from the least to the most.
+    """
+    pyplot = require("matplotlib.pyplot", "bench")
+    bars: dict[str, dict[str, list[float]]] = {}
+    for (operator, _), its in grouped(rows, lambda row: (row["operator"], row["case"])).items():
+        times = {row["contender"]: row["seconds"] for row in its}
+        eager, compiled = times.pop("reference", None), times.pop("torch.compile", None)
+        for name, seconds in (("torch.compile", compiled), ("cvt-kernels", min(times.values(), default=None))):
+            if eager is not None and seconds is not None:
+                bars.setdefault(name, {}).setdefault(operator, []).append(eager / seconds)
+    names = list(dict.fromkeys(operator for each in bars.values() for operator in each))
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(names)), layout="constrained")
+    for i, (name, ratios) in enumerate(bars.items()):
+        means = {operator: statistics.geometric_mean(each) for operator, each in ratios.items()}
+        reach = [[means[o] - min(ratios[o]) for o in means], [max(ratios[o]) - means[o] for o in means]]
+        places = [names.index(operator) + 0.4 * i - 0.2 for operator in means]
+        axes.barh(places, list(means.values()), 0.4, xerr=reach, label=name, error_kw={"lw": 0.8})
+    axes.axvline(1, color="black", lw=0.8)
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="× PyTorch eager", title=rows[0]["device"])
+    axes.invert_yaxis()
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# Models ---------------------------------------------------------------------------------------------------
+
+#: The contenders of a GPU's table that stand for this project, the first that was measured, and others.
+OURS = ("accelerate-graphed", "accelerate-live-graphed", "accelerate")
+OTHERS = {
+    "accelerate": "live",
+    "accelerate-live-graphed": "as CUDA graphs",
+    "accelerate-compile": "under `torch.compile`",
+    "accelerate-int8-graphed": "int8",
+    "accelerate-float8-graphed": "float8",
+}
+
+
+def kind_of(row: Row) -> str:
+    """Returns what a row is of, in words."""
+    name = NAMES.get(row["model"], row["model"])
+    kind = f"{name}, {NAMES.get(row['dtype'], row['dtype'])}"
+    return f"{kind}, training step" if row["train"] else kind
+
+
+def gpu_table(rows: Sequence[Row], *, brief: bool = False) -> list[list[str]]:
+    """Returns the table of models on a GPU, with a row for each, its dtype and its batch size.
+
+    A ``brief`` one has what stands for this project alone, where torch.compile was measured too. A figure of
+    an earlier run than ours has a mark.
+    """
+    table = [["", "batch", "eager", "`torch.compile`", "ours", "× eager", "× `torch.compile`"]]
+    for (kind, batch), its in sorted(grouped(rows, lambda row: (kind_of(row), row["batch"])).items()):
+        last = {row["contender"]: row for row in sorted(its, key=lambda row: row["when"])}
+        run = max((row["run"] for row in its if row["contender"] in OURS), default=None)
+        first = next((key for key in OURS if key in last and last[key]["run"] == run), None)
+        for key in [first, *(key for key in OTHERS if key != first)]:
+            if key not in last or (brief and (key != first or "compile" not in last)):
+                continue
+            ours, cells, ratios = last[key], [], []
+            for peer in map(last.get, ("hf", "compile")):
+                mark = "†" if peer and peer["run"] != ours["run"] else ""
+                cells.append(milliseconds(peer) + mark if peer else "–")
+                ratios.append(ratio(peer["seconds"], ours["seconds"]) + mark if peer else "–")
+            told = kind if key == first else f"{kind}, {OTHERS[key]}"
+            table.append([told, str(batch), *cells, milliseconds(ours), *ratios])
+    return table
+
+
+def earlier(table: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the line that explains the marks of a table, if it has any."""
+    marked = any("†" in cell for row in table for cell in row)
+    return ["† from an earlier run than ours, on another machine of the same kind."] if marked else []
+
+
+def milliseconds(row: Row) -> str:
+    """Returns the time of a row: by events and, if it was measured, by the clock."""
+    waits = row.get("waits")
+    waited = f" ({number(1e3 * statistics.median(waits))})" if waits else ""
+    return number(1e3 * row["seconds"]) + waited
+
+
+#: The columns of the CPU's table in README.
+COLUMNS = {
+    "compile": "`torch.compile`",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "accelerate-frozen": "accelerated",
+    "openvino-int8": "int8: OpenVINO",
+    "accelerate-int8": "int8: accelerated",
+}
+
+
+def cpu_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Returns the README's table of a CPU: each model in batches of 8, beside Hugging Face's."""
+    measured = {row["contender"] for row in rows}
+    columns = {key: head for key, head in COLUMNS.items() if key in measured}
+    table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "memory, accelerated"]]
+    for (kind, batch), its in grouped(rows, lambda row: (kind_of(row), row["batch"])).items():
+        by_key = {row["contender"]: row for row in its}
+        if batch == 8 and "hf" in by_key and not its[0]["train"]:
+            speeds = [beside(by_key, key, "hf") for key in columns]
+            rate = number(batch / by_key["hf"]["seconds"])
+            table.append([kind, str(batch), rate, *speeds, share_of_memory(by_key, "accelerate-frozen")])
+    return table
+
+
+def contender_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Returns the table of one model and dtype on a CPU, with a row for each batch size and contender."""
+    peers = [key for key in ("hf", "compile", "onnxruntime", "openvino") if any(r["contender"] == key for r in rows)]
+    table = [["batch", "contender", "images/s", *(f"× {peer}" for peer in peers), "memory, of hf's", "first result, s"]]
+    for batch, its in grouped(rows, lambda row: row["batch"]).items():
+        by_key = {row["contender"]: row for row in its}
+        for key, row in by_key.items():
+            cells = [str(batch), f"`{key}`", number(batch / row["seconds"])]
+            cells += [beside(by_key, key, peer) for peer in peers]
+            first = row.get("first_seconds")
+            table.append([*cells, share_of_memory(by_key, key), "–" if first is None else f"{first:.2f}"])
+    return table
+
+
+def beside(rows: dict[str, Row], key: str, peer: str) -> str:
+    """Returns a contender's speed as a multiple of a peer's: the median of the rounds' own ratios."""
+    if key not in rows or peer not in rows:
+        return "–"
+    pairs = [rows[name]["rounds"] or [rows[name]["seconds"]] for name in (peer, key)]
+    return f"{statistics.median(b / a for b, a in zip(*pairs, strict=False)):.2f} ×"
+
+
+def share_of_memory(rows: dict[str, Row], key: str) -> str:
+    """Returns the peak memory of a contender as a part of Hugging Face's."""
+    ours, theirs = (rows.get(name, {}).get("peak_bytes") for name in (key, "hf"))
+    return "–" if ours is None or not theirs else f"{ours / theirs:.2f}"
+
+
+# Kernels of a step on a GPU -------------------------------------------------------------------------------
+
+
+def kernels_of(content: dict[str, Any]) -> list[str]:
+    """Returns a heading, a sentence and a table of the kernels of a step, the longest 20 first."""
+    step = "a training step" if content["train"] else "a forward"
+    ceilings = content["ceilings"]
+    told = f"{content['launches']} kernels take {content['us']:,.0f} µs"
+    if content["floor_us"]:
+        told += (
+            f"; memory at {ceilings['copy'] / 1e12:.2f} TB/s and tensor cores at "
+            f"{ceilings['product'] / 1e12:.0f} TFLOP/s would take {content['floor_us']:,.0f}"
+        )
+    sums: dict[str, list[float]] = {}
+    for row in content["rows"]:
+        name = ", ".join(dict.fromkeys(row.get("operators", map(short, row["kernels"]))))
+        for i, value in enumerate((len(row["kernels"]), row["us"], row.get("floor_us", 0))):
+            sums.setdefault(name, [0, 0, 0])[i] += value
+    table = [["kernel", "launches", "µs", "floor, µs", "share of the floor"]]
+    for name, (count, us, floor) in sorted(sums.items(), key=lambda item: -item[1][1])[:20]:
+        share = f"{floor / us:.0%}" if floor else "–"
+        table.append([f"`{name}`", f"{count:.0f}", number(us), number(floor) if floor else "–", share])
+    heading = f"### Kernels of {step}, {content['way']}, batch {content['batch_size'][0]}"
+    return [heading, f"{told}.", lines(table)]
+
+
+def short(kernel: str) -> str:
+    """Returns the beginning of a kernel's name."""
+    return kernel.removeprefix("void ").split("<")[0][:60]
+
+
+# The page -------------------------------------------------------------------------------------------------
+
+
+def page(rows: Sequence[Row], kernels: dict[str, list[dict[str, Any]]]) -> str:
+    """Returns docs/results.md; ``kernels`` has the files of ``kernels.py`` by device."""
+    parts = [INTRODUCTION]
+    by_device = grouped(rows, lambda row: row["device"])
+    for kind, command in (("cuda", "make gpu"), ("cpu", "make bench")):
+        here = {device: its for device, its in by_device.items() if its[0]["kind"] == kind}
+        if not here:
+            parts.append(f"**There are no results of a {'GPU' if kind == 'cuda' else 'CPU'} yet.** `{command}` makes them.")
+        for device, its in sorted(here.items()):
+            parts += section(device, its, kernels.get(device, []))
+    return "\n\n".join(parts) + "\n"
+
+
+def section(device: str, rows: Sequence[Row], kernels: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the section of a device."""
+    parts = [f"## {device}"]
+    models = newest([r for r in rows if r["suite"] != "operators"], *_MODEL)
+    operators = newest([r for r in rows if r["suite"] == "operators"], "case", "contender")
+    if models and models[0]["kind"] == "cuda":
+        table = gpu_table(models)
+        parts += ["### Models", measured_on(models), lines(table), *earlier(table)]
+    elif models:
+        for kind, its in grouped(models, kind_of).items():
+            parts += [f"### {kind}", measured_on(its), lines(contender_table(its))]
+    for operator, table in operator_tables(operators, brief=True).items():
+        its = [row for row in operators if row["operator"] == operator]
+        parts += [f"### `{operator}`", measured_on(its), lines(table)]
+    for content in kernels:
+        parts += kernels_of(content)
+    return parts
+
+
+def measured_on(rows: Sequence[Row]) -> str:
+    """Returns a sentence that says when and with what rows were measured."""
+    runs = sorted({f"{row['run']} at {row['commit'][:9]}" for row in rows})
+    machine = rows[-1]["machine"]
+    told = [f"torch {machine['torch']}", f"{machine['threads']} threads" if rows[0]["kind"] == "cpu" else ""]
+    return f"{', '.join(runs)}; {', '.join(filter(None, told))}."
+
+
+def fill(text: str, kind: str, table: Sequence[Sequence[str]]) -> str:
+    """Puts a table between its marks in README.md.
+
+    Raises:
+        ValueError: The marks are not there.
+    """
+    before, begin, rest = text.partition(BEGIN[kind])
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"README.md: has no {BEGIN[kind].strip()} and {END.strip()}")
+    told = "".join(f"\n{line}\n" for line in earlier(table))
+    return f"{before}{begin}{lines(table)}\n{told}{end}{after}"
+
+
+def fill_readme(text: str, rows: Sequence[Row]) -> str:
+    """Puts the tables of the GPU and of the CPU that were measured last into README.md."""
+    models = newest([r for r in rows if r["suite"] != "operators"], "device", *_MODEL)
+    for kind, of in (("cuda", lambda its: gpu_table(its, brief=True)), ("cpu", cpu_table)):
+        here = [row for row in models if row["kind"] == kind]
+        if here:
+            device = max(here, key=lambda row: row["when"])["device"]
+            table = of([row for row in here if row["device"] == device])
+            text = fill(text, kind, table) if len(table) > 1 else text
+    return text
+
+
+# Words ----------------------------------------------------------------------------------------------------
+
+
+def lines(table: Sequence[Sequence[str]]) -> str:
+    """Returns a table of Markdown."""
+    return "\n".join(markdown([list(row) for row in table]))
+
+
+def number(value: float) -> str:
+    """Returns a number with three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def printed(rows: Sequence[Row]) -> str:
+    """Returns the tables of a run as text."""
+    blocks: list[str] = []
+    for operator, table in operator_tables([r for r in rows if r["suite"] == "operators"]).items():
+        blocks.append("\n".join([operator, *aligned(table, right=range(2, len(table[0])))]))
+    for kind, its in grouped([r for r in rows if r["suite"] != "operators"], kind_of).items():
+        table = contender_table(its)
+        blocks.append("\n".join([kind, *aligned(table, right=range(2, len(table[0])))]))
+    disturbed = sum(bool(row.get("is_disturbed")) for row in rows)
+    if disturbed:
+        blocks.append(f"{disturbed} of {len(rows)} rows (marked ?): {DISTURBED}")
+    return "\n\n".join(blocks)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints tables or writes pages; returns 2 if the results cannot be used."""
+    parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON of pytest-benchmark")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the operators of the files")
+    parser.add_argument("--pages", action="store_true", help="write docs/results.md and README.md's tables")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    try:
+        rows = [row for path in options.files for row in read(path)]
+        if rows:
+            print(printed(rows))
+        if options.plot is not None and (of_operators := [r for r in rows if r["suite"] == "operators"]):
+            plot(of_operators, options.plot)
+            print(f"\nplot: {options.plot}")
+        if options.pages:
+            write_pages(options.results)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.report: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_pages(results: Path, page_path: Path = PAGE, readme: Path = README) -> None:
+    """Writes docs/results.md and the tables of README.md.
+
+    Raises:
+        ValueError: A file is no result.
+    """
+    rows: list[Row] = []
+    kernels: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(results.glob("*/*/*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("schema") == KERNELS:
+            same = kernels.setdefault(content["device"], [])
+            step = [content[name] for name in ("train", "way", "batch_size")]
+            same[:] = [each for each in same if [each[n] for n in ("train", "way", "batch_size")] != step]
+            same.append(content)
+        elif path.name != "summary.json":
+            rows += read(path)
+    text = fill_readme(readme.read_text(encoding="utf-8"), rows)
+    for target, new in ((page_path, page(rows, kernels)), (readme, text)):
+        with replacing(target) as file:
+            file.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
