@@ -47,5 +47,7 @@ def report(benchmark: Any, seconds: Sequence[float], **extra_info: Any) -> None:
     benchmark.extra_info |= extra_info
     left = iter(seconds)
     benchmark.pedantic(lambda: _clock.run(next(left, 0.0)), rounds=len(seconds))
-    if benchmark.stats is not None and not math.isclose(benchmark.stats.stats.total, sum(seconds), rel_tol=1e-3):
+    if benchmark.stats is not None and not math.isclose(
+        benchmark.stats.stats.total, sum(seconds), rel_tol=1e-3
+    ):
         raise ValueError("benchmark: got another timer, expected the test to have the marks of this module")

@@ -89,10 +89,18 @@ def _bench(arguments: argparse.Namespace) -> None:
             check_writable(f"--{option.replace('_', '-')}", path, directory=option == "save_weights")
     if arguments.plot is not None:
         plots.new_figure()
-    options = "checkpoint model images image_size batch_size rounds dtype train peers save_weights".split()
-    chosen = {option: getattr(arguments, option) for option in options}
     measured = results.run(
-        device=resolve_device(arguments.device), batch_sizes=chosen.pop("batch_size"), **chosen
+        checkpoint=arguments.checkpoint,
+        model=arguments.model,
+        images=arguments.images,
+        image_size=arguments.image_size,
+        batch_sizes=arguments.batch_size,
+        rounds=arguments.rounds,
+        device=resolve_device(arguments.device),
+        dtype=arguments.dtype,
+        train=arguments.train,
+        peers=arguments.peers,
+        save_weights=arguments.save_weights,
     )
     with reporting(arguments.json, indent=1) as report:
         report(measured)

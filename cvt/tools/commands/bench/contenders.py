@@ -96,7 +96,9 @@ CONTENDERS = {
     "accelerate-frozen-compile": Contender(
         f"Hugging Face's after {_FROZEN}, under torch.compile", freeze=True, compile="best", asked=True
     ),
-    "cvt-graphed": Contender(f"the model of cvt after {_FROZEN} and graphed", "cvt", freeze=True, graphed=True),
+    "cvt-graphed": Contender(
+        f"the model of cvt after {_FROZEN} and graphed", "cvt", freeze=True, graphed=True
+    ),
     "accelerate-graphed": Contender(f"Hugging Face's after {_FROZEN} and graphed", freeze=True, graphed=True),
     "accelerate-live-graphed": Contender(
         f"Hugging Face's after {_LIVE} and graphed", freeze=False, graphed=True, asked=True

@@ -35,8 +35,8 @@ _UNITS = 8
 class Contest:
     """The processes of the contenders, and the requests to them, of which one is answered at a time.
 
-    A peer that fails, or whose process ends, has the reason in ``why_not`` and is asked no more. So has one of
-    ours that torch.compile fails for, that is not replayed or, where ``cvt`` has no such model, cannot be
+    A peer that fails, or whose process ends, has the reason in ``why_not`` and is asked no more. So has one
+    of ours that torch.compile fails for, that is not replayed or, where ``cvt`` has no such model, cannot be
     frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
     than it may be never gets a turn.
 
@@ -57,6 +57,7 @@ class Contest:
         train: bool = False,
         strict: bool = False,
         with_fresh_caches: bool = True,
+        quick: bool = False,
     ):
         """Creates it.
 
@@ -69,6 +70,7 @@ class Contest:
             train: A forward, a backward and an optimizer's step instead of a forward.
             strict: Whether what would be in ``failed`` is raised instead.
             with_fresh_caches: Whether the first result is measured without entries of autotuning too.
+            quick: Whether this is a smoke test: turns of one step, and a small product.
         """
         self._folder = tempfile.TemporaryDirectory()
         self._job = job = Job(
@@ -78,8 +80,9 @@ class Contest:
             train,
             torch.get_num_threads(),
             backends.requested_backends(),
+            quick,
         )
-        self._subject, self._images, self._fresh = subject, job.cast(images), with_fresh_caches
+        self.subject, self._images, self._fresh = subject, job.cast(images), with_fresh_caches
         self.keys, self.first = list(keys), dict[str, dict[str, Any]]()
         self.failed, self._strict = dict[str, Exception](), strict
         self.why_not = {key: why for key in keys if (why := why_not(key, subject, job)) is not None}
@@ -87,7 +90,7 @@ class Contest:
         self._progress = tqdm(leave=False, disable=None)
 
     def __enter__(self) -> Contest:
-        job, subject = self._job, self._subject
+        job, subject = self._job, self.subject
         plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
         if subject.hf is not None:
             job.save(hf=Packed.of(job.cast(copy.deepcopy(subject.hf).train(job.train))))
@@ -137,7 +140,7 @@ class Contest:
                 turns = {"seconds": of_rounds.seconds, "waits": waits[key] or None}
                 disturbed = {"is_disturbed": of_rounds.is_disturbed}
                 rows.append({"contender": key, **parities[key], **turns, **disturbed, **facts})
-        operations = batch_size * self._subject.operations * (3 if self._job.train else 1)
+        operations = batch_size * self.subject.operations * (3 if self._job.train else 1)
         return {
             "batch_size": batch_size,
             "operations": operations,  # a backward has two products for each of the forward's
@@ -147,7 +150,7 @@ class Contest:
 
     def _product(self) -> clock.Product:
         self._job.configure()
-        return clock.Product(self._job.device, self._job.torch_dtype)
+        return clock.Product(self._job.device, self._job.torch_dtype, 64 if self._job.quick else None)
 
     # Processes --------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class Contest:
         except Exception as failure:
             contender = CONTENDERS[key]
             reason = (str(failure).splitlines() or ["no reason given"])[0]
-            if contender.freeze and self._subject.ours is None and isinstance(failure, ValueError):
+            if contender.freeze and self.subject.ours is None and isinstance(failure, ValueError):
                 self.why_not[key] = reason
             elif (contender.is_ours or key == "hf") and contender.compile is None:
                 self._fail(key, failure)
@@ -232,8 +235,10 @@ class Contest:
                 continue
             logits, norms, why_not_graphed = answer
             parity = _parity(torch.from_numpy(logits), torch.from_numpy(norms), *exact)
-            is_judged = CONTENDERS[key].is_judged and self._subject.is_judged
-            wrong = [name for name, most in allowed.items() if is_judged and not parity[name] <= most < torch.inf]
+            is_judged = CONTENDERS[key].is_judged and self.subject.is_judged
+            wrong = [
+                name for name, most in allowed.items() if is_judged and not parity[name] <= most < torch.inf
+            ]
             if why_not_graphed is not None:
                 self.why_not[key] = f"is not replayed as a CUDA graph: {why_not_graphed}"
                 self._workers.pop(key).end()

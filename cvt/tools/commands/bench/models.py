@@ -95,8 +95,9 @@ def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13",
     ours = create_model(model, drop_path_rate=0.0, **overrides)
     randomize(ours)
     count = 2 * cost(ours.config, image_size).multiply_adds
-    judged = set(ours.config.token_keep) == {1.0}
-    return Subject(name, f"random weights (seed {SEED})", None, ours, image_size, count, judged)
+    return Subject(
+        name, f"random weights (seed {SEED})", None, ours, image_size, count, ours.config.token_keep == 1.0
+    )
 
 
 def build_ours(

@@ -51,7 +51,9 @@ def throughput(results: Results) -> Any:
         bars = axes.barh(keys, medians, xerr=[below, above], color=colors, ecolor="#333333")
         labels = [f"{m:.0f}" if m >= 100 else f"{m:#.3g}" for m in medians]
         axes.bar_label(bars, labels, padding=6)
-        axes.set(title=f"batch {batch['batch_size']}", xlabel="images/s", xlim=(0, 1.15 * max(map(max, samples))))
+        axes.set(
+            title=f"batch {batch['batch_size']}", xlabel="images/s", xlim=(0, 1.15 * max(map(max, samples)))
+        )
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     return figure

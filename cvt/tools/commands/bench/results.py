@@ -97,7 +97,9 @@ def run(
         },
         "contenders": {
             key: {
-                "about": _about(key, type(subject.plain).__name__, freezes=device.type == "cpu" and not train),
+                "about": _about(
+                    key, type(subject.plain).__name__, freezes=device.type == "cpu" and not train
+                ),
                 "ours": CONTENDERS[key].is_ours,
                 "note": contest.why_not.get(key),
                 "first": contest.first.get(key),

@@ -16,6 +16,7 @@ import pickle
 import re
 import signal
 import statistics
+import sys
 import tempfile
 import traceback
 import warnings
@@ -40,7 +41,7 @@ from .peers import RUNTIMES
 PATIENCE = 900.0
 #: Seconds of steps in a turn, or one step if that takes longer.
 _TURN = 0.25
-#: Steps that warm up on a GPU, where the third may be the first replay, and the fewest that are timed by events.
+#: Steps that warm up on a GPU, where the third may be the first replay, and the fewest of a turn there.
 _WARM, _FEWEST = 3, 5
 
 
@@ -49,10 +50,11 @@ class Job(NamedTuple):
 
     Attributes:
         folder: Where :meth:`save` has put the models and the images.
-        dtype: The name of the dtype of weights and images, in training of autocast; ``"tf32"`` is float32 with
-            rounded products.
+        dtype: The name of the dtype of weights and images, in training of autocast; ``"tf32"`` is float32
+            with rounded products.
         threads: Of PyTorch and other runtimes.
         requested: The backends that ours request.
+        quick: Whether a turn is one step.
     """
 
     folder: str
@@ -61,6 +63,7 @@ class Job(NamedTuple):
     train: bool
     threads: int
     requested: tuple[backends.Backend, ...]
+    quick: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -87,7 +90,9 @@ class Job(NamedTuple):
         with torch.set_grad_enabled(self.train):
             if not self.train:
                 return logits_of(run(images))
-            return training_step(run, images, self.torch_dtype if self.torch_dtype.itemsize == 2 else None).logits
+            return training_step(
+                run, images, self.torch_dtype if self.torch_dtype.itemsize == 2 else None
+            ).logits
 
     def save(self, **things: Any) -> None:
         """Writes models and tensors for the processes."""
@@ -215,7 +220,7 @@ class Runner:
         """Runs some steps; the first does not count if there are more."""
         device, batch = self._job.device, filled(self._images, batch_size)[0]
         times = clock.Times()
-        while sum(times.seconds) < _TURN:
+        while sum(times.seconds) < (1e-9 if self._job.quick else _TURN):
             with times.run(device):
                 self._step(batch)
         times = times.without_first() if len(times.seconds) > 1 else times
@@ -297,7 +302,9 @@ class Worker:
         """Starts the process; ``cache`` is a folder for autotuning's entries instead of the user's."""
         own = {} if cache is None else {"XDG_CACHE_HOME": cache, "CVT_KERNELS_TUNED": ""}
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "transformers.modeling_utils"])
+        theirs_too = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
+        # Optimizers and profiles import torch._dynamo, which takes two seconds.
+        context.set_forkserver_preload([__name__, "torch._dynamo", *theirs_too])
         self._key = key
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
