@@ -1,84 +1,195 @@
-"""Times Hugging Face's model in one way: a forward, or with ``--train`` a step with its optimizer.
+"""What the suites of models share: the models, and a contest for the tests of a model, dtype and batch size.
 
-``python -m benchmarks.models FILE --way compile --batch-size 256 1``. A row has the seconds of the first
-call, milliseconds by events and by the clock, MiB, and the relative error of the first image's logits
-against float64; in training the first losses.
+The first of these tests runs the contest, for the contenders that this session of pytest has selected; each
+test then reports its own. Every contender is a process of its own, and they take turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import gc
-import sys
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
 import torch
-from torch import Tensor, nn
 
-from cvt.config import DTYPES
-from cvt_kernels.autotune import clock
+from cvt.config import PRESETS, CvTConfig
+from cvt.factory import create_model, randomize
+from cvt.tools.commands.bench.contenders import CONTENDERS
+from cvt.tools.commands.bench.contest import Contest, share_of_product
+from cvt.tools.commands.bench.models import Subject, build_subject, build_variant
+from cvt.tools.commands.pyramids import PYRAMIDS
+from cvt.tools.weight_pruning import pruned_config
+from cvt_kernels import machine
 
-from . import lab
+from . import recorded
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures all batch sizes; one that fails costs no other. Returns 1 if one did."""
-    parser = lab.parser("models", __doc__)
-    parser.add_argument("--seconds", type=float, default=0.8, help="of timing, for each clock (default: 0.8)")
-    options = parser.parse_args(argv)
-    told = {name: value for name, value in vars(options).items() if name not in ("path", "batch_size")}
-    report = lab.Report(options.path, told)
-    dtype = torch.float32 if options.train else DTYPES[options.dtype]
-    model, size = lab.hugging_face(options, dtype)
-    run: Any = None
-    failed = False
-    for batch in options.batch_size:
-        row: dict[str, Any] = {"way": options.way, "train": options.train, "batch": batch}
-        try:
-            if run is None or options.way.endswith("compile"):  # whose mode depends on the size
-                run = None
-                gc.collect()
-                torch.compiler.reset()
-                run = lab.WAYS[options.way](copy.deepcopy(model), batch)
-            with lab.settings(options), torch.inference_mode(not options.train):
-                row |= measured(options, run, model, lab.images(batch, size, dtype))
-        except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {error}"[:2000]
-            failed = True
-        report.add(row)
-        print(row, flush=True)
-    return int(failed)
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+#: Timed turns of a contender, each of a quarter of a second.
+ROUNDS = 10
 
 
-def measured(options: argparse.Namespace, run: Any, model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Returns the figures of a row; ``model`` is what ``run`` is made of."""
-    facts: dict[str, Any] = {}
-    call: Callable[[], Tensor] = lab.forward(run, images)
-    if options.train:
-        call = lab.training_step(run, run, images, DTYPES[options.dtype])
-    start = clock.now(lab.DEVICE)
-    first = call()
-    facts["first_seconds"] = round(clock.now(lab.DEVICE) - start, 2)
-    if options.train:
-        facts["losses"] = [round(float(loss), 4) for loss in (first, *(call() for _ in range(3)))]
-    else:
-        facts["error"] = error_of(first[:1], model, images[:1])
-        for _ in range(3):
-            call()
-    if lab.DEVICE == "cuda":
-        torch.cuda.empty_cache()
-        facts["peak_mib"] = round(clock.peak_bytes(call, lab.DEVICE) / 2**20)
-        facts["reserved_mib"] = round(torch.cuda.memory_reserved() / 2**20)
-    return facts | lab.timed(call, options.seconds)
+class Model(NamedTuple):
+    """A model of the suites; it is trained in the last batch size on a CPU, in the first on a GPU."""
+
+    build: Callable[[], Subject]
+    on_cpu: tuple[int, ...] = (1, 8)
+    on_gpu: tuple[int, ...] = (256,)
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
-def error_of(logits: Tensor, model: nn.Module, images: Tensor) -> float:
-    """Returns the error of logits against float64, of the same rounded weights, relative to their norm."""
-    truth = lab.forward(copy.deepcopy(model).double(), images.double())()
-    return ((logits.double() - truth).norm() / truth.norm()).item()
+def _public(name: str, *on_gpu: int, **settings: Any) -> Model:
+    keys = [key for key, each in CONTENDERS.items() if each.model == "hf" or name not in PYRAMIDS]
+    return Model(
+        functools.partial(build_subject, name, None, None), on_gpu=on_gpu, contenders=tuple(keys), **settings
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _variant(name: str, config: CvTConfig | str = "cvt_13", size: int = 224, **overrides: Any) -> Model:
+    keys = "eager", "cvt", "cvt-frozen", "cvt-graphed"
+    return Model(functools.partial(build_variant, name, size, config, **overrides), contenders=keys)
+
+
+_CVT_13 = PRESETS["cvt_13"]
+#: By the name in the tests. Of the last ones there is no public model.
+MODELS = {
+    "cvt_13": _public("cvt_13", 256, 32, 8, 1, dtypes=("float32", "bfloat16", "float16", "tf32")),
+    "segformer_b0": _public("segformer_b0", 16, 1),
+    "pvt_v2_b2": _public("pvt_v2_b2", 64),
+    "cvt_w24": _public("cvt_w24", 32, on_cpu=()),
+    "token_keep": _variant("cvt_13, which keeps 0.7 of its tokens", token_keep=0.7),
+    "hybrid": _variant("cvt_13 with hybrid mixing", mixing="hybrid"),
+    "position_bias": _variant("cvt_13 with a bias by position", position_bias=True),
+    "pruned_mlp": _variant("cvt_13, half of its hidden units", pruned_config(_CVT_13, mlp=0.5, heads=0.0)),
+    "pruned_heads": _variant(
+        "cvt_13, 3/4 of its hidden units, 2/3 of its heads", pruned_config(_CVT_13, mlp=0.25, heads=0.34)
+    ),
+    "segmenter": _variant("cvt_13 with classes for pixels", head="segment", num_classes=150),
+}
+
+
+def _tiny() -> Subject:
+    """Returns the model of a smoke test, whose operations nobody counts."""
+    sizes = {"embed_dims": (16, 32, 48), "num_heads": (1, 1, 3), "depths": (1, 1, 1), "num_classes": 10}
+    model = create_model("cvt_13", **sizes)
+    randomize(model)
+    return Subject("tiny", "random weights", None, model, image_size=64, operations=1)
+
+
+TINY = Model(_tiny, contenders=("eager", "cvt", "cvt-frozen"))
+
+
+def is_tiny(config: pytest.Config) -> bool:
+    """Returns whether this is a smoke test."""
+    return bool(config.getoption("tiny", False) or config.getoption("benchmark_disable", False))
+
+
+def dtypes() -> tuple[str, ...]:
+    """Returns the dtypes worth timing here: on a CPU bfloat16 only where it has instructions for it."""
+    if CUDA:
+        return "float32", "bfloat16", "float16", "tf32"
+    flags = Path("/proc/cpuinfo")
+    known = flags.read_text(encoding="utf-8").split() if flags.exists() else []
+    return ("float32", "bfloat16") if {"avx512_bf16", "amx_bf16"} & set(known) else ("float32",)
+
+
+def cases(*, train: bool, tiny: bool) -> Iterator[tuple[str, str, int, str]]:
+    """Yields model, dtype, batch size and contender of every test."""
+    for name, model in {"tiny": TINY}.items() if tiny else MODELS.items():
+        batches = model.on_gpu if CUDA else model.on_cpu
+        if train:
+            batches = batches[:1] if CUDA else batches[-1:]
+        for dtype in dtypes()[:1] if tiny else [each for each in model.dtypes if each in dtypes()]:
+            for batch in (2,) if tiny else batches:
+                for key in model.contenders:
+                    if CONTENDERS[key].why_not(DEVICE, train=train) is None and not (
+                        CONTENDERS[key].runtime and (train or CUDA)
+                    ):
+                        yield name, dtype, batch, key
+
+
+def parametrize(metafunc: pytest.Metafunc, *, train: bool) -> None:
+    """Makes the tests of a suite; those that torch.compile makes for minutes, but for its own, are slow."""
+    found = [
+        pytest.param(
+            *case, id="-".join(map(str, case)), marks=[pytest.mark.slow] if _is_slow(case[-1]) else []
+        )
+        for case in cases(train=train, tiny=is_tiny(metafunc.config))
+    ]
+    metafunc.parametrize(("model", "dtype", "batch", "contender"), found)
+
+
+def _is_slow(key: str) -> bool:
+    return CONTENDERS[key].compile is not None and key != "compile"
+
+
+class Outcome(NamedTuple):
+    """What a contest has found: what :meth:`Contest.measured` returns, and its attributes."""
+
+    measured: dict[str, Any]
+    contest: Contest
+
+
+_outcomes = pytest.StashKey[dict[tuple[Any, ...], Outcome]]()
+
+
+def report(request: pytest.FixtureRequest, benchmark: Any, *, train: bool) -> None:
+    """Reports the seconds of a test's contender, fails if it has failed, or skips if it cannot run."""
+    params = request.node.callspec.params
+    key = params["contender"]
+    measured, contest = outcome_of(request, train=train)
+    if key in contest.why_not:
+        pytest.skip(contest.why_not[key])
+    if key in contest.failed:
+        raise contest.failed[key]
+    row = next(row for row in measured["rows"] if row["contender"] == key)
+    name, dtype, batch = (params[field] for field in ("model", "dtype", "batch"))
+    benchmark.group = f"{name}{', training' if train else ''}, {dtype}, batch {batch}"
+    median = sorted(row["seconds"])[len(row["seconds"]) // 2]
+    recorded.report(
+        benchmark,
+        row.pop("seconds"),
+        suite="training" if train else "models",
+        model=name,
+        dtype=dtype,
+        batch=batch,
+        train=train,
+        device=torch.cuda.get_device_name() if CUDA else machine.cpu_name(),
+        threads=torch.get_num_threads(),
+        images_per_second=batch / median,
+        first_seconds=contest.first[key],
+        image_size=contest.subject.image_size,
+        **row,
+    )
+
+
+def outcome_of(request: pytest.FixtureRequest, *, train: bool) -> Outcome:
+    """Returns what the contest of a test's model, dtype and batch size has found; the first test runs it."""
+
+    def group(item: Any) -> tuple[Any, ...]:
+        params = item.callspec.params
+        return item.path, item.originalname, params["model"], params["dtype"], params["batch"]
+
+    mine, outcomes = group(request.node), request.config.stash.setdefault(_outcomes, {})
+    if mine not in outcomes:
+        items: list[Any] = [item for item in request.session.items if hasattr(item, "callspec")]
+        keys = {item.callspec.params["contender"] for item in items if group(item) == mine}
+        outcomes[mine] = run(*mine[2:], keys=keys, train=train, tiny=is_tiny(request.config))
+    return outcomes[mine]
+
+
+def run(name: str, dtype: str, batch: int, *, keys: set[str], train: bool, tiny: bool) -> Outcome:
+    """Runs a contest on images of noise."""
+    subject = (TINY if tiny else MODELS[name]).build()
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 3, subject.image_size, subject.image_size, generator=generator)
+    in_order = [key for key in CONTENDERS if key in keys]
+    settings: dict[str, Any] = {"device": DEVICE, "dtype": dtype, "train": train, "quick": tiny}
+    with Contest(subject, in_order, images, with_fresh_caches=not tiny and batch == 1, **settings) as contest:
+        measured = contest.measured(batch, 1 if tiny else ROUNDS)
+    for row in measured["rows"]:
+        row["percent_of_product"] = 100 * share_of_product(measured, row)
+    return Outcome(measured, contest)

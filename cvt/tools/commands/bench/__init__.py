@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cvt.config import DTYPES
-from cvt.files import check_writable
+from cvt.files import check_writable, replacing
 from cvt.huggingface import CONFIGS, WEIGHTS
 
 from ..common import (
@@ -16,7 +16,7 @@ from ..common import (
     print_lines,
     resolve_device,
 )
-from ..paths import STDOUT, add_json_argument, input_path, output_path
+from ..paths import STDOUT, add_json_argument, input_path, output_path, reporting
 from ..pyramids import NAMES
 
 
@@ -62,54 +62,34 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         type=lambda names: names.split(","),
         default=["hf"],
         metavar="NAMES",
-        help="models to compare with, comma-separated: hf, compile, compile-max, eager, openvino, "
-        "onnxruntime, cvt-compile, accelerate-compile, accelerate-frozen-compile; hf is always included "
-        "(default: hf)",
+        help="contenders besides hf and those of ours that are always measured, comma-separated: compile, "
+        "compile-max, eager, openvino, openvino-int8, onnxruntime, cvt-frozen, accelerate-frozen, "
+        "accelerate-int8, cvt-compile, accelerate-compile, accelerate-frozen-compile, cvt-graphed, "
+        "accelerate-graphed, accelerate-live-graphed, accelerate-int8-graphed, accelerate-float8-graphed "
+        "(always measured: hf, cvt, accelerate, and in evaluation cvt-frozen and accelerate-frozen or, on a "
+        "GPU, cvt-graphed and accelerate-graphed)",
     )
     bench.add_argument(
         "--save-weights", type=output_path, metavar="DIR", help="save the weights as a Hugging Face directory"
     )
     add_json_argument(bench, "the results")
     bench.add_argument(
-        "--report", type=output_path, metavar="DIR", help="write a report, index.html with plots"
-    )
-    bench.add_argument(
-        "--against", type=input_path, metavar="OLD.json", help="compare with earlier results of --json"
-    )
-    bench.add_argument(
-        "--compare",
-        nargs=2,
-        type=input_path,
-        metavar=("OLD.json", "NEW.json"),
-        help="compare two earlier results instead of measuring",
+        "--plot", type=output_path, metavar="FILE.png", help="draw the images per second of each contender"
     )
     add_device_argument(bench)
-    bench.set_defaults(run=_bench, written=_names_written)
-
-
-def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
-    """Returns the names of the files in the folders that are written."""
-    drawn = [f"operators-{size}" for size in arguments.batch_size]
-    pages = ["index.html", *(f"{name}.png" for name in ("throughput", "memory", *drawn))]
-    return {"save_weights": [WEIGHTS[0], *CONFIGS], "report": pages}
+    bench.set_defaults(run=_bench, written=lambda _: {"save_weights": [WEIGHTS[0], *CONFIGS]})
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from . import compare, plots, report, results
+    from . import plots, results  # need the bench extra
 
-    if arguments.compare is not None:
-        print_lines(arguments, [compare.comparison(*map(results.read, arguments.compare))])
-        return
     # What would fail at the end fails before the long run.
-    old = None if arguments.against is None else results.read(arguments.against)
-    for option in ("save_weights", "json", "report"):
+    for option in ("save_weights", "json", "plot"):
         if (path := getattr(arguments, option)) not in (None, STDOUT):
-            check_writable(f"--{option.replace('_', '-')}", path, directory=option != "json")
-    if arguments.report is not None:
-        plots.check_plots()
-    from . import measurements  # needs the bench extra
-
-    measured = measurements.run(
+            check_writable(f"--{option.replace('_', '-')}", path, directory=option == "save_weights")
+    if arguments.plot is not None:
+        plots.new_figure()
+    measured = results.run(
         checkpoint=arguments.checkpoint,
         model=arguments.model,
         images=arguments.images,
@@ -121,13 +101,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         train=arguments.train,
         peers=arguments.peers,
         save_weights=arguments.save_weights,
-        against=old,
     )
-    if arguments.json is not None:
-        results.write(measured, arguments.json)
+    with reporting(arguments.json, indent=1) as report:
+        report(measured)
     print_lines(arguments, [results.text(measured)])
-    if arguments.report is not None:
-        page, *_ = report.write_report(measured, arguments.report)
-        print_lines(arguments, ["", f"report: {page}"])
-    if old is not None:
-        print_lines(arguments, ["", compare.comparison(old, measured)])
+    if arguments.plot is not None:
+        with replacing(arguments.plot) as file:
+            file.write_bytes(plots.png(plots.throughput(measured)))
+        print_lines(arguments, ["", f"plot: {arguments.plot}"])

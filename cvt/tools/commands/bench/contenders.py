@@ -1,12 +1,10 @@
-"""The contenders, all with the same weights: Hugging Face's model, sped-up forms of it, and ours."""
+"""The contenders: Hugging Face's model, sped-up forms of it, and ours, all with the same weights."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import math
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,111 +12,161 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt.checkpoints import Checkpoint, read_checkpoint
-from cvt.config import CvTConfig
-from cvt.factory import create_model, randomize
-from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
-from cvt.model import CvT
-from cvt_kernels import accelerate, backends, graphed, graphs, quantize
-from cvt_kernels.backends import Backend
+from cvt_kernels import accelerate, graphed, quantize
 
-from ..pyramids import quiet_transformers
-
-#: Peers that ours can be compared with; Hugging Face's eager model is always measured, as the baseline.
-PEERS = {
-    "hf": "Hugging Face's model",
-    "compile": "the same under torch.compile",
-    "compile-max": 'the same under torch.compile(mode="max-autotune")',
-    "eager": "the model of cvt in plain PyTorch: backend reference",
-    "openvino": "Hugging Face's in OpenVINO, with the hint LATENCY",
-    "openvino-int8": "Hugging Face's in OpenVINO, quantized by NNCF",
-    "onnxruntime": "Hugging Face's in ONNX Runtime",
-}
-#: This project's contenders, measured where they can run; those in ``COMPILED`` and ``INT8`` on request only.
-OURS = {
-    "cvt": "the model of cvt",
-    "accelerate": "Hugging Face's after cvt_kernels.accelerate(freeze=False)",
-    "cvt-frozen": "the model of cvt after cvt_kernels.accelerate(freeze=True)",
-    "accelerate-frozen": "Hugging Face's after cvt_kernels.accelerate(freeze=True)",
-    "accelerate-int8": "Hugging Face's after cvt_kernels.quantize and accelerate(freeze=True)",
-    "cvt-compile": "the model of cvt under torch.compile",
-    "accelerate-compile": "Hugging Face's after accelerate(freeze=False), under torch.compile",
-    "accelerate-frozen-compile": "Hugging Face's after accelerate(freeze=True), under torch.compile",
-    "cvt-graphed": "the model of cvt, frozen, after cvt_kernels.graphed: replays of a CUDA graph",
-    "accelerate-graphed": "Hugging Face's after cvt_kernels.accelerate(freeze=True) and graphed",
-}
-#: Contenders whose stages are frozen and that are replayed as CUDA graphs.
-GRAPHED = ("cvt-graphed", "accelerate-graphed")
-#: Contenders with linear layers of 8-bit integers. Their errors are reported and not judged.
-INT8 = ("openvino-int8", "accelerate-int8")
-#: Contenders whose stages are frozen.
-FROZEN = (*(key for key in OURS if "frozen" in key), "accelerate-int8", *GRAPHED)
-#: Contenders that torch.compile makes, which takes minutes, and its mode.
-COMPILED = {
-    "compile": None,
-    "compile-max": "max-autotune",
-    "cvt-compile": None,
-    "accelerate-compile": None,
-    "accelerate-frozen-compile": None,
-}
-#: What may be asked for.
-CHOICES = (*PEERS, *(key for key in OURS if key in COMPILED or key in INT8))
-#: Contenders that are made of Hugging Face's model.
-HUGGINGFACE = (
-    *("hf", "compile", "compile-max", "openvino", "openvino-int8", "onnxruntime"),
-    *(key for key in OURS if key.startswith("accelerate")),
-)
+#: From this number of images on, the time on a GPU hides the host's, and CUDA graphs only cost memory.
+_MANY = 64
 
 
 class Contender(NamedTuple):
-    """A way to run the weights.
+    """What a contender is made of, in the order in which it is made.
 
     Attributes:
-        key: Its name in ``--peers``, tables and files.
-        model: Takes images (B, 3, H, W).
-        backends: The backends that it requests.
-        has_parts: Whether hooks can tell its parts apart: not in a graph, nor in a frozen stage.
+        about: What it is, in words.
+        model: ``"hf"``, Hugging Face's, or ``"cvt"``.
+        is_ours: Whether it is of this project, or a peer.
+        quantize: The dtype of its linear layers of 8-bit numbers, whose errors are not judged.
+        freeze: The argument of ``accelerate``; None where that is not called.
+        graphed: Whether it is replayed as CUDA graphs.
+        compile: The mode of torch.compile, which takes minutes; ``"best"`` is chosen for the batch size.
+        runtime: The other runtime that it runs in, whose errors are not judged either.
+        asked: Whether it is measured only if it is asked for.
     """
 
-    key: str
-    model: nn.Module
-    backends: tuple[Backend, ...]
-    has_parts: bool
+    about: str
+    model: str = "hf"
+    is_ours: bool = True
+    quantize: torch.dtype | None = None
+    freeze: bool | None = None
+    graphed: bool = False
+    compile: str | None = None
+    runtime: str | None = None
+    asked: bool = False
 
-    def step(self, images: Tensor) -> Tensor:
-        """Runs a forward, in training mode a forward and a backward; returns the logits."""
-        with backends.requesting(*self.backends), torch.set_grad_enabled(self.model.training):
-            if not self.model.training:
-                return logits_of(self.model(images))
-            return training_step(self.model, images).logits
+    @property
+    def is_judged(self) -> bool:
+        """Whether its errors have to be those that the accuracy rule allows."""
+        return self.quantize is None and self.runtime is None
 
-    def why_not_graphed(self, images: Tensor) -> str | None:
-        """Returns why a contender of ``GRAPHED`` is not replayed as a CUDA graph; None for others."""
-        if self.key not in GRAPHED:
-            return None
-        with backends.requesting(*self.backends), torch.no_grad():
-            return graphs.why_not_graphed(self.model, images)
+    def why_not(self, device: torch.device, *, train: bool) -> str | None:
+        """Returns why it cannot run in this way, or None; a ``runtime`` says more."""
+        if self.freeze and train:
+            return "nothing is frozen in training"
+        if self.graphed and device.type != "cuda":
+            return "CUDA graphs need an NVIDIA GPU"
+        if self.quantize == torch.float8_e4m3fn and device.type != "cuda":
+            return "products of float8 need an NVIDIA GPU"
+        return None
 
-    def launched(self) -> Contender:
-        """Returns a copy without its CUDA graph; a contender that has none returns itself."""
-        if self.key not in GRAPHED:
-            return self
-        return self._replace(model=graphs.ungraphed(copy.deepcopy(self.model)))
+
+_FROZEN, _LIVE = "accelerate(freeze=True)", "accelerate(freeze=False)"
+
+#: By the name in ``--peers``, tables and files. The ones on a GPU are replayed as CUDA graphs where frozen.
+CONTENDERS = {
+    "hf": Contender("Hugging Face's model", is_ours=False),
+    "compile": Contender(
+        "the same under torch.compile in its best mode", is_ours=False, compile="best", asked=True
+    ),
+    "compile-max": Contender(
+        'the same under torch.compile(mode="max-autotune")', is_ours=False, compile="max-autotune", asked=True
+    ),
+    "eager": Contender(
+        "the model of cvt in plain PyTorch: backend reference", "cvt", is_ours=False, asked=True
+    ),
+    "openvino": Contender(
+        "Hugging Face's in OpenVINO, with the hint LATENCY", is_ours=False, runtime="openvino", asked=True
+    ),
+    "openvino-int8": Contender(
+        "Hugging Face's in OpenVINO, quantized by NNCF", is_ours=False, runtime="openvino-int8", asked=True
+    ),
+    "onnxruntime": Contender(
+        "Hugging Face's in ONNX Runtime", is_ours=False, runtime="onnxruntime", asked=True
+    ),
+    "cvt": Contender("the model of cvt", "cvt"),
+    "accelerate": Contender(f"Hugging Face's after {_LIVE}", freeze=False),
+    "cvt-frozen": Contender(f"the model of cvt after {_FROZEN}", "cvt", freeze=True),
+    "accelerate-frozen": Contender(f"Hugging Face's after {_FROZEN}", freeze=True),
+    "accelerate-int8": Contender(
+        f"Hugging Face's after quantize and {_FROZEN}", quantize=torch.int8, freeze=True, asked=True
+    ),
+    "cvt-compile": Contender("the model of cvt under torch.compile", "cvt", compile="best", asked=True),
+    "accelerate-compile": Contender(
+        f"Hugging Face's after {_LIVE}, under torch.compile", freeze=False, compile="best", asked=True
+    ),
+    "accelerate-frozen-compile": Contender(
+        f"Hugging Face's after {_FROZEN}, under torch.compile", freeze=True, compile="best", asked=True
+    ),
+    "cvt-graphed": Contender(
+        f"the model of cvt after {_FROZEN} and graphed", "cvt", freeze=True, graphed=True
+    ),
+    "accelerate-graphed": Contender(f"Hugging Face's after {_FROZEN} and graphed", freeze=True, graphed=True),
+    "accelerate-live-graphed": Contender(
+        f"Hugging Face's after {_LIVE} and graphed", freeze=False, graphed=True, asked=True
+    ),
+    "accelerate-int8-graphed": Contender(
+        f"Hugging Face's after quantize, {_FROZEN} and graphed",
+        quantize=torch.int8,
+        freeze=True,
+        graphed=True,
+        asked=True,
+    ),
+    "accelerate-float8-graphed": Contender(
+        f"Hugging Face's after quantize(dtype=torch.float8_e4m3fn), {_FROZEN} and graphed",
+        quantize=torch.float8_e4m3fn,
+        freeze=True,
+        graphed=True,
+        asked=True,
+    ),
+}
 
 
 def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[str]:
-    """Lists the contenders of a measurement: ``"hf"``, the ``peers``, and ours, if they can run.
+    """Lists ``"hf"``, the ``peers``, and those of ours that need not be asked for.
 
     Frozen models are replayed as CUDA graphs on a GPU; nothing is frozen for training steps.
     """
-    with_graphs = device.type == "cuda"
 
-    def runs(key: str) -> bool:
-        if key in COMPILED or key in PEERS or key in INT8:
-            return (key == "hf" or key in peers) and not (train and key in FROZEN)
-        return key not in FROZEN or (not train and (key in GRAPHED) == with_graphs)
+    def unasked(contender: Contender) -> bool:
+        served = contender.graphed == (device.type == "cuda") and not train
+        return not contender.asked and (not contender.freeze or served)
 
-    return [key for key in (*PEERS, *OURS) if runs(key)]
+    unknown = [peer for peer in peers if peer not in CONTENDERS]
+    if unknown:
+        raise ValueError(f"peers: got {unknown[0]!r}, expected {', '.join(CONTENDERS)}")
+    return [key for key, contender in CONTENDERS.items() if key in peers or unasked(contender)]
+
+
+def made(contender: Contender, model: Any) -> Any:
+    """Makes a contender of its model, which is changed, all but the compiling.
+
+    Raises:
+        ValueError: The model cannot be accelerated or frozen.
+    """
+    if contender.quantize is not None:
+        quantize(model, dtype=contender.quantize)
+    if contender.freeze is not None:
+        accelerate(model, freeze=contender.freeze)
+    return graphed(model) if contender.graphed else model
+
+
+def mode_of(contender: Contender, batch_size: int, device: torch.device, *, train: bool) -> str | None:
+    """Returns the mode of torch.compile for a batch size."""
+    if contender.compile != "best":
+        return contender.compile
+    return "reduce-overhead" if device.type == "cuda" and batch_size < _MANY and not train else None
+
+
+def freezing() -> tuple[Any, str]:
+    """Returns a context in which torch.compile folds the weights in, and words that say so."""
+    settings: Any = None
+    with contextlib.suppress(ImportError):
+        settings = importlib.import_module("torch._inductor.config")
+    if not hasattr(settings, "freezing"):
+        return contextlib.nullcontext(), ", without freezing, which this torch does not have"
+    return settings.patch(freezing=True), ", with freezing"
+
+
+# Steps ----------------------------------------------------------------------------------------------------
 
 
 class TrainingStep(NamedTuple):
@@ -159,71 +207,3 @@ def logits_of(outputs: Any) -> Tensor:
 def has_classes(logits: Tensor) -> bool:
     """Returns whether an output has classes, (B, K) or (B, K, H, W); a depth is (B, H, W)."""
     return logits.ndim != 3
-
-
-def build_ours(
-    model: str | CvTConfig | None, checkpoint: str | Checkpoint | None = None
-) -> tuple[str | CvTConfig, CvT]:
-    """Builds our model with Hugging Face's activation and without drop path; returns its name and the model.
-
-    Args:
-        model: The CvT; None for what the checkpoint says or looks like, or CvT-13.
-        checkpoint: Its weights; None for random ones.
-
-    Raises:
-        CheckpointError: The file is missing or unusable, or of a model that Hugging Face's cannot be.
-    """
-    overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
-    if checkpoint is None:
-        chosen = model or "cvt_13"
-        built = create_model(chosen, **overrides)
-        randomize(built)
-        return chosen, built
-    loaded = read_checkpoint(checkpoint)
-    chosen = model or loaded.architecture()
-    obstacle = why_inexpressible(loaded.configuration(chosen, **overrides))
-    if obstacle is not None:
-        raise CheckpointError(f"{loaded.path}: {obstacle}")
-    built = create_model(chosen, checkpoint=loaded, **overrides)
-    source = "Hugging Face" if loaded.card is None else "cvt train"
-    return model or loaded.preset or f"a CvT of {source}", built
-
-
-def build_huggingface(ours: CvT) -> nn.Module:
-    """Builds Hugging Face's model with the weights of ours; it needs the ``bench`` extra."""
-    with tempfile.TemporaryDirectory() as scratch:
-        save_huggingface(ours, scratch)
-        return quiet_transformers().CvtForImageClassification.from_pretrained(scratch)
-
-
-def build_contender(key: str, hf: nn.Module | None, ours: nn.Module | None) -> Contender:
-    """Makes a contender of Hugging Face's model or, where it is not in ``HUGGINGFACE``, of ours.
-
-    The models have the device, dtype and mode in which they are to run, and may be changed.
-
-    Raises:
-        ValueError: The model cannot be accelerated or frozen.
-    """
-    requested = ("reference",) if key in PEERS else backends.requested_backends()
-    model: Any = hf if key in HUGGINGFACE else ours
-    is_accelerated = key in FROZEN or key.startswith("accelerate")
-    if key in INT8:
-        quantize(model)
-    if is_accelerated:
-        accelerate(model, freeze=key in FROZEN)
-    if key in GRAPHED:
-        model = graphed(model)
-    if key in COMPILED:
-        # Every batch size gets code of its own, as the peer's users would have it.
-        model = torch.compile(model, mode=COMPILED[key], dynamic=False)
-    return Contender(key, model, requested, has_parts=key not in (*COMPILED, *FROZEN))
-
-
-def freezing() -> tuple[Any, str]:
-    """Returns a context in which torch.compile folds the weights in, and words that say so."""
-    settings: Any = None
-    with contextlib.suppress(ImportError):
-        settings = importlib.import_module("torch._inductor.config")
-    if not hasattr(settings, "freezing"):
-        return contextlib.nullcontext(), ", without freezing, which this torch does not have"
-    return settings.patch(freezing=True), ", with freezing"

@@ -1,8 +1,9 @@
-"""The model that ``cvt bench`` measures: a CvT, or one of transformers that runs on the same kernels."""
+"""The model that is measured: a CvT, or one of transformers that runs on the same kernels."""
 
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +11,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
-from cvt.config import PRESETS, default_image_size
-from cvt.factory import SEED
+from cvt.config import PRESETS, CvTConfig, default_image_size
+from cvt.factory import SEED, create_model, randomize
 from cvt.files import filling, making
-from cvt.huggingface import CheckpointError, save_huggingface
+from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
 
 from ...evaluation import cost
 from ..pyramids import PYRAMIDS, build_pyramid, quiet_transformers
-from .contenders import build_huggingface, build_ours
 
 
 class Subject(NamedTuple):
@@ -26,24 +26,32 @@ class Subject(NamedTuple):
 
     Attributes:
         weights: Where its weights are from.
-        hf: Hugging Face's model.
-        ours: The model of ``cvt`` with the same weights; None where there is no such model.
+        hf: Hugging Face's model; None where transformers has no such model.
+        ours: The model of ``cvt`` with the same weights; None where it has no such model.
         depths: The number of blocks of each stage.
         operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
+        is_judged: Whether its errors tell what is wrong: not where tokens are dropped by their scores.
     """
 
     name: str
     weights: str
-    hf: nn.Module
+    hf: nn.Module | None
     ours: CvT | None
     image_size: int
-    depths: list[int]
     operations: int
+    is_judged: bool = True
+
+    @property
+    def plain(self) -> nn.Module:
+        """The model in plain PyTorch, by which the others are judged."""
+        model = self.hf or self.ours
+        assert model is not None
+        return model
 
     @property
     def output(self) -> str:
         """The kind of the output's elements: ``"logit"`` or ``"depth"``."""
-        return "depth" if "DepthEstimation" in type(self.hf).__name__ else "logit"
+        return "depth" if "DepthEstimation" in type(self.plain).__name__ else "logit"
 
     def save(self, directory: Any) -> None:
         """Saves the weights as a directory of Hugging Face."""
@@ -52,7 +60,7 @@ class Subject(NamedTuple):
             return
         with making(directory), filling(directory) as scratch:
             try:
-                self.hf.save_pretrained(scratch)  # type: ignore[operator]
+                self.plain.save_pretrained(scratch)  # type: ignore[operator]
             except SafetensorError as error:  # such as of a full disk
                 raise OSError(f"{directory}: cannot be written to: {error}") from error
 
@@ -71,7 +79,7 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
     if model in PYRAMIDS:
         size = image_size or PYRAMIDS[model].image_size
         hf = build_pyramid(model, checkpoint, size)
-        return Subject(model, weights, hf, None, size, list(hf.config.depths), operations(model, hf, size))
+        return Subject(model, weights, hf, None, size, operations(model, hf, size))
     quiet_transformers()  # what is not installed fails before the weights are read
     loaded = None if checkpoint is None else read_checkpoint(checkpoint)
     if loaded is not None and model is None:
@@ -79,7 +87,52 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
     name, ours = build_ours(model, loaded)
     size = image_size or default_image_size(name)
     count = 2 * cost(ours.config, size).multiply_adds
-    return Subject(str(name), weights, build_huggingface(ours), ours, size, list(ours.config.depths), count)
+    return Subject(str(name), weights, build_huggingface(ours), ours, size, count)
+
+
+def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13", **overrides: Any) -> Subject:
+    """Builds a CvT with random weights that transformers does not have, such as one that drops tokens."""
+    ours = create_model(model, drop_path_rate=0.0, **overrides)
+    randomize(ours)
+    count = 2 * cost(ours.config, image_size).multiply_adds
+    return Subject(
+        name, f"random weights (seed {SEED})", None, ours, image_size, count, ours.config.token_keep == 1.0
+    )
+
+
+def build_ours(
+    model: str | CvTConfig | None, checkpoint: str | Checkpoint | None = None
+) -> tuple[str | CvTConfig, CvT]:
+    """Builds our model with Hugging Face's activation and without drop path; returns its name and the model.
+
+    Args:
+        model: The CvT; None for what the checkpoint says or looks like, or CvT-13.
+        checkpoint: Its weights; None for random ones.
+
+    Raises:
+        CheckpointError: The file is missing or unusable, or of a model that Hugging Face's cannot be.
+    """
+    overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
+    if checkpoint is None:
+        chosen = model or "cvt_13"
+        built = create_model(chosen, **overrides)
+        randomize(built)
+        return chosen, built
+    loaded = read_checkpoint(checkpoint)
+    chosen = model or loaded.architecture()
+    obstacle = why_inexpressible(loaded.configuration(chosen, **overrides))
+    if obstacle is not None:
+        raise CheckpointError(f"{loaded.path}: {obstacle}")
+    built = create_model(chosen, checkpoint=loaded, **overrides)
+    source = "Hugging Face" if loaded.card is None else "cvt train"
+    return model or loaded.preset or f"a CvT of {source}", built
+
+
+def build_huggingface(ours: CvT) -> nn.Module:
+    """Builds Hugging Face's model with the weights of ours; it needs the ``bench`` extra."""
+    with tempfile.TemporaryDirectory() as scratch:
+        save_huggingface(ours, scratch)
+        return quiet_transformers().CvtForImageClassification.from_pretrained(scratch)
 
 
 def _check_no_pyramid(checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""The processes of ``cvt bench``: every contender runs in one of its own, whose threads disturb no other.
+"""The processes of contenders: every one runs in one of its own, whose threads disturb no other.
 
 A process waits for requests, one at a time over all processes: see :class:`Runner`.
 """
@@ -6,7 +6,9 @@ A process waits for requests, one at a time over all processes: see :class:`Runn
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -14,6 +16,7 @@ import pickle
 import re
 import signal
 import statistics
+import sys
 import tempfile
 import traceback
 import warnings
@@ -25,37 +28,71 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cvt.config import DTYPES
 from cvt.extras import require
-from cvt_kernels import backends
+from cvt_kernels import backends, graphs, machine
 from cvt_kernels.autotune import clock, unlimited
-from cvt_kernels.backends import Backend
 
 from ..pyramids import quiet_transformers
-from . import breakdown
-from .contenders import COMPILED, HUGGINGFACE, Contender, build_contender, freezing
-from .peers import RUNTIMES, Runtime
+from .contenders import CONTENDERS, freezing, logits_of, made, mode_of, training_step
+from .peers import RUNTIMES
 
 #: Seconds within which a process has to answer; torch.compile takes minutes.
 PATIENCE = 900.0
 #: Seconds of steps in a turn, or one step if that takes longer.
 _TURN = 0.25
+#: Steps that warm up on a GPU, where the third may be the first replay, and the fewest of a turn there.
+_WARM, _FEWEST = 3, 5
 
 
 class Job(NamedTuple):
     """The settings of every process.
 
     Attributes:
-        folder: Where :meth:`save` has put the models and the photographs.
-        freezing: Whether torch.compile folds the weights in.
+        folder: Where :meth:`save` has put the models and the images.
+        dtype: The name of the dtype of weights and images, in training of autocast; ``"tf32"`` is float32
+            with rounded products.
+        threads: Of PyTorch and other runtimes.
         requested: The backends that ours request.
+        quick: Whether a turn is one step.
     """
 
     folder: str
     device: torch.device
     dtype: str
-    freezing: bool
+    train: bool
     threads: int
-    requested: tuple[Backend, ...]
+    requested: tuple[backends.Backend, ...]
+    quick: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the results and their errors."""
+        return DTYPES.get(self.dtype, torch.float32)
+
+    @property
+    def is_freezing(self) -> bool:
+        """Whether torch.compile folds the weights in."""
+        return self.device.type == "cpu" and not self.train
+
+    def cast(self, thing: Any) -> Any:
+        """Returns a model or images on the device and in the dtype; autocast has float32's."""
+        return thing.to(self.device, torch.float32 if self.train else self.torch_dtype)
+
+    def configure(self) -> None:
+        """Lets this process compute as everybody does who compares speeds."""
+        torch.set_float32_matmul_precision("high" if self.dtype == "tf32" else "highest")
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True
+
+    def step(self, run: Any, images: Tensor) -> Tensor:
+        """Runs a forward, in training a forward and a backward; returns the logits."""
+        with torch.set_grad_enabled(self.train):
+            if not self.train:
+                return logits_of(run(images))
+            return training_step(
+                run, images, self.torch_dtype if self.torch_dtype.itemsize == 2 else None
+            ).logits
 
     def save(self, **things: Any) -> None:
         """Writes models and tensors for the processes."""
@@ -88,78 +125,174 @@ class Packed(NamedTuple):
         return model.train(self.is_training)
 
 
+class Turn(NamedTuple):
+    """The medians of a turn's steps.
+
+    Attributes:
+        seconds: By the clock, on a GPU by events around steps that follow one another.
+        waits: By the clock on a GPU, which is idle before and after: what a client waits. None on a CPU.
+        waited: The seconds that threads waited for a CPU meanwhile.
+    """
+
+    seconds: float
+    waits: float | None
+    waited: float
+
+
 class Runner:
     """A contender in its process; each method answers a request."""
 
     def __init__(self, key: str, job: Job):
-        self._key, self._job = key, job
-        for package in RUNTIMES[key].packages if key in RUNTIMES else ():
+        self._contender, self._job = CONTENDERS[key], job
+        self._runtime = None if self._contender.runtime is None else RUNTIMES[self._contender.runtime]
+        for package in () if self._runtime is None else self._runtime.packages:
             require(package, "peers")  # its code is not the model's memory
+        self._compiled: dict[str | None, Any] = {}
         self._idle = _peak_resident(lambda: None)
 
     def answer(self, request: str, *arguments: Any) -> Any:
         """Calls the method of a request."""
-        is_frozen = self._job.freezing and self._key in COMPILED
-        with freezing()[0] if is_frozen else contextlib.nullcontext():
+        requested = self._job.requested if self._contender.is_ours else ("reference",)
+        is_frozen = self._job.is_freezing and self._contender.compile is not None
+        with freezing()[0] if is_frozen else contextlib.nullcontext(), backends.requesting(*requested):
             return getattr(self, request)(*arguments)
 
     def first(self, batch_size: int) -> dict[str, float | None]:
         """Makes the contender and runs its first step; returns the seconds of ``load`` and of both."""
-        self._photos = self._job.load("photos")
-        model = None if self._key in RUNTIMES else self._load()
-        batch = filled(self._photos, batch_size)[0]
-        start = clock.now(self._job.device)
-        self._contender = self._made(model)
-        self._contender.step(batch)
-        seconds = clock.now(self._job.device) - start
-        if self._key not in COMPILED:
+        job = self._job
+        self._images = job.load("images")
+        model = None if self._runtime is not None else self._load()
+        batch = filled(self._images, batch_size)[0]
+        start = clock.now(job.device)
+        self._model: Any = (
+            made(self._contender, model)
+            if self._runtime is None
+            else self._runtime(lambda: self._load().float(), job.dtype)
+        )
+        if job.train:  # a rate of 0 costs what others do, and leaves the weights that are compared
+            self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, fused=True)
+        self._step(batch)
+        seconds = clock.now(job.device) - start
+        if self._contender.compile is None:
             with unlimited():  # what the first step had no time to tune, before anything is timed
-                self._contender.step(batch)
-        load = getattr(self._contender.model, "load_seconds", None)
+                self._step(batch)
+        load = getattr(self._model, "load_seconds", None)
         return {"load": load, "seconds": seconds - (load or 0.0)}
 
     def _load(self) -> nn.Module:
-        if self._key in HUGGINGFACE:
+        if self._contender.model == "hf":
             quiet_transformers()
-        model = self._job.load("hf" if self._key in HUGGINGFACE else "ours")
+        model = self._job.load(self._contender.model)
         return model.unpacked(self._job.device) if isinstance(model, Packed) else model
 
-    def _made(self, model: nn.Module | None) -> Contender:
-        if self._key not in RUNTIMES:
-            return build_contender(self._key, model, model)
-        runtime = RUNTIMES[self._key](lambda: self._load().float(), self._job.dtype)
-        return Contender(self._key, runtime, ("reference",), has_parts=False)
+    def _running(self, batch_size: int) -> Any:
+        """Returns what runs a batch size: code of its own under torch.compile, as its users would have it."""
+        if self._contender.compile is None:
+            return self._model
+        mode = mode_of(self._contender, batch_size, self._job.device, train=self._job.train)
+        if mode not in self._compiled:
+            self._compiled[mode] = torch.compile(self._model, mode=mode, dynamic=False)
+        return self._compiled[mode]
+
+    def _step(self, batch: Tensor) -> Tensor:
+        """Runs a whole step, in training with the optimizer's."""
+        logits = self._job.step(self._running(len(batch)), batch)
+        if self._job.train:
+            self._optimizer.step()
+        return logits
 
     def parity(self, batch_size: int) -> tuple[Any, Any, str | None]:
         """Returns arrays of the logits and of the gradients' norms, and why no graph was replayed."""
-        model = self._contender.model
-        batches, count = compared(self._photos, batch_size, train=model.training)
+        batches, count = compared(self._images, batch_size, train=self._job.train)
         with unlimited():  # batches of another size are tuned before they are timed
             # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
-            logits = torch.cat([self._contender.step(batch).clone() for batch in batches])[:count]
-        why_not = self._contender.why_not_graphed(batches[0])
-        return logits.float().cpu().numpy(), gradient_norms(model).numpy(), why_not
+            steps = [self._job.step(self._running(len(batch)), batch).clone() for batch in batches]
+            logits, norms = torch.cat(steps)[:count].float().cpu(), gradient_norms(self._model)
+            for _ in range(_WARM if self._job.device.type == "cuda" else int(self._job.train)):
+                self._step(filled(self._images, batch_size)[0])
+        why_not = None
+        if self._contender.graphed and not self._job.train:
+            with torch.no_grad():
+                why_not = graphs.why_not_graphed(self._model, batches[0])
+        return logits.numpy(), norms.numpy(), why_not
 
-    def turn(self, batch_size: int) -> float:
-        """Runs some steps and returns the median of their seconds, without the first if there are more."""
-        batch = filled(self._photos, batch_size)[0]
-        times: list[float] = []
-        while sum(times) < _TURN:
-            start = clock.now(self._job.device)
-            self._contender.step(batch)
-            times.append(clock.now(self._job.device) - start)
-        return statistics.median(times[1:] or times)
+    def turn(self, batch_size: int) -> Turn:
+        """Runs some steps; the first does not count if there are more."""
+        device, batch = self._job.device, filled(self._images, batch_size)[0]
+        times = clock.Times()
+        while sum(times.seconds) < (1e-9 if self._job.quick else _TURN):
+            with times.run(device):
+                self._step(batch)
+        times = times.without_first() if len(times.seconds) > 1 else times
+        waited = statistics.median(times.waited)
+        if device.type != "cuda":
+            return Turn(times.median, None, waited)
+        count = max(_FEWEST, len(times.seconds))
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for begin, end in pairs:
+            begin.record()
+            self._step(batch)
+            end.record()
+        clock.synchronize(device)
+        torch.cuda.empty_cache()  # for the others
+        seconds = statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        return Turn(seconds, times.median, waited)
 
-    def memory_and_time(self, batch_size: int) -> dict[str, Any]:
-        """Returns fields of a row of the results: see ``breakdown.memory_and_time``."""
-        batch = filled(self._photos, batch_size)[0]
-        resident = _peak_resident(lambda: self._contender.step(batch))
-        facts: dict[str, Any] = {"resident_bytes": None}
-        if resident is not None and self._idle is not None:
-            facts["resident_bytes"] = max(0, resident - self._idle)
-        if isinstance(self._contender.model, Runtime):
-            return facts | {"peak_bytes": None, "workspace_bytes": 0, "backends": {}, "breakdown": []}
-        return facts | breakdown.memory_and_time(self._contender, batch)
+    def facts(self, batch_size: int) -> dict[str, Any]:
+        """Returns memory, and what served: fields of a row of :class:`contest.Contest`."""
+        device, batch = self._job.device, filled(self._images, batch_size)[0]
+        resident = _peak_resident(lambda: self._step(batch))
+        held = None if resident is None or self._idle is None else max(0, resident - self._idle)
+        if device.type == "cuda":
+            held = torch.cuda.memory_reserved(device)
+        if self._runtime is not None:
+            return {"peak_bytes": None, "resident_bytes": held, "backends": {}}
+        self._model.zero_grad(set_to_none=True)
+        launched = self._running(batch_size)
+        if self._contender.graphed:  # a replay allocates nothing: its graph holds the memory all the time
+            launched = graphs.ungraphed(copy.deepcopy(self._model))
+        release_workspace()  # what another step needed
+        calls: dict[str, dict[str, int]] = {}
+        # Code that torch.compile made would be made again for counting.
+        with contextlib.nullcontext() if self._contender.compile is not None else _counted(calls):
+            peak = clock.peak_bytes(lambda: self._job.step(launched, batch), device)
+        workspace = workspace_bytes()
+        return {"peak_bytes": peak + workspace or None, "resident_bytes": held, "backends": calls}
+
+
+def _counted(calls: dict[str, dict[str, int]]) -> contextlib.AbstractContextManager[Any]:
+    """Counts the calls of every operator by the backend that serves them."""
+
+    def counting(
+        operator: str, backend: str, implementation: backends.Implementation
+    ) -> backends.Implementation:
+        def serve(call: backends.Record) -> Any:
+            by_backend = calls.setdefault(operator, {})
+            by_backend[backend] = by_backend.get(backend, 0) + 1
+            # What is never called may not be installed, such as Triton.
+            return implementation.load().function(call)
+
+        return dataclasses.replace(implementation, function=serve)
+
+    return backends.replaced(counting)
+
+
+def workspace_bytes() -> int:
+    """Returns the bytes that our kernels for CPUs keep between calls, unseen by PyTorch's allocator."""
+    return _of_extension("workspace_bytes") or 0
+
+
+def release_workspace() -> None:
+    """Lets our kernels for CPUs give back what they keep between calls."""
+    _of_extension("release_workspace")
+
+
+def _of_extension(name: str) -> Any:
+    """Calls a function of the compiled extension; returns None if the extension lacks it."""
+    with contextlib.suppress(machine.ExtensionError):
+        if machine.why_extension_unavailable("cpu") is None:
+            return getattr(machine.load_extension(), name, lambda: None)()
+    return None
 
 
 class Worker:
@@ -169,7 +302,9 @@ class Worker:
         """Starts the process; ``cache`` is a folder for autotuning's entries instead of the user's."""
         own = {} if cache is None else {"XDG_CACHE_HOME": cache, "CVT_KERNELS_TUNED": ""}
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "transformers.modeling_utils"])
+        theirs_too = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
+        # Optimizers and profiles import torch._dynamo, which takes two seconds.
+        context.set_forkserver_preload([__name__, "torch._dynamo", *theirs_too])
         self._key = key
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -215,7 +350,8 @@ def _serve(connection: Connection, key: str, job: Job, environment: dict[str, st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     warnings.filterwarnings("ignore", "kernels are missing", RuntimeWarning)  # the command says so
     torch.set_num_threads(job.threads)
-    with backends.requesting(*job.requested), contextlib.suppress(EOFError, ConnectionError):
+    job.configure()
+    with contextlib.suppress(EOFError, ConnectionError):
         runner = Runner(key, job)
         while True:
             request, arguments = connection.recv()
@@ -247,20 +383,20 @@ def _peak_resident(function: Callable[[], Any]) -> int | None:
         return None
 
 
-def filled(photos: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-    """Returns full batches of all photos, the last one filled with the first photos again."""
-    count = -(-len(photos) // batch_size) * batch_size
-    return photos.repeat(-(-count // len(photos)), 1, 1, 1)[:count].split(batch_size)
+def filled(images: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+    """Returns full batches of all images, the last one filled with the first images again."""
+    count = -(-len(images) // batch_size) * batch_size
+    return images.repeat(-(-count // len(images)), 1, 1, 1)[:count].split(batch_size)
 
 
-def compared(photos: Tensor, batch_size: int, *, train: bool) -> tuple[tuple[Tensor, ...], int]:
+def compared(images: Tensor, batch_size: int, *, train: bool) -> tuple[tuple[Tensor, ...], int]:
     """Returns the batches whose logits are compared, and the number of images: all, in training one batch.
 
     There are at least 2: of one image, Hugging Face's gradients are wrong on a CPU (see docs/accelerate.md).
     """
     if not train:
-        return filled(photos, batch_size), len(photos)
-    batch = filled(photos, min(max(batch_size, 2), 8))[0]
+        return filled(images, batch_size), len(images)
+    batch = filled(images, min(max(batch_size, 2), 8))[0]
     return (batch,), len(batch)
 
 

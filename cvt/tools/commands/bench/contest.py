@@ -1,0 +1,308 @@
+"""Contenders of one model, each in a process of its own, in turns: :class:`Contest`.
+
+Parity with float64 comes first, then speed in turns, with a large matrix product among them, then one step of
+each for its memory and for what served. ``cvt bench`` and the suites in ``benchmarks`` are made of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cvt_kernels import backends
+from cvt_kernels.autotune import accuracy, clock
+
+from . import peers, workers
+from .contenders import CONTENDERS, has_classes
+from .models import Subject
+from .workers import Job, Packed
+
+#: Seconds before a turn, in which the threads of the last contender stop waiting for work.
+_PAUSE = 0.03
+# Units in the last place that the accuracy rule allows besides a multiple of the plain model's own error,
+# which can be small by chance where a model has few classes.
+_UNITS = 8
+
+
+class Contest:
+    """The processes of the contenders, and the requests to them, of which one is answered at a time.
+
+    A peer that fails, or whose process ends, has the reason in ``why_not`` and is asked no more. So has one
+    of ours that torch.compile fails for, that is not replayed or, where ``cvt`` has no such model, cannot be
+    frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
+    than it may be never gets a turn.
+
+    Attributes:
+        why_not: Contender → why it is not measured.
+        failed: Contender → its error.
+        first: Contender → ``seconds`` to its first result, ``load`` and ``untuned_seconds``.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        keys: Sequence[str],
+        images: Tensor,
+        *,
+        device: torch.device | str,
+        dtype: str,
+        train: bool = False,
+        strict: bool = False,
+        with_fresh_caches: bool = True,
+        quick: bool = False,
+    ):
+        """Creates it.
+
+        Args:
+            subject: The model.
+            keys: The contenders, of ``CONTENDERS``.
+            images: (N, 3, H, W), which batches repeat.
+            device: Where all of them run.
+            dtype: Of weights and images, and in training of autocast; or ``"tf32"``.
+            train: A forward, a backward and an optimizer's step instead of a forward.
+            strict: Whether what would be in ``failed`` is raised instead.
+            with_fresh_caches: Whether the first result is measured without entries of autotuning too.
+            quick: Whether this is a smoke test: turns of one step, and a small product.
+        """
+        self._folder = tempfile.TemporaryDirectory()
+        self._job = job = Job(
+            self._folder.name,
+            torch.device(device),
+            dtype,
+            train,
+            torch.get_num_threads(),
+            backends.requested_backends(),
+            quick,
+        )
+        self.subject, self._images, self._fresh = subject, job.cast(images), with_fresh_caches
+        self.keys, self.first = list(keys), dict[str, dict[str, Any]]()
+        self.failed, self._strict = dict[str, Exception](), strict
+        self.why_not = {key: why for key in keys if (why := why_not(key, subject, job)) is not None}
+        self._workers: dict[str, workers.Worker] = {}
+        self._progress = tqdm(leave=False, disable=None)
+
+    def __enter__(self) -> Contest:
+        job, subject = self._job, self.subject
+        plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
+        if subject.hf is not None:
+            job.save(hf=Packed.of(job.cast(copy.deepcopy(subject.hf).train(job.train))))
+        if subject.ours is not None:
+            job.save(cvt=job.cast(copy.deepcopy(subject.ours).train(job.train)))
+        job.save(images=self._images)
+        # Of the rounded weights, since their rounding is nobody's error.
+        self._plain, self._exact = plain, copy.deepcopy(plain).double()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.close()
+        for worker in self._workers.values():
+            worker.end()
+        self._folder.cleanup()
+
+    def measured(self, batch_size: int, rounds: int) -> dict[str, Any]:
+        """Returns the matrix product and the rows of a batch size, all contenders having taken turns.
+
+        The first batch size is that of the first results. A row has the ``contender``; ``error`` against
+        float64 and ``error_allowed``, which is None where errors are not judged; in training
+        ``gradient_error`` and ``gradient_error_allowed``; ``seconds`` of every round and, on a GPU,
+        ``waits``; ``peak_bytes``, ``resident_bytes``, ``backends``, ``is_disturbed``.
+        """
+        if not self.first:
+            self._begin(batch_size)
+        parities = dict(self._parities(batch_size))
+        times = {key: clock.Times() for key in parities}
+        waits: dict[str, list[float]] = {key: [] for key in parities}
+        product, seconds = self._product(), []
+        for i in range(rounds if times else 0):
+            for key in list(times) if i % 2 == 0 else list(reversed(times)):
+                time.sleep(_PAUSE)
+                turn = self._ask(key, "turn", batch_size)
+                if turn is None:
+                    del times[key]
+                    continue
+                times[key].add(turn.seconds, turn.waited)
+                waits[key] += [] if turn.waits is None else [turn.waits]
+            time.sleep(_PAUSE)
+            ways = clock.seconds_in_turns(product.ways, 1, self._job.device)
+            seconds.append(min(each for (each,) in ways))
+        rows = []
+        for key, of_rounds in times.items():
+            facts = self._ask(key, "facts", batch_size)
+            if facts is not None:
+                turns = {"seconds": of_rounds.seconds, "waits": waits[key] or None}
+                disturbed = {"is_disturbed": of_rounds.is_disturbed}
+                rows.append({"contender": key, **parities[key], **turns, **disturbed, **facts})
+        operations = batch_size * self.subject.operations * (3 if self._job.train else 1)
+        return {
+            "batch_size": batch_size,
+            "operations": operations,  # a backward has two products for each of the forward's
+            "product": {"n": product.n, "operations": product.operations, "seconds": seconds},
+            "rows": rows,
+        }
+
+    def _product(self) -> clock.Product:
+        self._job.configure()
+        return clock.Product(self._job.device, self._job.torch_dtype, 64 if self._job.quick else None)
+
+    # Processes --------------------------------------------------------------------------------------------
+
+    def _ask(self, key: str, request: str, batch_size: int) -> Any:
+        """Returns the answer of a contender, or None if it is out."""
+        if key not in self._workers:
+            return None
+        self._progress.set_description(f"batch {batch_size}, {request} of {key}")
+        self._progress.update()
+        try:
+            return self._workers[key].ask(request, batch_size)
+        except Exception as failure:
+            contender = CONTENDERS[key]
+            reason = (str(failure).splitlines() or ["no reason given"])[0]
+            if contender.freeze and self.subject.ours is None and isinstance(failure, ValueError):
+                self.why_not[key] = reason
+            elif (contender.is_ours or key == "hf") and contender.compile is None:
+                self._fail(key, failure)
+            else:
+                self.why_not[key] = f"fails: {type(failure).__name__}: {reason}"
+            self._workers.pop(key).end()
+            return None
+
+    def _fail(self, key: str, error: Exception) -> None:
+        if self._strict:
+            raise error
+        self.failed[key] = error
+
+    def _begin(self, batch_size: int) -> None:
+        """Starts the processes, and notes the seconds to the first results.
+
+        On a CPU, accelerated models have two processes before: without entries of autotuning, and with those
+        of the first.
+        """
+        for key in self.keys:
+            if key in self.why_not:
+                continue
+            contender = CONTENDERS[key]
+            fresh = self._fresh and contender.freeze is not None and contender.compile is None
+            fresh = fresh and contender.model == "hf" and self._job.device.type == "cpu"
+            begun: list[Any] = []
+            with tempfile.TemporaryDirectory() as cache:
+                for place in [*([cache, cache] if fresh else []), None]:
+                    if begun:
+                        self._workers.pop(key).end()
+                    self._workers[key] = workers.Worker(key, self._job, place)
+                    begun.append(self._ask(key, "first", batch_size))
+                    if begun[-1] is None:
+                        break
+                else:
+                    untuned = begun[0]["seconds"] if fresh else None
+                    self.first[key] = {"batch_size": batch_size, **begun[fresh], "untuned_seconds": untuned}
+
+    # Parity -----------------------------------------------------------------------------------------------
+
+    def _parities(self, batch_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the contenders that may be timed, with their parity.
+
+        The logits of all images are compared with float64's; in training, of one batch, and its gradients.
+        """
+        job = self._job
+        batches, count = workers.compared(self._images, batch_size, train=job.train)
+        parts = batches if job.train else self._images.split(batch_size)  # no image depends on another
+        with backends.requesting("reference"):
+            exact = _exact_step(self._exact, parts, train=job.train)
+            plain = torch.cat([job.step(self._plain, batch).clone() for batch in batches])[:count]
+        theirs = _parity(plain.cpu(), workers.gradient_norms(self._plain), *exact)
+        if job.device.type == "cuda":
+            torch.cuda.empty_cache()
+        rules = {
+            "error": (accuracy.VALUE_FACTOR, theirs["largest"]),
+            "gradient_error": (accuracy.GRADIENT_FACTOR, 1.0),  # relative already
+        }
+        allowed = {
+            name: accuracy.allowed_error(theirs[name], largest, job.torch_dtype, factor=factor, units=_UNITS)
+            for name, (factor, largest) in rules.items()
+            if theirs[name] is not None
+        }
+        for key in list(self._workers):
+            answer = self._ask(key, "parity", batch_size)
+            if answer is None:
+                continue
+            logits, norms, why_not_graphed = answer
+            parity = _parity(torch.from_numpy(logits), torch.from_numpy(norms), *exact)
+            is_judged = CONTENDERS[key].is_judged and self.subject.is_judged
+            wrong = [
+                name for name, most in allowed.items() if is_judged and not parity[name] <= most < torch.inf
+            ]
+            if why_not_graphed is not None:
+                self.why_not[key] = f"is not replayed as a CUDA graph: {why_not_graphed}"
+                self._workers.pop(key).end()
+            elif wrong:
+                name = wrong[0]
+                message = (
+                    f"{key}: {name.replace('_', ' ')} {parity[name]:.1e} against float64, expected at most "
+                    f"{allowed[name]:.1e} by the plain model's in the same dtype; nothing was timed"
+                )
+                self._fail(key, ValueError(message))
+                self._workers.pop(key).end()
+            else:
+                limits = {f"{name}_allowed": allowed.get(name) if is_judged else None for name in rules}
+                yield key, parity | limits
+
+
+def why_not(key: str, subject: Subject, job: Job) -> str | None:
+    """Returns why a contender cannot run, or None.
+
+    Raises:
+        ModuleNotFoundError: Its runtime is not installed.
+    """
+    contender = CONTENDERS[key]
+    if contender.model == "hf" and subject.hf is None:
+        return "transformers has no such model"
+    if contender.model == "cvt" and subject.ours is None:
+        return "cvt has no such model"
+    if contender.runtime is not None:
+        return peers.why_not(contender.runtime, device=job.device, dtype=job.dtype, train=job.train)
+    return contender.why_not(job.device, train=job.train)
+
+
+def share_of_product(batch: dict[str, Any], row: dict[str, Any]) -> float:
+    """Returns what part of a large product's rate a contender reaches: the median of the rounds."""
+    product, operations = batch["product"], batch["operations"]
+    pairs = zip(row["seconds"], product["seconds"], strict=True)
+    return statistics.median(operations / s / (product["operations"] / p) for s, p in pairs)
+
+
+def _exact_step(model: Any, batches: Sequence[Tensor], *, train: bool) -> tuple[Tensor, Tensor]:
+    """Returns the logits and the gradients' norms of float64."""
+    in_float64 = Job("", batches[0].device, "float32", train, 0, ())
+    logits = torch.cat([in_float64.step(model, batch.double()) for batch in batches])
+    return logits.cpu(), workers.gradient_norms(model)
+
+
+def _parity(logits: Tensor, norms: Tensor, truth: Tensor, true_norms: Tensor) -> dict[str, Any]:
+    top5, of = _agreement(logits, truth)
+    gradient_error = None
+    if len(true_norms):
+        gradient_error = ((norms - true_norms).abs().max() / true_norms.max()).item()
+    return {
+        "error": (logits.double() - truth).abs().max().item(),
+        "largest": truth.abs().max().item(),
+        "top5": top5,
+        "of": of,
+        "gradient_error": gradient_error,
+    }
+
+
+def _agreement(logits: Tensor, truth: Tensor) -> tuple[int, int]:
+    """Counts the classes that are among the top 5 of images or pixels in both; of how many, 0 for a depth."""
+    if not has_classes(truth):
+        return 0, 0
+    k = min(5, truth.shape[1])
+    top, true_top = (each.movedim(1, -1).topk(k).indices for each in (logits.double(), truth))
+    return int((top[..., None] == true_top[..., None, :]).sum()), true_top.numel()
