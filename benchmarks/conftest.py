@@ -46,8 +46,8 @@ def pytest_benchmark_update_json(
     config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]
 ) -> None:
     """Adds the ceilings that the percentages refer to: bytes and operations per second."""
-    operators_ran = any(row["extra_info"].get("suite") == "operators" for row in output_json["benchmarks"])
-    if operators_ran and not models.is_tiny(config):
-        kinds = {row["extra_info"]["dtype"] for row in output_json["benchmarks"] if "flops" in row["extra_info"]}
+    timed = [row["extra_info"] for row in output_json["benchmarks"] if "flops" in row["extra_info"]]
+    if timed and not models.is_tiny(config):
+        kinds = {facts["dtype"] for facts in timed}
         rates = {f"product_{kind}": operators.product_rate(getattr(torch, kind)) for kind in sorted(kinds)}
         output_json["ceilings"] = {"copy": operators.copy_rate(), **rates}

@@ -2,8 +2,6 @@
 
 :func:`work_of` says what a launch of a Triton kernel has to move and to multiply, by a function for each
 kernel. :class:`Recorder` notes all launches of a block, PyTorch's too, on a GPU or on tensors without memory.
-:func:`forward_launches` lists those of a frozen CvT's forward without a GPU, :func:`pyramid_launches` those
-of SegFormer, PVT and PVT v2.
 """
 
 from __future__ import annotations
@@ -13,21 +11,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from cvt.config import default_image_size
-from cvt.factory import create_model
-from cvt.tools.commands.compile.gpus import LIMITS
-from cvt.tools.commands.pyramids import PYRAMIDS, build_pyramid
-from cvt_kernels import accelerate, backends, launching
-from cvt_kernels.acceleration.class_token import with_class_token_only
+from cvt_kernels import backends, launching
 from cvt_kernels.cards import Work, all_cards, bytes_of, tensors_of
-from cvt_kernels.ops import weight_cache
 
 
 class Ceilings(NamedTuple):
@@ -98,23 +88,6 @@ class Recorder(TorchDispatchMode):
         ):
             yield
 
-    @contextlib.contextmanager
-    def without_packing(self) -> Iterator[None]:
-        """Leaves out what packs weights, which tensors without memory cannot keep."""
-        packed = weight_cache.packed
-
-        def unnoted(*args: Any, **settings: Any) -> Any:
-            noted = len(self.launches)
-            made = packed(*args, **settings)
-            del self.launches[noted:]
-            return made
-
-        weight_cache.packed = unnoted
-        try:
-            yield
-        finally:
-            weight_cache.packed = packed
-
     def _noting(
         self, operator: str, backend: str, implementation: backends.Implementation
     ) -> backends.Implementation:
@@ -170,115 +143,6 @@ _WITHOUT_LAUNCH = (
     "new_empty", "new_empty_strided", "promote_types",
 )  # fmt: skip
 _OVERWRITING = ("copy_", "fill_", "zero_")
-
-
-# A forward without a GPU ----------------------------------------------------------------------------------
-
-
-def forward_launches(
-    model: str = "cvt_13",
-    *,
-    batch: int = 256,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: int = 90,
-    image_size: int | None = None,
-) -> list[ForwardLaunch]:
-    """Lists the launches of a frozen model's forward, with this project's kernels wherever they can serve.
-
-    Args:
-        model: A name of ``PRESETS``.
-        batch: Images of the batch.
-        dtype: Of weights and images.
-        arch: Compute capability of the GPU, 90 for sm_90.
-        image_size: Pixels of a side; None for the model's own.
-    """
-    size = image_size or default_image_size(model)
-    recorder = Recorder()
-    with torch.device("meta"):
-        built = accelerate(create_model(model).to(dtype).eval(), freeze=True)
-        images = torch.empty(batch, 3, size, size, dtype=dtype)
-    stages = built._built_stages()
-    last = stages[-1], stages[-1].blocks[-1]
-    for number, stage in enumerate(stages, start=1):
-        stage.register_forward_pre_hook(lambda *_, part=f"stage {number}": setattr(recorder, "part", part))
-        stage.register_forward_hook(lambda *_: setattr(recorder, "part", "head"))
-    chip = launching.Chip(arch, LIMITS[arch].multiprocessors)
-    with torch.no_grad(), backends.replaced(_serving_everywhere), backends.requesting(*_OURS):
-        with launching.intercepted_launches(lambda launch: None, chip):
-            built(images)  # folds the weights
-        with recorder.recording(chip), recorder.without_packing():
-            with_class_token_only(*last, lambda: built(images))  # in spite of the hooks
-    return recorder.launches
-
-
-def pyramid_launches(
-    model: str = "segformer_b0",
-    *,
-    batch: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: int = 90,
-    freeze: bool | None = True,
-) -> list[ForwardLaunch]:
-    """Lists the launches of a warm forward of a model of transformers, by this project's kernels.
-
-    Args:
-        model: A name of ``cvt.tools.commands.pyramids.PYRAMIDS``.
-        batch: Images of the batch.
-        dtype: Of weights and images.
-        arch: Compute capability of the GPU, 90 for sm_90.
-        freeze: As of ``accelerate``; None for a live model in evaluation.
-    """
-    size = PYRAMIDS[model].image_size
-    built = build_pyramid(model, None, size)
-    return evaluation_launches(built, (batch, 3, size, size), dtype=dtype, arch=arch, freeze=freeze)
-
-
-def evaluation_launches(
-    model: torch.nn.Module,
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: int = 90,
-    freeze: bool | None = True,
-) -> list[ForwardLaunch]:
-    """Lists the launches of a warm forward of a model of transformers, which becomes one without memory.
-
-    Args:
-        model: Any model that ``accelerate`` takes.
-        shape: Of its images.
-        dtype: Of weights and images.
-        arch: Compute capability of the GPU, 90 for sm_90.
-        freeze: As of ``accelerate``. A CvT's stages are served as one only where it is True, since nothing
-            may count operators of live ones.
-    """
-    built = accelerate(model.to(dtype).eval(), freeze=freeze).to("meta")
-    images = torch.empty(shape, dtype=dtype, device="meta")
-    recorder, chip = Recorder(), launching.Chip(arch, LIMITS[arch].multiprocessors)
-    with torch.no_grad(), backends.replaced(_serving_everywhere), backends.requesting(*_OURS):
-        with launching.intercepted_launches(lambda launch: None, chip):
-            built(images)  # examines the modules
-        with mock.patch.object(weight_cache, "packed", _packed_before), recorder.recording(chip):
-            built(images)
-    return recorder.launches
-
-
-def _packed_before(weight: Tensor, key: Any, make: Callable[[], Any], others: Any = ()) -> Any:
-    """Returns a packed copy without noting launches; by their addresses those on meta are not told apart."""
-    with _disable_current_modes():
-        return make()
-
-
-_OURS: tuple[backends.Backend, ...] = ("gluon", "triton", "cuda", "composed", "reference")
-
-
-def _serving_everywhere(
-    operator: str, backend: str, implementation: backends.Implementation
-) -> backends.Implementation:
-    """Returns an implementation that serves tensors without memory."""
-    if backend not in _OURS:
-        return implementation
-    loaded = implementation.load()
-    return backends.Implementation(loaded.function, why_unsupported=loaded.why_unsupported)
 
 
 # The work of each kernel ----------------------------------------------------------------------------------

@@ -1,31 +1,39 @@
 """Every kernel of a warm step on a GPU, in order, with its microseconds and, beside it, its floor.
 
-``python -m benchmarks.kernels FILE --way frozen --batch-size 1``; with ``--train`` of a training step. The
-floor is what memory or tensor cores need at the rates that a large copy and a large product reach in the same
-process; of PyTorch's operators it counts every tensor that comes in or goes out. What torch.compile makes
-has none. ``--counters`` runs such a step under ncu and leaves the counters of the ten longest kernels that
+``python -m benchmarks.kernels FILE --contender accelerate-frozen --batch-size 1``; with ``--train`` of a
+training step. The floor is what memory or tensor cores need at the rates that a large copy and a large
+product reach in the same process; of PyTorch's operators it counts every tensor that comes in or goes out.
+What torch.compile makes has none. ``--counters`` runs such a step under ncu and leaves the counters of the ten longest kernels that
 FILE names in FILE.csv.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cvt.config import DTYPES
+from cvt.files import replacing
+from cvt.tools.commands.bench.contenders import CONTENDERS, made, mode_of
+from cvt.tools.commands.bench.models import build_subject
+from cvt.tools.commands.bench.workers import Job
 from cvt_kernels.autotune import clock
 
-from . import lab
 from .floors import Ceilings, ForwardLaunch, Recorder, kernel_name
+from .models import DEVICE
+from .report import KERNELS
 
 #: Steps that are profiled; a kernel's time is their median.
 STEPS = 3
@@ -123,14 +131,25 @@ def recorded(step: Callable[[], Any]) -> list[ForwardLaunch]:
     return recorder.launches
 
 
-def warm_step(options: Any) -> Callable[[], Any]:
+def warm_step(options: argparse.Namespace) -> Callable[[], Any]:
     """Returns a step that has run a few times."""
-    dtype = DTYPES[options.dtype]
-    (batch,) = options.batch_size
-    model, size = lab.hugging_face(options, torch.float32 if options.train else dtype)
-    run = lab.WAYS[options.way](model, batch)
-    images = lab.images(batch, size, torch.float32 if options.train else dtype)
-    step = lab.training_step(run, run, images, dtype) if options.train else lab.forward(run, images)
+    contender, train = CONTENDERS[options.contender], options.train
+    job = Job("", DEVICE, options.dtype, train, torch.get_num_threads(), ())
+    job.configure()
+    subject = build_subject(options.model, None, options.image_size)
+    model: Any = made(contender, job.cast(subject.plain.train(train)))
+    run = model
+    if contender.compile is not None:
+        mode = mode_of(contender, options.batch_size, DEVICE, train=train)
+        run = torch.compile(model, mode=mode, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if train else None
+    images = job.cast(torch.randn(options.batch_size, 3, subject.image_size, subject.image_size))
+
+    def step() -> None:
+        job.step(run, images)
+        if optimizer is not None:
+            optimizer.step()
+
     for _ in range(4):
         step()
     torch.cuda.synchronize()
@@ -159,9 +178,39 @@ def plain_name(kernel: str) -> str:
     return re.split("[<(]", name)[0].split("::")[-1]
 
 
+class Report:
+    """Rows in a file that is written in one piece after each of them."""
+
+    def __init__(self, path: Path, schema: str, facts: Mapping[str, Any]) -> None:
+        self._path = path
+        self.content = {
+            "schema": schema,
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **facts,
+            "rows": [],
+        }
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Adds rows, each a line of the file."""
+        self.content["rows"] += rows
+        facts = json.dumps({name: value for name, value in self.content.items() if name != "rows"}, indent=1)
+        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in self.content["rows"])
+        with replacing(self._path) as file:
+            file.write_text(f'{facts[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Writes the file, or the counters."""
-    parser = lab.parser("kernels", __doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=__doc__)
+    parser.add_argument("path", type=Path, help="the JSON file")
+    parser.add_argument("--model", default="cvt_13", help="default: cvt_13")
+    parser.add_argument("--image-size", type=int, metavar="N", help="pixels of a side (default: the model's)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--contender", choices=tuple(CONTENDERS), default="accelerate-frozen")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="default: 256")
+    parser.add_argument("--train", action="store_true", help="a step with fused AdamW under autocast")
     parser.add_argument("--counters", action="store_true", help="run under ncu what FILE has")
     parser.add_argument("--under-ncu", action="store_true", help="run one step within its range")
     words = sys.argv[1:] if argv is None else argv
@@ -169,25 +218,21 @@ def main(argv: list[str] | None = None) -> int:
     if options.counters:
         rest = [word for word in words if word != "--counters"]
         return counters(options, [sys.executable, "-m", "benchmarks.kernels", *rest])
-    with lab.settings(options):
-        step = warm_step(options)
-        if options.under_ncu:
-            torch.cuda.profiler.start()
-            step()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-            return 0
-        kernels = profiled(step)
-        launches = [] if options.way.endswith("compile") else recorded(step)
-    ceilings = Ceilings(
-        clock.copy_bandwidth(lab.DEVICE), clock.product_rate(lab.DEVICE, DTYPES[options.dtype])
-    )
+    step = warm_step(options)
+    if options.under_ncu:
+        torch.cuda.profiler.start()
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        return 0
+    kernels = profiled(step)
+    launches = [] if options.contender.endswith("compile") else recorded(step)
+    ceilings = Ceilings(clock.copy_bandwidth(DEVICE), clock.product_rate(DEVICE, DTYPES[options.dtype]))
     rows = [group.row(ceilings) for group in grouped(kernels, launches)]
     total, floor = sum(kernel.us for kernel in kernels), sum(row.get("floor_us", 0) for row in rows)
-    facts = {name: value for name, value in vars(options).items() if name != "path"}
+    facts = {name: getattr(options, name) for name in ("model", "dtype", "contender", "batch_size", "train")}
     facts |= {"ceilings": ceilings._asdict(), "launches": len(kernels), "us": total, "floor_us": floor}
-    report = lab.Report(options.path, facts)
-    report.add(*rows)
+    Report(options.path, KERNELS, facts).add(*rows)
     print(f"{len(kernels)} kernels, {total:.0f} µs, their floor {floor:.0f} µs")
     return 0
 

@@ -155,7 +155,7 @@ def contenders(case: Case, *, tiny: bool) -> list[str]:
     return ["reference", *([COMPILED] if compiles else []), *others]
 
 
-def why_absent(operator: str, contender: str) -> str | None:
+def why_absent(operator: str, contender: Any) -> str | None:
     """Returns why a contender cannot run on this machine."""
     if contender in ("reference", COMPILED):
         return None
@@ -163,9 +163,13 @@ def why_absent(operator: str, contender: str) -> str | None:
         return backends.why_unavailable(operator, contender, DEVICE.type)
 
 
-def function(operator: str, contender: str) -> Callable[[Any], Any]:
+def _declared(operator: str) -> Any:
+    return backends.operators[operator]
+
+
+def function(operator: str, contender: Any) -> Callable[[Any], Any]:
     """Returns a contender as a function of the record of a call."""
-    reference = backends.operators[operator].reference
+    reference = _declared(operator).reference
     if contender == "reference":
         return reference
     if contender == COMPILED:
@@ -189,28 +193,29 @@ class Prepared:
     """
 
     def __init__(self, case: Case):
-        self.case, declared = case, backends.operators[case.operator]
+        self.case, declared = case, _declared(case.operator)
         self.call = call = case.calls(DEVICE.type)[case.call]
         with tuner.undisturbed(DEVICE):
             self.expected = tuner.Expected.of(declared.reference, call, declared.exact, declared.unrounded)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             outs = _flat(declared.reference(call.map(tuner._copied).record))
         self.moved, self.flops = bytes_of(call.record, outs), counter.get_total_flops()
-        self._leaves, self._douts = [t for t in call.tensors() if t.requires_grad], list(map(torch.ones_like, outs))
+        self._leaves = [tensor for tensor in call.tensors() if tensor.requires_grad]
+        self._douts = list(map(torch.ones_like, outs))
         if case.training:
             # The backward reads all that the forward has and the gradients of its results, and writes
             # gradients. It has two products for each of the forward's.
             self.moved += bytes_of(call.record, self._douts, self._leaves)
             self.flops *= 3
 
-    def why_not(self, contender: str) -> str | None:
+    def why_not(self, contender: Any) -> str | None:
         """Returns why a contender does not serve the call."""
         if contender in ("reference", COMPILED):
             return None
         with torch.set_grad_enabled(self.case.training), backends.requesting(contender):
             return backends.why_unsupported(self.case.operator, contender, self.call.record)
 
-    def check(self, serve: Callable[[Any], Any], contender: str) -> dict[str, float | None]:
+    def check(self, serve: Callable[[Any], Any], contender: Any) -> dict[str, float | None]:
         """Compares results and gradients with float64 by the accuracy rule, in guarded memory.
 
         Returns:

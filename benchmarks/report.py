@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -78,8 +77,9 @@ def read(path: Path) -> list[Row]:
             "device": machine["device"],
         }
         return [
-            {"seconds": row["stats"]["median"], "rounds": row["stats"].get("data"), **facts, **row["extra_info"]}
+            {**facts, **row["extra_info"], "seconds": stats["median"], "rounds": stats.get("data")}
             for row in content["benchmarks"]
+            for stats in [row["stats"]]
             if "suite" in row["extra_info"]
         ]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -120,10 +120,9 @@ def operator_tables(rows: Sequence[Row], *, brief: bool = False) -> dict[str, li
                 share = f"{row['error'] / row['error_allowed']:.0%}" if row["error_allowed"] else "–"
                 doubt = " ?" if row["is_disturbed"] else ""
                 place = case.removeprefix(f"{operator}-").replace("-", " ")
-                table.append(
-                    [place, row["contender"], number(1e3 * row["seconds"]) + doubt, *beside, *rates]
-                    + [f"{row['percent_of_ceiling']:.0f}", share]
-                )
+                time = number(1e3 * row["seconds"]) + doubt
+                percent = f"{row['percent_of_ceiling']:.0f}"
+                table.append([place, row["contender"], time, *beside, *rates, percent, share])
         if len(table) > 1:
             tables[operator] = table
     return tables
@@ -144,7 +143,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for (operator, _), its in grouped(rows, lambda row: (row["operator"], row["case"])).items():
         times = {row["contender"]: row["seconds"] for row in its}
         eager, compiled = times.pop("reference", None), times.pop("torch.compile", None)
-        for name, seconds in (("torch.compile", compiled), ("cvt-kernels", min(times.values(), default=None))):
+        best = min(times.values(), default=None)
+        for name, seconds in (("torch.compile", compiled), ("cvt-kernels", best)):
             if eager is not None and seconds is not None:
                 bars.setdefault(name, {}).setdefault(operator, []).append(eager / seconds)
     names = list(dict.fromkeys(operator for each in bars.values() for operator in each))
@@ -194,7 +194,7 @@ def gpu_table(rows: Sequence[Row], *, brief: bool = False) -> list[list[str]]:
         last = {row["contender"]: row for row in sorted(its, key=lambda row: row["when"])}
         run = max((row["run"] for row in its if row["contender"] in OURS), default=None)
         first = next((key for key in OURS if key in last and last[key]["run"] == run), None)
-        for key in [first, *(key for key in OTHERS if key != first)]:
+        for key in [*([first] if first else []), *(key for key in OTHERS if key != first)]:
             if key not in last or (brief and (key != first or "compile" not in last)):
                 continue
             ours, cells, ratios = last[key], [], []
@@ -247,8 +247,10 @@ def cpu_table(rows: Sequence[Row]) -> list[list[str]]:
 
 def contender_table(rows: Sequence[Row]) -> list[list[str]]:
     """Returns the table of one model and dtype on a CPU, with a row for each batch size and contender."""
-    peers = [key for key in ("hf", "compile", "onnxruntime", "openvino") if any(r["contender"] == key for r in rows)]
-    table = [["batch", "contender", "images/s", *(f"× {peer}" for peer in peers), "memory, of hf's", "first result, s"]]
+    measured = {row["contender"] for row in rows}
+    peers = [key for key in ("hf", "compile", "onnxruntime", "openvino") if key in measured]
+    heads = [*(f"× {peer}" for peer in peers), "memory, of hf's", "first result, s"]
+    table = [["batch", "contender", "images/s", *heads]]
     for batch, its in grouped(rows, lambda row: row["batch"]).items():
         by_key = {row["contender"]: row for row in its}
         for key, row in by_key.items():
@@ -314,7 +316,8 @@ def page(rows: Sequence[Row], kernels: dict[str, list[dict[str, Any]]]) -> str:
     for kind, command in (("cuda", "make gpu"), ("cpu", "make bench")):
         here = {device: its for device, its in by_device.items() if its[0]["kind"] == kind}
         if not here:
-            parts.append(f"**There are no results of a {'GPU' if kind == 'cuda' else 'CPU'} yet.** `{command}` makes them.")
+            name = "GPU" if kind == "cuda" else "CPU"
+            parts.append(f"**There are no results of a {name} yet.** `{command}` makes them.")
         for device, its in sorted(here.items()):
             parts += section(device, its, kernels.get(device, []))
     return "\n\n".join(parts) + "\n"

@@ -82,7 +82,9 @@ OTHERS = {
 ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CVT_KERNELS_AUTOTUNE": "0"}
 
 
-def stages(device: str, results: Path, *, tiny: bool = False, only: str | None = None) -> dict[str, list[Part]]:
+def stages(
+    device: str, results: Path, *, tiny: bool = False, only: str | None = None
+) -> dict[str, list[Part]]:
     """Returns the parts of each stage of a device, the most valuable first.
 
     Args:
@@ -106,18 +108,21 @@ def stages(device: str, results: Path, *, tiny: bool = False, only: str | None =
         of_suites = [suite(name, f"benchmarks/test_{name}.py", float("inf"), None) for name in names]
         return {"cpu": [build(device), *of_suites]}
 
-    def model(name: str, contender: str, seconds: float, of: str = "cvt_13-bfloat16", **settings: Any) -> Part:
+    def model(
+        name: str, contender: str, seconds: float, of: str = "cvt_13-bfloat16", **settings: Any
+    ) -> Part:
         """Returns the part that times a contender, in all batch sizes."""
         file = "training" if name.startswith("train_") else "models"
         words = f"{'tiny' if tiny else of}- and -{contender}]"
         return suite(name, f"benchmarks/test_{file}.py", seconds, words, **settings)
 
     def kernels(name: str, contender: str, batch: int, seconds: float, *options: str) -> Part:
-        """Returns the part that lists every kernel of a step, or reads the counters of what another listed."""
+        """Returns the part that lists every kernel of a step, or reads the counters of those listed."""
         file = str(results / f"kernels_{name.split('_', 1)[1]}.json")
         size = ["--image-size", "64"] if tiny else []
         options = "--contender", contender, "--batch-size", str(2 if tiny else batch), *size, *options
-        return Part(name, [sys.executable, "-m", "benchmarks.kernels", file, *options], seconds, ("transformers",))
+        command = [sys.executable, "-m", "benchmarks.kernels", file, *options]
+        return Part(name, command, seconds, ("transformers",))
 
     def sweep(name: str) -> Part:
         file = str(results / f"sweep_{name}.json")

@@ -31,8 +31,8 @@ from cvt_kernels import launch, launching, machine
 from cvt_kernels.cards import Sweep, all_cards, matrix
 from cvt_kernels.launching import Launch
 
-from . import lab
 from .floors import kernel_name
+from .kernels import Report
 
 FASTEST = 8  # configurations that are written of each size
 STAGES = launches.stages("cvt_13")
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=500.0, help="for everything (default: 500)")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + options.seconds
-    report = lab.Report(options.path, {"dtype": "bfloat16"})
+    report = Report(options.path, "benchmarks sweep", {"dtype": "bfloat16"})
     jobs = jobs_of(options.jobs)
     arch = 10 * torch.cuda.get_device_capability()[0]
     workers = max(1, len(os.sched_getaffinity(0)) - 2)

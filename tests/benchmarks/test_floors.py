@@ -8,6 +8,7 @@ import torch
 from benchmarks import floors
 from cvt.tools.commands.compile import launches
 from cvt_kernels.launching import Chip
+from tests.benchmarks import forwards
 
 STAGES = launches.stages("cvt_13")
 ROWS = 256 * 197  # of tokens in stage 3
@@ -105,7 +106,7 @@ def test_work_of_8_bit_numbers():
 
 
 def test_launches_of_a_forward():
-    noted = floors.forward_launches()
+    noted = forwards.forward_launches()
     assert len(noted) <= 90
     # Besides the kernels of this project: two convolutions, the head, and a copy of the class token.
     assert sorted(each.kernel for each in noted if each.operator == "PyTorch") == ["addmm", "clone"]
@@ -126,7 +127,7 @@ def test_layer_norm_takes_no_launch_within_a_stage_on_sm_90():
         ({"arch": 80}, [1, 2, 10], []),
         ({"dtype": torch.float32}, [1, 2, 10], []),
     ):
-        noted = floors.forward_launches(**{"batch": 1} | settings)
+        noted = forwards.forward_launches(**{"batch": 1} | settings)
         norms = [each.part for each in noted if each.operator == "layer_norm"]
         assert [norms.count(f"stage {n}") for n in (1, 2, 3)] == expected
         assert [each.kernel for each in noted if each.operator == "transformer_blocks"] == blocks
@@ -134,7 +135,7 @@ def test_layer_norm_takes_no_launch_within_a_stage_on_sm_90():
 
 def test_launches_of_one_image():
     """The few tokens of one image are computed in the fewest launches."""
-    noted = floors.forward_launches(batch=1)
+    noted = forwards.forward_launches(batch=1)
     assert len(noted) <= 60
     # The head alone: the last block computes all tokens, with no copy of the class token.
     assert [each.kernel for each in noted if each.operator == "PyTorch"] == ["addmm"]
@@ -143,7 +144,7 @@ def test_launches_of_one_image():
 @pytest.mark.parametrize("freeze", [True, None])
 def test_a_segformer_runs_on_kernels_alone(freeze):
     """Besides them there are products, and the convolutions of the later embeddings."""
-    noted = floors.pyramid_launches("segformer_b0", freeze=freeze)
+    noted = forwards.pyramid_launches("segformer_b0", freeze=freeze)
     kernels = collections.Counter(map(str, noted))
     reducing, others, stages = 6, 2, 4
     products = {"linear: addmm": 2 * (reducing + others), "segmentation_head: mm": stages - 1}
@@ -170,7 +171,7 @@ def test_a_segformer_runs_on_kernels_alone(freeze):
 @pytest.mark.parametrize("freeze", [True, None])
 def test_a_pvt_v2_runs_on_kernels_alone(freeze):
     """Besides them there is its head."""
-    noted = floors.pyramid_launches("pvt_v2_b2", freeze=freeze, batch=64)
+    noted = forwards.pyramid_launches("pvt_v2_b2", freeze=freeze, batch=64)
     kernels = collections.Counter(map(str, noted))
     assert kernels["layer_norm_inference"] == 16 + 4
     assert kernels["reduction_linear"] == 13
@@ -180,8 +181,8 @@ def test_a_pvt_v2_runs_on_kernels_alone(freeze):
 
 
 def test_another_model_and_size():
-    few = floors.forward_launches("cvt_13", batch=1, dtype=torch.float16, arch=80, image_size=64)
-    more = floors.forward_launches("cvt_21", batch=1, dtype=torch.float16, arch=80, image_size=64)
+    few = forwards.forward_launches("cvt_13", batch=1, dtype=torch.float16, arch=80, image_size=64)
+    more = forwards.forward_launches("cvt_21", batch=1, dtype=torch.float16, arch=80, image_size=64)
     assert len(few) < len(more)
     assert sum(each.bytes for each in few) < sum(each.bytes for each in more)
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from benchmarks import floors
 from cvt.tools.commands.pyramids import PYRAMIDS, build_pyramid, quiet_transformers
+from tests.benchmarks import forwards
 
 HALF = torch.bfloat16, torch.float16
 
@@ -66,7 +66,7 @@ def test_no_other_kernel_of_pytorch_is_launched(family):
     own = make().to("meta")
     calls = (torch.bfloat16, 1), (torch.bfloat16, 16), (torch.float16, 16), (torch.float32, 16)
     for freeze, (dtype, batch) in itertools.product(states, calls):
-        noted = floors.evaluation_launches(
+        noted = forwards.evaluation_launches(
             copy.deepcopy(own), (batch, 3, size, size), dtype=dtype, freeze=freeze
         )
         others = collections.Counter(str(each) for each in noted if not each.is_ours)
@@ -86,6 +86,6 @@ def test_no_other_kernel_of_pytorch_is_launched(family):
 def test_an_added_copy_is_named():
     model = build_pyramid("segformer_b0", None, 64)
     model.register_forward_hook(lambda module, args, out: out.logits.clone())
-    noted = floors.evaluation_launches(model, (1, 3, 64, 64))
+    noted = forwards.evaluation_launches(model, (1, 3, 64, 64))
     others = {str(each) for each in noted if not each.is_ours} - PRODUCTS - CONVOLUTIONS
     assert others == {"PyTorch: clone"}

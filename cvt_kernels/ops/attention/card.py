@@ -63,7 +63,11 @@ def _attention_stage(step: Step, *, bias: bool = False, by_position: bool = Fals
 def _attention_of_pyramids(step: Step) -> None:
     """Runs a pyramid's attention, whose keys and values are reduced tokens."""
     (height, width), heads, reduction = step.stage.grid, step.stage.heads, step.stage.embedding
-    channels, ratio = (step.channels // 4, 1) if reduction is None else (reduction.in_channels, reduction.stride)
+    if not heads:
+        return
+    channels, ratio = step.channels // 4, 1
+    if reduction is not None:
+        channels, ratio = reduction.in_channels, reduction.stride
     keys = (height // ratio) * (width // ratio)
     q, k, v = (
         step.tensor(step.batch, tokens, heads, channels // heads) for tokens in (height * width, keys, keys)

@@ -88,12 +88,11 @@ def block_of(step: cards.Step) -> TransformerBlock:
     return _block(step, convs, c, 4 * c, c // 64, c**-0.5, "quick", None)
 
 
-def _pyramid_block_of(step: cards.Step) -> TransformerBlock:
-    """Returns a block of a pyramid's stage, with a Mix-FFN."""
-    reduction, hidden, heads = step.stage.embedding, step.channels, step.stage.heads
-    c, reduce = hidden // 4, None
+def _pyramid_block_of(step: cards.Step, c: int) -> TransformerBlock:
+    """Returns a block of ``c`` channels of a pyramid's stage, with a Mix-FFN."""
+    reduction, hidden, heads, reduce = step.stage.embedding, step.channels, step.stage.heads, None
     if reduction is not None:
-        c, ratio = reduction.in_channels, reduction.stride
+        ratio = reduction.stride
         reduce = Reduction(step.tensor(c, c, ratio, ratio), step.tensor(c), _norm(step, c))
     depthwise = DepthwiseConv(step.tensor(hidden, 1, 3, 3), step.tensor(hidden))
     return _block(step, reduce, c, hidden, heads, None, "none", depthwise)
@@ -129,9 +128,10 @@ def _block_stage(step: cards.Step) -> None:
 
 def _pyramid_block_stage(step: cards.Step) -> None:
     """Runs a block of SegFormer or PVT v2."""
-    block = _pyramid_block_of(step)
-    x = step.tensor(step.batch, step.tokens, block.norm1.weight.numel())
-    step.call("transformer_block", x, step.stage.grid, block)
+    reduction = step.stage.embedding
+    c = step.channels // 4 if reduction is None else reduction.in_channels
+    block = _pyramid_block_of(step, c)
+    step.call("transformer_block", step.tensor(step.batch, step.tokens, c), step.stage.grid, block)
 
 
 CARDS = {
