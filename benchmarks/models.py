@@ -73,7 +73,12 @@ MODELS = {
 
 def _tiny() -> Subject:
     """Returns the model of a smoke test, whose operations nobody counts."""
-    sizes = {"embed_dims": (16, 32, 48), "num_heads": (1, 1, 3), "depths": (1, 1, 1), "num_classes": 10}
+    sizes: dict[str, Any] = {
+        "embed_dims": (16, 32, 48),
+        "num_heads": (1, 1, 3),
+        "depths": (1, 1, 1),
+        "num_classes": 10,
+    }
     model = create_model("cvt_13", **sizes)
     randomize(model)
     return Subject("tiny", "random weights", None, model, image_size=64, operations=1)

@@ -85,7 +85,16 @@ class Contest:
         self.subject, self._images, self._fresh = subject, job.cast(images), with_fresh_caches
         self.keys, self.first = list(keys), dict[str, dict[str, Any]]()
         self.failed, self._strict = dict[str, Exception](), strict
-        self.why_not = {key: why for key in keys if (why := why_not(key, subject, job)) is not None}
+        self.why_not: dict[str, str] = {}
+        for key in keys:
+            try:
+                reason = why_not(key, subject, job)
+            except ModuleNotFoundError as error:  # a runtime that is not installed
+                if strict:
+                    raise
+                reason = str(error)
+            if reason is not None:
+                self.why_not[key] = reason
         self._workers: dict[str, workers.Worker] = {}
         self._progress = tqdm(leave=False, disable=None)
 
