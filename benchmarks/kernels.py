@@ -3,8 +3,8 @@
 ``python -m benchmarks.kernels FILE --contender accelerate-frozen --batch-size 1``; with ``--train`` of a
 training step. The floor is what memory or tensor cores need at the rates that a large copy and a large
 product reach in the same process; of PyTorch's operators it counts every tensor that comes in or goes out.
-What torch.compile makes has none. ``--counters`` runs such a step under ncu and leaves the counters of the ten longest kernels that
-FILE names in FILE.csv.
+What torch.compile makes has none. ``--counters`` runs such a step under ncu and leaves the counters of the
+ten longest kernels that FILE names in FILE.csv.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ test then reports its own. Every contender is a process of its own, and they tak
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,10 +154,9 @@ def report(request: pytest.FixtureRequest, benchmark: Any, *, train: bool) -> No
     row = next(row for row in measured["rows"] if row["contender"] == key)
     name, dtype, batch = (params[field] for field in ("model", "dtype", "batch"))
     benchmark.group = f"{name}{', training' if train else ''}, {dtype}, batch {batch}"
-    median = sorted(row["seconds"])[len(row["seconds"]) // 2]
     recorded.report(
         benchmark,
-        row.pop("seconds"),
+        row["seconds"],
         suite="training" if train else "models",
         model=name,
         dtype=dtype,
@@ -164,10 +164,10 @@ def report(request: pytest.FixtureRequest, benchmark: Any, *, train: bool) -> No
         train=train,
         device=torch.cuda.get_device_name() if CUDA else machine.cpu_name(),
         threads=torch.get_num_threads(),
-        images_per_second=batch / median,
-        first_seconds=contest.first[key],
+        images_per_second=batch / statistics.median(row["seconds"]),
+        first_seconds=contest.first[key]["seconds"],
         image_size=contest.subject.image_size,
-        **row,
+        **{field: value for field, value in row.items() if field != "seconds"},
     )
 
 
@@ -175,14 +175,14 @@ def outcome_of(request: pytest.FixtureRequest, *, train: bool) -> Outcome:
     """Returns what the contest of a test's model, dtype and batch size has found; the first test runs it."""
 
     def group(item: Any) -> tuple[Any, ...]:
-        params = item.callspec.params
-        return item.path, item.originalname, params["model"], params["dtype"], params["batch"]
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return item.path, *(params.get(name) for name in ("model", "dtype", "batch"))
 
     mine, outcomes = group(request.node), request.config.stash.setdefault(_outcomes, {})
     if mine not in outcomes:
-        items: list[Any] = [item for item in request.session.items if hasattr(item, "callspec")]
+        items: list[Any] = request.session.items
         keys = {item.callspec.params["contender"] for item in items if group(item) == mine}
-        outcomes[mine] = run(*mine[2:], keys=keys, train=train, tiny=is_tiny(request.config))
+        outcomes[mine] = run(*mine[1:], keys=keys, train=train, tiny=is_tiny(request.config))
     return outcomes[mine]
 
 

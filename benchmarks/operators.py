@@ -194,13 +194,14 @@ class Prepared:
 
     def __init__(self, case: Case):
         self.case, declared = case, _declared(case.operator)
-        self.call = call = case.calls(DEVICE.type)[case.call]
+        call = case.calls(DEVICE.type)[case.call]
+        self.call = call.map(tuner._copied)  # timed calls may change it, such as running statistics
         with tuner.undisturbed(DEVICE):
             self.expected = tuner.Expected.of(declared.reference, call, declared.exact, declared.unrounded)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             outs = _flat(declared.reference(call.map(tuner._copied).record))
         self.moved, self.flops = bytes_of(call.record, outs), counter.get_total_flops()
-        self._leaves = [tensor for tensor in call.tensors() if tensor.requires_grad]
+        self._leaves = [tensor for tensor in self.call.tensors() if tensor.requires_grad]
         self._douts = list(map(torch.ones_like, outs))
         if case.training:
             # The backward reads all that the forward has and the gradients of its results, and writes
