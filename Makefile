@@ -9,7 +9,7 @@ CHECKPOINT ?=
 # CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
 export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
 
-.PHONY: demo test test-all combinations suite sanitize fuzz matrix docs bench gpu results lint wheel clean
+.PHONY: demo test test-all combinations suite benchmarks sanitize fuzz matrix docs bench gpu results lint wheel clean
 
 # The main job on two real photographs: parity and speed against Hugging Face's model, which autotunes the kernels; what this
 # machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
@@ -28,6 +28,7 @@ WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(INSTALLED)
 	$(MAKE) --jobs=2 --no-print-directory lint suite
+	$(MAKE) --no-print-directory benchmarks
 
 # make test with the loops for every instruction set, then the rest: the other combinations of parameters, every kernel compiled with three versions of Triton, every call
 # in the emulator of compiled kernels, several processes, ONNX, the pages of the documentation, and the sanitizers.
@@ -43,6 +44,10 @@ combinations: $(INSTALLED)
 
 suite: $(INSTALLED)
 	$(PYTEST) --tier test
+
+# The suites of benchmarks once, in the smallest shapes, each contender checked and not timed.
+benchmarks: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/pytest benchmarks -q --benchmark-disable -r fE
 
 # The loops of the CPU kernels with AddressSanitizer and UBSan, which take too long for make test: after an edit in csrc/.
 sanitize: $(INSTALLED)
@@ -62,9 +67,9 @@ matrix:
 	$(PYTHON) tests/matrix.py $(ONLY)
 
 # On a machine with an NVIDIA GPU: commands of at most 570 seconds each; STAGE chooses some. 1 measures CvT-13 beside PyTorch
-# eager and torch.compile, 2 every kernel beside its floor, 3 launch configurations, 4 other models and dtypes; 5 runs the tests
-# that need a GPU and checks memory. Each leaves build/gpu/stageN.tar.gz however it ends. It takes $(PYTHON) as it is, with
-# torch, triton and transformers, and no network; RESULTS=DIR puts the JSON elsewhere. Without make:
+# eager and torch.compile, 2 every kernel beside its floor and every operator, 3 launch configurations, 4 other models and dtypes;
+# 5 runs the tests that need a GPU and checks memory. Each leaves build/gpu/stageN.tar.gz however it ends. It takes $(PYTHON) as it
+# is, with torch, triton, transformers and pytest-benchmark, and no network; RESULTS=DIR puts the JSON elsewhere. Without make:
 # python3 benchmarks/run.py --stage 1
 RESULTS ?= benchmarks/results
 STAGE ?= 1 2 3 4 5
@@ -73,13 +78,15 @@ gpu:
 		$(PYTHON) benchmarks/run.py --stage $$stage --results '$(RESULTS)' || status=1; \
 	done; exit $$status
 
-# Autotuning and cvt bench on this machine's CPU, which should have nothing else to do: up to an hour.
+# The suites on this machine's CPU, which should have nothing else to do, in about an hour; then a table of each operator and
+# build/bench/operators.png. make bench ONLY=attention takes what -k of pytest selects, in less than three minutes, and leaves
+# its JSON in build/bench/.
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/run.py --stage cpu --results '$(RESULTS)'
+	$(BIN)/python benchmarks/run.py --stage cpu $(if $(ONLY),--only '$(ONLY)' --results build/bench,--results '$(RESULTS)')
 
-# docs/results.md from benchmarks/results/.
+# docs/results.md and the tables of README.md from benchmarks/results/.
 results: $(INSTALLED)
-	$(BIN)/python benchmarks/tabulate_results.py
+	$(BIN)/python -m benchmarks.report --pages
 
 # The documentation as a site, in build/site/.
 docs: $(INSTALLED)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
@@ -260,7 +261,7 @@ _gpu_clock = clock.DeviceClock()
 TIMER: dict[str, Any] = {"timer": _gpu_clock.read} if CUDA else {}
 
 
-def time(benchmark: Any, run: Callable[[], Any], made: Prepared) -> None:
+def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) -> None:
     """Times a call that was checked, and notes its memory and its rates in ``extra_info``."""
     if benchmark.disabled:
         benchmark.pedantic(run)

@@ -46,11 +46,12 @@ GPU and `make bench` on a CPU; [how to read and compare](report.md). What waits 
 
 On a GPU, milliseconds of models are by events around calls that follow one another and, in parentheses, by
 the clock, with a synchronization before and after each call. `torch.compile` has its best mode for the size.
-On a CPU all contenders take turns, each in a process of its own, with the same weights. "served" is
-`accelerate(model)` as it is served in evaluation, "live" `accelerate(model, freeze=False)`."""
+On a CPU all contenders take turns, each in a process of its own, with the same weights. `accelerate-frozen`
+is what `accelerate(model)` serves in evaluation, `accelerate` and "live" are `accelerate(model, freeze=False)`."""
 
 Row = dict[str, Any]
-#: What tells the rows of models apart.
+#: What tells steps whose kernels were listed, and rows of models, apart.
+_STEP = ("model", "train", "contender", "batch_size")
 _MODEL = ("suite", "model", "dtype", "batch", "contender")
 
 
@@ -87,11 +88,22 @@ def read(path: Path) -> list[Row]:
 
 
 def newest(rows: Iterable[Row], *fields: str) -> list[Row]:
-    """Returns the last measured row of each combination of fields, in the order of the first ones."""
+    """Returns the last measured row of each combination of fields, in the order of models and dtypes."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in sorted(rows, key=lambda row: row["when"]):
         found[tuple(map(row.get, fields))] = row
-    return list(found.values())
+    known, dtypes = list(NAMES), ["float32", "bfloat16"]
+
+    def place(row: Row) -> tuple[Any, ...]:
+        model, dtype = row["model"], row["dtype"]
+        return (
+            known.index(model) if model in known else len(known),
+            bool(row.get("train")),
+            dtypes.index(dtype) if dtype in dtypes else len(dtypes),
+            row["batch"],
+        )
+
+    return sorted(found.values(), key=place)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
@@ -297,7 +309,7 @@ def kernels_of(content: dict[str, Any]) -> list[str]:
     for name, (count, us, floor) in sorted(sums.items(), key=lambda item: -item[1][1])[:20]:
         share = f"{floor / us:.0%}" if floor else "–"
         table.append([f"`{name}`", f"{count:.0f}", number(us), number(floor) if floor else "–", share])
-    heading = f"### Kernels of {step}, {content['way']}, batch {content['batch_size'][0]}"
+    heading = f"### Kernels of {step}, `{content['contender']}`, batch {content['batch_size']}"
     return [heading, f"{told}.", lines(table)]
 
 
@@ -438,8 +450,8 @@ def write_pages(results: Path, page_path: Path = PAGE, readme: Path = README) ->
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("schema") == KERNELS:
             same = kernels.setdefault(content["device"], [])
-            step = [content[name] for name in ("train", "way", "batch_size")]
-            same[:] = [each for each in same if [each[n] for n in ("train", "way", "batch_size")] != step]
+            step = [content[name] for name in _STEP]
+            same[:] = [each for each in same if [each[name] for name in _STEP] != step]
             same.append(content)
         elif path.name != "summary.json":
             rows += read(path)

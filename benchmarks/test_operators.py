@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from . import models, operators
 from .operators import Case
@@ -37,7 +38,7 @@ def _no_compiled_code_stays() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def test_operator(benchmark: Any, case: Case, contender: str) -> None:
+def test_operator(benchmark: BenchmarkFixture, case: Case, contender: str) -> None:
     made = operators.prepared(case)
     if (reason := made.why_not(contender)) is not None:
         pytest.skip(reason)
