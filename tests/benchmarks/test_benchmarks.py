@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import archive, calls, run, sweep, variants
-from benchmarks import tabulate_results as tabulate
+from benchmarks import archive, kernels, run, sweep
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
@@ -152,8 +151,9 @@ def test_stage_1_measures_first_what_users_compare_with(known):
     words = {part.name: " ".join(part.command) for part in known["1"]}
     assert list(words)[1:3] == ["graphed", "compile"]
     assert {"eager", "live", "train_live", "train_graphed", "train_compile", "train_eager"} < set(words)
-    assert words["compile"].endswith("--way compile --batch-size 256 1 8 32")
-    assert words["train_live"].endswith("--way live --train --batch-size 256")
+    assert words["compile"].endswith("-k cvt_13-bfloat16- and -compile]")
+    assert " benchmarks/test_training.py " in words["train_live"]
+    assert words["train_live"].endswith("-k cvt_13-bfloat16- and -accelerate]")
     assert {part.name for part in known["1"] if part.fresh} >= {"graphed", "compile", "train_compile"}
 
 
@@ -182,10 +182,11 @@ def test_a_configuration_takes_the_place_of_the_shipped_one():
     assert other.arguments["SPEC"] != shipped.arguments["SPEC"]
 
 
-def test_calls_are_made_by_the_kernels_of_this_project(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls.lab, "DEVICE", "cpu")
-    assert calls.called("linear_add", "cpu", "usual", "no dtype").startswith("KeyError")
-    assert calls.called("layer_norm", "cpu", "usual", "float32") in ("ran", "not served: not built")
+def test_the_sanitizer_runs_every_operator_of_the_suites(known):
+    (part,) = [part for part in known["5"] if part.name == "memcheck"]
+    assert part.command[-2:] == ["-q", "--benchmark-disable"]
+    assert "benchmarks/test_operators.py" in part.command
+    assert part.environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 
 
 def test_gpu_tests_are_found_by_their_marks():
@@ -196,14 +197,14 @@ def test_gpu_tests_are_found_by_their_marks():
     assert "tests/contract/test_contract.py" in named
 
 
-def test_the_cpu_is_measured_by_cvt_bench(known):
+def test_the_cpu_is_measured_by_the_suites(known, tmp_path):
     words = {part.name: " ".join(part.command) for part in known["cpu"]}
-    for name in (*tabulate.BENCHES, *tabulate.PYRAMID_BENCHES):
-        assert " -m cvt bench --model " in words[name]
-        assert words[name].endswith(f"/{name}.json")
-        assert ("--dtype bfloat16" in words[name]) == name.endswith("bfloat16")
-        assert ("--train" in words[name]) == name.endswith("training")
-    assert "--model cvt_13 --dtype float32 bfloat16 --batch-size 1 8 --train" in words["autotune"]
+    assert list(words) == ["build", "operators", "models", "training"]
+    for name in ("operators", "models", "training"):
+        assert f" benchmarks/test_{name}.py " in words[name]
+        assert words[name].endswith(f"--benchmark-json={tmp_path / name}.json")
+    _, only = run.stages("cpu", tmp_path, only="attention and not bfloat16")["cpu"]
+    assert only.command[-2:] == ["-k", "attention and not bfloat16"]
 
 
 def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch):
@@ -384,8 +385,8 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
 
     blocked = tmp_path / "file"
     blocked.touch()
-    assert "expected some of build, autotune" in complaint("--stage", "cpu", "--parts", "build", "nonsense")
-    assert str(blocked) in complaint("--stage", "cpu", "--parts", "bench", "--results", str(blocked))
+    assert "expected some of build, operators" in complaint("--stage", "cpu", "--parts", "build", "nonsense")
+    assert str(blocked) in complaint("--stage", "cpu", "--parts", "models", "--results", str(blocked))
     assert "is no archive of a stage" in complaint("--stage", "cpu", "--from", str(blocked))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "there is no NVIDIA GPU" in complaint("--stage", "1")
@@ -393,19 +394,14 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
     assert "no_such_module" in complaint("--stage", "1")
 
 
-# Variants -------------------------------------------------------------------------------------------------
+# Kernels --------------------------------------------------------------------------------------------------
 
 
-def test_a_section_that_raises_costs_no_other_its_rows(tmp_path, monkeypatch):
-    def raising(tiny):
-        raise RuntimeError("no good")
-
-    rows = [{"batch": 2, "images/s": 1.5, "a": None}]
-    path = tmp_path / "variants.json"
-    monkeypatch.setattr(variants, "SECTIONS", {"first": raising, "second": lambda tiny: rows})
-    monkeypatch.setattr(sys, "argv", ["benchmarks.variants", str(path), "--tiny"])
-    assert variants.main() == 1
-    report = tabulate.read(path, variants.SCHEMA, variants.VERSION)
-    assert (variants.SCHEMA, variants.VERSION) == (tabulate.VARIANTS_SCHEMA, tabulate.VARIANTS_VERSION)
-    assert report["sections"] == {"second": rows}
-    assert report["failures"] == {"first": "RuntimeError: no good"}
+def test_a_report_has_a_line_for_each_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    report = kernels.Report(tmp_path / "a.json", "a schema", {"fact": 1})
+    report.add({"a": 1}, {"a": "µ"})
+    text = (tmp_path / "a.json").read_text()
+    assert [line.strip().rstrip(",") for line in text.splitlines()[-4:-2]] == ['{"a": 1}', '{"a": "µ"}']
+    content = json.loads(text)
+    assert (content["schema"], content["device"], content["fact"]) == ("a schema", "Some GPU", 1)

@@ -1,196 +1,182 @@
-"""The pages that ``make results`` makes from the JSON of benchmarks/results/."""
+"""The tables, the picture and the pages that are made from pytest-benchmark's JSON."""
 
 import json
 
 import pytest
 
-from benchmarks import tabulate_results as tabulate
-from cvt.tools.commands.bench import results as bench_results
+from benchmarks import report
 
-README = f"{tabulate.BEGIN_GPU}old\n{tabulate.END}{tabulate.BEGIN}old\n{tabulate.END}after\n"
+README = f"{report.BEGIN['cuda']}old\n{report.END}{report.BEGIN['cpu']}old\n{report.END}after\n"
 
 
-def write(path, content):
+def row(seconds, rounds=None, **facts):
+    stats = {"median": seconds, **({} if rounds is None else {"data": rounds})}
+    return {"group": "", "name": "", "extra_info": facts, "stats": stats}
+
+
+def model_row(contender, seconds, rounds=None, *, batch=8, model="cvt_13", dtype="float32", **facts):
+    facts = {"suite": "models", "train": False, "peak_bytes": 1000} | facts
+    return row(seconds, rounds, model=model, dtype=dtype, batch=batch, contender=contender, **facts)
+
+
+def operator_row(contender, seconds, *, operator="gelu", case="gelu-cvt_13-stage1-float32-forward", **facts):
+    rates = {"gigabytes_per_second": 1e-9 / seconds, "teraflop_per_second": 0.0, "percent_of_ceiling": 50.0}
+    errors = {"error": 1e-7, "error_allowed": 2e-7, "is_disturbed": False}
+    settings = {"suite": "operators", "operator": operator, "case": case, "model": "cvt_13", "batch": 8}
+    return row(
+        seconds, contender=contender, dtype="float32", train=False, **settings | rates | errors | facts
+    )
+
+
+def write(root, *rows, name="models", device="Some CPU", date="2026-01-02", kind="cpu", **machine):
+    """Writes a file of pytest-benchmark; returns its path."""
+    path = root / device.lower().replace(" ", "-") / date / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"device": device, "device_type": kind, "torch": "2.13.0", "threads": 2, "tiny": False}
+    content = {
+        "machine_info": facts | machine,
+        "commit_info": {"id": 40 * "a"},
+        "datetime": f"{date}T03:04:05+00:00",
+        "benchmarks": rows,
+    }
     path.write_text(json.dumps(content))
     return path
 
 
-def write_results(root, *, date="2026-01-02-0304", **changes):
-    """Writes a run on a GPU with models and kernels; returns its folder."""
-    folder = root / "some-gpu" / date
-    summary = {
-        "schema": tabulate.SCHEMA, "version": tabulate.VERSION, "device": "Some GPU", "device_type": "cuda",
-        "date": date, "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "threads": None,
-        "commit": 40 * "a", "tiny": False,
-        "parts": {"build": {"status": "passed"}, "gpu_tests": {"status": "failed"}},
-    }  # fmt: skip
-    write(folder / "summary.json", summary | changes)
-    facts = {
-        "schema": tabulate.LAB_SCHEMA, "version": tabulate.LAB_VERSION, "model": "cvt_13", "image_size": None,
-        "dtype": "bfloat16", "tf32": False, "train": False,
-    }  # fmt: skip
-    times = {"eager": (20.0, 21.0), "compile": (6.0, 6.5), "graphed": (5.0, 5.5), "int8": (4.0, 4.5)}
-    for way, (events, waited) in times.items():
-        row = {"way": way, "batch": 256, "events": {"ms": events}, "clock": {"ms": waited}}
-        rows = [row] if way != "eager" else [row, {"way": way, "batch": 1, "failed": "no good"}]
-        write(folder / f"{way}.json", facts | {"way": way, "rows": rows})
+@pytest.fixture
+def pages(tmp_path):
+    """Returns a function that makes the pages of a folder of results, and returns them."""
+    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    readme.write_text(README)
+
+    def make():
+        report.write_pages(tmp_path, page, readme)
+        return page.read_text(), readme.read_text()
+
+    return make
+
+
+def test_the_pages_are_what_the_json_says(tmp_path):
+    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    readme.write_text(report.README.read_text(encoding="utf-8"), encoding="utf-8")
+    report.write_pages(report.RESULTS, page, readme)
+    for made, kept in ((page, report.PAGE), (readme, report.README)):
+        assert made.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8")
+
+
+def test_models_on_a_gpu(tmp_path, pages):
+    gpu = {"device": "Some GPU", "kind": "cuda"}
+    facts = {"batch": 256, "dtype": "bfloat16"}
+    write(tmp_path, model_row("hf", 0.03, **facts), date="2025-12-31", **gpu)
+    write(
+        tmp_path,
+        model_row("hf", 0.02, waits=[0.021], **facts),
+        model_row("accelerate-graphed", 0.005, waits=[0.005, 0.006, 0.007], **facts),
+        model_row("accelerate-int8-graphed", 0.004, **facts),
+        **gpu,
+    )
+    write(tmp_path, model_row("compile", 0.006, **facts), date="2025-12-30", **gpu)
     kernels = [
         {"kernels": ["_linear_add_kernel"], "us": 30.0, "operators": ["linear_add"], "floor_us": 10.0},
         {"kernels": ["_linear_add_kernel"], "us": 10.0, "operators": ["linear_add"], "floor_us": 10.0},
         {"kernels": ["void some::kernel<float>(int)"], "us": 5.0},
     ]
-    ceilings = {"ceilings": {"copy": 4e12, "product": 7e14}, "launches": 3, "us": 45.0, "floor_us": 20.0}
-    write(
-        folder / "kernels_256.json",
-        facts | ceilings | {"way": "frozen", "batch_size": [256], "rows": kernels},
-    )
-    return folder
-
-
-def bench_file(path, ours="cvt", date="2026-01-02", model="cvt_13", **versions):
-    """Writes a file of ``cvt bench``: hf, and ours, which is twice as fast with 0.41 of its memory."""
-    parity = {"error": 0.0, "largest": 1.0, "top5": 5, "of": 5, "gradient_error": None}
-    speeds = {"hf": ([2.0, 4.0, 6.0, 8.0], 1000), ours: ([1.0, 2.0, 3.0, 4.0], 410)}
-    rows = [
-        {"contender": name, "seconds": seconds, "peak_bytes": peak, "parity": parity}
-        for name, (seconds, peak) in speeds.items()
-    ]
-    config = {
-        "model": model, "weights": "random weights", "image_size": 224, "dtype": "float32", "device": "cpu",
-        "threads": 2, "train": False, "rounds": 4,
+    listed = {
+        "schema": report.KERNELS, "device": "Some GPU", "model": "cvt_13", "train": False, "us": 45.0,
+        "contender": "accelerate-frozen", "batch_size": 256, "launches": 3, "floor_us": 20.0,
+        "ceilings": {"copy": 4e12, "product": 7e14}, "rows": kernels,
     }  # fmt: skip
-    results = {
-        "schema": bench_results.SCHEMA, "version": bench_results.VERSION,
-        "date": f"{date}T03:04:05+00:00", "config": config, "machine": {"cpu": "Some CPU", "gpus": []},
-        "versions": {"torch": "2.13.0", "transformers": "5.20.2"},
-        "contenders": {name: {"about": name, "ours": name == ours, "note": None} for name in speeds},
-        "batches": [{"batch_size": 8, "rows": rows}],
-    }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    bench_results.write(results, path)
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Returns a function that makes the pages of a folder, and returns the exit code and the page."""
-    readme, page = tmp_path / "README.md", tmp_path / "page.md"
-    readme.write_text(README)
-
-    def run():
-        paths = ["--results", tmp_path, "--page", page, "--readme", readme]
-        code = tabulate.main(list(map(str, paths)))
-        return code, page.read_text() if page.exists() else None
-
-    return run
-
-
-def test_the_pages_are_what_the_json_says():
-    runs = tabulate.load(tabulate.RESULTS)
-    pyramids = tabulate.pyramids_by_device(tabulate.RESULTS)
-    others = [*map(tabulate.pyramids_of, pyramids.values()), *tabulate.variants_by_device(tabulate.RESULTS)]
-    assert tabulate.PAGE.read_text(encoding="utf-8") == tabulate.page(runs, others)
-    readme = tabulate.README.read_text(encoding="utf-8")
-    assert tabulate.fill_readme(readme, runs, pyramids) == readme
-
-
-def test_the_newest_run_of_a_gpu(tmp_path, make):
-    write_results(tmp_path, date="2025-12-31-0000", device="Older run")
-    write_results(tmp_path)
-    code, text = make()
-    assert code == 0
-    assert "Older run" not in text
-    assert "There are no GPU results" not in text
-    model = "| CvT-13, bfloat16 | 256 | 20 (21) | 6 (6.5) | 5 (5.5) | 4.00 | 1.20 |"
+    (tmp_path / "some-gpu/2026-01-02/kernels_256.json").write_text(json.dumps(listed))
+    text, readme = pages()
+    ours = "| CvT-13, bfloat16 | 256 | 20 (21) | 6† | 5 (6) | 4.00 | 1.20† |"
     assert {
-        model,
-        "| CvT-13, bfloat16, int8 | 256 | 20 (21) | 6 (6.5) | 4 (4.5) | 5.00 | 1.50 |",
-        "**There are no CPU results yet.** `make bench` makes them.",
-        "## Some GPU",
-        "2026-01-02-0304, torch 2.11.0, triton 3.6.0, CUDA 13.0, commit aaaaaaaaa.",
-        "Parts that did not pass: gpu_tests: failed.",
-        "### Kernels of a forward, frozen, batch 256",
+        ours,
+        "| CvT-13, bfloat16, int8 | 256 | 20 (21) | 6† | 4 | 5.00 | 1.50† |",
+        "† from an earlier run than ours, on another machine of the same kind.",
+        "**There are no results of a CPU yet.** `make bench` makes them.",
+        "### Kernels of a forward, `accelerate-frozen`, batch 256",
         "3 kernels take 45 µs; memory at 4.00 TB/s and tensor cores at 700 TFLOP/s would take 20.",
         "| `linear_add` | 2 | 40 | 20 | 50% |",
         "| `some::kernel` | 1 | 5 | – | – |",
     } <= set(text.splitlines())
-    readme = (tmp_path / "README.md").read_text()
-    assert model in readme
+    assert ours in readme
     assert "int8" not in readme
+    assert "2025-12-30 at aaaaaaaaa, 2026-01-02 at aaaaaaaaa; torch 2.13.0." in text
 
 
-def test_the_newest_files_of_other_models(tmp_path, make):
-    """Each device has the newest of each file, wherever it lies; they are no newer run of CvT's."""
-    folder = write_results(tmp_path, device_type="cpu", cuda=None, threads=2)
-    bench_file(folder / "bench.json")
-    bench_file(folder / "bench_segformer_b0.json", "accelerate", model="old")
-    newer = tmp_path / "some-gpu" / "2026-02-03-0000"
-    write(newer / "summary.json", json.loads((folder / "summary.json").read_text()))
-    bench_file(newer / "bench_segformer_b0.json", "accelerate", model="segformer_b0")
-    bench_file(tmp_path / "b" / "1" / "bench_pvt_v2_b2.json", "accelerate", "2026-03-01", "newest")
-    bench_file(tmp_path / "c" / "1" / "bench_pvt_v2_b2.json", "accelerate", "2026-02-01", "newer")
-    code, text = make()
-    assert code == 0
-    assert "## Some GPU" in text
-    assert "\nold" not in text
-    assert "| 8 | `accelerate` | 3.2 | 2.00 (2.00–2.00) | 0.41 |" in text.splitlines()
-    assert text.count("## SegFormer and PVT on Some CPU\n\n") == 3
-    # What was measured on the same machine, newest first where there are two.
-    table = (tmp_path / "README.md").read_text().splitlines()
-    assert "| CvT-13, float32 | 8 | 1.6 | – | – |" in table
-    assert "| SegFormer-B0, float32 | 8 | 1.6 | 2.00 × | 0.41 |" in table
+def test_models_on_a_cpu(tmp_path, pages):
+    """A ratio is the median of the rounds' own; the newest file of a model counts, of the newest machine."""
+    rounds = [2.0, 4.0, 6.0, 8.0]
+    halves = [each / 2 for each in rounds]
+    write(
+        tmp_path,
+        model_row("hf", 5.0, rounds),
+        model_row("accelerate-frozen", 2.5, halves, peak_bytes=410, first_seconds=0.25),
+        model_row("openvino", 5.0, rounds, peak_bytes=None),
+    )
+    write(tmp_path, model_row("hf", 50.0, [50.0] * 4), date="2025-01-01")
+    write(tmp_path, model_row("hf", 1.0), device="Old CPU", date="2024-01-01")
+    text, readme = pages()
+    assert "| 8 | `accelerate-frozen` | 3.2 | 2.00 × | 2.00 × | 0.41 | 0.25 |" in text.splitlines()
+    assert "| 8 | `openvino` | 1.6 | 1.00 × | 1.00 × | – | – |" in text.splitlines()
+    assert "## Old CPU" in text
+    assert "| CvT-13, float32 | 8 | 1.6 | 1.00 × | 2.00 × | 0.41 |" in readme.splitlines()
 
 
-def test_runtimes_have_columns_and_a_table_of_the_first_result(tmp_path, make):
-    folder = write_results(tmp_path, device_type="cpu", cuda=None, threads=2)
-    bench_file(folder / "bench.json", "openvino")
-    results = json.loads((folder / "bench.json").read_text())
-    first = {"batch_size": 8, "load": 1.0, "seconds": 0.25, "untuned_seconds": None}
-    results["contenders"]["openvino"]["first"] = first
-    results["contenders"]["onnxruntime"] = {"about": "a", "ours": False, "note": "fails: its process ended"}
-    write(folder / "bench.json", results)
-    code, text = make()
-    assert code == 0
-    assert "| batch | contender | images/s | × hf | × openvino | memory, of hf's |" in text.splitlines()
-    assert "| openvino | 0.25 | – | 1.00 |" in text.splitlines()
-    assert "`onnxruntime` was not measured: fails: its process ended." in text
-    table = (tmp_path / "README.md").read_text().splitlines()
-    assert "| CvT-13, float32 | 8 | 1.6 | 2.00 × | – | – |" in table
+def test_operators_have_a_table_each_and_a_picture(tmp_path, capsys):
+    other = {"case": "gelu-cvt_13-stage2-float32-forward"}
+    path = write(
+        tmp_path,
+        operator_row("reference", 0.004),
+        operator_row("torch.compile", 0.003),
+        operator_row("cpu", 0.002, is_disturbed=True),
+        operator_row("reference", 0.004, **other),
+        operator_row("cpu", 0.001, **other),
+        operator_row("reference", 0.1, operator="linear", case="linear-cvt_13-stage1-float32-forward"),
+        name="operators",
+    )
+    plot = tmp_path / "new" / "operators.png"
+    assert report.main([str(path), "--plot", str(plot)]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    words = "cvt_13 stage1 float32 forward"
+    assert [*words.split(), "cpu", "2", "?", "2.00", "1.50", "5e-07", "0", "50", "50%"] in printed
+    assert [*words.split(), "torch.compile", "3", "1.33", "1.00", "3.33e-07", "0", "50", "50%"] in printed
+    assert printed[-3][:6] == ["1", "of", "6", "rows", "(marked", "?):"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    # A page has what is fastest of this project's, where it was measured.
+    tables = report.operator_tables(report.read(path), brief=True)
+    assert list(tables) == ["gelu"]
+    assert [line[1] for line in tables["gelu"][1:]] == ["cpu", "cpu"]
 
 
-def test_what_is_not_known_is_a_dash():
-    alone = {"hf": {"seconds": [1.0], "peak_bytes": 1000}}
-    assert tabulate.share_of_memory(alone, "cvt") == tabulate.times_as_fast(alone, "cvt") == "–"
-    assert list(map(tabulate.entry, ("a", None, 1234.5, 22.6834))) == ["a", "–", "1,234", "22.68"]
-
-
-_WRONG = {
-    "summary.json": {"schema": "other"},
-    "eager.json": None,
-    "compile.json": {"schema": tabulate.LAB_SCHEMA, "version": 0},
-    "variants.json": {"schema": tabulate.VARIANTS_SCHEMA, "version": 2},
-}
-
-
-@pytest.mark.parametrize("name", _WRONG)
-def test_results_that_cannot_be_used(tmp_path, capsys, make, name):
-    path = write(write_results(tmp_path) / name, _WRONG[name])
-    if _WRONG[name] is None:
-        path.write_text("[")
-    assert make() == (2, None)
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[", "is no JSON of the suites: JSONDecodeError"),
+        ("[]", "is no JSON of the suites: TypeError"),
+        ('{"benchmarks": []}', "is no JSON of the suites: KeyError 'machine_info'"),
+    ],
+)
+def test_files_that_are_no_results(tmp_path, capsys, text, told):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert report.main([str(path)]) == 2
     error = capsys.readouterr().err
-    assert name in error
+    assert f"{path}: {told}" in error
     assert error.count("\n") == 1
 
 
-def test_a_rehearsal_is_no_result(tmp_path, capsys, make):
-    write_results(tmp_path, tiny=True)
-    assert make() == (2, None)
-    assert "rehearsal" in capsys.readouterr().err
+def test_a_smoke_test_is_no_result(tmp_path, capsys):
+    path = write(tmp_path, model_row("hf", 1.0), tiny=True)
+    assert report.main([str(path)]) == 2
+    assert f"{path}: holds a smoke test" in capsys.readouterr().err
+    assert report.main([str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
 
 
-def test_a_page_without_marks_is_refused(tmp_path, capsys, make):
-    write_results(tmp_path)
+def test_a_page_without_marks_is_refused(tmp_path):
+    write(tmp_path, model_row("hf", 1.0))
     (tmp_path / "README.md").write_text("nothing\n")
-    assert make() == (2, None)
-    assert "README.md: has no <!-- measured" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"README.md: has no <!-- measured"):
+        report.write_pages(tmp_path, tmp_path / "page.md", tmp_path / "README.md")
+    assert not (tmp_path / "page.md").exists()

@@ -96,3 +96,20 @@ def test_wheels_are_built_for_every_python_and_with_the_documented_toolkit():
     toolkit = re.findall(r"'(nvidia-[^']+)'", " ".join(built["before-build"]))
     assert toolkit == re.findall(r"'(nvidia-[^']+)'", (ROOT / "docs/install.md").read_text("utf-8"))
     assert (ROOT / built["test-command"].rpartition("{project}/")[2]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "use"),
+    [
+        ("torch", "cvt_kernels/machine.py", "import torch"),
+        ("triton", "cvt_kernels/compiling.py", "import triton"),
+        ("ninja", "setup.py", '"ninja"'),
+        ("pybind11", "csrc/common/pybind.h", "#include <pybind11/"),
+        ("pytest", "benchmarks/conftest.py", "import pytest"),
+        ("pytest-benchmark", "benchmarks/operators.py", "from pytest_benchmark"),
+    ],
+)
+def test_the_packages_that_this_project_is_made_with_are_used(package, file, use):
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(rf'"{package}(\[\w+\])?[">=;]', declared)
+    assert use in (ROOT / file).read_text(encoding="utf-8")
