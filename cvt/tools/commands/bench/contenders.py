@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from cvt_kernels import accelerate, graphed, quantize
 
+from .peers import RUNTIMES, logits_of
+
 #: From this number of images on, the time on a GPU hides the host's, and CUDA graphs only cost memory.
 _MANY = 64
 
@@ -22,26 +24,36 @@ class Contender(NamedTuple):
     """What a contender is made of, in the order in which it is made.
 
     Attributes:
-        about: What it is, in words.
         model: ``"hf"``, Hugging Face's, or ``"cvt"``.
-        is_ours: Whether it is of this project, or a peer.
+        is_ours: Whether it is of this project, or a peer, which our kernels do not serve.
         quantize: The dtype of its linear layers of 8-bit numbers, whose errors are not judged.
         freeze: The argument of ``accelerate``; None where that is not called.
         graphed: Whether it is replayed as CUDA graphs.
         compile: The mode of torch.compile, which takes minutes; ``"best"`` is chosen for the batch size.
         runtime: The other runtime that it runs in, whose errors are not judged either.
-        asked: Whether it is measured only if it is asked for.
     """
 
-    about: str
     model: str = "hf"
-    is_ours: bool = True
+    is_ours: bool = False
     quantize: torch.dtype | None = None
     freeze: bool | None = None
     graphed: bool = False
     compile: str | None = None
     runtime: str | None = None
-    asked: bool = False
+
+    @property
+    def about(self) -> str:
+        """What it is, in words."""
+        words = ["Hugging Face's model" if self.model == "hf" else "the model of cvt"]
+        if self.model == "cvt" and not self.is_ours:
+            words.append("in plain PyTorch: backend reference")
+        calls = [] if self.quantize is None else [f"quantize(dtype={self.quantize})"]
+        calls += [] if self.freeze is None else [f"accelerate(freeze={self.freeze})"]
+        calls += ["graphed"] if self.graphed else []
+        words += [f"after {' and '.join(calls)}"] if calls else []
+        words += [] if self.compile is None else [f"under torch.compile, mode {self.compile}"]
+        words += [] if self.runtime is None else [f"in {RUNTIMES[self.runtime].__name__}"]
+        return " ".join(words)
 
     @property
     def is_judged(self) -> bool:
@@ -59,81 +71,46 @@ class Contender(NamedTuple):
         return None
 
 
-_FROZEN, _LIVE = "accelerate(freeze=True)", "accelerate(freeze=False)"
+_OURS = Contender(is_ours=True)
+_CVT, _LIVE, _FROZEN = _OURS._replace(model="cvt"), _OURS._replace(freeze=False), _OURS._replace(freeze=True)
+_GRAPHED = _FROZEN._replace(graphed=True)
 
-#: By the name in ``--peers``, tables and files. The ones on a GPU are replayed as CUDA graphs where frozen.
+#: By the name in ``--peers``, tables and files.
 CONTENDERS = {
-    "hf": Contender("Hugging Face's model", is_ours=False),
-    "compile": Contender(
-        "the same under torch.compile in its best mode", is_ours=False, compile="best", asked=True
-    ),
-    "compile-max": Contender(
-        'the same under torch.compile(mode="max-autotune")', is_ours=False, compile="max-autotune", asked=True
-    ),
-    "eager": Contender(
-        "the model of cvt in plain PyTorch: backend reference", "cvt", is_ours=False, asked=True
-    ),
-    "openvino": Contender(
-        "Hugging Face's in OpenVINO, with the hint LATENCY", is_ours=False, runtime="openvino", asked=True
-    ),
-    "openvino-int8": Contender(
-        "Hugging Face's in OpenVINO, quantized by NNCF", is_ours=False, runtime="openvino-int8", asked=True
-    ),
-    "onnxruntime": Contender(
-        "Hugging Face's in ONNX Runtime", is_ours=False, runtime="onnxruntime", asked=True
-    ),
-    "cvt": Contender("the model of cvt", "cvt"),
-    "accelerate": Contender(f"Hugging Face's after {_LIVE}", freeze=False),
-    "cvt-frozen": Contender(f"the model of cvt after {_FROZEN}", "cvt", freeze=True),
-    "accelerate-frozen": Contender(f"Hugging Face's after {_FROZEN}", freeze=True),
-    "accelerate-int8": Contender(
-        f"Hugging Face's after quantize and {_FROZEN}", quantize=torch.int8, freeze=True, asked=True
-    ),
-    "cvt-compile": Contender("the model of cvt under torch.compile", "cvt", compile="best", asked=True),
-    "accelerate-compile": Contender(
-        f"Hugging Face's after {_LIVE}, under torch.compile", freeze=False, compile="best", asked=True
-    ),
-    "accelerate-frozen-compile": Contender(
-        f"Hugging Face's after {_FROZEN}, under torch.compile", freeze=True, compile="best", asked=True
-    ),
-    "cvt-graphed": Contender(
-        f"the model of cvt after {_FROZEN} and graphed", "cvt", freeze=True, graphed=True
-    ),
-    "accelerate-graphed": Contender(f"Hugging Face's after {_FROZEN} and graphed", freeze=True, graphed=True),
-    "accelerate-live-graphed": Contender(
-        f"Hugging Face's after {_LIVE} and graphed", freeze=False, graphed=True, asked=True
-    ),
-    "accelerate-int8-graphed": Contender(
-        f"Hugging Face's after quantize, {_FROZEN} and graphed",
-        quantize=torch.int8,
-        freeze=True,
-        graphed=True,
-        asked=True,
-    ),
-    "accelerate-float8-graphed": Contender(
-        f"Hugging Face's after quantize(dtype=torch.float8_e4m3fn), {_FROZEN} and graphed",
-        quantize=torch.float8_e4m3fn,
-        freeze=True,
-        graphed=True,
-        asked=True,
-    ),
+    "hf": Contender(),
+    "compile": Contender(compile="best"),
+    "compile-max": Contender(compile="max-autotune"),
+    "eager": Contender("cvt"),
+    "openvino": Contender(runtime="openvino"),
+    "openvino-int8": Contender(runtime="openvino-int8"),
+    "onnxruntime": Contender(runtime="onnxruntime"),
+    "cvt": _CVT,
+    "accelerate": _LIVE,
+    "cvt-frozen": _CVT._replace(freeze=True),
+    "accelerate-frozen": _FROZEN,
+    "accelerate-int8": _FROZEN._replace(quantize=torch.int8),
+    "cvt-compile": _CVT._replace(compile="best"),
+    "accelerate-compile": _LIVE._replace(compile="best"),
+    "accelerate-frozen-compile": _FROZEN._replace(compile="best"),
+    "cvt-graphed": _GRAPHED._replace(model="cvt"),
+    "accelerate-graphed": _GRAPHED,
+    "accelerate-live-graphed": _LIVE._replace(graphed=True),
+    "accelerate-int8-graphed": _GRAPHED._replace(quantize=torch.int8),
+    "accelerate-float8-graphed": _GRAPHED._replace(quantize=torch.float8_e4m3fn),
 }
 
 
 def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[str]:
-    """Lists ``"hf"``, the ``peers``, and those of ours that need not be asked for.
+    """Lists the ``peers``, and those that are measured without being asked for.
 
     Frozen models are replayed as CUDA graphs on a GPU; nothing is frozen for training steps.
     """
-
-    def unasked(contender: Contender) -> bool:
-        served = contender.graphed == (device.type == "cuda") and not train
-        return not contender.asked and (not contender.freeze or served)
-
     unknown = [peer for peer in peers if peer not in CONTENDERS]
     if unknown:
         raise ValueError(f"peers: got {unknown[0]!r}, expected {', '.join(CONTENDERS)}")
-    return [key for key, contender in CONTENDERS.items() if key in peers or unasked(contender)]
+    ways = ["", *([] if train else ["-graphed" if device.type == "cuda" else "-frozen"])]
+    always = {"hf", *(f"{name}{way}" for name in ("cvt", "accelerate") for way in ways)}
+    return [key for key in CONTENDERS if key in always | set(peers)]
 
 
 def made(contender: Contender, model: Any) -> Any:
@@ -197,11 +174,6 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None
             loss = wide.square().mean()
     loss.backward()
     return TrainingStep(logits.detach(), loss.detach())
-
-
-def logits_of(outputs: Any) -> Tensor:
-    """Returns the logits, or the depth, in what a model returns."""
-    return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
 
 
 def has_classes(logits: Tensor) -> bool:

@@ -124,12 +124,17 @@ class Contest:
         ``gradient_error`` and ``gradient_error_allowed``; ``seconds`` of every round and, on a GPU,
         ``waits``; ``peak_bytes``, ``resident_bytes``, ``backends``, ``is_disturbed``.
         """
+        with self._job.configured():
+            return self._measured(batch_size, rounds)
+
+    def _measured(self, batch_size: int, rounds: int) -> dict[str, Any]:
         if not self.first:
             self._begin(batch_size)
         parities = dict(self._parities(batch_size))
         times = {key: clock.Times() for key in parities}
         waits: dict[str, list[float]] = {key: [] for key in parities}
-        product, seconds = self._product(), []
+        n = 64 if self._job.quick else None
+        product, seconds = clock.Product(self._job.device, self._job.torch_dtype, n), []
         for i in range(rounds if times else 0):
             for key in list(times) if i % 2 == 0 else list(reversed(times)):
                 time.sleep(_PAUSE)
@@ -156,10 +161,6 @@ class Contest:
             "product": {"n": product.n, "operations": product.operations, "seconds": seconds},
             "rows": rows,
         }
-
-    def _product(self) -> clock.Product:
-        self._job.configure()
-        return clock.Product(self._job.device, self._job.torch_dtype, 64 if self._job.quick else None)
 
     # Processes --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from cvt.extras import require
 
-from .contenders import logits_of
+
+def logits_of(outputs: Any) -> Tensor:
+    """Returns the logits, or the depth, in what a model returns."""
+    return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
 
 
 class Runtime(nn.Module, abc.ABC):
@@ -74,7 +77,7 @@ class _Logits(nn.Module):
 
 
 class OpenVINO(Runtime):
-    """The model after ``openvino.convert_model`` and ``compile_model``, with the hint for low latency."""
+    """OpenVINO, with the hint LATENCY."""
 
     packages: tuple[str, ...] = ("openvino",)
     dtypes = ("float32", "bfloat16")
@@ -97,7 +100,7 @@ class OpenVINO(Runtime):
 
 
 class OpenVINOInt8(OpenVINO):
-    """The same, quantized by NNCF's rules for transformers; the first images are those of the calibration."""
+    """OpenVINO, quantized by NNCF, which the first images calibrate."""
 
     packages = ("openvino", "nncf")
 
@@ -120,7 +123,7 @@ class OpenVINOInt8(OpenVINO):
 
 
 class OnnxRuntime(Runtime):
-    """The model after ``torch.onnx.export`` in an ``onnxruntime.InferenceSession``."""
+    """ONNX Runtime."""
 
     packages = ("onnxruntime", "onnx")
 

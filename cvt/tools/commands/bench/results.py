@@ -112,9 +112,8 @@ def run(
 
 def _about(key: str, name: str, *, freezes: bool) -> str:
     """Returns what a contender is, in words."""
-    if key == "hf":
-        return f"Hugging Face's {name}"
-    return CONTENDERS[key].about + (freezing()[1] if freezes and CONTENDERS[key].compile else "")
+    about = CONTENDERS[key].about.replace("Hugging Face's model", f"Hugging Face's {name}")
+    return about + (freezing()[1] if freezes and CONTENDERS[key].compile else "")
 
 
 # Numbers --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ from cvt_kernels import backends, graphs, machine
 from cvt_kernels.autotune import clock, unlimited
 
 from ..pyramids import quiet_transformers
-from .contenders import CONTENDERS, freezing, logits_of, made, mode_of, training_step
-from .peers import RUNTIMES
+from .contenders import CONTENDERS, freezing, made, mode_of, training_step
+from .peers import RUNTIMES, logits_of
 
 #: Seconds within which a process has to answer; torch.compile takes minutes.
 PATIENCE = 900.0
@@ -79,11 +79,17 @@ class Job(NamedTuple):
         """Returns a model or images on the device and in the dtype; autocast has float32's."""
         return thing.to(self.device, torch.float32 if self.train else self.torch_dtype)
 
-    def configure(self) -> None:
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[None]:
         """Lets this process compute as everybody does who compares speeds."""
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
         torch.set_float32_matmul_precision("high" if self.dtype == "tf32" else "highest")
-        if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = True
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.backends.cudnn.benchmark = before[1]
 
     def step(self, run: Any, images: Tensor) -> Tensor:
         """Runs a forward, in training a forward and a backward; returns the logits."""
@@ -350,8 +356,7 @@ def _serve(connection: Connection, key: str, job: Job, environment: dict[str, st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     warnings.filterwarnings("ignore", "kernels are missing", RuntimeWarning)  # the command says so
     torch.set_num_threads(job.threads)
-    job.configure()
-    with contextlib.suppress(EOFError, ConnectionError):
+    with job.configured(), contextlib.suppress(EOFError, ConnectionError):
         runner = Runner(key, job)
         while True:
             request, arguments = connection.recv()
