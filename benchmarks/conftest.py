@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,11 +29,12 @@ def _own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Adds what the figures depend on, without the name of the machine."""
-    machine_info.pop("node", None)
-    machine_info |= {
+def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
+    """Returns what the figures depend on, without the name of the machine."""
+    return {
         **machine.facts()._asdict(),
+        "python_version": platform.python_version(),
+        "system": platform.system(),
         "cvt_kernels": cvt_kernels.__version__,
         "device": torch.cuda.get_device_name() if models.CUDA else machine.cpu_name(),
         "device_type": models.DEVICE.type,

@@ -131,11 +131,9 @@ def recorded(step: Callable[[], Any]) -> list[ForwardLaunch]:
     return recorder.launches
 
 
-def warm_step(options: argparse.Namespace) -> Callable[[], Any]:
+def warm_step(options: argparse.Namespace, job: Job) -> Callable[[], Any]:
     """Returns a step that has run a few times."""
     contender, train = CONTENDERS[options.contender], options.train
-    job = Job("", DEVICE, options.dtype, train, torch.get_num_threads(), ())
-    job.configure()
     subject = build_subject(options.model, None, options.image_size)
     model: Any = made(contender, job.cast(subject.plain.train(train)))
     run = model
@@ -218,15 +216,17 @@ def main(argv: list[str] | None = None) -> int:
     if options.counters:
         rest = [word for word in words if word != "--counters"]
         return counters(options, [sys.executable, "-m", "benchmarks.kernels", *rest])
-    step = warm_step(options)
-    if options.under_ncu:
-        torch.cuda.profiler.start()
-        step()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
-        return 0
-    kernels = profiled(step)
-    launches = [] if options.contender.endswith("compile") else recorded(step)
+    job = Job("", DEVICE, options.dtype, options.train, torch.get_num_threads(), ())
+    with job.configured():
+        step = warm_step(options, job)
+        if options.under_ncu:
+            torch.cuda.profiler.start()
+            step()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            return 0
+        kernels = profiled(step)
+        launches = [] if options.contender.endswith("compile") else recorded(step)
     ceilings = Ceilings(clock.copy_bandwidth(DEVICE), clock.product_rate(DEVICE, DTYPES[options.dtype]))
     rows = [group.row(ceilings) for group in grouped(kernels, launches)]
     total, floor = sum(kernel.us for kernel in kernels), sum(row.get("floor_us", 0) for row in rows)

@@ -29,18 +29,15 @@ class RecordedClock:
 
 
 _clock = RecordedClock()
-#: The marks of tests that call :func:`report`. One that fails before it has no need for the fixture.
-MARKS = [
-    pytest.mark.benchmark(timer=_clock.read),
-    pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"),
-]
+#: The mark of tests that call :func:`report`.
+MARK = pytest.mark.benchmark(timer=_clock.read)
 
 
 def report(benchmark: Any, seconds: Sequence[float], **extra_info: Any) -> None:
     """Hands the seconds of every round to pytest-benchmark, and ``extra_info`` for its JSON.
 
     Raises:
-        ValueError: There are no seconds, or the test lacks ``MARKS``.
+        ValueError: There are no seconds, or the test lacks ``MARK``.
     """
     if not seconds:
         raise ValueError("seconds: got none, expected those of at least one round")
@@ -50,4 +47,4 @@ def report(benchmark: Any, seconds: Sequence[float], **extra_info: Any) -> None:
     if benchmark.stats is not None and not math.isclose(
         benchmark.stats.stats.total, sum(seconds), rel_tol=1e-3
     ):
-        raise ValueError("benchmark: got another timer, expected the test to have the marks of this module")
+        raise ValueError("benchmark: got another timer, expected the test to have the mark of this module")

@@ -47,7 +47,8 @@ GPU and `make bench` on a CPU; [how to read and compare](report.md). What waits 
 On a GPU, milliseconds of models are by events around calls that follow one another and, in parentheses, by
 the clock, with a synchronization before and after each call. `torch.compile` has its best mode for the size.
 On a CPU all contenders take turns, each in a process of its own, with the same weights. `accelerate-frozen`
-is what `accelerate(model)` serves in evaluation, `accelerate` and "live" are `accelerate(model, freeze=False)`."""
+is what `accelerate(model)` serves in evaluation; `accelerate` and "live" are after
+`accelerate(model, freeze=False)`."""
 
 Row = dict[str, Any]
 #: What tells steps whose kernels were listed, and rows of models, apart.

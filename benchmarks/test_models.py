@@ -11,7 +11,7 @@ import pytest
 
 from . import models, recorded
 
-pytestmark = recorded.MARKS
+pytestmark = recorded.MARK
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

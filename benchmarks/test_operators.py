@@ -6,7 +6,6 @@ A contender is checked against float64 before it is timed. ``pytest benchmarks -
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
