@@ -72,23 +72,15 @@ class Contest:
             with_fresh_caches: Whether the first result is measured without entries of autotuning too.
             quick: Whether this is a smoke test: turns of one step, and a small product.
         """
-        self._folder = tempfile.TemporaryDirectory()
-        self._job = job = Job(
-            self._folder.name,
-            torch.device(device),
-            dtype,
-            train,
-            torch.get_num_threads(),
-            backends.requested_backends(),
-            quick,
-        )
-        self.subject, self._images, self._fresh = subject, job.cast(images), with_fresh_caches
+        requested = backends.requested_backends()
+        self._job = Job("", torch.device(device), dtype, train, torch.get_num_threads(), requested, quick)
+        self.subject, self._images, self._fresh = subject, self._job.cast(images), with_fresh_caches
         self.keys, self.first = list(keys), dict[str, dict[str, Any]]()
         self.failed, self._strict = dict[str, Exception](), strict
         self.why_not: dict[str, str] = {}
         for key in keys:
             try:
-                reason = why_not(key, subject, job)
+                reason = why_not(key, subject, self._job)
             except ModuleNotFoundError as error:  # a runtime that is not installed
                 if strict:
                     raise
@@ -99,7 +91,9 @@ class Contest:
         self._progress = tqdm(leave=False, disable=None)
 
     def __enter__(self) -> Contest:
-        job, subject = self._job, self.subject
+        self._folder = tempfile.TemporaryDirectory()
+        self._job = job = self._job._replace(folder=self._folder.name)
+        subject = self.subject
         plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
         if subject.hf is not None:
             job.save(hf=Packed.of(job.cast(copy.deepcopy(subject.hf).train(job.train))))
