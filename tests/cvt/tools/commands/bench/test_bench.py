@@ -277,8 +277,8 @@ def test_workspace_of_the_extension_counts_as_memory(monkeypatch, tmp_path):
     images = torch.zeros(1, 3, 20, 20)
     assert facts_of(Engine(), images, tmp_path)["peak_bytes"] == images.nbytes + 1000
     monkeypatch.setattr(machine, "load_extension", SimpleNamespace)  # one that keeps nothing
-    workers.release_workspace()
-    assert workers.workspace_bytes() == 0
+    workers.of_extension("release_workspace")
+    assert workers.of_extension("workspace_bytes") is None
 
 
 @pytest.mark.usefixtures("small")
