@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -131,16 +130,6 @@ def mode_of(contender: Contender, batch_size: int, device: torch.device, *, trai
     if contender.compile != "best":
         return contender.compile
     return "reduce-overhead" if device.type == "cuda" and batch_size < _MANY and not train else None
-
-
-def freezing() -> tuple[Any, str]:
-    """Returns a context in which torch.compile folds the weights in, and words that say so."""
-    settings: Any = None
-    with contextlib.suppress(ImportError):
-        settings = importlib.import_module("torch._inductor.config")
-    if not hasattr(settings, "freezing"):
-        return contextlib.nullcontext(), ", without freezing, which this torch does not have"
-    return settings.patch(freezing=True), ", with freezing"
 
 
 # Steps ----------------------------------------------------------------------------------------------------

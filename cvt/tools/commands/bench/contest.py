@@ -102,9 +102,12 @@ class Contest:
         job.save(images=self._images)
         # Of the rounded weights, since their rounding is nobody's error.
         self._plain, self._exact = plain, copy.deepcopy(plain).double()
+        self._precision = torch.get_float32_matmul_precision()
+        job.configure()
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self._precision)
         self._progress.close()
         for worker in self._workers.values():
             worker.end()
@@ -118,14 +121,6 @@ class Contest:
         ``gradient_error`` and ``gradient_error_allowed``; ``seconds`` of every round and, on a GPU,
         ``waits``; ``peak_bytes``, ``resident_bytes``, ``backends``, ``is_disturbed``.
         """
-        precision = torch.get_float32_matmul_precision()
-        self._job.configure()
-        try:
-            return self._measured(batch_size, rounds)
-        finally:
-            torch.set_float32_matmul_precision(precision)
-
-    def _measured(self, batch_size: int, rounds: int) -> dict[str, Any]:
         if not self.first:
             self._begin(batch_size)
         parities = dict(self._parities(batch_size))

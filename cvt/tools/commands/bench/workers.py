@@ -34,7 +34,7 @@ from cvt_kernels import backends, graphs, machine
 from cvt_kernels.autotune import clock, unlimited
 
 from ..pyramids import quiet_transformers
-from .contenders import CONTENDERS, freezing, made, mode_of, training_step
+from .contenders import CONTENDERS, made, mode_of, training_step
 from .peers import RUNTIMES, logits_of
 
 #: Seconds within which a process has to answer; torch.compile takes minutes.
@@ -141,9 +141,16 @@ class Runner:
     def answer(self, request: str, *arguments: Any) -> Any:
         """Calls the method of a request."""
         requested = self._job.requested if self._contender.is_ours else ("reference",)
-        folds = self._contender.compile is not None and self._job.device.type == "cpu" and not self._job.train
-        with freezing()[0] if folds else contextlib.nullcontext(), backends.requesting(*requested):
+        with backends.requesting(*requested), self._freezing():
             return getattr(self, request)(*arguments)
+
+    def _freezing(self) -> Any:
+        """Returns a context in which torch.compile folds the weights in, on a CPU in evaluation."""
+        if self._contender.compile is None or self._job.device.type != "cpu" or self._job.train:
+            return contextlib.nullcontext()
+        from torch._inductor import config  # takes a second
+
+        return config.patch(freezing=True)
 
     def first(self, batch_size: int) -> dict[str, float | None]:
         """Makes the contender and runs its first step; returns the seconds of ``load`` and of both."""

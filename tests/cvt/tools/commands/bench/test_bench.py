@@ -157,13 +157,6 @@ def test_help_lists_every_contender(capsys):
     assert not contenders.CONTENDERS.keys() - set(words)
 
 
-def test_without_freezing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
-    context, words = contenders.freezing()
-    with context:
-        assert words == ", without freezing, which this torch does not have"
-
-
 # What is measured -----------------------------------------------------------------------------------------
 
 
@@ -183,7 +176,7 @@ def test_samples_and_facts(results):
     found = results["contenders"]
     assert found["compile-max"]["note"] == "fails: RuntimeError: no C++ compiler"
     assert found["accelerate-graphed"]["note"] == "CUDA graphs need an NVIDIA GPU"
-    assert found["accelerate-compile"]["about"].endswith("under torch.compile, mode best, with freezing")
+    assert found["accelerate-compile"]["about"].endswith("under torch.compile, mode best")
     assert [key for key, about in found.items() if about["ours"]] == [*ours, "accelerate-graphed"]
     assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
     assert results["machine"]["torch"] == torch.__version__
