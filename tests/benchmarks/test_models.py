@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from benchmarks import models, recorded
+from cvt import create_model
 from cvt.tools.commands.bench import contest, workers
 from cvt.tools.commands.bench.contenders import CONTENDERS, made
-from tests.cvt.tools.commands.bench.test_bench import make_quick
+from tests.cvt.tools.commands.bench.test_bench import SMALL, make_quick
 
 ROOT = Path(__file__).parents[2]
 TURN = workers.Turn(0.25, 0.5, 0.0)
@@ -147,6 +148,7 @@ def test_one_of_ours_that_crashes_fails_alone(reported, monkeypatch):
         ("accelerate-live-graphed", "transformers has no such model"),
         ("cvt-graphed", "CUDA graphs need an NVIDIA GPU"),
         ("cvt-compile", "fails: RuntimeError: no C.. compiler"),
+        ("cvt-frozen", "convolutions are summed"),
     ],
 )
 def test_a_contender_that_cannot_run_is_skipped_with_the_reason(key, why_not, reported, monkeypatch):
@@ -154,6 +156,9 @@ def test_a_contender_that_cannot_run_is_skipped_with_the_reason(key, why_not, re
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
+    if key == "cvt-frozen":
+        hybrid = models.TINY.build()._replace(ours=create_model(SMALL, mixing="hybrid"))
+        monkeypatch.setattr(models, "TINY", models.TINY._replace(build=lambda: hybrid))
     if key == "openvino":
         monkeypatch.setattr(contest.peers.OpenVINO, "packages", ("not_there",))
         subject = models.TINY.build()._replace(hf=nn.Identity())

@@ -36,8 +36,8 @@ class Contest:
     """The processes of the contenders, and the requests to them, of which one is answered at a time.
 
     A peer that fails, or whose process ends, has the reason in ``why_not`` and is asked no more. So has one
-    of ours that torch.compile fails for, that is not replayed or, where ``cvt`` has no such model, cannot be
-    frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
+    of ours that torch.compile fails for, that is not replayed or, of another model than a public CvT, cannot
+    be frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
     than it may be never gets a turn.
 
     Attributes:
@@ -168,7 +168,8 @@ class Contest:
         except Exception as failure:
             contender = CONTENDERS[key]
             reason = (str(failure).splitlines() or ["no reason given"])[0]
-            if contender.freeze and self.subject.ours is None and isinstance(failure, ValueError):
+            is_public_cvt = self.subject.hf is not None and self.subject.ours is not None
+            if contender.freeze and not is_public_cvt and isinstance(failure, ValueError):
                 self.why_not[key] = reason
             elif (contender.is_ours or key == "hf") and contender.compile is None:
                 self._fail(key, failure)
