@@ -233,7 +233,7 @@ from pathlib import Path
 import torch
 from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.tools.commands import export
-from cvt.tools.commands.bench import results
+from cvt.tools.commands.paths import reporting
 from cvt.files import replacing
 from cvt.huggingface import save_huggingface
 from cvt.tools.training import trainer
@@ -243,10 +243,14 @@ def save_within_another(path):
     with replacing(path) as scratch:
         save_safetensors(Checkpoint("", model.state_dict()), scratch)
 
+def write_results(path):
+    with reporting(str(path)) as report:
+        report({"much": "x" * 10**5})
+
 model = small().eval()
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))
 for name, write in {
-    "results.json": lambda path: results.write({"much": "x" * 10**5}, path),
+    "results.json": write_results,
     "last.pth": lambda path: trainer._write({"model": torch.zeros(10**5)}, path),
     "weights.safetensors": save_within_another,
     "model.pt2": lambda path: export.export(model, path, "pt2", image_size=32),

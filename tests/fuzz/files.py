@@ -30,7 +30,6 @@ _FILES = {
     "model/model.safetensors": f"{_CLASSIFY} model",
     "model/preprocessor_config.json": f"{_CLASSIFY} model",
     "data/val/cat/0.png": "evaluate --data data --checkpoint model.pth --device cpu --workers 0",
-    "results0.json": "bench --compare results0.json results1.json",
     "run/last.pth": f"{world.TRAIN} --epochs 2 --resume",
     "run/log.csv": f"{world.TRAIN} --epochs 2 --resume",
     world.ENTRIES: "doctor",

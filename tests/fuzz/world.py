@@ -40,7 +40,6 @@ TRAIN = (
 )
 #: A pattern that the file of the entries of this machine matches.
 ENTRIES = "cache/cvt_kernels/entries/*.json"
-_RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @functools.cache
@@ -64,8 +63,6 @@ def template() -> Path:
     save_huggingface(model, folder / "model", labels=["cat", "dog"], image_size=16)
     (folder / "labels.json").write_text('{"0": "cat", "1": "dog"}')
     (folder / "labels.txt").write_text("cat\ndog\n")
-    for number, path in enumerate(sorted(_RESULTS.rglob("bench.json"))[:2]):
-        shutil.copy(path, folder / f"results{number}.json")
     with copied(folder) as place:
         for line in (
             "quantize --checkpoint model.pth --calibrate data --output quantized.safetensors --images 2",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cvt_kernels import accelerate, graphed, quantize
@@ -133,37 +132,17 @@ def mode_of(contender: Contender, batch_size: int, device: torch.device, *, trai
     return "reduce-overhead" if device.type == "cuda" and batch_size < _MANY and not train else None
 
 
-def freezing() -> tuple[Any, str]:
-    """Returns a context in which torch.compile folds the weights in, and words that say so."""
-    settings: Any = None
-    with contextlib.suppress(ImportError):
-        settings = importlib.import_module("torch._inductor.config")
-    if not hasattr(settings, "freezing"):
-        return contextlib.nullcontext(), ", without freezing, which this torch does not have"
-    return settings.patch(freezing=True), ", with freezing"
-
-
 # Steps ----------------------------------------------------------------------------------------------------
 
 
-class TrainingStep(NamedTuple):
-    """The output, such as logits (B, K), and the loss of a training step, both detached."""
-
-    logits: Tensor
-    loss: Tensor
-
-
-def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None = None) -> TrainingStep:
-    """Runs a forward, under autocast if its dtype is given, and a backward, for the gradients of this step.
+def training_step(model: Any, images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Runs a forward, under autocast in a dtype of 16 bits, and a backward; returns the logits, detached.
 
     Image i has class i, modulo the number of classes; where every pixel has a class, pixel i of the output
     has. A depth is 0 everywhere.
     """
     model.zero_grad(set_to_none=True)
-    casting: Any = contextlib.nullcontext()
-    if autocast is not None:
-        casting = torch.autocast(images.device.type, autocast)
-    with casting:
+    with torch.autocast(images.device.type, dtype) if dtype.itemsize == 2 else contextlib.nullcontext():
         logits = logits_of(model(images))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if has_classes(logits):
@@ -173,7 +152,7 @@ def training_step(model: nn.Module, images: Tensor, autocast: torch.dtype | None
         else:
             loss = wide.square().mean()
     loss.backward()
-    return TrainingStep(logits.detach(), loss.detach())
+    return logits.detach()
 
 
 def has_classes(logits: Tensor) -> bool:

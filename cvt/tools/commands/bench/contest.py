@@ -36,8 +36,8 @@ class Contest:
     """The processes of the contenders, and the requests to them, of which one is answered at a time.
 
     A peer that fails, or whose process ends, has the reason in ``why_not`` and is asked no more. So has one
-    of ours that torch.compile fails for, that is not replayed or, where ``cvt`` has no such model, cannot be
-    frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
+    of ours that torch.compile fails for, that is not replayed or, of another model than a public CvT, cannot
+    be frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
     than it may be never gets a turn.
 
     Attributes:
@@ -66,29 +66,21 @@ class Contest:
             keys: The contenders, of ``CONTENDERS``.
             images: (N, 3, H, W), which batches repeat.
             device: Where all of them run.
-            dtype: Of weights and images, and in training of autocast; or ``"tf32"``.
-            train: A forward, a backward and an optimizer's step instead of a forward.
+            dtype: As of :class:`Job`.
+            train: Whether a step is one of training, with fused AdamW, instead of a forward.
             strict: Whether what would be in ``failed`` is raised instead.
             with_fresh_caches: Whether the first result is measured without entries of autotuning too.
             quick: Whether this is a smoke test: turns of one step, and a small product.
         """
-        self._folder = tempfile.TemporaryDirectory()
-        self._job = job = Job(
-            self._folder.name,
-            torch.device(device),
-            dtype,
-            train,
-            torch.get_num_threads(),
-            backends.requested_backends(),
-            quick,
-        )
-        self.subject, self._images, self._fresh = subject, job.cast(images), with_fresh_caches
+        requested = backends.requested_backends()
+        self._job = Job("", torch.device(device), dtype, train, torch.get_num_threads(), requested, quick)
+        self.subject, self._images, self._fresh = subject, self._job.cast(images), with_fresh_caches
         self.keys, self.first = list(keys), dict[str, dict[str, Any]]()
         self.failed, self._strict = dict[str, Exception](), strict
         self.why_not: dict[str, str] = {}
         for key in keys:
             try:
-                reason = why_not(key, subject, job)
+                reason = why_not(key, subject, self._job)
             except ModuleNotFoundError as error:  # a runtime that is not installed
                 if strict:
                     raise
@@ -99,7 +91,9 @@ class Contest:
         self._progress = tqdm(leave=False, disable=None)
 
     def __enter__(self) -> Contest:
-        job, subject = self._job, self.subject
+        self._folder = tempfile.TemporaryDirectory()
+        self._job = job = self._job._replace(folder=self._folder.name)
+        subject = self.subject
         plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
         if subject.hf is not None:
             job.save(hf=Packed.of(job.cast(copy.deepcopy(subject.hf).train(job.train))))
@@ -108,9 +102,12 @@ class Contest:
         job.save(images=self._images)
         # Of the rounded weights, since their rounding is nobody's error.
         self._plain, self._exact = plain, copy.deepcopy(plain).double()
+        self._precision = torch.get_float32_matmul_precision()
+        job.configure()
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self._precision)
         self._progress.close()
         for worker in self._workers.values():
             worker.end()
@@ -124,10 +121,6 @@ class Contest:
         ``gradient_error`` and ``gradient_error_allowed``; ``seconds`` of every round and, on a GPU,
         ``waits``; ``peak_bytes``, ``resident_bytes``, ``backends``, ``is_disturbed``.
         """
-        with self._job.configured():
-            return self._measured(batch_size, rounds)
-
-    def _measured(self, batch_size: int, rounds: int) -> dict[str, Any]:
         if not self.first:
             self._begin(batch_size)
         parities = dict(self._parities(batch_size))
@@ -175,7 +168,8 @@ class Contest:
         except Exception as failure:
             contender = CONTENDERS[key]
             reason = (str(failure).splitlines() or ["no reason given"])[0]
-            if contender.freeze and self.subject.ours is None and isinstance(failure, ValueError):
+            is_public_cvt = self.subject.hf is not None and self.subject.ours is not None
+            if contender.freeze and not is_public_cvt and isinstance(failure, ValueError):
                 self.why_not[key] = reason
             elif (contender.is_ours or key == "hf") and contender.compile is None:
                 self._fail(key, failure)
@@ -225,7 +219,9 @@ class Contest:
         batches, count = workers.compared(self._images, batch_size, train=job.train)
         parts = batches if job.train else self._images.split(batch_size)  # no image depends on another
         with backends.requesting("reference"):
-            exact = _exact_step(self._exact, parts, train=job.train)
+            in_float64 = job._replace(dtype="float32")  # without autocast
+            logits = torch.cat([in_float64.step(self._exact, part.double()) for part in parts])
+            exact = logits.cpu(), workers.gradient_norms(self._exact)
             plain = torch.cat([job.step(self._plain, batch).clone() for batch in batches])[:count]
         theirs = _parity(plain.cpu(), workers.gradient_norms(self._plain), *exact)
         if job.device.type == "cuda":
@@ -246,13 +242,11 @@ class Contest:
             logits, norms, why_not_graphed = answer
             parity = _parity(torch.from_numpy(logits), torch.from_numpy(norms), *exact)
             is_judged = CONTENDERS[key].is_judged and self.subject.is_judged
-            wrong = [
-                name for name, most in allowed.items() if is_judged and not parity[name] <= most < torch.inf
-            ]
+            wrong = [name for name in allowed if not parity[name] <= allowed[name] < torch.inf]
             if why_not_graphed is not None:
                 self.why_not[key] = f"is not replayed as a CUDA graph: {why_not_graphed}"
                 self._workers.pop(key).end()
-            elif wrong:
+            elif wrong and is_judged:
                 name = wrong[0]
                 message = (
                     f"{key}: {name.replace('_', ' ')} {parity[name]:.1e} against float64, expected at most "
@@ -288,31 +282,19 @@ def share_of_product(batch: dict[str, Any], row: dict[str, Any]) -> float:
     return statistics.median(operations / s / (product["operations"] / p) for s, p in pairs)
 
 
-def _exact_step(model: Any, batches: Sequence[Tensor], *, train: bool) -> tuple[Tensor, Tensor]:
-    """Returns the logits and the gradients' norms of float64."""
-    in_float64 = Job("", batches[0].device, "float32", train, 0, ())
-    logits = torch.cat([in_float64.step(model, batch.double()) for batch in batches])
-    return logits.cpu(), workers.gradient_norms(model)
-
-
 def _parity(logits: Tensor, norms: Tensor, truth: Tensor, true_norms: Tensor) -> dict[str, Any]:
-    top5, of = _agreement(logits, truth)
-    gradient_error = None
-    if len(true_norms):
-        gradient_error = ((norms - true_norms).abs().max() / true_norms.max()).item()
+    """Compares logits and gradients' norms; counts the classes in the top 5 of both, none for a depth."""
+    top5 = of = 0
+    if has_classes(truth):
+        k = min(5, truth.shape[1])
+        top, true_top = (each.movedim(1, -1).topk(k).indices for each in (logits.double(), truth))
+        top5, of = int((top[..., None] == true_top[..., None, :]).sum()), true_top.numel()
     return {
         "error": (logits.double() - truth).abs().max().item(),
         "largest": truth.abs().max().item(),
         "top5": top5,
         "of": of,
-        "gradient_error": gradient_error,
+        "gradient_error": ((norms - true_norms).abs().max() / true_norms.max()).item()
+        if len(norms)
+        else None,
     }
-
-
-def _agreement(logits: Tensor, truth: Tensor) -> tuple[int, int]:
-    """Counts the classes that are among the top 5 of images or pixels in both; of how many, 0 for a depth."""
-    if not has_classes(truth):
-        return 0, 0
-    k = min(5, truth.shape[1])
-    top, true_top = (each.movedim(1, -1).topk(k).indices for each in (logits.double(), truth))
-    return int((top[..., None] == true_top[..., None, :]).sum()), true_top.numel()

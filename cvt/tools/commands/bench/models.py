@@ -100,32 +100,24 @@ def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13",
     )
 
 
-def build_ours(
-    model: str | CvTConfig | None, checkpoint: str | Checkpoint | None = None
-) -> tuple[str | CvTConfig, CvT]:
+def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
     """Builds our model with Hugging Face's activation and without drop path; returns its name and the model.
 
-    Args:
-        model: The CvT; None for what the checkpoint says or looks like, or CvT-13.
-        checkpoint: Its weights; None for random ones.
-
     Raises:
-        CheckpointError: The file is missing or unusable, or of a model that Hugging Face's cannot be.
+        CheckpointError: The weights are of a model that Hugging Face's cannot be.
     """
     overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
     if checkpoint is None:
-        chosen = model or "cvt_13"
-        built = create_model(chosen, **overrides)
+        built = create_model(model or "cvt_13", **overrides)
         randomize(built)
-        return chosen, built
-    loaded = read_checkpoint(checkpoint)
-    chosen = model or loaded.architecture()
-    obstacle = why_inexpressible(loaded.configuration(chosen, **overrides))
+        return model or "cvt_13", built
+    chosen = model or checkpoint.architecture()
+    obstacle = why_inexpressible(checkpoint.configuration(chosen, **overrides))
     if obstacle is not None:
-        raise CheckpointError(f"{loaded.path}: {obstacle}")
-    built = create_model(chosen, checkpoint=loaded, **overrides)
-    source = "Hugging Face" if loaded.card is None else "cvt train"
-    return model or loaded.preset or f"a CvT of {source}", built
+        raise CheckpointError(f"{checkpoint.path}: {obstacle}")
+    source = "Hugging Face" if checkpoint.card is None else "cvt train"
+    name = model or checkpoint.preset or f"a CvT of {source}"
+    return name, create_model(chosen, checkpoint=checkpoint, **overrides)
 
 
 def build_huggingface(ours: CvT) -> nn.Module:

@@ -17,7 +17,7 @@ from cvt_kernels import __version__, autotune, machine
 from cvt_kernels.autotune import clock
 from cvt_kernels.tables import aligned
 
-from .contenders import CONTENDERS, chosen, freezing
+from .contenders import CONTENDERS, chosen
 from .contest import Contest, share_of_product
 from .models import build_subject
 from .peers import RUNTIMES
@@ -77,7 +77,7 @@ def run(
     entries.read_again()
     used = [CONTENDERS[key].runtime for key in keys]
     packages = [*_PACKAGES, *(name for each in used if each is not None for name in RUNTIMES[each].packages)]
-    facts = machine.facts()
+    facts, plain = machine.facts(), type(subject.plain).__name__
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {**facts._asdict(), "gpus": list(facts.gpus)},
@@ -97,9 +97,7 @@ def run(
         },
         "contenders": {
             key: {
-                "about": _about(
-                    key, type(subject.plain).__name__, freezes=device.type == "cpu" and not train
-                ),
+                "about": CONTENDERS[key].about.replace("Face's model", f"Face's {plain}"),
                 "ours": CONTENDERS[key].is_ours,
                 "note": contest.why_not.get(key),
                 "first": contest.first.get(key),
@@ -108,12 +106,6 @@ def run(
         },
         "batches": batches,
     }
-
-
-def _about(key: str, name: str, *, freezes: bool) -> str:
-    """Returns what a contender is, in words."""
-    about = CONTENDERS[key].about.replace("Hugging Face's model", f"Hugging Face's {name}")
-    return about + (freezing()[1] if freezes and CONTENDERS[key].compile else "")
 
 
 # Numbers --------------------------------------------------------------------------------------------------

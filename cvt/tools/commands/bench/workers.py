@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from cvt_kernels import backends, graphs, machine
 from cvt_kernels.autotune import clock, unlimited
 
 from ..pyramids import quiet_transformers
-from .contenders import CONTENDERS, freezing, made, mode_of, training_step
+from .contenders import CONTENDERS, made, mode_of, training_step
 from .peers import RUNTIMES, logits_of
 
 #: Seconds within which a process has to answer; torch.compile takes minutes.
@@ -50,9 +50,7 @@ class Job(NamedTuple):
 
     Attributes:
         folder: Where :meth:`save` has put the models and the images.
-        dtype: The name of the dtype of weights and images, in training of autocast; ``"tf32"`` is float32
-            with rounded products.
-        threads: Of PyTorch and other runtimes.
+        dtype: Of weights and images, in training of autocast; ``"tf32"`` is float32 with rounded products.
         requested: The backends that ours request.
         quick: Whether a turn is one step.
     """
@@ -70,35 +68,21 @@ class Job(NamedTuple):
         """The dtype of the results and their errors."""
         return DTYPES.get(self.dtype, torch.float32)
 
-    @property
-    def is_freezing(self) -> bool:
-        """Whether torch.compile folds the weights in."""
-        return self.device.type == "cpu" and not self.train
-
     def cast(self, thing: Any) -> Any:
         """Returns a model or images on the device and in the dtype; autocast has float32's."""
         return thing.to(self.device, torch.float32 if self.train else self.torch_dtype)
 
-    @contextlib.contextmanager
-    def configured(self) -> Iterator[None]:
+    def configure(self) -> None:
         """Lets this process compute as everybody does who compares speeds."""
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
         torch.set_float32_matmul_precision("high" if self.dtype == "tf32" else "highest")
         torch.backends.cudnn.benchmark = True
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before[0])
-            torch.backends.cudnn.benchmark = before[1]
 
     def step(self, run: Any, images: Tensor) -> Tensor:
         """Runs a forward, in training a forward and a backward; returns the logits."""
         with torch.set_grad_enabled(self.train):
-            if not self.train:
-                return logits_of(run(images))
-            return training_step(
-                run, images, self.torch_dtype if self.torch_dtype.itemsize == 2 else None
-            ).logits
+            if self.train:
+                return training_step(run, images, self.torch_dtype)
+            return logits_of(run(images))
 
     def save(self, **things: Any) -> None:
         """Writes models and tensors for the processes."""
@@ -132,12 +116,10 @@ class Packed(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The medians of a turn's steps.
+    """The medians of a turn's steps, and of the seconds that threads ``waited`` for a CPU meanwhile.
 
-    Attributes:
-        seconds: By the clock, on a GPU by events around steps that follow one another.
-        waits: By the clock on a GPU, which is idle before and after: what a client waits. None on a CPU.
-        waited: The seconds that threads waited for a CPU meanwhile.
+    On a GPU ``seconds`` are by events around steps that follow one another, and ``waits`` by the clock, with
+    an idle GPU before and after: what a client waits.
     """
 
     seconds: float
@@ -159,9 +141,16 @@ class Runner:
     def answer(self, request: str, *arguments: Any) -> Any:
         """Calls the method of a request."""
         requested = self._job.requested if self._contender.is_ours else ("reference",)
-        is_frozen = self._job.is_freezing and self._contender.compile is not None
-        with freezing()[0] if is_frozen else contextlib.nullcontext(), backends.requesting(*requested):
+        with backends.requesting(*requested), self._freezing():
             return getattr(self, request)(*arguments)
+
+    def _freezing(self) -> Any:
+        """Returns a context in which torch.compile folds the weights in, on a CPU in evaluation."""
+        if self._contender.compile is None or self._job.device.type != "cpu" or self._job.train:
+            return contextlib.nullcontext()
+        from torch._inductor import config  # takes a second
+
+        return config.patch(freezing=True)
 
     def first(self, batch_size: int) -> dict[str, float | None]:
         """Makes the contender and runs its first step; returns the seconds of ``load`` and of both."""
@@ -257,13 +246,13 @@ class Runner:
         launched = self._running(batch_size)
         if self._contender.graphed:  # a replay allocates nothing: its graph holds the memory all the time
             launched = graphs.ungraphed(copy.deepcopy(self._model))
-        release_workspace()  # what another step needed
+        of_extension("release_workspace")  # what another step needed
         calls: dict[str, dict[str, int]] = {}
         # Code that torch.compile made would be made again for counting.
         with contextlib.nullcontext() if self._contender.compile is not None else _counted(calls):
             peak = clock.peak_bytes(lambda: self._job.step(launched, batch), device)
-        workspace = workspace_bytes()
-        return {"peak_bytes": peak + workspace or None, "resident_bytes": held, "backends": calls}
+        peak += of_extension("workspace_bytes") or 0  # kept between calls, unseen by PyTorch's allocator
+        return {"peak_bytes": peak or None, "resident_bytes": held, "backends": calls}
 
 
 def _counted(calls: dict[str, dict[str, int]]) -> contextlib.AbstractContextManager[Any]:
@@ -283,17 +272,7 @@ def _counted(calls: dict[str, dict[str, int]]) -> contextlib.AbstractContextMana
     return backends.replaced(counting)
 
 
-def workspace_bytes() -> int:
-    """Returns the bytes that our kernels for CPUs keep between calls, unseen by PyTorch's allocator."""
-    return _of_extension("workspace_bytes") or 0
-
-
-def release_workspace() -> None:
-    """Lets our kernels for CPUs give back what they keep between calls."""
-    _of_extension("release_workspace")
-
-
-def _of_extension(name: str) -> Any:
+def of_extension(name: str) -> Any:
     """Calls a function of the compiled extension; returns None if the extension lacks it."""
     with contextlib.suppress(machine.ExtensionError):
         if machine.why_extension_unavailable("cpu") is None:
@@ -356,7 +335,8 @@ def _serve(connection: Connection, key: str, job: Job, environment: dict[str, st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     warnings.filterwarnings("ignore", "kernels are missing", RuntimeWarning)  # the command says so
     torch.set_num_threads(job.threads)
-    with job.configured(), contextlib.suppress(EOFError, ConnectionError):
+    job.configure()
+    with contextlib.suppress(EOFError, ConnectionError):
         runner = Runner(key, job)
         while True:
             request, arguments = connection.recv()

@@ -17,8 +17,8 @@ from tests.cvt.tools.commands.test_absurd_arguments import parsers
 #: Every argument that is a path or a name → what it is.
 KINDS = {
     **dict.fromkeys(("photos", "labels", "checkpoint", "teacher", "data", "calibrate"), paths.InputPath),
-    **dict.fromkeys(("against", "compare", "photo", "bench images"), paths.InputPath),
-    **dict.fromkeys(("output", "json", "report", "save_weights"), paths.OutputPath),
+    **dict.fromkeys(("photo", "bench images"), paths.InputPath),
+    **dict.fromkeys(("output", "json", "bench plot", "save_weights"), paths.OutputPath),
 }
 
 
@@ -85,7 +85,8 @@ _EVALUATE = f"evaluate {_MODEL} --data=data"
         "train --data=data --teacher=digits.safetensors --json=link.safetensors --output=new",
         "bench --checkpoint=trained --save-weights=trained",
         "bench --images heads.png --json=heads.png",
-        "bench --against=labels --json=labels",
+        "bench --images heads.png --plot=heads.png",
+        "bench --json=new.png --plot=new.png",
     ],
 )
 def test_no_output_is_an_input(arguments, capsys, files):

@@ -157,13 +157,6 @@ def test_help_lists_every_contender(capsys):
     assert not contenders.CONTENDERS.keys() - set(words)
 
 
-def test_without_freezing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch._inductor.config", None)
-    context, words = contenders.freezing()
-    with context:
-        assert words == ", without freezing, which this torch does not have"
-
-
 # What is measured -----------------------------------------------------------------------------------------
 
 
@@ -183,7 +176,7 @@ def test_samples_and_facts(results):
     found = results["contenders"]
     assert found["compile-max"]["note"] == "fails: RuntimeError: no C++ compiler"
     assert found["accelerate-graphed"]["note"] == "CUDA graphs need an NVIDIA GPU"
-    assert found["accelerate-compile"]["about"].endswith("under torch.compile, mode best, with freezing")
+    assert found["accelerate-compile"]["about"].endswith("under torch.compile, mode best")
     assert [key for key, about in found.items() if about["ours"]] == [*ours, "accelerate-graphed"]
     assert results["config"]["photos"] == ["china.jpg", "flower.jpg"]
     assert results["machine"]["torch"] == torch.__version__
@@ -277,8 +270,8 @@ def test_workspace_of_the_extension_counts_as_memory(monkeypatch, tmp_path):
     images = torch.zeros(1, 3, 20, 20)
     assert facts_of(Engine(), images, tmp_path)["peak_bytes"] == images.nbytes + 1000
     monkeypatch.setattr(machine, "load_extension", SimpleNamespace)  # one that keeps nothing
-    workers.release_workspace()
-    assert workers.workspace_bytes() == 0
+    workers.of_extension("release_workspace")
+    assert workers.of_extension("workspace_bytes") is None
 
 
 @pytest.mark.usefixtures("small")
