@@ -217,16 +217,16 @@ def main(argv: list[str] | None = None) -> int:
         rest = [word for word in words if word != "--counters"]
         return counters(options, [sys.executable, "-m", "benchmarks.kernels", *rest])
     job = Job("", DEVICE, options.dtype, options.train, torch.get_num_threads(), ())
-    with job.configured():
-        step = warm_step(options, job)
-        if options.under_ncu:
-            torch.cuda.profiler.start()
-            step()
-            torch.cuda.synchronize()
-            torch.cuda.profiler.stop()
-            return 0
-        kernels = profiled(step)
-        launches = [] if options.contender.endswith("compile") else recorded(step)
+    job.configure()
+    step = warm_step(options, job)
+    if options.under_ncu:
+        torch.cuda.profiler.start()
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+        return 0
+    kernels = profiled(step)
+    launches = [] if options.contender.endswith("compile") else recorded(step)
     ceilings = Ceilings(clock.copy_bandwidth(DEVICE), clock.product_rate(DEVICE, DTYPES[options.dtype]))
     rows = [group.row(ceilings) for group in grouped(kernels, launches)]
     total, floor = sum(kernel.us for kernel in kernels), sum(row.get("floor_us", 0) for row in rows)

@@ -24,7 +24,7 @@ TURN = workers.Turn(0.25, 0.5, 0.0)
 class Benchmark:
     """Stands in for pytest-benchmark's fixture: it times by a timer."""
 
-    def __init__(self, timer=recorded.MARKS[0].kwargs["timer"]):
+    def __init__(self, timer=recorded.MARK.kwargs["timer"]):
         self.timer, self.extra_info, self.group, self.data = timer, {}, None, []
 
     def pedantic(self, target, rounds):
@@ -54,7 +54,7 @@ def reported(monkeypatch):
             )
             for contender in (key, *selected)
         ]
-        session = SimpleNamespace(items=[*items, SimpleNamespace()])
+        session = SimpleNamespace(items=[*items, SimpleNamespace(path="other.py")])
         benchmark = Benchmark()
         request = SimpleNamespace(node=items[0], session=session, config=config)
         models.report(request, benchmark, train=False)
