@@ -133,10 +133,11 @@ def _is_slow(key: str) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What a contest has found: what :meth:`Contest.measured` returns, and its attributes."""
+    """What a contest has found, without its models: rows by contender, and what it has of the others."""
 
-    measured: dict[str, Any]
-    contest: Contest
+    rows: dict[str, dict[str, Any]]
+    why_not: dict[str, str]
+    failed: dict[str, Exception]
 
 
 _outcomes = pytest.StashKey[dict[tuple[Any, ...], Outcome]]()
@@ -146,12 +147,12 @@ def report(request: pytest.FixtureRequest, benchmark: Any, *, train: bool) -> No
     """Reports the seconds of a test's contender, fails if it has failed, or skips if it cannot run."""
     params = request.node.callspec.params
     key = params["contender"]
-    measured, contest = outcome_of(request, train=train)
-    if key in contest.why_not:
-        pytest.skip(contest.why_not[key])
-    if key in contest.failed:
-        raise contest.failed[key]
-    row = next(row for row in measured["rows"] if row["contender"] == key)
+    rows, why_not, failed = outcome_of(request, train=train)
+    if key in why_not:
+        pytest.skip(why_not[key])
+    if key in failed:
+        raise failed[key]
+    row = rows[key]
     name, dtype, batch = (params[field] for field in ("model", "dtype", "batch"))
     benchmark.group = f"{name}{', training' if train else ''}, {dtype}, batch {batch}"
     recorded.report(
@@ -165,8 +166,6 @@ def report(request: pytest.FixtureRequest, benchmark: Any, *, train: bool) -> No
         device=torch.cuda.get_device_name() if CUDA else machine.cpu_name(),
         threads=torch.get_num_threads(),
         images_per_second=batch / statistics.median(row["seconds"]),
-        first_seconds=contest.first[key]["seconds"],
-        image_size=contest.subject.image_size,
         **{field: value for field, value in row.items() if field != "seconds"},
     )
 
@@ -197,4 +196,8 @@ def run(name: str, dtype: str, batch: int, *, keys: set[str], train: bool, tiny:
         measured = contest.measured(batch, 1 if tiny else ROUNDS)
     for row in measured["rows"]:
         row["percent_of_product"] = 100 * share_of_product(measured, row)
-    return Outcome(measured, contest)
+        first = contest.first[row["contender"]]
+        row |= {"first_seconds": first["seconds"], "load_seconds": first["load"]}
+        row |= {"untuned_seconds": first["untuned_seconds"], "image_size": subject.image_size}
+    rows = {row["contender"]: row for row in measured["rows"]}
+    return Outcome(rows, contest.why_not, contest.failed)

@@ -135,6 +135,9 @@ class Runner:
         self._runtime = None if self._contender.runtime is None else RUNTIMES[self._contender.runtime]
         for package in () if self._runtime is None else self._runtime.packages:
             require(package, "peers")  # its code is not the model's memory
+        if self._contender.model == "hf":
+            quiet_transformers()
+            require("transformers.modeling_utils", "bench")  # likewise
         self._compiled: dict[str | None, Any] = {}
         self._idle = _peak_resident(lambda: None)
 
@@ -175,8 +178,6 @@ class Runner:
         return {"load": load, "seconds": seconds - (load or 0.0)}
 
     def _load(self) -> nn.Module:
-        if self._contender.model == "hf":
-            quiet_transformers()
         model = self._job.load(self._contender.model)
         return model.unpacked(self._job.device) if isinstance(model, Packed) else model
 
