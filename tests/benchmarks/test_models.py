@@ -161,9 +161,10 @@ def test_a_contender_that_cannot_run_is_skipped_with_the_reason(key, why_not, re
         monkeypatch.setattr(models, "TINY", models.TINY._replace(build=lambda: hybrid))
     if key == "openvino":
         monkeypatch.setattr(contest.peers.OpenVINO, "packages", ("not_there",))
-        subject = models.TINY.build()._replace(hf=nn.Identity())
+        hf = nn.Identity()
+        hf.config = None
+        subject = models.TINY.build()._replace(hf=hf)
         monkeypatch.setattr(models, "TINY", models.TINY._replace(build=lambda: subject))
-        monkeypatch.setattr(contest.Packed, "of", lambda model: model)
     with pytest.raises(pytest.skip.Exception, match=why_not):
         reported(key)
 

@@ -23,7 +23,7 @@ from cvt_kernels.autotune import accuracy, clock
 from . import peers, workers
 from .contenders import CONTENDERS, has_classes
 from .models import Subject
-from .workers import Job, Packed
+from .workers import Job
 
 #: Seconds before a turn, in which the threads of the last contender stop waiting for work.
 _PAUSE = 0.03
@@ -94,14 +94,15 @@ class Contest:
         self._folder = tempfile.TemporaryDirectory()
         self._job = job = self._job._replace(folder=self._folder.name)
         subject = self.subject
-        plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
         if subject.hf is not None:
-            job.save(hf=Packed.of(job.cast(copy.deepcopy(subject.hf).train(job.train))))
+            hf = job.cast(copy.deepcopy(subject.hf))
+            job.save(hf=(type(hf), hf.config, hf.state_dict()))
         if subject.ours is not None:
             job.save(cvt=job.cast(copy.deepcopy(subject.ours).train(job.train)))
         job.save(images=self._images)
         # Of the rounded weights, since their rounding is nobody's error.
-        self._plain, self._exact = plain, copy.deepcopy(plain).double()
+        self._plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
+        self._exact = copy.deepcopy(self._plain).double()
         self._precision = torch.get_float32_matmul_precision()
         job.configure()
         return self

@@ -85,34 +85,13 @@ class Job(NamedTuple):
             return logits_of(run(images))
 
     def save(self, **things: Any) -> None:
-        """Writes models and tensors for the processes."""
+        """Writes tensors and models for the processes, of transformers as class, configuration and state."""
         for name, thing in things.items():
             torch.save(thing, Path(self.folder, name))
 
     def load(self, name: str) -> Any:
         """Reads what :meth:`save` wrote."""
         return torch.load(Path(self.folder, name), map_location=self.device, weights_only=False)
-
-
-class Packed(NamedTuple):
-    """A model of transformers for another process, where a pickle would lack the hooks for its outputs."""
-
-    model_class: type[Any]
-    config: Any
-    state: dict[str, Tensor]
-    dtype: torch.dtype
-    is_training: bool
-
-    @classmethod
-    def of(cls, model: Any) -> Packed:
-        """Packs a model."""
-        return cls(type(model), model.config, model.state_dict(), model.dtype, model.training)
-
-    def unpacked(self, device: torch.device) -> nn.Module:
-        """Makes the model again."""
-        model = self.model_class(self.config).to(device, self.dtype)
-        model.load_state_dict(self.state)
-        return model.train(self.is_training)
 
 
 class Turn(NamedTuple):
@@ -179,7 +158,13 @@ class Runner:
 
     def _load(self) -> nn.Module:
         model = self._job.load(self._contender.model)
-        return model.unpacked(self._job.device) if isinstance(model, Packed) else model
+        if isinstance(
+            model, tuple
+        ):  # a pickle of a model of transformers would lack the hooks for its outputs
+            model_class, config, state = model
+            model = self._job.cast(model_class(config)).train(self._job.train)
+            model.load_state_dict(state)
+        return model
 
     def _running(self, batch_size: int) -> Any:
         """Returns what runs a batch size: code of its own under torch.compile, as its users would have it."""

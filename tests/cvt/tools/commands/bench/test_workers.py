@@ -76,7 +76,7 @@ def test_a_model_of_transformers_is_whole_in_another_process(tmp_path):
     sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1] * 4, "num_attention_heads": [1, 2, 3, 4]}
     config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=7)
     model = transformers.SegformerForSemanticSegmentation(config).eval()
-    worker = workers.Worker("hf", job_of(workers.Packed.of(model), tmp_path))
+    worker = workers.Worker("hf", job_of((type(model), model.config, model.state_dict()), tmp_path))
     worker.ask("first", 1)
     logits, *_ = worker.ask("parity", 1)
     worker.end()
