@@ -1,4 +1,4 @@
-"""What the suites add to pytest, and to pytest-benchmark's JSON."""
+"""Additions of the suites to pytest, and to pytest-benchmark's JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suites of models share: the models, and a contest for the tests of a model, dtype and batch size.
+"""The parts that the suites of models share: the models, and a contest for the tests of a model, dtype and batch size.
 
 The first of these tests runs the contest, for the contenders that this session of pytest has selected; each
 test then reports its own. Every contender is a process of its own, and they take turns.
@@ -133,7 +133,7 @@ def _is_slow(key: str) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What a contest has found, without its models: rows by contender, and what it has of the others."""
+    """The results of a contest, without its models: rows by contender, and what it has of the others."""
 
     rows: dict[str, dict[str, Any]]
     why_not: dict[str, str]

@@ -120,7 +120,8 @@ def stages(
     ) -> Part:
         """Returns the part that times a contender, in all batch sizes."""
         file = "training" if name.startswith("train_") else "models"
-        words = "tiny-" if tiny else f"{of}- and -{contender}]"  # a smoke test has contenders of its own
+        words = f"{of}- and -{contender}]" + (" and not slow" if contender == "compile" else "")
+        words = "tiny-" if tiny else words  # a smoke test has contenders of its own
         return suite(name, f"benchmarks/test_{file}.py", seconds, words, **settings)
 
     def kernels(name: str, contender: str, batch: int, seconds: float, *options: str) -> Part:

@@ -95,7 +95,7 @@ def test_variants_can_be_built(name):
 
 
 def test_tests_report_what_one_contest_has_measured(reported, monkeypatch):
-    """In turns, of the contenders that the session selected."""
+    """Turns are those of the contenders that the session selected."""
     turns = []
     monkeypatch.setattr(workers.Runner, "turn", lambda self, size: turns.append(self._contender) or TURN)
     frozen, eager = reported("cvt-frozen", "eager"), reported("eager", "cvt-frozen")

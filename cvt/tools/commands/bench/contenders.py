@@ -20,7 +20,7 @@ _MANY = 64
 
 
 class Contender(NamedTuple):
-    """What a contender is made of, in the order in which it is made.
+    """The parts of a contender, in the order in which it is made.
 
     Attributes:
         model: ``"hf"``, Hugging Face's, or ``"cvt"``.
@@ -42,7 +42,7 @@ class Contender(NamedTuple):
 
     @property
     def about(self) -> str:
-        """What it is, in words."""
+        """A description in words."""
         words = ["Hugging Face's model" if self.model == "hf" else "the model of cvt"]
         if self.model == "cvt" and not self.is_ours:
             words.append("in plain PyTorch: backend reference")
@@ -56,7 +56,7 @@ class Contender(NamedTuple):
 
     @property
     def is_judged(self) -> bool:
-        """Whether its errors have to be those that the accuracy rule allows."""
+        """True if its errors have to be those that the accuracy rule allows."""
         return self.quantize is None and self.runtime is None
 
     def why_not(self, device: torch.device, *, train: bool) -> str | None:

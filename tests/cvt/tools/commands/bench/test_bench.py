@@ -277,7 +277,7 @@ def test_workspace_of_the_extension_counts_as_memory(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_training_step_leaves_the_weights(dtype, monkeypatch):
-    """In dtypes of 16 bits it runs under autocast."""
+    """Dtypes of 16 bits run under autocast."""
     seen, first = [], workers.Runner.first
 
     def made(self, batch_size):

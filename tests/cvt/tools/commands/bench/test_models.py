@@ -209,7 +209,7 @@ def test_bad_input(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("keep", "is_judged"), [(1.0, True), (0.7, False)])
 def test_a_model_that_transformers_lacks(keep, is_judged):
-    """Where tokens are dropped, one more or less is no error of rounding."""
+    """Tokens are dropped: one more or less is no error of rounding."""
     subject = models.build_variant("tiny", 32, MODELS["cvt_nano"], token_keep=keep)
     assert subject.hf is None
     assert subject.plain is subject.ours
