@@ -63,8 +63,8 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         default=["hf"],
         metavar="NAMES",
         help="models to compare with, comma-separated: hf, compile, compile-max, eager, openvino, "
-        "onnxruntime, cvt-compile, accelerate-compile, accelerate-frozen-compile; hf is always included "
-        "(default: hf)",
+        "openvino-int8, onnxruntime, accelerate-int8, cvt-compile, accelerate-compile, "
+        "accelerate-frozen-compile; hf is always included (default: hf)",
     )
     bench.add_argument(
         "--save-weights", type=output_path, metavar="DIR", help="save the weights as a Hugging Face directory"
