@@ -1,4 +1,4 @@
-"""The parts that the suites of models share: the models, and a contest for the tests of a model, dtype and batch size.
+"""The models of the suites, and a contest for the tests of a model, dtype and batch size.
 
 The first of these tests runs the contest, for the contenders that this session of pytest has selected; each
 test then reports its own. Every contender is a process of its own, and they take turns.

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from cvt_kernels.caller import stacklevel_of_caller
 from cvt_kernels.checks import check_path, shown
 from cvt_kernels.records import LIMITS
 from cvt_kernels.reference import resize_table
@@ -257,10 +258,12 @@ class Checkpoint(NamedTuple):
 
 
 def warn_of_activation(checkpoint: Checkpoint) -> None:
-    """Warns the caller's caller if the activation should be chosen."""
+    """Warns if the activation should be chosen."""
     reason = checkpoint.why_choose_activation()
     if reason is not None:
-        warnings.warn(f"{reason}; choose by activation='gelu' or 'quick_gelu'", stacklevel=3)
+        warnings.warn(
+            f"{reason}; choose by activation='gelu' or 'quick_gelu'", stacklevel=stacklevel_of_caller()
+        )
 
 
 def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Module:
@@ -400,7 +403,7 @@ def load_checkpoint(model: nn.Module, checkpoint: _PathLike | Checkpoint) -> Loa
             difference = f"{theirs} and the model one to {head}"
         warnings.warn(
             f"{checkpoint.path} has {difference}: the head was not loaded and keeps the model's own weights",
-            stacklevel=2,
+            stacklevel=stacklevel_of_caller(),
         )
     return report
 

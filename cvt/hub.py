@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cvt_kernels.caller import stacklevel_of_caller
+
 from .extras import require
 from .huggingface import INDEX, WEIGHTS, CheckpointError, shards
 
@@ -103,7 +105,7 @@ def fetch(model: HubModel, **options: Any) -> Path:
         warnings.warn(
             f"{model}: its preprocessor_config.json is neither in the cache nor to be had now; "
             "images are prepared as for Microsoft's weights",
-            stacklevel=2,
+            stacklevel=stacklevel_of_caller(),
         )
     return config.parent
 

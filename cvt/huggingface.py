@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from cvt_kernels.caller import stacklevel_of_caller
 from cvt_kernels.checks import check_path, dtype_name, shown
 from cvt_kernels.records import LIMITS
 
@@ -151,7 +152,7 @@ def save_huggingface(
         warnings.warn(
             f"Hugging Face's CvT always computes exact GELU and this model {config.activation}: "
             "outputs will differ",
-            stacklevel=2,
+            stacklevel=stacklevel_of_caller(),
         )
 
 

@@ -540,7 +540,10 @@ def _ask_why_unavailable(implementation: Implementation, device_type: str) -> st
     ask, devices = implementation.why_unavailable, implementation.devices
     reason = None if ask is None else ask(device_type)
     if reason is None and (devices is None or device_type in devices or machine.INTERPRETING):
-        implementation.load()
+        if isinstance(implementation.function, str):
+            reason = machine.why_not_importable(implementation.function.partition(":")[0])
+        if reason is None:
+            implementation.load()
     return reason
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-#: Packages whose frames may lie between this package and its caller.
-_PASSED = ("cvt_kernels", "torch", "contextlib")
+#: Packages whose frames may lie between this package and its caller: what models are made of and called by.
+_PASSED = ("cvt_kernels", "cvt", "torch", "contextlib", "transformers", "timm", "peft", "accelerate")
 
 
 def stacklevel_of_caller() -> int:
     """Returns the ``stacklevel`` with which ``warnings.warn`` points to the caller of this package.
 
-    The caller is the innermost frame outside of cvt_kernels, PyTorch and contextlib. The level counts from
-    the function that calls this one.
+    The caller is the innermost frame outside of this project, PyTorch and the packages of models. The level
+    counts from the function that calls this one.
     """
     frame: FrameType | None = sys._getframe(1)
     level = 1

@@ -135,7 +135,7 @@ def workers() -> int:
     """Returns how many processes compile: ``CVT_KERNELS_COMPILE_WORKERS``, by default one per core, up to 16.
 
     With 0 the launches compile, in this process; so by default on one core, and always where processes cannot
-    be forked.
+    be forked, or in a frozen application, whose ``sys.executable`` is the application and no Python.
 
     Raises:
         ValueError: The variable is not a number of processes.
@@ -145,7 +145,7 @@ def workers() -> int:
         raise ValueError(
             f"CVT_KERNELS_COMPILE_WORKERS: got {requested!r}, expected a number of processes, 0 for none"
         )
-    if machine.INTERPRETING or not hasattr(os, "fork") or not sys.executable:
+    if machine.INTERPRETING or not hasattr(os, "fork") or not sys.executable or getattr(sys, "frozen", False):
         return 0
     if requested:
         return int(requested)

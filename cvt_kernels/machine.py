@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .toolkit import cpu_sets_here, find_nvcc
@@ -31,6 +32,9 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 #: The compute capability that the kernels need.
 OLDEST_GPU = (8, 0)
+#: The first Triton whose products are right on compute capability 10.x (pytorch issue 181248, triton issues
+#: 9871 and 10590).
+_TRITON_FOR_10 = "3.7.1"
 
 _EXTENSION = "cvt_kernels._C"
 #: The command that builds the extension, for messages.
@@ -92,6 +96,20 @@ def why_gluon_unavailable(device_type: str) -> str | None:
     return None
 
 
+@functools.cache
+def why_not_importable(module: str) -> str | None:
+    """Returns why a module of kernels cannot be imported, or None once it is.
+
+    Gluon is experimental: its functions get other names from one version of Triton to the next.
+    """
+    try:
+        importlib.import_module(module)
+    except (ImportError, AttributeError, TypeError) as error:
+        versions = f"torch {torch.__version__}, Triton {installed_version('triton')}"
+        return f"its kernels cannot be imported ({versions}): {error}"
+    return None
+
+
 def why_extension_unavailable(device_type: str) -> str | None:
     """Returns why this machine has no kernels of the extension for a type of device, or None.
 
@@ -124,6 +142,10 @@ def why_gpu_unsupported(backend: str, index: int) -> str | None:
     if backend == "gluon" and capability != (9, 0):
         has = ".".join(map(str, capability))
         return f"the kernels in Gluon are for GPUs of compute capability 9.0, {name} has {has}"
+    if backend == "triton" and capability[0] == 10:
+        version = installed_version("triton")
+        if version is not None and TorchVersion(version) < _TRITON_FOR_10:
+            return f"Triton below {_TRITON_FOR_10} computes wrong products on {name}; {version} is installed"
     if backend != "cuda":
         return None
     architectures = _split(load_extension().architectures)

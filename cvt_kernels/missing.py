@@ -13,15 +13,13 @@ import warnings
 import torch
 
 from . import machine
+from .caller import stacklevel_of_caller
 
 _said = False
 
 
 def warn_of_missing_kernels() -> None:
-    """Warns once per process if kernels for this machine are not installed.
-
-    Call it directly from a public function: the warning points to that function's caller.
-    """
+    """Warns once per process if kernels for this machine are not installed."""
     global _said
     if _said:
         return
@@ -31,7 +29,7 @@ def warn_of_missing_kernels() -> None:
         warnings.warn(
             f"kernels are missing, and PyTorch's own operators serve in their place: {reason}",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=stacklevel_of_caller(),
         )
 
 

@@ -23,6 +23,7 @@ from cvt.config import MOST_IMAGES, MOST_SEED
 from cvt.extras import folder_of
 from cvt.images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
 from cvt_kernels import checks
+from cvt_kernels.caller import stacklevel_of_caller
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
@@ -379,7 +380,7 @@ def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> 
     shown = first_of(unusable, "; ")
     if corrupt == "error":
         raise ImageError(f"data: {count} cannot be used: {shown}")
-    warnings.warn(f"data: skipped {count}: {shown}", stacklevel=3)
+    warnings.warn(f"data: skipped {count}: {shown}", stacklevel=stacklevel_of_caller())
 
 
 # Batches --------------------------------------------------------------------------------------------------
@@ -468,7 +469,7 @@ class Batches:
             for error in errors:
                 if self._corrupt == "error":
                     raise error
-                warnings.warn(f"skipped: {error}", stacklevel=2)
+                warnings.warn(f"skipped: {error}", stacklevel=stacklevel_of_caller())
             if len(labels):
                 yield images, labels
             elif self._sampler is not None:  # the other processes would wait for this one for ever

@@ -17,6 +17,7 @@ from cvt.config import LARGEST_IMAGE, MOST_SEED
 from cvt.images import ImageError, naming_image, open_image, preprocess, read_image, sample_photos, to_tensor
 from cvt.segmentation import IGNORED
 from cvt_kernels import checks
+from cvt_kernels.caller import stacklevel_of_caller
 
 from .datasets import (
     DIGITS,
@@ -232,7 +233,7 @@ def _numbered(source: Path, corrupt: Corrupt) -> list[str]:
         warnings.warn(
             f"data: {len(errors)} of {len(files)} label maps cannot be read, and do not count among the "
             f"{largest + 1} classes; first: {errors[0]}",
-            stacklevel=3,
+            stacklevel=stacklevel_of_caller(),
         )
     return [f"class {label}" for label in range(largest + 1)]
 

@@ -31,11 +31,12 @@ from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import class_token, freezing, recording
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
-from .families import CLASSIFIERS, RECORDED, SERVED, TABLE
+from .families import CLASSIFIERS, MODELS, RECORDED, SERVED, TABLE
 from .freezable import find_stages, why_not_freezable
 from .matching import (
     classifier_of,
     find_blocks,
+    model_name,
     parts_if_fused,
     why_another_forward,
     why_mismatched,
@@ -162,8 +163,8 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     stages = find_stages(model)
     if not stages:
         raise ValueError(
-            f"model: {type(model).__name__} has no whole stage of a CvT to freeze, and no layer of a "
-            "SegFormer, PVT, PVT v2 or GLPN"
+            f"model: got {model_name(model)}, expected one with a whole stage or layer of one of these to "
+            f"freeze: {MODELS}"
         )
     reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
     if all(reason is not None for reason in reasons):

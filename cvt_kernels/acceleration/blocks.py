@@ -618,6 +618,7 @@ class Family(NamedTuple):
     """The entries of a family of models, which a file in ``families`` has.
 
     Attributes:
+        models: The models that have its blocks, each with the projects whose they are, for messages.
         entries: Of its blocks, embeddings and heads.
         stages: Of its stages that run as one.
         recorded: Of what is recorded as a whole.
@@ -627,6 +628,7 @@ class Family(NamedTuple):
         recognize_stage: The same for stages.
     """
 
+    models: tuple[str, ...]
     entries: tuple[BlockEntry, ...]
     stages: tuple[StageEntry, ...] = ()
     recorded: tuple[RecordedEntry, ...] = ()

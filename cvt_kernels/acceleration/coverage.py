@@ -126,7 +126,8 @@ def coverage(model: nn.Module, inputs: Any = None) -> Coverage:
         A list of :class:`BlockCoverage`; print it.
 
     Raises:
-        TypeError: ``model`` is not a module, or there is no tensor of floating point in ``inputs``.
+        TypeError: ``model`` is not a module, ``inputs`` is neither a tensor, a tuple nor a dict, or has no
+            tensor of floating point.
         ValueError: It has no block that could be supported.
     """
     rows = _rows_of(model)
@@ -205,11 +206,13 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
 
 
 def check_inputs(inputs: Any) -> None:
-    """Raises TypeError for arguments of a model without a tensor of floating point."""
-    if not list(tensors_in(inputs)):
+    """Raises TypeError for what is no arguments of a model, or has no tensor of floating point."""
+    is_known = isinstance(inputs, Tensor | tuple | Mapping)
+    if not is_known or not list(tensors_in(inputs)):
+        lacking = " without a floating-point tensor" if is_known else ""
         raise TypeError(
-            f"inputs: got a {type(inputs).__name__} without a floating-point tensor, expected a tensor, "
-            "a tuple of positional or a dict of keyword arguments"
+            f"inputs: got {type(inputs).__name__}{lacking}, expected a tensor, a tuple of positional or a "
+            "dict of keyword arguments"
         )
 
 

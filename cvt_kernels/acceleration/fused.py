@@ -127,13 +127,13 @@ def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate
     return gelu(module(x), approximate=approximate)
 
 
-def check_images(name: str, images: Tensor, projection: nn.Module) -> None:
-    """Raises ValueError unless what an embedding gets is images or maps (B, C, H, W)."""
+def check_images(name: str, images: Any, projection: nn.Module) -> None:
+    """Raises TypeError or ValueError unless what an embedding gets is images or maps (B, C, H, W)."""
+    expected = f"(batch, {getattr(projection, 'in_channels', 'channels')}, height, width)"
+    if not isinstance(images, Tensor):
+        raise TypeError(f"{name}: got {type(images).__name__}, expected a tensor {expected}")
     if images.ndim != 4:
-        channels = getattr(projection, "in_channels", "channels")
-        raise ValueError(
-            f"{name}: got shape {tuple(images.shape)}, expected (batch, {channels}, height, width)"
-        )
+        raise ValueError(f"{name}: got shape {tuple(images.shape)}, expected {expected}")
 
 
 def call(module: Any, x: Tensor, then: Any = None) -> Tensor:

@@ -26,7 +26,7 @@ from .blocks import (
     why_another_class,
 )
 from .class_token import ClassifierEntry
-from .families import CLASSIFIERS, recognize
+from .families import CLASSIFIERS, MODELS, recognize
 from .families.cvt import MODULE
 from .watching import (
     BYPASSED,
@@ -53,10 +53,17 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
     found = blocks_in(model)
     if not found:
         raise ValueError(
-            f"model: {type(model).__name__} has no block of a CvT, SegFormer, PVT, PVT v2 or GLPN; models of "
-            "transformers that take attention by name can have ours by cvt_kernels.register_attention"
+            f"model: got {model_name(model)}, expected a model with blocks of one of these: {MODELS}; other "
+            "models of transformers that take attention by name can have ours by "
+            "cvt_kernels.register_attention"
         )
     return found
+
+
+def model_name(model: nn.Module) -> str:
+    """Returns the name of a model's class with that of the project whose it is."""
+    cls = original_class(type(model))
+    return f"{cls.__name__} of {cls.__module__.partition('.')[0]}"
 
 
 def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:

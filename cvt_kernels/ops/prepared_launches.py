@@ -69,6 +69,8 @@ def prepared(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> 
             return Prepared(_by_driver(compiled, grid, arguments), None)
         except _CannotBePreparedError as error:
             why = str(error)
+        except (AttributeError, TypeError) as error:
+            why = f"this Triton describes its kernels in another way: {error}"
     return Prepared(_by_triton(compiled, grid, arguments), why)
 
 

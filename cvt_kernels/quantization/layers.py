@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..acceleration.blocks import why_another_class
-from ..acceleration.matching import blocks_in, why_mismatched
+from ..acceleration.families import MODELS
+from ..acceleration.matching import blocks_in, model_name, why_mismatched
 from ..acceleration.watching import why_must_be_called
 from ..ops.linear_int8 import MOST_INPUTS
 from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
@@ -49,9 +50,8 @@ def find_layers(model: nn.Module, *, embeddings: bool) -> list[Layer]:
             found.append(Layer(where, module, reason or why_not(module)))
     if not found:
         raise ValueError(
-            f"model: {type(model).__name__} has no block with linear layers, expected a CvT of cvt, of "
-            "transformers or Microsoft's, a SegFormer, GLPN, PVT or PVT v2 of transformers, or a model with "
-            "such in it"
+            f"model: got {model_name(model)}, expected a model with linear layers in blocks of one of these: "
+            f"{MODELS}"
         )
     return found
 

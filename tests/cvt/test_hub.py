@@ -139,8 +139,11 @@ def test_an_unknown_preprocessing_is_said(hub, monkeypatch):
     for file in ("config.json", "model.safetensors"):
         hf_hub_download(NAME, file)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.warns(UserWarning, match=f"{NAME}: its preprocessor_config.json is neither in the cache nor"):
+    with pytest.warns(
+        UserWarning, match=f"{NAME}: its preprocessor_config.json is neither in the cache nor"
+    ) as caught:
         assert read_checkpoint(NAME).preprocessing is None
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_a_path_wins_over_a_name(hub, tmp_path, monkeypatch):
@@ -157,6 +160,9 @@ def test_the_activation_of_microsofts_weights_and_of_others(hub):
     for name in ("microsoft/cvt-21-384-22k", NAME):
         hub.publish(name, small())
     assert create_model(checkpoint="microsoft/cvt-21-384-22k").config.activation == "quick_gelu"
-    with pytest.warns(UserWarning, match=rf"{NAME} is .* exact GELU, and so does this one; .*'quick_gelu'$"):
+    with pytest.warns(
+        UserWarning, match=rf"{NAME} is .* exact GELU, and so does this one; .*'quick_gelu'$"
+    ) as warned:
         assert create_model(checkpoint=NAME).config.activation == "gelu"
+    assert [each.filename for each in warned] == [__file__]
     assert create_model(checkpoint=NAME, activation="gelu_tanh").config.activation == "gelu_tanh"

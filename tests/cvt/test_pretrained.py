@@ -57,8 +57,9 @@ def test_labels_and_images_come_along(tmp_path):
     back.save_pretrained(tmp_path / "b")
     again = CvT.from_pretrained(tmp_path / "b")
     assert (again.labels, again.preprocessing) == (back.labels, back.preprocessing)
-    with pytest.warns(UserWarning, match="the head was not loaded"):
+    with pytest.warns(UserWarning, match="the head was not loaded") as caught:
         assert CvT.from_pretrained(tmp_path / "a", num_classes=3).labels is None
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_push_and_load(hub, monkeypatch):

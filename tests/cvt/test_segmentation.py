@@ -266,8 +266,11 @@ def test_an_unreadable_label_map_is_skipped(label_maps):
     (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match=r"1.png: is not a readable label map"):
         open_label_maps(label_maps, "val", 32)
-    with pytest.warns(UserWarning, match=r"data: 1 of 11 label maps cannot be read.* first: .*1.png: is"):
+    with pytest.warns(
+        UserWarning, match=r"data: 1 of 11 label maps cannot be read.* first: .*1.png: is"
+    ) as caught:
         numbered = open_label_maps(label_maps, "val", 32, corrupt="skip")
+    assert [each.filename for each in caught] == [__file__]
     (label_maps / "classes.txt").write_text("a\nb\nc\n")
     named = open_label_maps(label_maps, "val", 32, corrupt="skip")
     for data in (numbered, named):

@@ -64,6 +64,28 @@ def test_every_declared_function_can_be_imported():
             assert loaded.why_unsupported is None or callable(loaded.why_unsupported), (operator, backend)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("from torch.nn.functional import renamed", "cannot import name 'renamed'"),
+        ("import torch\ntorch.nn.functional.renamed", "no attribute 'renamed'"),
+        ("import torch\ntorch.relu(torch.ones(1), renamed=1)", "renamed"),
+    ],
+)
+def test_a_backend_that_cannot_be_imported_is_unavailable(tmp_path, monkeypatch, source, said):
+    """Other versions of what it imports have other names and parameters."""
+    name = f"kernels_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(f"{source}\ndef gelu(call): return call.x + 10\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    backends.register("gelu", "cpu", Implementation(f"{name}:gelu"))
+    x = torch.ones(3)
+    with ck.use_backend("cpu", "reference"):
+        assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
+    assert said in ck.fallbacks()["gelu", "cpu"]
+    with ck.use_backend("cpu"), pytest.raises(ck.BackendUnavailable, match=said):
+        ck.gelu(x)
+
+
 def no_tanh(x, *, approximate):
     return "no tanh" if approximate == "tanh" else None
 

@@ -130,6 +130,23 @@ def test_without_a_process_the_launches_compile(tmp_path):
     run(tmp_path, "assert compiling.begin(kernels) == [] and server() is None", workers="0")
 
 
+def test_a_frozen_application_is_not_started_as_a_compiler(tmp_path):
+    """Its ``sys.executable`` is the application, which would start once more."""
+    application = tmp_path / "application"
+    application.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    application.chmod(0o755)
+    program = f"sys.frozen, sys.executable = True, {str(application)!r}\n"
+    program += """
+assert compiling.workers() == 0
+keys = compiling.begin(kernels)
+assert compiling.wait(keys)
+assert server() is None
+launch_all()
+"""
+    run(tmp_path / "cache", program)
+    assert not (tmp_path / "started").exists()
+
+
 def test_few_kernels_start_no_process(tmp_path):
     """Unless the call goes on meanwhile."""
     run(

@@ -146,6 +146,29 @@ def test_gpus_that_no_kernel_serves_are_refused_in_one_sentence(gpus, monkeypatc
         assert ask("cuda") == reason
 
 
+@pytest.mark.parametrize(
+    ("capability", "version", "is_right"),
+    [
+        ((10, 0), "3.6.0", False),
+        ((10, 3), "3.7.0+git123", False),
+        ((10, 0), "3.7.1", True),
+        ((10, 3), "3.10.0", True),
+        ((9, 0), "3.6.0", True),
+        ((12, 0), "3.6.0", True),
+    ],
+)
+def test_a_triton_of_wrong_products_is_refused(gpus, monkeypatch, capability, version, is_right):
+    gpus(capability, architectures="sm_80,compute_90")
+    monkeypatch.setattr(machine, "installed_version", lambda package: version)
+    reason = machine.why_gpu_unsupported("triton", 0)
+    assert reason == machine._why_no_gpu_runs("triton")
+    if is_right:
+        assert reason is None
+    else:
+        assert reason == f"Triton below 3.7.1 computes wrong products on GPU 0; {version} is installed"
+    assert machine.why_gpu_unsupported("cuda", 0) is None
+
+
 def test_a_gpu_that_no_kernel_serves_leaves_the_others_alone(gpus):
     gpus((7, 5), (9, 0))
     assert machine.why_extension_unavailable("cuda") is None

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from cvt_kernels.caller import stacklevel_of_caller
+
 LOCK = ".lock"
 # What is not meant to be the lock is neither followed nor waited for, where a system can do so.
 _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -36,7 +38,10 @@ def locked(directory: Path) -> Iterator[None]:
                 f"output: {directory} is where {owner} trains; wait for its end, or choose another directory"
             ) from None
         except OSError as error:
-            warnings.warn(f"{file.name}: cannot be locked against other runs: {error.strerror}", stacklevel=4)
+            warnings.warn(
+                f"{file.name}: cannot be locked against other runs: {error.strerror}",
+                stacklevel=stacklevel_of_caller(),
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} of {platform.node()}")
         file.flush()

@@ -23,6 +23,8 @@ _NAMED_STAGES = {
     for entry in family.stages
 }
 
+#: The models that have blocks with an entry, for messages.
+MODELS = ", ".join(model for family in FAMILIES for model in family.models)
 #: Every entry of a block, an embedding or a head, by its key.
 TABLE: dict[str, BlockEntry] = {entry.key: entry for entry in _ENTRIES}
 #: Every entry of what is served as one, by its key: stages, and layers of pyramids.

@@ -427,6 +427,7 @@ def _recognize_stage(module: nn.Module) -> StageEntry | None:
 
 
 FAMILY = Family(
+    models=("CvT (of transformers, Microsoft or cvt)",),
     entries=(
         *(each for entries in _HF_ENTRIES.values() for each in entries),
         *_MS_ENTRIES.values(),

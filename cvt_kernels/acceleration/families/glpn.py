@@ -22,6 +22,7 @@ def _norms(self: Any) -> BypassedParts:
 _ENCODER = encoder_entry("GLPNEncoder", encode_glpn, _norms, "patch_embeddings", "block", "layer_norm")
 
 FAMILY = Family(
+    models=("GLPN (of transformers)",),
     entries=(
         embeddings_entry("GLPNOverlapPatchEmbeddings"),
         block_entry("GLPNLayer", block_of_4),

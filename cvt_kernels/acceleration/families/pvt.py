@@ -44,12 +44,12 @@ def _pvt_v2_block(self: Any) -> BlockParts:
 
 
 def _pvt_embeddings(self: Any, pixel_values: Tensor) -> Any:
-    if pixel_values.ndim == 4 and pixel_values.shape[1] != self.num_channels:
+    check_images("pixel_values", pixel_values, self.projection)
+    if pixel_values.shape[1] != self.num_channels:
         return NotImplemented  # upstream has an error for it
     embedding, class_token = (self.projection, self.layer_norm, pixel_values), self.cls_token
     # Upstream interpolates them from this grid to this grid, which changes nothing.
     positions = self.position_embeddings
-    check_images("pixel_values", pixel_values, self.projection)
     if is_one_embedding(*embedding, class_token, positions) and _is_for_kernels(self, pixel_values):
         _check_positions(self, pixel_values, output_grid(pixel_values, self.projection))
         class_token = None if class_token is None else class_token[0, 0]
@@ -122,6 +122,7 @@ _ENCODER = encoder_entry(
 _V2_ENCODER = encoder_entry("PvtV2Encoder", encode_pvt_v2, lambda self: BypassedParts([]), "layers")
 
 FAMILY = Family(
+    models=("PVT (of transformers)", "PVT v2 (of transformers)"),
     entries=(
         BlockEntry(
             upstream=HUGGING_FACE,

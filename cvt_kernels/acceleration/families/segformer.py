@@ -117,6 +117,7 @@ _STAGE = BlockEntry(
 )
 
 FAMILY = Family(
+    models=("SegFormer (of transformers)",),
     entries=(
         _LAYER,
         _STAGE,

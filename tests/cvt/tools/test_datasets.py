@@ -207,8 +207,9 @@ def test_what_is_left_out_is_counted_and_named(folder):
     for opened in (lambda: open_dataset(folder, "val", 16), lambda: open_parts(val, 16)):
         with pytest.raises(ImageError, match=f"^data: {message}"):
             opened()
-    with pytest.warns(UserWarning, match=f"^data: skipped {message}"):
+    with pytest.warns(UserWarning, match=f"^data: skipped {message}") as caught:
         assert len(open_dataset(folder, "val", 16, corrupt="skip")) == 9
+    assert [each.filename for each in caught] == [__file__]
     with pytest.warns(UserWarning, match=f"^data: skipped {message}"):
         assert [len(part) for part in open_parts(folder, 16, corrupt="skip")] == [9, 9]
 

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import pickle
+import re
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.utils import parametrize
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import backends, modes
-from cvt_kernels.acceleration import fused, matching
+from cvt_kernels.acceleration import families, fused, matching
 from cvt_kernels.autotune import tuner
 from cvt_kernels.classes import is_fused
 from cvt_kernels.ops import autograd
@@ -587,6 +588,17 @@ def test_images_without_a_batch(make):
                 model(torch.ones(shape))
 
 
+@every_model
+@pytest.mark.parametrize("freeze", [False, None])
+def test_images_that_are_no_tensors(make, freeze):
+    model = ck.accelerate(make().eval(), freeze=freeze)
+    for wrong in (images().numpy(), [images()]):
+        name = type(wrong).__name__
+        message = rf"^(x|pixel_values): got {name}, expected a tensor \(batch, 3, height, width\)$"
+        with pytest.raises(TypeError, match=message), torch.no_grad():
+            model(wrong)
+
+
 def test_errors_of_the_operators_reach_the_caller():
     model = ck.accelerate(microsoft(), freeze=False).train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -627,7 +639,7 @@ def of_another_signature():
     [
         (
             lambda: nn.Sequential(Block(), nn.LayerNorm(4)),
-            "Sequential has no block of a CvT, SegFormer, PVT, ",
+            "model: got Sequential of torch, expected a model with blocks of one of these: CvT ",
         ),
         (
             lambda: microsoft(method="linear").stage0.blocks[0],
@@ -642,6 +654,22 @@ def test_nothing_that_is_supported(make, message):
     with pytest.raises(ValueError, match=message):
         ck.accelerate(model, freeze=False)
     assert [type(module) for module in model.modules()] == classes
+
+
+def test_an_unknown_model_is_told_of_every_family_with_its_project():
+    """So that timm's PVT v2, whose blocks are others, is not told that it has none of a PVT v2."""
+    timms = type("PyramidVisionTransformerV2", (nn.Module,), {"__module__": "timm.models.pvt_v2"})
+    message = "^model: got PyramidVisionTransformerV2 of timm, expected a model with blocks of one of these: "
+    with pytest.raises(ValueError, match=message) as caught:
+        ck.accelerate(timms())
+    for family in families.FAMILIES:
+        assert family.models
+        for model in family.models:
+            assert "(of " in model
+            assert model in str(caught.value)
+    for ask in (ck.coverage, ck.quantize):
+        with pytest.raises(ValueError, match=re.escape(families.MODELS)):
+            ask(timms().eval())
 
 
 @pytest.mark.parametrize("method", ["avg", "linear"])

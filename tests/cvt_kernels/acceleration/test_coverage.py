@@ -162,6 +162,21 @@ def test_everything_is_put_back_after_an_error():
     assert backends.implementations is known
 
 
+@pytest.mark.parametrize("report", [ck.coverage, ck.verify])
+@pytest.mark.parametrize(
+    ("inputs", "came"),
+    [
+        ([torch.zeros(1, 3, 64, 64)], "got list, expected a tensor, a tuple"),
+        (torch.zeros(1, 3, 64, 64).numpy(), "got ndarray, expected"),
+        ({"x": torch.zeros(1, dtype=torch.uint8)}, "got dict without a floating-point tensor, expected"),
+        ((), "got tuple without"),
+    ],
+)
+def test_inputs_that_are_no_arguments_of_a_model(report, inputs, came):
+    with pytest.raises(TypeError, match=f"^inputs: {came}"):
+        report(accelerated(), inputs)
+
+
 # What it prints --------------------------------------------------------------------------------------------
 
 

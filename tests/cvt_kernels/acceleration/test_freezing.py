@@ -13,6 +13,7 @@ from cvt import create_model
 from cvt.factory import randomize
 from cvt_kernels import graphs
 from cvt_kernels.acceleration import freezing
+from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built
 from tests.cvt_kernels.acceleration.served import (
     CVTS,
@@ -601,8 +602,10 @@ def test_gradients_are_those_of_the_blocks(make, served):
     own, x = make().eval(), inputs(make)
     fused = frozen(own)
     with torch.enable_grad():
-        with pytest.warns(RuntimeWarning, match="gradients are recorded"):
+        with pytest.warns(RuntimeWarning, match="gradients are recorded") as caught:
             logits(fused(x)).sum().backward()
+        # No file of transformers; Microsoft's model is a file of one's own.
+        assert {warning.filename for warning in caught} <= {__file__, microsoft_cvt.__file__}
         logits(own(x)).sum().backward()
         assert not served
         for mine, theirs in zip(fused.parameters(), own.parameters(), strict=True):
@@ -682,8 +685,11 @@ def hooked():
         (of_inference_mode, "made in inference mode"),
         (lambda: huggingface().train(), r"model: is in training mode, expected model.eval\(\)"),
         (lambda: pvt_v2().train(), r"model: is in training mode, expected model.eval\(\)"),
-        (lambda: ours().eval().stage0.blocks[0], "has no whole stage"),
-        (lambda: stages_of(pvt_v2())[0].attention, "PvtV2SelfAttention has no block of a CvT, SegFormer"),
+        (lambda: ours().eval().stage0.blocks[0], "got Block of cvt, expected one with a whole stage"),
+        (
+            lambda: stages_of(pvt_v2())[0].attention,
+            "got PvtV2SelfAttention of transformers, expected a model",
+        ),
         (pvt_v2_linear, r"none of the 3 layers .*: its attention is linear, which no operator"),
         (hooked, r"none of the 3 stages .*stage0: blocks.0.mlp.fc1 has forward hooks"),
     ],

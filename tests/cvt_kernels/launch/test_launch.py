@@ -16,7 +16,8 @@ from tests.processes import run_python
 H200 = Chip(90, 132, "NVIDIA H200")
 #: The configurations of each kernel and size that were within 16 % of the best of all that were timed on an
 #: H200 in bfloat16: microseconds, then the fields of the record.
-MEASURED = json.loads((Path(__file__).parent / "h200.json").read_text(encoding="utf-8"))
+FILE = Path(__file__).parent / "h200.json"
+MEASURED = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def name_of(measured):
@@ -24,9 +25,14 @@ def name_of(measured):
 
 
 def slowdown(measured, config):
-    """Returns the time of a configuration over the best one's; infinity if it is far from it."""
+    """Returns the time of a configuration over the best one's."""
     best = {tuple(fields): microseconds for microseconds, *fields in measured["best"]}
-    return best.get(tuple(map(int, dataclasses.astuple(config))), float("inf")) / min(best.values())
+    fields = tuple(map(int, dataclasses.astuple(config)))
+    assert fields in best, (
+        f"{name_of(measured)}: {config} is none of the fast configurations in {FILE.name}. Time it on an "
+        f"H200 (python -m benchmarks.sweep), and add [microseconds, {', '.join(map(str, fields))}] there"
+    )
+    return best[fields] / min(best.values())
 
 
 def need_of(measured, chip=H200):
@@ -45,6 +51,13 @@ def test_the_table_is_within_8_percent_of_the_best(measured):
     assert slowdown(measured, launch.shipped(need)) <= 1.08
     found = launch.configuration(need.kernel, torch.bfloat16, need.sizes, need.rows, H200)
     assert found == launch.shipped(need)
+
+
+def test_a_configuration_that_nobody_timed_is_told_where_to_be_added():
+    measured = MEASURED[0]
+    other = dataclasses.replace(launch.shipped(need_of(measured)), num_stages=9)
+    with pytest.raises(AssertionError, match=r"none of the fast configurations in h200[.]json[.] Time it"):
+        slowdown(measured, other)
 
 
 def find(rows, chip=H200, kernel="linear_gelu", dtype=torch.bfloat16, sizes=(384, 1536)):

@@ -268,6 +268,14 @@ for reason, kernel, grid, given in [
     assert reason in made.why_by_triton, (reason, made.why_by_triton)
 """
     run(drivers[0], COMPILED + code)
+    unknown = """
+for name in ("profile_scratch_size", "launch_cooperative_grid", "num_ctas", "shared", "launch_pdl"):
+    kernel = compiled(["*fp32"])
+    delattr(kernel.metadata, name)  # of another version of Triton
+    made = prepared_launches.prepared(kernel, (1, 1, 1), [x])
+    assert "in another way" in made.why_by_triton and name in made.why_by_triton, made
+"""
+    run(drivers[0], COMPILED + unknown)
     old = """
 prepared_launches._encoded = lambda descriptor, meta, address: bytes(128)
 kernel = compiled(["tensordesc<fp32[4, 16]>"], tensordesc_meta=["meta"])

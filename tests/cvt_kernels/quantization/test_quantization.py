@@ -206,7 +206,11 @@ def test_layers_are_kept_by_name_or_pattern(model):
 
 #: Wrong settings or models, besides tests/cvt_kernels/test_arguments.py's.
 WRONG = {
-    "no blocks": ({}, lambda m: nn.Linear(3, 4).eval(), "model: Linear has no block with linear layers"),
+    "no blocks": (
+        {},
+        lambda m: nn.Linear(3, 4).eval(),
+        "model: got Linear of torch, expected a model with linear",
+    ),
     "training": ({}, lambda m: m.train(), "model: is in training mode"),
     "no images": ({"scheme": "static"}, None, "calibration: got None, expected images"),
     "empty": ({"calibration": []}, None, "calibration: is empty"),

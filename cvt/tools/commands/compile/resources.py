@@ -53,8 +53,9 @@ class Resources(NamedTuple):
         tensor_memory: Columns of tensor memory of a block, on sm_100.
         occupancy: The part of a multiprocessor's warps that the kernel can fill: what registers, shared and
             tensor memory and the number of blocks allow.
-        messages: The assembler's messages C75xx, by which it waits for each asynchronous product (wgmma); and
-            what a kernel does before it waits for the kernel before.
+        messages: The assembler's messages C75xx, by which it waits for each asynchronous product (wgmma);
+            what a kernel does before it waits for the kernel before; what writes a register of a product
+            before the wait for it.
     """
 
     threads: int

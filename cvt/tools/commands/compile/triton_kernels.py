@@ -18,8 +18,8 @@ from triton.runtime.cache import get_cache_manager
 
 from cvt_kernels import compiling, launching
 
-from .dependencies import unordered
-from .resources import Resources, usages_of
+from .dependencies import overwritten, unordered
+from .resources import Resources, run_tool, usages_of
 
 
 class TritonKernel(compiling.TritonKernel):
@@ -38,6 +38,7 @@ class TritonKernel(compiling.TritonKernel):
             path = Path(scratch, "kernel.cubin")
             path.write_bytes(compiled.asm["cubin"])
             (usage,) = usages_of(path).values()
+            sass = run_tool("nvdisasm", "-c", path) if "wgmma" in compiled.asm["ptx"] else ""
         facts = compiled.metadata
         resources = Resources.of(
             usage,
@@ -49,7 +50,7 @@ class TritonKernel(compiling.TritonKernel):
         ptx = compiled.asm["ptx"]
         messages = unordered(ptx) if facts.launch_pdl else ()
         if "wgmma" in ptx:
-            messages += messages_of(self._log(compiled, log.getvalue()))
+            messages += messages_of(self._log(compiled, log.getvalue())) + overwritten(sass)
         return resources._replace(messages=messages)
 
     def _log(self, compiled: CompiledKernel, printed: str) -> str:

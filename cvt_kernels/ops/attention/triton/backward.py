@@ -209,7 +209,8 @@ def _attention_bwd_dkdv_kernel(
 
 
 def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
-    if not machine.INTERPRETING or dk.is_meta:  # Gluon has no interpreter
+    is_compiled = not machine.INTERPRETING or dk.is_meta  # Gluon has no interpreter
+    if is_compiled and machine.why_not_importable("cvt_kernels.ops.attention.gluon") is None:
         from ..gluon import launch_streamed
 
         if launch_streamed(arguments, dk, dv):

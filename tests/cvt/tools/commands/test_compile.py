@@ -11,7 +11,7 @@ from cvt import config
 from cvt.model import ConvEmbed, tokens_to_map
 from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
-from cvt.tools.commands.compile.dependencies import unordered
+from cvt.tools.commands.compile.dependencies import overwritten, unordered
 from cvt.tools.commands.compile.report import SCHEMA, VERSION
 from cvt.tools.commands.compile.resources import Resources, Usage
 from tests.processes import run_python
@@ -371,3 +371,53 @@ def test_a_kernel_that_does_not_wait_fails_the_command(tmp_path):
     _, report = compile_ahead(tmp_path, "--model", "cvt_13", *arguments, prelude=prelude, code=1)
     for row in report["kernels"]:
         assert "an end without griddepcontrol.wait" in row["flaws"]
+
+
+#: Machine code for sm_90, as ``nvdisasm`` prints it: products whose operand is in registers, in a loop.
+PRODUCTS = """
+.text.kernel:
+        /*0000*/                   LDSM.16.M88.4 R4, [R3] ;
+.L_x_0:
+        /*0010*/                   WARPGROUP.ARRIVE ;
+        /*0020*/                   HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR8], R24 ;
+        /*0030*/                   HGMMA.64x16x16.F32.BF16 R24, R8, gdesc[UR12], R24, gsb0 ;
+        /*0040*/                   {between} ;
+        /*0050*/                   HGMMA.64x16x16.F32.BF16 R40, gdesc[UR8], R40, UP0, gsb0 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0070*/                   {after} ;
+        /*0080*/               @P0 BRA `(.L_x_0) ;
+        /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00a0*/                   FMUL R40, R40, R2 ;
+        /*00b0*/                   EXIT ;
+"""
+AHEAD = "writes a register of a product before its wait"
+
+
+@pytest.mark.parametrize(
+    ("between", "after", "is_wrong"),
+    [
+        ("NOP", "NOP", ""),
+        ("IMAD.MOV.U32 R12, RZ, RZ, R4", "FADD R24, R24, R31", ""),  # of the products that it waited for
+        ("ISETP.GE.AND P0, PT, R8, R9, PT", "STS.128 [R3], R24", ""),  # which read
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R24+URZ], R8", "LDSM.16.M88.4 R4, [R3]", ""),
+        ("MOV R11, R2", "NOP", "between"),  # the last of the second operand
+        ("NOP", "@!P1 FADD R47, R24, R31", "after"),  # the last sum of the product that is under way
+        ("SHFL.BFLY PT, R24, R3, 0x2, 0x1f", "NOP", "between"),
+        ("LDS.64 R3, [R2]", "NOP", "between"),  # R3 and R4
+        ("NOP", "IMAD.WIDE R38, R2, R3, R4", ""),
+        ("NOP", "IMAD.WIDE R39, R2, R3, R4", "after"),
+        ("@P1 BRA `(.L_x_1)", "NOP", ""),
+    ],
+)
+def test_registers_of_a_product_are_left_alone_until_its_wait(between, after, is_wrong):
+    wrong = {"between": between, "after": after, "": None}[is_wrong]
+    expected = () if wrong is None else (f"{wrong} {AHEAD}",)
+    assert overwritten(PRODUCTS.format(between=between, after=after)) == expected
+
+
+def test_a_product_under_way_at_the_end_of_a_loop_meets_its_beginning():
+    """The assembler moves what a loop does first over its end, where the last product runs yet."""
+    listing = PRODUCTS.format(between="NOP", after="NOP")
+    start = ".L_x_0:\n"
+    for register, flaws in ((24, ()), (41, (f"MOV R41, RZ {AHEAD}",))):
+        assert overwritten(listing.replace(start, f"{start}/*000c*/ MOV R{register}, RZ ;\n")) == flaws

@@ -3,10 +3,13 @@
 What it computes is tested in the emulator of compiled kernels (tests/emulator).
 """
 
+import sys
+
 import pytest
 import torch
+from triton.experimental.gluon.language.nvidia import hopper
 
-from cvt_kernels import launch, launching
+from cvt_kernels import launch, launching, machine
 from cvt_kernels.launch.records import Ring
 from cvt_kernels.ops.attention.triton.backward import attention_backward
 
@@ -95,3 +98,17 @@ def test_a_program_has_128_keys_of_a_head():
     assert streamed.grid == (2 * 3 * 2,)
     _, streamed = launched(*three(keys=256, heads=1, batch=5))
     assert streamed.grid == (5 * 2,)
+
+
+def test_a_triton_whose_gluon_has_other_names_takes_the_other_kernel(monkeypatch):
+    q, k, v = three()
+    assert is_streamed(q, k, v)
+    monkeypatch.delattr(hopper, "warpgroup_mma_wait")
+    monkeypatch.delitem(sys.modules, "cvt_kernels.ops.attention.gluon")
+    machine.why_not_importable.cache_clear()
+    try:
+        assert not is_streamed(q, k, v)
+        reason = machine.why_not_importable("cvt_kernels.ops.attention.gluon")
+    finally:
+        machine.why_not_importable.cache_clear()
+    assert "warpgroup_mma_wait" in reason
