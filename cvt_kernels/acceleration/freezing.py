@@ -102,12 +102,12 @@ def _examined(stage: nn.Module, entry: ServedEntry) -> _Frozen:
 def _refused(stage: nn.Module, reason: str) -> _Frozen | None:
     """Keeps the reason why a stage cannot be served, which takes milliseconds to find, until a change.
 
-    None where it may change unnoticed: by training mode, a hook on all modules, or uncounted tensors.
+    None where it may change unnoticed: by training mode, a hook on all modules, or tensors of other classes.
     """
     tensors = [*stage.parameters(), *stage.buffers()]
     if torch_module._has_any_global_hook() or any(module.training for module in stage.modules()):
         return None
-    if any(type(t) not in (Tensor, nn.Parameter) or t.is_inference() for t in tensors):
+    if any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
         return None
     return _Frozen(stage, _watch(stage, tensors), reason)
 

@@ -1,8 +1,9 @@
 """Packed copies of weights that kernels cache, invalidated when the weights change.
 
 Most changes show in the tensors: the version counter, or another address, shape, layout or dtype. Writes that
-do not bump the counter are reported to :func:`note_written`: optimizer steps, since fused optimizers do not,
-and what the user reports by :func:`refresh`.
+do not bump the counter, as those through ``.data``, show in a sample of the numbers of each tensor on a CPU
+(``csrc/snapshots/sample.h``). Reported to :func:`note_written` are optimizer steps, which may change few
+numbers and, if fused, bump no counter, and what the user reports by :func:`refresh`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import operator
 import sys
 import threading
 import weakref
@@ -39,24 +39,26 @@ class Snapshot:
 
     Args:
         tensors: The tensors.
-
-    Raises:
-        RuntimeError: An inference tensor, which has no version counter.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]):
         self.is_outdated = False
-        self._facts = _facts_of(tensors)
+        self._facts, self._sample = _contents_of(tensors)
         for storage in {id(s): s for s in (t.untyped_storage() for t in tensors if t is not None)}.values():
             _dependents_of(storage).add(self)
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Returns whether these are the same tensors, unchanged."""
-        return not self.is_outdated and self._facts == _facts_of(tensors)
+        """Returns whether these are the same tensors, unchanged.
 
-    def has_versions_of(self, tensors: list[Tensor]) -> bool:
-        """Returns whether these tensors, the same in the same memory, are unchanged."""
-        return not self.is_outdated and bool(self._facts[1] == looks().versions(tensors))
+        Where only the sample has changed, everything derived from any of them is outdated, since such a write
+        reaches many tensors at a time, and the sample may miss it in some.
+        """
+        if self.is_outdated:
+            return False
+        facts, sample = _contents_of(tensors)
+        if facts == self._facts and sample != self._sample:
+            note_written(t for t in tensors if t is not None)
+        return bool(facts == self._facts) and bool(sample == self._sample)
 
     def outdate(self) -> None:
         """Marks the snapshot as outdated: a tensor was written, or its memory is gone."""
@@ -66,24 +68,21 @@ class Snapshot:
         """Frees what can be rebuilt."""
 
 
-def _facts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    # One loop in C for each fact: every call of a served model compares hundreds of tensors.
-    kinds = [*map(type, tensors)]
-    absent = [i for i, kind in enumerate(kinds) if kind is NoneType] if NoneType in kinds else []
-    present: list[Any] = [t for t in tensors if t is not None] if absent else list(tensors)
-    address = Tensor.data_ptr if _PLAIN.issuperset(kinds) else _address
-    seen = address, _shape, Tensor.stride, _dtype
-    return absent, looks().versions(present), *[[*map(look, present)] for look in seen]
+def _contents_of(tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
+    """Returns what changes visibly with tensors, and a sample of their numbers where these can be read."""
+    if all(map(_has_memory, {*map(type, tensors)})):
+        return looks().contents(tensors if type(tensors) is list else [*tensors])  # type: ignore[no-any-return]
+    facts, sample = looks().contents([t if _has_memory(type(t)) else None for t in tensors])
+    others = [t for t in tensors if t is not None and not _has_memory(type(t))]
+    # Fake tensors have no address.
+    seen = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype, t.is_inference() or t._version) for t in others]
+    return (facts, seen), sample
 
 
-_PLAIN = {Tensor, nn.Parameter, NoneType}
-_shape, _dtype = map(operator.attrgetter, ("shape", "dtype"))
-
-
-def _address(tensor: Tensor) -> int:
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor.data_ptr()
-    return tensor.untyped_storage()._cdata  # fake tensors have no other address
+@functools.cache
+def _has_memory(kind: type) -> bool:
+    """Returns whether tensors of a class, or None, have the memory that they say, unlike fake tensors."""
+    return kind is NoneType or kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 #: The snapshots that depend on a storage, by its identity: its Python object lives as long as the memory.
@@ -239,9 +238,9 @@ def packed(
 ) -> _Packed:
     """Returns the packed copy that ``make`` makes of a weight, cached until the weight changes or dies.
 
-    An inference tensor is packed in every call, since it has no version counter. So is a weight in a CUDA
-    graph of the user's, in every replay: it would read a cached copy for ever. ``graphed`` asks for its
-    copies (:func:`noted_uses`), but keeps none that is made during a capture, which computes nothing.
+    A weight in a CUDA graph of the user's is packed in every replay: it would read a cached copy for ever.
+    ``graphed`` asks for its copies (:func:`noted_uses`), but keeps none that is made during a capture, which
+    computes nothing.
 
     Args:
         weight: A tensor.
@@ -256,12 +255,9 @@ def packed(
     if _packs_fakes or (is_capturing and uses is None):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
-    try:
-        copy = _known.get(place)
-        if copy is None or not copy.holds(tensors):
-            copy = _Copy(place, tensors)
-    except RuntimeError:  # of inference mode
-        return make()
+    copy = _known.get(place)
+    if copy is None or not copy.holds(tensors):
+        copy = _Copy(place, tensors)
     if copy.made is None:
         if is_capturing:
             return make()
