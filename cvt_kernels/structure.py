@@ -88,8 +88,8 @@ class InPython:
 _item_of: Callable[..., Any] = dict.get
 _forward_of: Callable[[Any], Any] = operator.attrgetter("forward")
 
-#: The bytes of a line, the lines that are read of a tensor, and the numbers of one that has gaps between them;
-#: see ``csrc/snapshots/sample.h``.
+#: The bytes of a line, the lines that are read of a tensor, and the numbers of one with gaps between them, as
+#: in ``csrc/snapshots/sample.h``.
 _LINE, _LINES, _SINGLES = 64, 8, 64
 
 

@@ -140,6 +140,8 @@ def _why_tensors_unsupported(stage: nn.Module) -> str | None:
     tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
     if len({t.dtype for t in tensors}) > 1 or len({t.device for t in (*tensors, *quantized)}) > 1:
         return "its parameters and buffers are of several dtypes or on several devices"
+    if any(t.is_cuda and t.is_inference() for t in tensors):
+        return "its parameters were made in inference mode, where changes on a GPU cannot be noticed"
     return None
 
 

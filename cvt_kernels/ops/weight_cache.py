@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
 
 from .. import modes
 from ..structure import looks
@@ -70,19 +71,25 @@ class Snapshot:
 
 def _contents_of(tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
     """Returns what changes visibly with tensors, and a sample of their numbers where these can be read."""
-    if all(map(_has_memory, {*map(type, tensors)})):
-        return looks().contents(tensors if type(tensors) is list else [*tensors])  # type: ignore[no-any-return]
-    facts, sample = looks().contents([t if _has_memory(type(t)) else None for t in tensors])
-    others = [t for t in tensors if t is not None and not _has_memory(type(t))]
+    kinds = {*map(_kind, tensors)}
+    if all(map(_has_memory, kinds)):
+        facts, sample = looks().contents(tensors if type(tensors) is list else [*tensors])
+        return facts, sample
+    facts, sample = looks().contents([t if _has_memory(_kind(t)) else None for t in tensors])
+    others = [t for t in tensors if t is not None and not _has_memory(_kind(t))]
+    versions = [t.is_inference() or t._version for t in others]
     # Fake tensors have no address.
-    seen = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype, t.is_inference() or t._version) for t in others]
-    return (facts, seen), sample
+    layouts = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype) for t in others]
+    return (facts, versions, layouts), sample
+
+
+_kind: Callable[[Any], Any] = type
 
 
 @functools.cache
-def _has_memory(kind: type) -> bool:
+def _has_memory(kind: Any) -> bool:
     """Returns whether tensors of a class, or None, have the memory that they say, unlike fake tensors."""
-    return kind is NoneType or kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return kind is NoneType or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 #: The snapshots that depend on a storage, by its identity: its Python object lives as long as the memory.
@@ -169,7 +176,10 @@ class _Copy(Snapshot):
     Attributes:
         place: Its key in ``_known``.
         made: The packed copy; None until it is made.
+        stream: Where it was made on a GPU.
     """
+
+    stream: torch.cuda.Stream | None = None
 
     def __init__(self, place: tuple[int, Hashable], tensors: Sequence[Tensor | None]):
         super().__init__(tensors)
@@ -230,6 +240,44 @@ def noted_uses() -> Iterator[Uses]:
         _noted.uses = previous
 
 
+class _Frozen(threading.local):
+    is_on = False
+
+
+_frozen = _Frozen()
+
+
+@contextlib.contextmanager
+def kept_on_gpu() -> Iterator[None]:
+    """Keeps packed copies on a GPU within a block, whose weights change only where PyTorch counts it."""
+    before, _frozen.is_on = _frozen.is_on, True
+    try:
+        yield
+    finally:
+        _frozen.is_on = before
+
+
+def stream_of(made: Any) -> torch.cuda.Stream | None:
+    """Waits until this stream of a GPU has written what it made, so that any may read it; returns it."""
+    device = next((t.device for t in pytree.tree_leaves(made) if isinstance(t, Tensor) and t.is_cuda), None)
+    if device is None or torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    return stream
+
+
+def note_read(made: Any, stream: torch.cuda.Stream | None) -> None:
+    """Lets the memory of what was made on a stream be used again only after this stream has read it too."""
+    if stream is None or torch.cuda.is_current_stream_capturing():
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(current)
+
+
 _packs_fakes = False
 
 
@@ -238,9 +286,10 @@ def packed(
 ) -> _Packed:
     """Returns the packed copy that ``make`` makes of a weight, cached until the weight changes or dies.
 
-    A weight in a CUDA graph of the user's is packed in every replay: it would read a cached copy for ever.
-    ``graphed`` asks for its copies (:func:`noted_uses`), but keeps none that is made during a capture, which
-    computes nothing.
+    On a GPU, where the sample could not be read without waiting, it is packed in every call but those of
+    frozen models (:func:`kept_on_gpu`), and in a CUDA graph of the user's in every replay: it would read a
+    cached copy for ever. ``graphed`` asks for its copies (:func:`noted_uses`), but keeps none that is made
+    during a capture, which computes nothing.
 
     Args:
         weight: A tensor.
@@ -252,7 +301,7 @@ def packed(
     if uses is not None:
         uses.were_asked = True
     is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if _packs_fakes or (is_capturing and uses is None):
+    if _packs_fakes or (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     copy = _known.get(place)
@@ -262,6 +311,7 @@ def packed(
         if is_capturing:
             return make()
         copy = _pack(copy, tensors, make)
+    note_read(copy.made, copy.stream)
     if uses is not None:
         uses.note(copy, tensors)
     return copy.made
@@ -304,6 +354,7 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         if found is not None and found.holds(tensors):
             return found
         copy.made = make()
+        copy.stream = stream_of(copy.made)
         _known[copy.place] = copy
         _drop_after_tuning(copy)
         return copy
