@@ -148,9 +148,9 @@ def refresh(model: nn.Module) -> None:
     """Makes kernels reread the weights of a model in its next call.
 
     Kernels keep packed and folded copies of weights. Changes through PyTorch are noticed: assignments,
-    ``load_state_dict``, operations in place, steps of any optimizer. Call this after values were written
-    where PyTorch cannot count it: through ``tensor.data``, NumPy, DLPack or a storage, by another process
-    in shared memory, or by a replayed CUDA graph of an optimizer.
+    ``load_state_dict``, operations in place, steps of any optimizer. Other writes, such as those through
+    ``tensor.data`` or NumPy, show in a sample of the numbers on a CPU. Call this after one that changed few
+    numbers, and on a GPU after any of a model that is frozen.
 
     Args:
         model: Any module, accelerated or not. Copies of other tensors that share its memory are rebuilt too.
