@@ -28,18 +28,18 @@ class Sample {
     bytes_ = numbers_ * item;
     is_dense_ = extent == numbers_;
     random_ = mixed(place + 1);
-    if (numbers_ > 0 && is_dense_) {
-      for (int64_t i = 0; i < std::min(kLines, (bytes_ + kLine - 1) / kLine); i++) __builtin_prefetch(address_ + line(i));
-    }
+    if (numbers_ == 0 || !is_dense_) return;
+    lines_ = std::min(kLines, bytes_ / kLine);
+    for (int64_t i = 0; i < lines_; i++) __builtin_prefetch(line_[i] = address_ + offset_of_line(i));
+    if (rest() > 0) __builtin_prefetch(address_ + bytes_ - 1);
   }
 
   uint64_t hash() const {
     Hash hash;
+    for (int64_t i = 0; i < lines_; i++) hash.add(line_[i], kLine);
     if (numbers_ > 0 && is_dense_) {
-      const int64_t lines = std::min(kLines, bytes_ / kLine);
-      for (int64_t i = 0; i < lines; i++) hash.add(address_ + line(i), kLine);
-      if (bytes_ < kLines * kLine) hash.add(address_ + lines * kLine, bytes_ - lines * kLine);
-    } else if (numbers_ > 0) {
+      if (rest() > 0) hash.add(address_ + lines_ * kLine, rest());
+    } else {
       for (int64_t i = 0; i < std::min(kSingles, numbers_); i++) hash.add(address_ + single(i), item_);
     }
     return hash.of_all();
@@ -50,15 +50,21 @@ class Sample {
   struct Hash {
     void add(const char* bytes, int64_t count) {
       uint64_t words[kLine / 8] = {};
-      std::memcpy(words, bytes, static_cast<size_t>(count));
-      for (int64_t i = 0; i < kLine / 8; i++) sums[i] = std::rotl(sums[i] ^ words[i], 29) * 0x9E3779B97F4A7C15u;
+      if (count == kLine) {
+        std::memcpy(words, bytes, kLine);
+      } else {
+        std::memcpy(words, bytes, static_cast<size_t>(count));
+      }
+      for (int64_t i = 0; i < kLine / 8; i++) sums[i] = with(sums[i], words[i]);
     }
 
     uint64_t of_all() const {
       uint64_t hash = 0;
-      for (const uint64_t sum : sums) hash = mixed(hash ^ sum);
+      for (const uint64_t sum : sums) hash = with(hash, sum);
       return hash;
     }
+
+    static uint64_t with(uint64_t sum, uint64_t word) { return std::rotl(sum ^ word, 29) * 0x9E3779B97F4A7C15u; }
 
     uint64_t sums[kLine / 8] = {};
   };
@@ -77,8 +83,11 @@ class Sample {
     return (part * 1024 + fraction) * places / (1024 * kParts);
   }
 
+  // The bytes behind the lines of a small tensor.
+  int64_t rest() const { return lines_ < kLines ? bytes_ - lines_ * kLine : 0; }
+
   // The offset of a line from the beginning; those between begin where lines of the cache do.
-  int64_t line(int64_t i) const {
+  int64_t offset_of_line(int64_t i) const {
     if (bytes_ <= kLines * kLine) return i * kLine;
     if (i == 0) return 0;
     if (i == kLines - 1) return bytes_ - kLine;
@@ -104,6 +113,8 @@ class Sample {
   int64_t numbers_ = 1, bytes_;
   bool is_dense_;
   uint64_t random_;
+  int64_t lines_ = 0;
+  const char* line_[kLines];
 };
 
 }  // namespace cvt_kernels::snapshots
