@@ -504,7 +504,7 @@ def test_a_merged_adapter(make, order, freeze):
         assert relative(seen[-1], start) > 1e-3
 
 
-@every_family
+@pytest.mark.parametrize("make", [ours, segformer], ids=lambda make: make.__name__)
 def test_refresh_after_a_write_that_the_sample_misses(make):
     """Of a number in the middle of a tensor."""
     served = Served(make, "frozen")
