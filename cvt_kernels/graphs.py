@@ -523,7 +523,7 @@ class _Snapshot(Structure):
             keys = self.take_keys(model, with_gradients)
         if graph is None:
             return self.has_keys_of(model, with_gradients)
-        if graph.values is not None and graph.values.has_versions_of(self._tensors):
+        if graph.values is not None and graph.values.holds(self._tensors):
             return self._has_keys_for_same_tensors(model, keys, with_gradients) and (
                 graph.copies.hold_for_same_tensors()
             )
@@ -542,10 +542,8 @@ class _Snapshot(Structure):
             )
 
     def _snapshot_of_values(self) -> weight_cache.Snapshot | None:
-        """Returns a snapshot of all tensors; None for inference tensors, which have no versions."""
-        if self._why_unknown is not None or any(map(Tensor.is_inference, self._tensors)):
-            return None
-        return weight_cache.Snapshot(self._tensors)
+        """Returns a snapshot of all tensors; None where changes cannot be detected."""
+        return None if self._why_unknown is not None else weight_cache.Snapshot(self._tensors)
 
     def holds(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""

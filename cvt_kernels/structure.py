@@ -6,8 +6,10 @@ Every call compares hundreds of members, so the loops run in C: by the compiled 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,23 +66,68 @@ class InPython:
         return [*map(_item_of, dicts, names)] == values
 
     @staticmethod
-    def versions(tensors: Sequence[Tensor]) -> Any:
-        """Returns the version counter of each tensor.
-
-        Raises:
-            RuntimeError: An inference tensor, which has none.
-        """
-        return [*map(_version_of, tensors)]
-
-    @staticmethod
     def layouts(tensors: Sequence[Tensor]) -> Any:
         """Returns where plain tensors lie: address, dtype, sizes and strides of each."""
         return [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]
 
+    @staticmethod
+    def contents(tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
+        """Returns version and layout of each tensor or None, and a part of the bytes of each on a CPU.
+
+        The version of an inference tensor, which has none, is -1.
+        """
+        present = [t for t in tensors if t is not None]
+        versions = [None if t is None else -1 if t.is_inference() else t._version for t in tensors]
+        samples = [
+            _sample_of(tensor, place)
+            for place, tensor in enumerate(t for t in present if t.device.type == "cpu")
+        ]
+        return (versions, InPython.layouts(present)), samples
+
 
 _item_of: Callable[..., Any] = dict.get
-_version_of: Callable[[Any], Any] = operator.attrgetter("_version")
 _forward_of: Callable[[Any], Any] = operator.attrgetter("forward")
+
+#: The bytes of a line, the lines that are read of a tensor, and the numbers of one with gaps between them, as
+#: in ``csrc/snapshots/sample.h``.
+_LINE, _LINES, _SINGLES = 64, 8, 64
+
+
+def _sample_of(tensor: Tensor, place: int) -> list[bytes]:
+    """Returns a part of a tensor's bytes; ``place`` differs from tensor to tensor."""
+    address, item, count = tensor.data_ptr(), tensor.element_size(), tensor.numel()
+    if not address or not count:
+        return []
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if extent != count:
+        offsets = (_offset_of(n, tensor) for n in _places(place, _SINGLES, count))
+        return [ctypes.string_at(address + offset * item, item) for offset in offsets]
+    if count * item <= _LINES * _LINE:
+        return [ctypes.string_at(address, count * item)]
+    return [
+        ctypes.string_at(address + offset, _LINE)
+        for offset in _places(place, _LINES, count * item - _LINE + 1)
+    ]
+
+
+def _places(place: int, most: int, count: int) -> list[int]:
+    """Returns the first of some places, the last, and one in each of equal parts between them."""
+    if count <= most:
+        return list(range(count))
+    between = most - 2
+    fractions = (math.modf((place + 1) * (part + 1) * _GOLDEN)[0] for part in range(between))
+    return [0, *(int((part + at) * count / between) for part, at in enumerate(fractions)), count - 1]
+
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def _offset_of(number: int, tensor: Tensor) -> int:
+    offset = 0
+    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        number, index = divmod(number, size)
+        offset += index * step
+    return offset
 
 
 @functools.cache

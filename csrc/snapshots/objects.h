@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "common/pybind.h"
 #include "common/tensors.h"
+#include "snapshots/sample.h"
 
 namespace cvt_kernels::snapshots {
 
@@ -132,37 +134,88 @@ class Attribute {
   const PyGetSetDef* getter_ = nullptr;
 };
 
-// The version of each tensor.
-inline py::bytes versions(const py::list& tensors) {
-  std::vector<int64_t> found;
-  found.reserve(tensors.size());
-  Attribute version("_version");
-  for (const py::handle tensor : tensors) found.push_back(version.of(tensor.ptr()));
-  return bytes_of(found);
-}
+// Versions of tensors; that of an inference tensor, which has none, is -1.
+class Version {
+ public:
+  int64_t of(PyObject* tensor) {
+    if (has_failed_ && is_inference(tensor)) return -1;
+    try {
+      return version_.of(tensor);
+    } catch (py::error_already_set& error) {  // microseconds, for the first such tensor only
+      if (!error.matches(PyExc_RuntimeError) || !is_inference(tensor)) throw;
+      has_failed_ = true;
+      return -1;
+    }
+  }
 
-// Address, dtype, sizes and strides of each tensor, one after the other. What torch's stable ABI takes for a tensor is the
-// address of a pointer to what Python calls _cdata; holds_pointer() says whether that is still so in this torch.
-inline py::bytes layouts(const py::list& tensors) {
-  std::vector<int64_t> found;
-  found.reserve(8 * tensors.size());
-  Attribute implementation("_cdata");
-  for (const py::handle each : tensors) {
-    int64_t pointer = implementation.of(each.ptr());
+ private:
+  static bool is_inference(PyObject* tensor) {
+    return py::reinterpret_borrow<py::object>(tensor).attr("is_inference")().cast<bool>();
+  }
+
+  Attribute version_{"_version"};
+  bool has_failed_ = false;
+};
+
+// Where a tensor lies. What torch's stable ABI takes for a tensor is the address of a pointer to what Python calls
+// _cdata; holds_pointer() says whether that is still so in this torch.
+struct Layout {
+  Layout(Attribute& implementation, PyObject* object) {
+    int64_t pointer = implementation.of(object);
     const auto tensor = reinterpret_cast<AtenTensorHandle>(&pointer);
-    const void* address;
-    int32_t dtype;
-    int64_t dim, *sizes, *strides;
     TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(tensor, &address));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+  }
+
+  void append_to(std::vector<int64_t>& found) const {
     found.insert(found.end(), {reinterpret_cast<int64_t>(address), dtype, dim});
     found.insert(found.end(), sizes, sizes + dim);
     found.insert(found.end(), strides, strides + dim);
   }
+
+  const void* address;
+  int32_t dtype, device;
+  int64_t dim;
+  int64_t *sizes, *strides;
+};
+
+// Address, dtype, sizes and strides of each tensor, one after the other.
+inline py::bytes layouts(const py::list& tensors) {
+  std::vector<int64_t> found;
+  found.reserve(8 * tensors.size());
+  Attribute implementation("_cdata");
+  for (const py::handle each : tensors) Layout(implementation, each.ptr()).append_to(found);
   return bytes_of(found);
+}
+
+// Version and layout of each tensor or None, and a hash of a part of the numbers of each.
+inline py::tuple contents(const py::list& tensors) {
+  std::vector<int64_t> found;
+  std::vector<Sample> samples;
+  found.reserve(8 * tensors.size());
+  samples.reserve(tensors.size());
+  Attribute implementation("_cdata");
+  Version version;
+  for (const py::handle each : tensors) {
+    if (each.is_none()) {
+      found.push_back(std::numeric_limits<int64_t>::min());
+      continue;
+    }
+    found.push_back(version.of(each.ptr()));
+    const Layout layout(implementation, each.ptr());
+    layout.append_to(found);
+    if (layout.device != aoti_torch_device_type_cpu()) continue;
+    const auto item = static_cast<int64_t>(aoti_torch_dtype_element_size(layout.dtype));
+    samples.emplace_back(layout.address, item, layout.dim, layout.sizes, layout.strides, samples.size());
+  }
+  std::vector<uint64_t> hashes;
+  hashes.reserve(samples.size());
+  for (const Sample& sample : samples) hashes.push_back(sample.hash());
+  return py::make_tuple(bytes_of(found), bytes_of(hashes));
 }
 
 // Whether a tensor of the stable ABI is the address of such a pointer.
@@ -178,8 +231,8 @@ inline void define(py::module_& m) {
   m.def("having", &having, "Returns which dicts have an item of a name.");
   m.def("any_item", &any_item, "Returns whether one of the dicts has a true item of a name.");
   m.def("same_items", &same_items, "Returns whether items of dicts are what they were.");
-  m.def("versions", &versions, "Returns the versions of tensors.");
   m.def("layouts", &layouts, "Returns address, dtype, sizes and strides of tensors.");
+  m.def("contents", &contents, "Returns versions and layouts of tensors, and hashes of parts of their numbers.");
 }
 
 }  // namespace cvt_kernels::snapshots

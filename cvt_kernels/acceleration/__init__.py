@@ -61,16 +61,15 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
     Second derivatives need the reference backend.
 
-    In evaluation and without gradients, each stage of a CvT runs as one step. On a CPU each stage of a
-    SegFormer or a PVT v2 and each layer of the other models does too, with weights packed for this CPU; the
-    packed copies take as much memory as the weights (:func:`release_memory` frees them). On a GPU it takes
-    ``torch.no_grad()`` or ``torch.inference_mode()``; biases are folded, matrix products accumulate into the
-    residual stream, and a CvT-13 takes half the launches. Changed weights are detected and packed or folded
-    again, unless they were changed through ``.data`` in place, which PyTorch does not count
-    (:func:`refresh`).
+    In evaluation and without gradients, each stage of a CvT, a SegFormer or a PVT v2 and each layer of the
+    other models runs as one step on a CPU, with weights packed for this CPU; the packed copies take as much
+    memory as the weights (:func:`release_memory` frees them). Changed weights are detected and packed again,
+    however they were changed; what may be missed is in docs/accelerate.md (:func:`refresh`).
 
     With ``freeze=True`` the model is for inference only: in training mode it raises. With gradients, under
-    autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one. On a GPU,
+    autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one. On a GPU stages run
+    as one step only so: biases are folded, matrix products accumulate into the residual stream, and a CvT-13
+    takes half the launches; changes of weights that PyTorch does not count go unnoticed there. On a GPU,
     :func:`graphed` launches all of a forward at once.
 
     Args:
@@ -105,7 +104,7 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         classifier = None if is_fused(module) else classifier_of(module)
         if classifier is not None:
             _swap(module, classifier.name)
-    for module, key in recording.find_recordable(model) if freeze is False else []:
+    for module, key in [] if freeze else recording.find_recordable(model):
         if not hasattr(type(module), recording.MARK):
             _swap(module, key)
     for stage, key in [] if freeze is False else _servable_stages(model):

@@ -566,7 +566,6 @@ class StageEntry(NamedTuple):
         tokens: Takes a result of the stage's forward; returns its tokens.
         others: What the stage's forward takes after the image in a call that is served.
         why_unsupported: Returns why a stage of upstream's structure cannot run as one, or None.
-        is_on_gpu: Whether it runs as one on a GPU too where it is not frozen.
     """
 
     block: BlockEntry
@@ -577,7 +576,6 @@ class StageEntry(NamedTuple):
     tokens: Callable[[Any], Tensor]
     others: tuple[Any, ...] = ()
     why_unsupported: Callable[[Any], str | None] = lambda stage: None
-    is_on_gpu: bool = True
 
     @property
     def serving_key(self) -> str:

@@ -153,7 +153,7 @@ def _rows_of(model: nn.Module) -> list[BlockCoverage]:
         rows[path] = _row(path, block, _why_not_fused(block, entry))
     for path, stage, stage_entry in find_stages(model):
         reason = why_not_served(stage, stage_entry) if is_frozen(stage) or is_serving(stage) else None
-        is_here = all(serves_on(stage_entry, parameter.device) for parameter in stage.parameters())
+        is_here = all(serves_on(parameter.device) for parameter in stage.parameters())
         if is_frozen(stage) or (is_serving(stage) and is_here and reason is None):
             rows[path] = _row(path, stage, reason)
     return [rows[path] for path, _ in model.named_modules() if path in rows]

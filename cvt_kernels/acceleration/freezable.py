@@ -60,7 +60,7 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
         reason
         or (_why_stage_unsupported(parts) if isinstance(parts, StageParts) else _why_layer_unsupported(parts))
         or _why_other_work(stage, parts)
-        or _why_tensors_unsupported(stage, parts)
+        or _why_tensors_unsupported(stage)
     )
 
 
@@ -133,15 +133,15 @@ def _why_layer_unsupported(parts: BlockParts) -> str | None:
     return None
 
 
-def _why_tensors_unsupported(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
+def _why_tensors_unsupported(stage: nn.Module) -> str | None:
     """Returns why the tensors cannot be folded, or None."""
     quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
     others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
     tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
     if len({t.dtype for t in tensors}) > 1 or len({t.device for t in (*tensors, *quantized)}) > 1:
         return "its parameters and buffers are of several dtypes or on several devices"
-    if any(t.is_inference() for t in folded_of(parts)):
-        return "its parameters were made in inference mode, where changes cannot be noticed"
+    if any(t.is_cuda and t.is_inference() for t in tensors):
+        return "its parameters were made in inference mode, where changes on a GPU cannot be noticed"
     return None
 
 

@@ -11,6 +11,7 @@ attribute that Dynamo guards like any integer of a module.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 import weakref
@@ -25,7 +26,7 @@ from .. import modes
 from ..caller import stacklevel_of_caller
 from ..ops.bound_steps import BoundSteps
 from ..ops.graph_operators import graph_operator
-from ..ops.weight_cache import is_noting
+from ..ops.weight_cache import kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
@@ -44,50 +45,37 @@ class _Frozen(Examined):
     Attributes:
         folded: The stage, or the layer; or why it cannot be served.
         bound_steps: Its operators as they serve calls like earlier ones.
-        is_dropped: Whether it was trained since.
+        stream: Where it was folded on a GPU.
     """
 
     attribute = "_cvt_kernels_frozen"
-    is_dropped = False
 
     def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock | str):
         super().__init__(stage, watch)
         self.folded, self.bound_steps = folded, BoundSteps()
+        self.stream = stream_of(folded)
 
     def holds_for_same_tensors(self) -> bool:
         """Returns whether it is up to date if no module and no tensor of the model has changed."""
-        return not self.is_dropped and not self.watch.are_settings_changed()
+        return not self.watch.are_settings_changed()
 
 
 def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
     known = known_of(stage, _Frozen)
-    if known is not None and _is_folded_in_replays(stage, known.folded):
-        known = _examined(stage, entry)
-    elif known is None:
+    if known is None:
         vars(stage)[_Frozen.attribute] = None
         reason = why_not_freezable(stage, entry)
         known = _examined(stage, entry) if reason is None else _refused(stage, reason)
         if known is None:
             assert reason is not None
             return reason
-        if not _is_folded_in_replays(stage, known.folded):
-            vars(stage)[_Frozen.attribute] = known
+        vars(stage)[_Frozen.attribute] = known
     if isinstance(known.folded, str):
         return known.folded
     if known.watch.is_training():
         return "a module within it is in training mode"
     return known
-
-
-def _is_folded_in_replays(stage: nn.Module, folded: FoldedStage | TransformerBlock | str) -> bool:
-    """Returns whether a CUDA graph of the user's folds a stage anew in every replay, and no copy is kept.
-
-    It would read a kept copy for ever, as it does of a model that is frozen for good.
-    """
-    if not isinstance(folded, FoldedStage) or not folded.conv_weight.is_cuda or is_frozen(stage):
-        return False
-    return torch.cuda.is_current_stream_capturing() and not is_noting()
 
 
 def _examined(stage: nn.Module, entry: ServedEntry) -> _Frozen:
@@ -102,12 +90,12 @@ def _examined(stage: nn.Module, entry: ServedEntry) -> _Frozen:
 def _refused(stage: nn.Module, reason: str) -> _Frozen | None:
     """Keeps the reason why a stage cannot be served, which takes milliseconds to find, until a change.
 
-    None where it may change unnoticed: by training mode, a hook on all modules, or uncounted tensors.
+    None where it may change unnoticed: by training mode, a hook on all modules, or tensors of other classes.
     """
     tensors = [*stage.parameters(), *stage.buffers()]
     if torch_module._has_any_global_hook() or any(module.training for module in stage.modules()):
         return None
-    if any(type(t) not in (Tensor, nn.Parameter) or t.is_inference() for t in tensors):
+    if any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
         return None
     return _Frozen(stage, _watch(stage, tensors), reason)
 
@@ -179,48 +167,21 @@ def run_in_evaluation(
 
     ``torch.compile`` traces the modules.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not stage.training:
         call = entry.call_of(args, kwargs)
-        if stage.training or (call is not None and has_gradient(stage, call[0])):
-            _drop_copies_on_gpu(stage)
-        elif call is not None and _may_be_folded(stage, entry, call[0]):
+        if call is not None and serves_on(call[0].device) and not has_gradient(stage, call[0]):
             served = tokens_served(stage, entry, *call)
             if served is not None:
                 return entry.result(stage, *served)
     return own(stage, *args, **kwargs)
 
 
-def _drop_copies_on_gpu(stage: nn.Module) -> None:
-    """Drops the folded copies of a stage that is trained on a GPU, where not every trainer counts its writes.
+def serves_on(device: torch.device) -> bool:
+    """Returns whether modules that are not frozen are served as one on a device, if gradients are off.
 
-    On a CPU, where copies are large and seldom made, writes must be counted.
+    On a GPU no call can see in time that the weights were written where PyTorch does not count it.
     """
-    known = vars(stage).get(_Frozen.attribute)
-    if known is not None and isinstance(known.folded, FoldedStage) and known.folded.conv_weight.is_cuda:
-        known.is_dropped = True
-        vars(stage)[_Frozen.attribute] = None
-
-
-def _may_be_folded(stage: nn.Module, entry: ServedEntry, x: Tensor) -> bool:
-    """Returns whether folded copies of weights may serve a call in evaluation.
-
-    On a GPU with gradients off only, and where nobody counts operators or computes shapes alone. Replicas of
-    ``DataParallel`` live for one call.
-    """
-    if not serves_on(entry, x.device):
-        return False
-    if not x.is_cuda:
-        return True
-    if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor:
-        return False
-    return not getattr(stage, "_is_replica", False)
-
-
-def serves_on(entry: ServedEntry, device: torch.device) -> bool:
-    """Returns whether modules of an entry are served as one on a device, if gradients are off."""
-    if isinstance(entry, BlockEntry) or device.type == "cpu":
-        return True
-    return device.type == "cuda" and entry.is_on_gpu
+    return device.type == "cpu"
 
 
 def is_serving(module: nn.Module) -> bool:
@@ -243,16 +204,18 @@ def tokens_served(
     """Returns the tokens of a frozen stage or layer and their grid; None where its own forward has to run."""
     if torch_module._has_any_global_hook() or modes.autocast_enabled(x) or modes.is_transformed():
         return None
-    found = _frozen_or_why_not(stage, entry)
-    if isinstance(found, str):
-        return None
-    folded = found.folded
-    if isinstance(folded, TransformerBlock):
-        return serve_layer(folded, x, grid, found.bound_steps)
-    assert isinstance(folded, FoldedStage)
-    if not are_images(folded, x):
-        return None  # its own forward raises the error
-    return serve(folded, x, found.bound_steps, class_token_only=is_stage_wanted(stage))
+    with kept_on_gpu() if x.is_cuda else contextlib.nullcontext():
+        found = _frozen_or_why_not(stage, entry)
+        if isinstance(found, str):
+            return None
+        folded = found.folded
+        if isinstance(folded, TransformerBlock):
+            return serve_layer(folded, x, grid, found.bound_steps)
+        assert isinstance(folded, FoldedStage)
+        if not are_images(folded, x):
+            return None  # its own forward raises the error
+        note_read(folded, found.stream)
+        return serve(folded, x, found.bound_steps, class_token_only=is_stage_wanted(stage))
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:
@@ -282,11 +245,11 @@ def members_in_evaluation(entry: ServedEntry) -> dict[str, Any]:
 
     def graph_key(stage: nn.Module) -> Any:
         """Returns such a key; None where blocks run one by one, whose graph reads weights where they lie."""
-        return None if stage.training or torch.is_grad_enabled() else _frozen_or_why_not(stage, entry)
+        if stage.training or torch.is_grad_enabled() or not serves_on(next(stage.parameters()).device):
+            return None
+        return _frozen_or_why_not(stage, entry)
 
-    # Every replay asks every key.
-    on_gpu = serves_on(entry, torch.device("cuda"))
-    return {_SERVES: True, **({"_cvt_kernels_graph_key": graph_key} if on_gpu else {})}
+    return {"_cvt_kernels_graph_key": graph_key, _SERVES: True}
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------

@@ -107,8 +107,6 @@ def why_unsupported(x: Tensor, weights: Sequence[Tensor], tensors: Sequence[Tens
         return "serves no empty batch"
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, *weights)):
         return "packs plain tensors only"
-    if any(weight.is_inference() for weight in weights):
-        return "packs no weights of inference mode, where changes cannot be noticed"
     return None
 
 

@@ -1,8 +1,9 @@
 """Packed copies of weights that kernels cache, invalidated when the weights change.
 
 Most changes show in the tensors: the version counter, or another address, shape, layout or dtype. Writes that
-do not bump the counter are reported to :func:`note_written`: optimizer steps, since fused optimizers do not,
-and what the user reports by :func:`refresh`.
+do not bump the counter, as those through ``.data``, show in a sample of the numbers of each tensor on a CPU
+(``csrc/snapshots/sample.h``). Reported to :func:`note_written` are optimizer steps, which may change few
+numbers and, if fused, bump no counter, and what the user reports by :func:`refresh`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import operator
 import sys
 import threading
 import weakref
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
 
 from .. import modes
 from ..structure import looks
@@ -39,24 +40,26 @@ class Snapshot:
 
     Args:
         tensors: The tensors.
-
-    Raises:
-        RuntimeError: An inference tensor, which has no version counter.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]):
         self.is_outdated = False
-        self._facts = _facts_of(tensors)
+        self._facts, self._sample = _contents_of(tensors)
         for storage in {id(s): s for s in (t.untyped_storage() for t in tensors if t is not None)}.values():
             _dependents_of(storage).add(self)
 
     def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Returns whether these are the same tensors, unchanged."""
-        return not self.is_outdated and self._facts == _facts_of(tensors)
+        """Returns whether these are the same tensors, unchanged.
 
-    def has_versions_of(self, tensors: list[Tensor]) -> bool:
-        """Returns whether these tensors, the same in the same memory, are unchanged."""
-        return not self.is_outdated and bool(self._facts[1] == looks().versions(tensors))
+        Where only the sample has changed, everything derived from any of them is outdated, since such a write
+        reaches many tensors at a time, and the sample may miss it in some.
+        """
+        if self.is_outdated:
+            return False
+        facts, sample = _contents_of(tensors)
+        if facts == self._facts and sample != self._sample:
+            note_written(t for t in tensors if t is not None)
+        return bool(facts == self._facts) and bool(sample == self._sample)
 
     def outdate(self) -> None:
         """Marks the snapshot as outdated: a tensor was written, or its memory is gone."""
@@ -66,24 +69,27 @@ class Snapshot:
         """Frees what can be rebuilt."""
 
 
-def _facts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    # One loop in C for each fact: every call of a served model compares hundreds of tensors.
-    kinds = [*map(type, tensors)]
-    absent = [i for i, kind in enumerate(kinds) if kind is NoneType] if NoneType in kinds else []
-    present: list[Any] = [t for t in tensors if t is not None] if absent else list(tensors)
-    address = Tensor.data_ptr if _PLAIN.issuperset(kinds) else _address
-    seen = address, _shape, Tensor.stride, _dtype
-    return absent, looks().versions(present), *[[*map(look, present)] for look in seen]
+def _contents_of(tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
+    """Returns what changes visibly with tensors, and a sample of their numbers where these can be read."""
+    kinds = {*map(_kind, tensors)}
+    if all(map(_has_memory, kinds)):
+        facts, sample = looks().contents(tensors if type(tensors) is list else [*tensors])
+        return facts, sample
+    facts, sample = looks().contents([t if _has_memory(_kind(t)) else None for t in tensors])
+    others = [t for t in tensors if t is not None and not _has_memory(_kind(t))]
+    versions = [t.is_inference() or t._version for t in others]
+    # Fake tensors have no address.
+    layouts = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype) for t in others]
+    return (facts, versions, layouts), sample
 
 
-_PLAIN = {Tensor, nn.Parameter, NoneType}
-_shape, _dtype = map(operator.attrgetter, ("shape", "dtype"))
+_kind: Callable[[Any], Any] = type
 
 
-def _address(tensor: Tensor) -> int:
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor.data_ptr()
-    return tensor.untyped_storage()._cdata  # fake tensors have no other address
+@functools.cache
+def _has_memory(kind: Any) -> bool:
+    """Returns whether tensors of a class, or None, have the memory that they say, unlike fake tensors."""
+    return kind is NoneType or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 #: The snapshots that depend on a storage, by its identity: its Python object lives as long as the memory.
@@ -142,9 +148,9 @@ def refresh(model: nn.Module) -> None:
     """Makes kernels reread the weights of a model in its next call.
 
     Kernels keep packed and folded copies of weights. Changes through PyTorch are noticed: assignments,
-    ``load_state_dict``, operations in place, steps of any optimizer. Call this after values were written
-    where PyTorch cannot count it: through ``tensor.data``, NumPy, DLPack or a storage, by another process
-    in shared memory, or by a replayed CUDA graph of an optimizer.
+    ``load_state_dict``, operations in place, steps of any optimizer. Other writes, such as those through
+    ``tensor.data`` or NumPy, show in a sample of the numbers on a CPU. Call this after one that changed few
+    numbers, and on a GPU after any of a model that is frozen.
 
     Args:
         model: Any module, accelerated or not. Copies of other tensors that share its memory are rebuilt too.
@@ -170,7 +176,10 @@ class _Copy(Snapshot):
     Attributes:
         place: Its key in ``_known``.
         made: The packed copy; None until it is made.
+        stream: Where it was made on a GPU.
     """
+
+    stream: torch.cuda.Stream | None = None
 
     def __init__(self, place: tuple[int, Hashable], tensors: Sequence[Tensor | None]):
         super().__init__(tensors)
@@ -231,6 +240,44 @@ def noted_uses() -> Iterator[Uses]:
         _noted.uses = previous
 
 
+class _Frozen(threading.local):
+    is_on = False
+
+
+_frozen = _Frozen()
+
+
+@contextlib.contextmanager
+def kept_on_gpu() -> Iterator[None]:
+    """Keeps packed copies on a GPU within a block, whose weights change only where PyTorch counts it."""
+    before, _frozen.is_on = _frozen.is_on, True
+    try:
+        yield
+    finally:
+        _frozen.is_on = before
+
+
+def stream_of(made: Any) -> torch.cuda.Stream | None:
+    """Waits until this stream of a GPU has written what it made, so that any may read it; returns it."""
+    device = next((t.device for t in pytree.tree_leaves(made) if isinstance(t, Tensor) and t.is_cuda), None)
+    if device is None or torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    return stream
+
+
+def note_read(made: Any, stream: torch.cuda.Stream | None) -> None:
+    """Lets the memory of what was made on a stream be used again only after this stream has read it too."""
+    if stream is None or torch.cuda.is_current_stream_capturing():
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(current)
+
+
 _packs_fakes = False
 
 
@@ -239,9 +286,10 @@ def packed(
 ) -> _Packed:
     """Returns the packed copy that ``make`` makes of a weight, cached until the weight changes or dies.
 
-    An inference tensor is packed in every call, since it has no version counter. So is a weight in a CUDA
-    graph of the user's, in every replay: it would read a cached copy for ever. ``graphed`` asks for its
-    copies (:func:`noted_uses`), but keeps none that is made during a capture, which computes nothing.
+    On a GPU, where the sample could not be read without waiting, it is packed in every call but those of
+    frozen models (:func:`kept_on_gpu`), and in a CUDA graph of the user's in every replay: it would read a
+    cached copy for ever. ``graphed`` asks for its copies (:func:`noted_uses`), but keeps none that is made
+    during a capture, which computes nothing.
 
     Args:
         weight: A tensor.
@@ -253,19 +301,17 @@ def packed(
     if uses is not None:
         uses.were_asked = True
     is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if _packs_fakes or (is_capturing and uses is None):
+    if _packs_fakes or (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
-    try:
-        copy = _known.get(place)
-        if copy is None or not copy.holds(tensors):
-            copy = _Copy(place, tensors)
-    except RuntimeError:  # of inference mode
-        return make()
+    copy = _known.get(place)
+    if copy is None or not copy.holds(tensors):
+        copy = _Copy(place, tensors)
     if copy.made is None:
         if is_capturing:
             return make()
         copy = _pack(copy, tensors, make)
+    note_read(copy.made, copy.stream)
     if uses is not None:
         uses.note(copy, tensors)
     return copy.made
@@ -308,6 +354,7 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         if found is not None and found.holds(tensors):
             return found
         copy.made = make()
+        copy.stream = stream_of(copy.made)
         _known[copy.place] = copy
         _drop_after_tuning(copy)
         return copy

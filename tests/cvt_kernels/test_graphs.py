@@ -422,12 +422,12 @@ def test_a_graph_that_reads_a_packed_weight_is_captured_again_when_that_changes(
     torch.manual_seed(0)
     layer = LinearInt8.from_float(nn.Linear(16, 8))
     model, x = ck.graphed(nn.Sequential(layer).eval()), torch.randn(4, 16)
-    # refresh: values that PyTorch has not counted; release_memory: the copy that the graph reads stays.
+    # data: values that PyTorch has not counted; release_memory: the copy that the graph reads stays.
     changes = (
         lambda: None,
         lambda: layer.qweight.copy_(layer.qweight.flip(0)),
         lambda: layer.weight_scale.mul_(2),
-        lambda: (layer.qweight.data.copy_(layer.qweight.flip(1)), ck.refresh(model)),
+        lambda: layer.qweight.data.copy_(layer.qweight.flip(1)),
         ck.release_memory,
     )
     with ck.use_backend("dequantized"):

@@ -95,17 +95,112 @@ def test_same_items(look):
 
 
 def test_versions(look):
-    tensors = [torch.zeros(2), nn.Parameter(torch.zeros(2)), torch.zeros(2).as_subclass(Odd), torch.zeros(1)]
-    before = look.versions(tensors)
-    assert look.versions(tensors) == before
-    for tensor in tensors:
+    tensors = [
+        torch.zeros(2),
+        nn.Parameter(torch.zeros(2)),
+        None,
+        torch.zeros(2).as_subclass(Odd),
+        torch.zeros(1),
+    ]
+    before = look.contents(tensors)[0]
+    assert look.contents(tensors)[0] == before
+    for tensor in filter(lambda tensor: tensor is not None, tensors):
         tensor.detach().add_(1)
-        assert look.versions(tensors) != before
-        before = look.versions(tensors)
+        assert look.contents(tensors)[0] != before
+        before = look.contents(tensors)[0]
+    tensors[2] = torch.zeros(1)
+    assert look.contents(tensors)[0] != before
+
+
+def test_inference_tensors(look):
     with torch.inference_mode():
-        tensors.append(torch.zeros(1))
-    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
-        look.versions(tensors)
+        tensors = [torch.zeros(1), torch.zeros(1, 2)]
+    before = look.contents([torch.zeros(1), *tensors]), look.contents(tensors)
+    assert look.contents(tensors) == before[1]
+    with torch.inference_mode():
+        tensors[1].add_(1)
+    assert look.contents(tensors)[0] == before[1][0]
+    assert look.contents(tensors)[1] != before[1][1]
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.int32, torch.float64, torch.complex64, torch.complex128),
+]
+#: Tensors in every layout, of at least two numbers.
+LAYOUTS = {
+    "small": lambda t: t[:2],
+    "of 511 bytes or less": lambda t: t[: 511 // t.element_size()],
+    "of 512 bytes or more": lambda t: t[: -(-513 // t.element_size())],
+    "large": lambda t: t,
+    "misaligned": lambda t: t[1:],
+    "transposed": lambda t: t.view(100, 82).t(),
+    "channels last": lambda t: t.view(4, 41, 10, 5).to(memory_format=torch.channels_last),
+    "with gaps": lambda t: t.view(100, 82)[:, 3:60:2],
+    "expanded": lambda t: t[:, None].expand(-1, 3),
+    "of many dimensions": lambda t: t.view(2, 41, 2, 5, 2, 5)[:, 1:, :, :, 1:],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_written_numbers(look, name, dtype):
+    """Of all numbers, of the first, and of the last; the same bits are no change, those of NaN neither."""
+    numbers = torch.randn(8200).mul(40).clamp(-99, 99)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        numbers[::3] = float("nan")
+    numbers = numbers.abs() if dtype in (torch.bool, torch.uint8) else numbers
+    tensor = LAYOUTS[name](numbers.to(dtype))
+    tensors = [torch.zeros(3), tensor, None, torch.zeros(700)]
+    before = look.contents(tensors)
+    assert look.contents(tensors) == before
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    first = tensor.storage_offset()
+    last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    for written in (memory, memory[first * dtype.itemsize], memory[last * dtype.itemsize]):
+        written.bitwise_xor_(1)
+        facts, sample = look.contents(tensors)
+        assert facts == before[0]
+        assert sample != before[1]
+        written.bitwise_xor_(1)
+        assert look.contents(tensors) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_turned_signs(look, dtype):
+    """In each number the same bit has changed."""
+    tensor = torch.randn(5000, dtype=dtype)
+    before = look.contents([tensor])
+    tensor.data.neg_()
+    assert look.contents([tensor]) != before
+
+
+def test_tensors_without_numbers(look):
+    tensors = [torch.zeros(0), torch.zeros(3, 0, 2), torch.zeros(2, 3, device="meta"), torch.tensor(1.0)]
+    before = look.contents(tensors)
+    assert look.contents(tensors) == before
+    tensors[-1].data.add_(1)
+    assert look.contents(tensors)[1] != before[1]
+    assert look.contents([]) == look.contents([])
+
+
+@pytest.mark.parametrize(("share", "most_missed"), [(0.01, 0.33), (0.1, 0.01), (1.0, 0.0)])
+def test_how_often_the_sample_misses_a_change(look, share, most_missed):
+    """Of numbers at random: 0.99¹²⁸ = 28 % are expected for one in a hundred."""
+    tensors = [torch.randn(10_000 + 400 * i) for i in range(400)]
+    before = samples_of(look, tensors)
+    for tensor in tensors:
+        places = torch.randperm(tensor.numel())[: int(share * tensor.numel())]
+        tensor.data[places] += 1
+    missed = [after == each for after, each in zip(samples_of(look, tensors), before, strict=True)]
+    assert len(missed) == 400
+    assert sum(missed) <= 400 * most_missed
+
+
+def samples_of(look, tensors):
+    """Returns the sample of each tensor."""
+    sample = look.contents(tensors)[1]
+    return [sample[i : i + 8] for i in range(0, len(sample), 8)] if isinstance(sample, bytes) else sample
 
 
 #: Changes of where and how a square tensor lies.
@@ -141,7 +236,7 @@ def test_arguments_of_the_extension():
         extension.having([()], "a")
     with pytest.raises(ValueError, match="expected lists of one length"):
         extension.same_items([{}], ["a"], [])
-    for function in (extension.versions, extension.layouts):
+    for function in (extension.contents, extension.layouts):
         with pytest.raises(AttributeError):
             function([torch.zeros(1), 1])
 
@@ -162,7 +257,7 @@ def test_asking_keeps_no_reference():
     for _ in range(100):
         assert not watched.is_changed()
         structure.looks().layouts([weight])
-        structure.looks().versions([weight])
+        structure.looks().contents([weight])
     assert (sys.getrefcount(weight), sys.getrefcount(module[0])) == count
     module[0].weight = nn.Parameter(torch.zeros(2, 2))
     assert watched.is_changed()

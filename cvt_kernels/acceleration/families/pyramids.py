@@ -121,7 +121,6 @@ def stage_entry(
         result=result,
         tokens=tokens,
         others=others,
-        is_on_gpu=False,
     )
 
 

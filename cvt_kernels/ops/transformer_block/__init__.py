@@ -115,8 +115,6 @@ def key_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
     for conv in block.convs:
         numbers += conv[6:11]
     kinds = map(type, (*numbers, block.reduce, block.mix, block.linears, block.approximate, *block.layers()))
-    # Inference tensors are not packed, since they have no version counter.
-    numbers += [layer.weight.is_inference() for layer in block.layers()]
     return *numbers, *kinds, block.approximate, *[key_of_tensor(t, grad) for t in block.tensors()]
 
 

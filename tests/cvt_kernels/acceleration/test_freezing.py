@@ -667,11 +667,6 @@ def test_inference_mode_and_channels_that_come_last(make, served):
     assert relative(logits(out), expected) < 1e-5
 
 
-@torch.inference_mode()
-def of_inference_mode():
-    return ours().eval()
-
-
 def hooked():
     model = microsoft().eval()
     for stage in stages_of(model):
@@ -682,7 +677,6 @@ def hooked():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (of_inference_mode, "made in inference mode"),
         (lambda: huggingface().train(), r"model: is in training mode, expected model.eval\(\)"),
         (lambda: pvt_v2().train(), r"model: is in training mode, expected model.eval\(\)"),
         (lambda: ours().eval().stage0.blocks[0], "got Block of cvt, expected one with a whole stage"),

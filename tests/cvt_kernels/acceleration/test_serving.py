@@ -3,16 +3,14 @@
 import copy
 import gc
 import pickle
-import types
 import weakref
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
-from cvt_kernels.acceleration import families, freezable, freezing
+from cvt_kernels.acceleration import freezing
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
 from tests.upstream import (
@@ -203,16 +201,16 @@ def test_why_a_stage_is_not_served_is_found_once_until_a_change(monkeypatch, ser
 # On a GPU ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [segformer, pvt, pvt_v2])
+@pytest.mark.parametrize("make", MODELS)
 @torch.no_grad()
-def test_layers_of_pyramids_are_served_where_there_is_no_cpu(make, served):
+def test_only_frozen_models_are_served_as_one_where_there_is_no_cpu(make, served):
     """Tensors without memory stand for a GPU's."""
     model = accelerated(make).to("meta")
-    model(inputs(make).to("meta"))
-    layers = [layer for _, layer, entry in freezable.find_stages(model) if entry.noun == "layer"]
-    assert [args[0] for args in served] == layers
-    assert len(layers) > 1
-    assert all(row.fused for row in ck.coverage(model))
+    logits(model(inputs(make).to("meta")))
+    assert not served
+    ck.accelerate(model, freeze=True)
+    logits(model(inputs(make).to("meta")))
+    assert [args[0] for args in served] == outermost_of(model)
 
 
 @pytest.mark.gpu
@@ -235,96 +233,33 @@ def test_pyramids_on_a_gpu(make, freeze, graphs):
             theirs.mul_(0.9)
 
 
-def test_where_folded_copies_may_serve(monkeypatch):
-    stage, entry = ours().eval().stage0, families.SERVED["cvt Stage"]
-    pyramid = families.SERVED["Hugging Face SegformerStage with blocks"]
-    layer = families.TABLE["Hugging Face SegformerLayer with layernorm_before"]
-    cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
-    cuda = types.SimpleNamespace(device=torch.device("cuda"), is_cuda=True)
-    monkeypatch.setattr(freezing, "Tensor", types.SimpleNamespace)
-    may = freezing._may_be_folded
-    assert may(stage, entry, cpu)
-    assert may(stage, pyramid, cpu)
-    assert not may(stage, entry, cuda)  # where gradients are on, those of others may be wanted
-    with torch.no_grad():
-        assert may(stage, entry, cuda)
-        assert not may(stage, pyramid, cuda)
-        assert may(stage, layer, cuda)
-        assert not may(stage, entry, meta)
-        with FlopCounterMode(display=False):
-            assert not may(stage, entry, cuda)
-        stage._is_replica = True
-        assert not may(stage, entry, cuda)
-
-
-def test_a_graph_of_the_users_folds_in_every_replay(monkeypatch):
-    """It keeps no copy, not even where it is the first to need one; graphed asks for its copies."""
-    capturing, folds = [True], []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-
-    def fold(parts, device_type):
-        folds.append(None)
-        return own(parts, device_type)._replace(conv_weight=types.SimpleNamespace(is_cuda=True))
-
-    own = freezing.fold
-    monkeypatch.setattr(freezing, "fold", fold)
-    live, frozen = (ck.accelerate(ours().eval(), freeze=freeze).stage0 for freeze in (None, True))
-
-    def served(stage):
-        return freezing._frozen_or_why_not(stage, families.SERVED["cvt Stage"])
-
-    assert served(live) is not served(live)
-    assert len(folds) == 2
-    capturing[0] = False
-    kept = served(live)
-    assert served(live) is kept
-    capturing[0] = True
-    assert served(live) is not kept
-    with weight_cache.noted_uses():
-        assert served(live) is kept
-    assert served(frozen) is served(frozen)
-    capturing[0] = False
-    assert served(live) is kept
-    assert len(folds) == 5
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_without_tf32")
-def test_gpu_stages_are_served_and_changes_are_noticed():
-    model = accelerated(huggingface).cuda()
-    plain = ck.restore(copy.deepcopy(model))
-    x, stages = images(2).cuda(), model.cvt.encoder.stages
-
-    def folded():
-        known = [vars(stage).get("_cvt_kernels_frozen") for stage in stages]
-        return [each is not None and not isinstance(each.folded, str) for each in known]
+@pytest.mark.parametrize("freeze", [None, True])
+@torch.no_grad()
+def test_gpu_changes_are_noticed(freeze):
+    """Of a model that is not frozen, those that PyTorch does not count too."""
+    plain = huggingface().eval().cuda()
+    model = ck.accelerate(copy.deepcopy(plain), freeze=freeze)
+    x = images(2).cuda()
 
     def compare():
-        expected = logits(plain(x))
-        torch.testing.assert_close(logits(model(x)), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(logits(model(x)), logits(plain(x)), rtol=1e-3, atol=1e-3)
 
     with ck.use_backend("triton", "cuda", "sdpa", "composed", "reference"):
-        model(x)
-        assert not any(folded())
-        with torch.no_grad():
+        for _ in range(2):  # then graphed
             compare()
-            assert all(folded())
             for each in (model, plain):
                 each.cvt.encoder.stages[2].layers[0].output.dense.bias.add_(0.5)
             compare()
-            for each in (ck.graphed(model), plain):
-                each.cvt.encoder.stages[1].layers[0].attention.output.dense.bias.mul_(2)
+            for each in (model, plain):
+                each.cvt.encoder.stages[1].layers[0].attention.output.dense.bias.data.mul_(2)
+            if freeze:
+                ck.refresh(model)
             for _ in range(3):
                 compare()
-            assert graphs.why_not_graphed(model, x) is None
-        logits(model.train()(x)).sum().backward()
-        assert not any(folded())
-        plain.load_state_dict(model.eval().state_dict())
-        for each in (model, plain):  # by what PyTorch does not count
-            each.cvt.encoder.stages[2].layers[0].output.dense.bias.data.add_(0.5)
-        with torch.no_grad():
-            for _ in range(3):
-                compare()
+            ck.graphed(model)
+        assert graphs.why_not_graphed(model, x) is None
 
 
 @pytest.mark.gpu

@@ -110,11 +110,12 @@ def test_changed_parameters_end_them(model, change):
     assert model.bound == 2
 
 
-def test_what_pytorch_does_not_count_is_reported_by_refresh(model):
+def test_what_pytorch_does_not_count_ends_them_or_is_reported_by_refresh(model):
     served(model)
+    model.weight.data.mul_(3)
+    assert [served(model), served(model)] == [False, True]
     module = nn.Module()
     module.weight = model.weight
-    model.weight.data.mul_(3)
     ck.refresh(module)
     assert not served(model)
 

@@ -128,14 +128,15 @@ def test_each_copy_of_a_weight_is_made_once():
     assert weight_cache.packed(weight, "a", make_copy) is copies[0]
 
 
-def test_weights_of_inference_mode_are_not_kept():
+def test_weights_of_inference_mode_are_kept_until_they_are_written():
     with torch.inference_mode():
         x, grid, block = make()
-        with refused("inference mode, where changes cannot be noticed"):
-            ck.transformer_block(x, grid, block)
-        assert weight_cache.packed(block.fc1.weight, "a", lambda: 1) == 1
-        assert weight_cache.packed(block.fc1.weight, "a", lambda: 2) == 2
-    assert not weight_cache._known
+        for _ in range(2):
+            with ck.use_backend("onednn", "reference"):
+                out = ck.transformer_block(x, grid, block)
+            torch.testing.assert_close(out, reference.transformer_block(x, grid, block), rtol=1e-4, atol=1e-5)
+            assert weight_cache._known
+            block.fc1.weight.mul_(2)
 
 
 def test_weights_of_inference_mode_like_others_that_were_served():
@@ -169,10 +170,6 @@ def test_calls_that_it_refuses(made):
             ck.transformer_block(*arguments)
     with torch.autocast("cpu", torch.bfloat16), refused("does not follow autocast"):
         ck.transformer_block(x, grid, block)
-    with torch.inference_mode():
-        arguments = made()
-    with refused("no weights of inference mode"):
-        ck.transformer_block(*arguments)
 
 
 def test_some_layers_without_a_bias():
