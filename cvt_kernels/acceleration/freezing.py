@@ -71,7 +71,8 @@ def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
         if known is None:
             assert reason is not None
             return reason
-        if not _is_folded_in_replays(stage, known.folded):
+        # A mode may have folded it of fake tensors.
+        if not (torch._C._len_torch_dispatch_stack() or _is_folded_in_replays(stage, known.folded)):
             vars(stage)[_Frozen.attribute] = known
     if isinstance(known.folded, str):
         return known.folded

@@ -308,6 +308,8 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         if found is not None and found.holds(tensors):
             return found
         copy.made = make()
+        if torch._C._len_torch_dispatch_stack():  # a mode may have made it of fake tensors
+            return copy
         _known[copy.place] = copy
         _drop_after_tuning(copy)
         return copy
