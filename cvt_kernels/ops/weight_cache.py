@@ -77,6 +77,16 @@ def _facts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 
 _PLAIN = {Tensor, nn.Parameter, NoneType}
+
+
+def is_plain(tensor: Tensor | None) -> bool:
+    """Returns whether a tensor is none that computes in its own way, such as a quantized or a sharded one.
+
+    Fake tensors, which stand for plain ones, count too.
+    """
+    return type(tensor) in _PLAIN or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
 _shape, _dtype = map(operator.attrgetter, ("shape", "dtype"))
 
 
