@@ -46,7 +46,7 @@ def has_another_forward(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Returns whether a module is an ``nn.Linear`` of plain tensors, of no other class, that nobody watches."""
+    """Returns whether a module is an unwatched ``nn.Linear``, of no other class, with a plain tensor."""
     return type(module) is nn.Linear and is_plain(module.weight) and not is_watched(module)
 
 
