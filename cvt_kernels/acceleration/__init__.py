@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -289,15 +288,44 @@ def _swapped_class(original: Any, key: str) -> Any:
         # Pickle finds classes by name, and under this name it would find the original.
         return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
 
+    forward = _traceable(forward, original.forward)
     own_members = {"forward": forward, "__reduce_ex__": __reduce_ex__, _MADE_OF: made_of}
     return derived(original, UNFUSED, **own_members, **members(entry))
 
 
+def _traceable(forward: Any, own: Any) -> Any:
+    """Returns a forward as ``torch.fx`` can trace it in the place of its class's own one.
+
+    Of a forward with ``**kwargs`` fx makes plain positional parameters of as many first variables of its code
+    as its own forward, below all that ``functools.wraps`` made, has parameters.
+    """
+    code = getattr(own, "__code__", None)
+    if code is None or hasattr(own, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return forward
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    variables = ["args", "kwargs", *(f"_{i}" for i in range(2, count))][:count]  # the last: own kwargs
+    source = f"""\
+def forward(self, *args, **kwargs):
+    if type(args) is tuple:
+        return _forward(self, *args, **kwargs)
+    return _own(self, {", ".join(variables[: count - 1])})
+    {" = ".join(variables)} = None
+"""
+    scope: dict[str, Any] = {"_forward": forward, "_own": own, "__name__": __name__}
+    exec(compile(source, "<cvt_kernels forward>", "exec"), scope)
+    return functools.wraps(own)(scope["forward"])
+
+
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether ``torch.jit.trace`` or ``torch.fx`` traces a call; its own forward then runs."""
-    if torch.jit.is_tracing():
-        return True
-    return any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(torch.fx.Proxy)))
+    return torch.jit.is_tracing() or any(map(_is_proxy, (*args, *kwargs.values())))
+
+
+def _is_proxy(value: Any) -> bool:
+    """Returns whether an argument, or a map in a list of them, stands for a value in a trace of torch.fx."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_proxy, value))
+    return isinstance(value, torch.fx.Proxy)
 
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
