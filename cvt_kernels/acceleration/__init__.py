@@ -6,7 +6,8 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
-layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
+layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's), ``maps``
+(what models return),
 ``families`` (which module is which part, a file each), ``matching`` (finds and checks blocks), ``recording``
 (stages and encoders recorded as a whole), ``freezable`` (finds and checks stages and layers), ``freezing``
 (runs them), this file (swaps classes), ``coverage`` and ``verify``.
@@ -27,7 +28,7 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import class_token, freezing, recording
+from . import class_token, freezing, maps, recording
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, RECORDED, SERVED, TABLE
@@ -109,6 +110,8 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             _swap(stage, key + _IN_EVALUATION)
+    for module, key in maps.find_models(model):
+        _swap(module, key)
     for stage, key in stages:
         if not freezing.is_frozen(stage):
             _swap(stage, key)
@@ -252,6 +255,12 @@ class _Behavior(NamedTuple):
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
 _IN_EVALUATION = ", in evaluation"
+#: The models that return maps, by the end of their keys: whether the first result is one, and whether they
+#: are within another.
+_MAPS = {
+    end: {name: (first, end == maps.WITHIN) for name, first in maps.MODELS.items()}
+    for end in (maps.OUTERMOST, maps.WITHIN)
+}
 #: What the classes of a key, which pickles have, do, and the entry. A layer may be a block too, and the class
 #: beneath then the one with its fused forward.
 _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
@@ -259,6 +268,10 @@ _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
     for behavior, entries, end in (
         (_Behavior(_run_fused), TABLE, ""),
         (_Behavior(class_token.run), CLASSIFIERS, ""),
+        *(
+            (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
+            for end, entries in _MAPS.items()
+        ),
         (_Behavior(recording.run, lambda entry: {recording.MARK: True}), RECORDED, ""),
         (_Behavior(freezing.run_frozen, freezing.members_of_frozen), SERVED, ""),
         (_Behavior(freezing.run_in_evaluation, freezing.members_in_evaluation), SERVED, _IN_EVALUATION),
