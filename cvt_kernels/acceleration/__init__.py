@@ -301,7 +301,7 @@ def _swapped_class(original: Any, key: str) -> Any:
         # Pickle finds classes by name, and under this name it would find the original.
         return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
 
-    forward = _traceable(forward, original.forward)
+    forward = _traceable(forward, original_class(original).forward)
     own_members = {"forward": forward, "__reduce_ex__": __reduce_ex__, _MADE_OF: made_of}
     return derived(original, UNFUSED, **own_members, **members(entry))
 
@@ -318,15 +318,18 @@ def _traceable(forward: Any, own: Any) -> Any:
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     variables = ["args", "kwargs", *(f"_{i}" for i in range(2, count))][:count]  # the last: own kwargs
     source = f"""\
-def forward(self, *args, **kwargs):
-    if type(args) is tuple:
-        return _forward(self, *args, **kwargs)
-    return _own(self, {", ".join(variables[: count - 1])})
-    {" = ".join(variables)} = None
+def make(run, own):
+    def forward(self, *args, **kwargs):
+        if type(args) is tuple:
+            return run(self, *args, **kwargs)
+        return own(self, {", ".join(variables[: count - 1])})
+        {" = ".join(variables)} = None
+
+    return forward
 """
-    scope: dict[str, Any] = {"_forward": forward, "_own": own, "__name__": __name__}
+    scope: dict[str, Any] = {"__name__": __name__}
     exec(compile(source, "<cvt_kernels forward>", "exec"), scope)
-    return functools.wraps(own)(scope["forward"])
+    return functools.wraps(forward)(scope["make"](forward, own))
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

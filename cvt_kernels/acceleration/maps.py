@@ -1,7 +1,7 @@
 """The maps that a pyramid returns, with upstream's strides.
 
 Between stages, maps are views of tokens. Upstream copies each, so that channels are first in memory. Here
-only those that the caller of a model gets are copied: consumers may flatten them by ``view`` or write to them.
+only those are copied that the caller of a model gets, who may flatten them by ``view`` or write to them.
 """
 
 from __future__ import annotations
