@@ -11,7 +11,6 @@ This module is plain Python over module globals and the requested backends, so t
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import math
 import re

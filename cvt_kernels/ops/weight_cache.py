@@ -291,7 +291,7 @@ def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None)
-    if not plain and not _packs_fakes:
+    if not _packs_fakes and (not plain or modes.is_faking()):
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
