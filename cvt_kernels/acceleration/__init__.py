@@ -58,7 +58,7 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
 
     A block that differs from upstream's keeps its class. A call that the fused forward does not support runs
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
-    Second derivatives need the reference backend.
+    Second derivatives are computed by PyTorch's operators.
 
     In evaluation and without gradients, each stage of a CvT runs as one step. On a CPU each stage of a
     SegFormer or a PVT v2 and each layer of the other models does too, with weights packed for this CPU; the
