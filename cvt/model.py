@@ -285,12 +285,12 @@ class Stage(nn.Module):
         for block in self.blocks:
             keep = getattr(block, "token_keep", 1.0)  # other modules may be in the places of blocks
             given = () if rows is None else (rows,)
-            if self.grad_checkpointing and self.training and torch.is_grad_enabled():
-                block = _checkpointed(block)
+            is_recomputed = self.grad_checkpointing and self.training and torch.is_grad_enabled()
+            run = _checkpointed(block) if is_recomputed else block
             if keep == 1:
-                x = block(x, grid, *given)
+                x = run(x, grid, *given)
                 continue
-            x, scores = block(x, grid, *given, with_scores=True)
+            x, scores = run(x, grid, *given, with_scores=True)
             class_token = self.cls_token is not None
             rows = select_tokens(scores, rows, keep, self.token_keep_bounds, class_token=class_token)
         return x, grid

@@ -70,7 +70,7 @@ def refuse_again(gradients: Sequence[Tensor | None], way_out: str = _WAY_OUT) ->
         return tuple(gradients)
     message = f"cvt_kernels: second derivatives were asked of a kernel that has none; {way_out}"
     given = [each.detach().requires_grad_() for each in gradients if each is not None]
-    refused: Any = torch._C._functions.DelayedError(message.encode(), len(given))  # type: ignore[attr-defined]
+    refused: Any = torch._C._functions.DelayedError(message.encode(), len(given))
     made = refused(*given)
     rest = iter(made if isinstance(made, tuple) else (made,))
     return tuple([None if each is None else next(rest) for each in gradients])

@@ -63,7 +63,12 @@ class _Settings(NamedTuple):
             scale, shift, *statistics = tensors[count + 4 * i : count + 4 * i + 4]
             mean, variance = statistics if constant else (None, None)
             stride, padding, dilation = self.geometry[3 * i : 3 * i + 3]
-            settings = {"stride": stride, "padding": padding, "dilation": dilation, "eps": self.eps[i]}
+            settings: dict[str, Any] = {
+                "stride": stride,
+                "padding": padding,
+                "dilation": dilation,
+                "eps": self.eps[i],
+            }
             convs.append(ConvBatchNorm(tensors[i], scale, shift, mean, variance, **settings))
         branches = unflattened(convs, self.summands)
         return reference.conv_projection(x, (self.height, self.width), branches, training=False)
