@@ -47,7 +47,7 @@ def gradients_again(
 
 
 def once_differentiable(way_out: str = _WAY_OUT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets a backward have no derivatives, with an error that says what to do; for :func:`refuse_again`."""
+    """Returns a decorator of backwards without derivatives, whose error says what to do instead."""
 
     def mark(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)

@@ -426,7 +426,7 @@ OF_SIX = {"embed_dims": (16, 32, 48), "num_heads": (1, 2, 3), "depths": (1, 2, 3
 
 
 def test_groups_by_depth():
-    """As timm groups them: 99999 joins the group before, and what matches nothing is last."""
+    """Groups as timm does: 99999 joins the group before, and what matches nothing is last."""
     model = create_model("cvt_13", **OF_SIX)
     patterns = model.group_matcher()
     groups = {}

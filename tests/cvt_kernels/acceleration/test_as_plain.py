@@ -173,7 +173,7 @@ def test_maps_that_nobody_asked_for_are_not_copied():
 
 @pytest.mark.parametrize("make", [huggingface, segformer, pvt, pvt_v2, glpn])
 def test_maps_may_be_written_in_training(make):
-    """As upstream's may, where a decoder begins with a ReLU in place."""
+    """Upstream's may be, such as where a decoder begins with a ReLU in place."""
     own, x = make().train(), images_for(make)
     fused = ck.accelerate(copy.deepcopy(own))
     for i in range(len(own(x, output_hidden_states=True).hidden_states)):
@@ -284,7 +284,7 @@ def test_a_gradient_penalty(make, mode, freeze):
 
 
 class TimeLimit(Exception):  # noqa: N818 (like celery's SoftTimeLimitExceeded)
-    """What a handler raises."""
+    """The exception of a signal handler."""
 
 
 @pytest.fixture
