@@ -1,4 +1,4 @@
-"""What works with the plain models works with the accelerated ones."""
+"""Accelerated models work where the plain ones do."""
 
 import copy
 import dataclasses
