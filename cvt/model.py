@@ -6,12 +6,15 @@ tokens (B, T, C) throughout; the class token of a stage, if any, is token 0.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cvt_kernels.acceleration.blocks import BATCH_NORMS
 from cvt_kernels.acceleration.class_token import (
@@ -235,8 +238,31 @@ class Block(nn.Module):
         return stream + branch if rows is None else scatter_rows(x, rows, stream, branch), scores
 
 
+@contextlib.contextmanager
+def _same_buffers(module: nn.Module) -> Iterator[None]:
+    """Restores the buffers of a module after a block that computes again what has updated them."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _checkpointed(block: nn.Module) -> Callable[..., Any]:
+    """Returns a block whose backward computes its activations again, without another step of BatchNorm."""
+    run = functools.partial(checkpoint, block, use_reentrant=False)
+    if torch.compiler.is_compiling():  # which takes the change of the buffers out of what is computed again
+        return run
+    return functools.partial(run, context_fn=lambda: (contextlib.nullcontext(), _same_buffers(block)))
+
+
 class Stage(nn.Module):
     """A token embedding and its blocks; Microsoft's ``VisionTransformer``."""
+
+    #: Whether the backward computes the activations of blocks again.
+    grad_checkpointing = False
 
     def __init__(self, config: StageConfig):
         super().__init__()
@@ -259,10 +285,12 @@ class Stage(nn.Module):
         for block in self.blocks:
             keep = getattr(block, "token_keep", 1.0)  # other modules may be in the places of blocks
             given = () if rows is None else (rows,)
+            is_recomputed = self.grad_checkpointing and self.training and torch.is_grad_enabled()
+            run = _checkpointed(block) if is_recomputed else block
             if keep == 1:
-                x = block(x, grid, *given)
+                x = run(x, grid, *given)
                 continue
-            x, scores = block(x, grid, *given, with_scores=True)
+            x, scores = run(x, grid, *given, with_scores=True)
             class_token = self.cls_token is not None
             rows = select_tokens(scores, rows, keep, self.token_keep_bounds, class_token=class_token)
         return x, grid
@@ -373,6 +401,27 @@ class Stages(nn.Module):
             maps.append(images)
         return maps
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Sets whether the backward of a training step computes the activations of blocks again, as in timm.
+
+        It saves memory for time. BatchNorm's statistics are updated once per step all the same.
+        """
+        for stage in self._built_stages():
+            stage.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Returns patterns that group parameters by depth, for timm's layer decay.
+
+        The groups are the first embedding, every block, with the embedding before it or the LayerNorm after
+        it, and the head; with ``coarse`` the stages in the place of blocks.
+        """
+        blocks = [
+            (r"^stage(\d+)\.(?:patch_embed|cls_token)", (0,)),
+            (r"^stage(\d+)\.blocks\.(\d+)", None),
+            (r"^norm", (99999,)),  # timm's number for the group before
+        ]
+        return {"stem": r"^stage0\.patch_embed", "blocks": r"^stage(\d+)" if coarse else blocks}
+
     def no_weight_decay(self) -> set[str]:
         """Returns the names of parameters that weight decay should leave alone, besides biases and norms."""
         return {name for name, _ in self.named_parameters() if name.endswith(("cls_token", "position_bias"))}
@@ -443,6 +492,55 @@ class CvT(Stages, PretrainedModel):
     def forward_features(self, images: Tensor) -> Tensor:
         """Turns images into the normalized tokens of the last stage (B, T, C), a class token first."""
         return apply_layer_norm(self.norm, self._tokens(images))
+
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Turns images into the maps of stages, and what ``forward_features`` returns, as timm's models do.
+
+        Args:
+            images: (B, in_chans, H, W).
+            indices: The stages whose maps are returned, in their order; negative ones count from the end. A
+                number for so many last ones, None for all.
+            norm: Whether the last LayerNorm normalizes the map of the last stage too.
+            stop_early: Whether stages after the last requested one are left out, with ``intermediates_only``.
+            output_fmt: ``"NCHW"`` for contiguous maps (B, C, H, W), ``"NHWC"`` for (B, H, W, C).
+            intermediates_only: Whether the maps alone are returned.
+
+        Returns:
+            The tokens of ``forward_features`` and a list of maps, or the list.
+
+        Raises:
+            ValueError: An index out of range, or another format.
+        """
+        stages = self._built_stages()
+        count = len(stages)
+        if isinstance(indices, int):
+            chosen = set(range(count - indices, count) if 0 < indices <= count else [count])
+        else:
+            chosen = {i + count if i < 0 else i for i in (range(count) if indices is None else indices)}
+        if not all(0 <= i < count for i in chosen):
+            raise ValueError(f"indices: got {indices}, expected indices of {count} stages, or how many")
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt: got {output_fmt!r}, expected 'NCHW' or 'NHWC'")
+        self._check_images(images)
+        maps = []
+        for i, stage in enumerate(stages):
+            if stop_early and intermediates_only and i > max(chosen, default=-1):
+                break
+            tokens, grid = stage(images)
+            images = tokens_to_map(tokens, grid)
+            if i in chosen:
+                is_normalized = norm and i == count - 1
+                image = tokens_to_map(apply_layer_norm(self.norm, tokens), grid) if is_normalized else images
+                maps.append((image if output_fmt == "NCHW" else image.permute(0, 2, 3, 1)).contiguous())
+        return maps if intermediates_only else (apply_layer_norm(self.norm, tokens), maps)
 
     def _tokens(self, images: Tensor) -> Tensor:
         """Turns images into the tokens of the last stage (B, T, C), before the last LayerNorm."""

@@ -1,4 +1,4 @@
-"""Finds the caller of this package, for the location of a warning."""
+"""Finds the caller of this package, for the location of a warning, and knows its errors from ours."""
 
 from __future__ import annotations
 
@@ -21,6 +21,20 @@ def stacklevel_of_caller() -> int:
         frame = frame.f_back
         level += 1
     return level
+
+
+#: Packages whose errors, besides those of Python's own, a kernel or a capture may raise.
+_RAISING = ("cvt_kernels", "torch", "triton", "numpy", "filelock", "jinja2")
+
+
+def is_foreign(error: Exception) -> bool:
+    """Returns whether an error is none of a kernel or of PyTorch, such as a signal handler's time limit.
+
+    It must reach the caller, whatever was computed when it came.
+    """
+    kind = type(error)
+    package = kind.__module__.partition(".")[0]
+    return kind is TimeoutError or not (package in _RAISING or package in sys.stdlib_module_names)
 
 
 def _package_of(frame: FrameType) -> str:

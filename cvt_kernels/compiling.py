@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from . import launching, machine
+from . import caller, launching, machine
 
 with contextlib.suppress(ImportError):  # on Windows, where nothing is compiled beside
     import fcntl
@@ -67,6 +67,8 @@ class TritonKernel(NamedTuple):
         try:
             return triton.compile(self.source(), target=self.target(), options=self.options)
         except Exception as error:  # Triton's own do not all survive the way to another process
+            if caller.is_foreign(error):
+                raise
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
 
     def is_cached(self) -> bool:
@@ -81,7 +83,9 @@ class TritonKernel(NamedTuple):
             key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
             manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
             return bool(manager.get_group(f"{source.name[:150]}.json"))
-        except Exception:  # these are Triton's own, and a launch will tell what is wrong
+        except Exception as error:  # these are Triton's own, and a launch will tell what is wrong
+            if caller.is_foreign(error):
+                raise
             return False
 
     def source(self) -> Any:
@@ -237,8 +241,10 @@ class _Compilations:
             for each in unsent:
                 self._server.connection.send(each)
             self._heard = time.monotonic()
-        except Exception:  # no process can be started, it is gone, or a kernel cannot be pickled
+        except Exception as error:  # no process can be started, it is gone, or a kernel cannot be pickled
             self.end()
+            if caller.is_foreign(error):
+                raise
 
     def _receive(self) -> None:
         """Notes what the server has finished, or gives it up."""

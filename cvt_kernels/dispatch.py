@@ -11,7 +11,6 @@ This module is plain Python over module globals and the requested backends, so t
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import math
 import re
@@ -204,6 +203,8 @@ def _choose(operator: str, call: Record) -> Choice:
             except Exception as error:  # the call itself may succeed all the same, or raise it again
                 from .autotune import tuner
 
+                if caller.is_foreign(error):
+                    raise
                 reason = f"could not be tuned: {tuner.describe_error(error)}"
                 backends.note_untuned(asked, reason)
                 _note_passed_over(operator, able, default, reason)
@@ -483,8 +484,12 @@ def _kernels_of(operator: str, able: list[str], call: Record) -> list[compiling.
         with tuner.undisturbed(call[0].device):
             sample = tuner.Call(described.sample(factor, call), gradient).map(_on_meta)
         # An error is described by the candidate's check.
-        with launching.rehearsed_launches(launches.append, chip), contextlib.suppress(Exception):
-            tuner.rehearse(known[name].function, sample)
+        try:
+            with launching.rehearsed_launches(launches.append, chip):
+                tuner.rehearse(known[name].function, sample)
+        except Exception as error:
+            if caller.is_foreign(error):
+                raise
     return [compiling.specialize(launch, chip.capability) for launch in launches]
 
 
@@ -524,7 +529,9 @@ def _time_again(
             again = tuner.time_again(_task_of(operator, call), entry)
         except Warning:  # where warnings are errors
             raise
-        except Exception:  # as where there is not enough memory
+        except Exception as error:  # as where there is not enough memory
+            if caller.is_foreign(error):
+                raise
             return entry
         cache.remember({asked: again}, replace=True)
     return again

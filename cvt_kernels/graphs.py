@@ -327,6 +327,9 @@ class _Graphs:
                     graph = _Graph(cuda, forward, call)
                 reason = graph.why_not or _why_not_copied(graph.leaves, call.device)
             except Exception as error:
+                if caller.is_foreign(error):
+                    self._captures.pop(with_gradients, None)
+                    raise
                 is_refused = True
                 first_line = (str(error).splitlines() or ["no reason given"])[0]
                 reason = f"it cannot be captured: {type(error).__name__}: {first_line}"

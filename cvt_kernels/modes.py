@@ -174,6 +174,13 @@ def dtype_for_layers(x: Tensor) -> torch.dtype | None:
     return autocast_dtype(x) if x.is_cuda else None
 
 
+def is_faking() -> bool:
+    """Returns whether PyTorch computes shapes alone, by tensors without numbers."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(type(mode).__name__ == "FakeTensorMode" for mode in _get_current_dispatch_mode_stack())
+
+
 def is_counted() -> bool:
     """Returns whether a FLOP counter is active, such as PyTorch's FlopCounterMode or one of that name.
 

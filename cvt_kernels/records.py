@@ -124,6 +124,12 @@ def flattened(branches: Sequence[Branch]) -> tuple[tuple[ConvBatchNorm, ...], tu
     return tuple(convs), tuple(lengths)
 
 
+def unflattened(convs: Sequence[ConvBatchNorm], lengths: Sequence[int]) -> tuple[Branch, ...]:
+    """Returns the branches of :func:`flattened`."""
+    starts = [i for i, length in enumerate(lengths) if length]
+    return tuple([convs[i] if lengths[i] == 1 else tuple(convs[i : i + lengths[i]]) for i in starts])
+
+
 class PositionBias(NamedTuple):
     """A learned relative position bias of attention, for each head and offset from key to query (CvT-v2).
 

@@ -6,12 +6,13 @@ Every call compares hundreds of members, so the loops run in C: by the compiled 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,16 +140,28 @@ def looks() -> Any:
         extension = machine.load_extension()
     except machine.ExtensionError:  # which every other use of the extension reports
         return InPython
+    with _disable_current_modes(), _no_trace():  # or the first look within one would be at a fake tensor
+        tensor = torch.empty(0, device="cpu")
+        is_known = torch.ops.cvt_kernels.holds_pointer(tensor._cdata, tensor)
+    return extension if is_known else InPython
+
+
+@contextlib.contextmanager
+def _no_trace() -> Iterator[None]:
+    """Lets ``torch.jit.trace`` record nothing within a block.
+
+    Without a trace its state stays as it is: PyTorch lets no custom operator of a compiled graph set it.
+    """
     functions: Any = torch._C
     tracing = functions._get_tracing_state()
-    functions._set_tracing_state(None)  # a trace would record the look
+    if tracing is None:
+        yield
+        return
+    functions._set_tracing_state(None)
     try:
-        with _disable_current_modes():  # or the first look within one would be at a fake tensor
-            tensor = torch.empty(0, device="cpu")
-            is_known = torch.ops.cvt_kernels.holds_pointer(tensor._cdata, tensor)
+        yield
     finally:
         functions._set_tracing_state(tracing)
-    return extension if is_known else InPython
 
 
 # A model ------------------------------------------------------------------------------------------------

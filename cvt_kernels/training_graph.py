@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from . import modes
 from .autotune import run_until_tuned
 from .ops import weight_cache
+from .ops.autograd import once_differentiable
 
 
 class Turn:
@@ -146,7 +146,7 @@ class _Replay(torch.autograd.Function):
         return tuple(copies)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("undo graphed() by cvt_kernels.restore(model)")
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         """Replays the backward, once."""
         if ctx.turn.is_over:

@@ -6,7 +6,8 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
-layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
+layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's), ``maps``
+(what models return),
 ``families`` (which module is which part, a file each), ``matching`` (finds and checks blocks), ``recording``
 (stages and encoders recorded as a whole), ``freezable`` (finds and checks stages and layers), ``freezing``
 (runs them), this file (swaps classes), ``coverage`` and ``verify``.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +28,7 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import class_token, freezing, recording
+from . import class_token, freezing, maps, recording
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, MODELS, RECORDED, SERVED, TABLE
@@ -59,7 +59,7 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
 
     A block that differs from upstream's keeps its class. A call that the fused forward does not support runs
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
-    Second derivatives need the reference backend.
+    Second derivatives are computed by PyTorch's operators.
 
     In evaluation and without gradients, each stage of a CvT, a SegFormer or a PVT v2 and each layer of the
     other models runs as one step on a CPU, with weights packed for this CPU; the packed copies take as much
@@ -110,6 +110,8 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             _swap(stage, key + _IN_EVALUATION)
+    for module, key in maps.find_models(model):
+        _swap(module, key)
     for stage, key in stages:
         if not freezing.is_frozen(stage):
             _swap(stage, key)
@@ -253,6 +255,12 @@ class _Behavior(NamedTuple):
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
 _IN_EVALUATION = ", in evaluation"
+#: The models that return maps, by the end of their keys: whether the first result is one, and whether they
+#: are within another.
+_MAPS = {
+    end: {name: (first, end == maps.WITHIN) for name, first in maps.MODELS.items()}
+    for end in (maps.OUTERMOST, maps.WITHIN)
+}
 #: What the classes of a key, which pickles have, do, and the entry. A layer may be a block too, and the class
 #: beneath then the one with its fused forward.
 _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
@@ -260,6 +268,10 @@ _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
     for behavior, entries, end in (
         (_Behavior(_run_fused), TABLE, ""),
         (_Behavior(class_token.run), CLASSIFIERS, ""),
+        *(
+            (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
+            for end, entries in _MAPS.items()
+        ),
         (_Behavior(recording.run, lambda entry: {recording.MARK: True}), RECORDED, ""),
         (_Behavior(freezing.run_frozen, freezing.members_of_frozen), SERVED, ""),
         (_Behavior(freezing.run_in_evaluation, freezing.members_in_evaluation), SERVED, _IN_EVALUATION),
@@ -289,15 +301,47 @@ def _swapped_class(original: Any, key: str) -> Any:
         # Pickle finds classes by name, and under this name it would find the original.
         return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
 
+    forward = _traceable(forward, original_class(original).forward)
     own_members = {"forward": forward, "__reduce_ex__": __reduce_ex__, _MADE_OF: made_of}
     return derived(original, UNFUSED, **own_members, **members(entry))
 
 
+def _traceable(forward: Any, own: Any) -> Any:
+    """Returns a forward as ``torch.fx`` can trace it in the place of its class's own one.
+
+    Of a forward with ``**kwargs`` fx makes plain positional parameters of as many first variables of its code
+    as its own forward, below all that ``functools.wraps`` made, has parameters.
+    """
+    code = getattr(own, "__code__", None)
+    if code is None or hasattr(own, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return forward
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    variables = ["args", "kwargs", *(f"_{i}" for i in range(2, count))][:count]  # the last: own kwargs
+    source = f"""\
+def make(run, own):
+    def forward(self, *args, **kwargs):
+        if type(args) is tuple:
+            return run(self, *args, **kwargs)
+        return own(self, {", ".join(variables[: count - 1])})
+        {" = ".join(variables)} = None
+
+    return forward
+"""
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, "<cvt_kernels forward>", "exec"), scope)
+    return functools.wraps(forward)(scope["make"](forward, own))
+
+
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether ``torch.jit.trace`` or ``torch.fx`` traces a call; its own forward then runs."""
-    if torch.jit.is_tracing():
-        return True
-    return any(map(isinstance, (*args, *kwargs.values()), itertools.repeat(torch.fx.Proxy)))
+    return torch.jit.is_tracing() or any(map(_is_proxy, (*args, *kwargs.values())))
+
+
+def _is_proxy(value: Any) -> bool:
+    """Returns whether an argument, or a map in a list of them, stands for a value in a trace of torch.fx."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_proxy, value))
+    return isinstance(value, torch.fx.Proxy)
 
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:

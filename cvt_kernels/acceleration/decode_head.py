@@ -14,6 +14,7 @@ from .. import dispatch, modes
 from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
+from ..ops.weight_cache import is_plain
 from ..records import written_of
 from .blocks import class_name
 from .fused import as_map, drop, tokens_of
@@ -111,6 +112,8 @@ def _classify(head: Any, image: Tensor, folds: bool) -> Tensor:
 def _can_fold(norm: Any) -> bool:
     """Returns whether a BatchNorm is only a factor and a summand of every channel now."""
     if type(norm) is not nn.BatchNorm2d or norm.training or is_watched(norm):
+        return False
+    if not is_plain(norm.weight) or not is_plain(norm.bias):
         return False
     return norm.running_mean is not None and norm.running_var is not None
 

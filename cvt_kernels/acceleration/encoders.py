@@ -36,7 +36,10 @@ def encode_pvt(
         for block in blocks:
             x = block(x, *grid, output_attentions)[0]
             states.append(x)
-        x = as_map(x, grid) if number < last else x
+        if number < last:
+            x = as_map(x, grid)
+            # Who gets the tokens may write to them.
+            x = x.contiguous() if output_hidden_states and torch.is_grad_enabled() else x
     x = normalize(self.layer_norm, x)
     return _result(x, [*states, x], output_hidden_states, return_dict)
 

@@ -24,7 +24,14 @@ from .blocks import (
 )
 from .families import recognize, recognize_stage
 from .matching import PLAIN, blocks_in, built_parts, why_another_forward, why_not_now
-from .watching import BYPASSED, is_only_recorded, is_watched, patch_of, why_must_be_called
+from .watching import (
+    BYPASSED,
+    is_only_recorded,
+    is_watched,
+    patch_of,
+    why_must_be_called,
+    why_tensors_not_plain,
+)
 
 #: The classes whose work a served module does only where it expects them, and the names of upstream's.
 _WORKING = tuple(cls for cls in BYPASSED if cls is not nn.Dropout)
@@ -135,6 +142,9 @@ def _why_layer_unsupported(parts: BlockParts) -> str | None:
 
 def _why_tensors_unsupported(stage: nn.Module) -> str | None:
     """Returns why the tensors cannot be folded, or None."""
+    for path, module in stage.named_modules():
+        if (reason := why_tensors_not_plain(module)) is not None:
+            return f"{path} {reason}".lstrip()
     quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
     others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
     tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]

@@ -70,7 +70,8 @@ def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
         if known is None:
             assert reason is not None
             return reason
-        vars(stage)[_Frozen.attribute] = known
+        if not torch._C._len_torch_dispatch_stack():  # a mode may have folded it of fake tensors
+            vars(stage)[_Frozen.attribute] = known
     if isinstance(known.folded, str):
         return known.folded
     if known.watch.is_training():

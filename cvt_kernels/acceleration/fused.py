@@ -26,6 +26,7 @@ from ..ops.reduction_linear import reduction_linear
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
+from ..ops.weight_cache import is_plain
 from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
 from .blocks import BlockParts, gelu_variant, is_stochastic_depth
 from .watching import is_plain_linear, is_watched
@@ -255,7 +256,9 @@ def output_grid(image: Tensor, conv: Any) -> tuple[int, int]:
 
 def _is_plain_embedding(conv: Any) -> bool:
     """Returns whether ``conv_embedding`` computes a convolution, which nobody watches."""
-    if type(conv) is not nn.Conv2d or is_watched(conv) or conv.padding_mode != "zeros" or conv.groups != 1:
+    if type(conv) is not nn.Conv2d or not is_plain(conv.weight) or is_watched(conv):
+        return False
+    if conv.padding_mode != "zeros" or conv.groups != 1:
         return False
     sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
     return conv.dilation[0] == 1 and all(not isinstance(n, str) and n[0] == n[1] for n in sizes)
@@ -296,10 +299,12 @@ def forward_block(
         stream, y = pass_on_and_normalize(norm, stream)
     else:
         branch = call(proj.scale, call(proj.drop, apply_linear(proj.layer, heads)), parts.drop_path)
-        if rows is not None:
-            stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
-        else:
+        if rows is None:
             stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
+        elif _dtypes_differ(x, branch) or _dtypes_differ(x, norm.weight):
+            stream, y = add_and_normalize(norm, branch, gather_rows(x, rows))
+        else:
+            stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
     fc2 = _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
     if rows is None and (out := _mlp_with_residual(parts, fc2, y, stream)) is not None:
         return out, scores

@@ -37,6 +37,7 @@ from .watching import (
     known_of,
     patch_of,
     why_must_be_called,
+    why_tensors_not_plain,
 )
 
 #: The classes that a block may consist of, besides upstream's.
@@ -149,6 +150,8 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
     for module, kinds in parts.bypassed():
         if type(module) not in kinds and not is_named(type(module), kinds):
             return f"{_path_of(block, module)} {_why_another_kind(module, kinds)}"
+        if (reason := why_tensors_not_plain(module)) is not None:
+            return f"{_path_of(block, module)} {reason}"
     return parts.why_unsupported() or parts
 
 

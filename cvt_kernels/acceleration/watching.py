@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.weight_cache import Snapshot
+from ..ops.weight_cache import Snapshot, is_plain
 from ..structure import Structure, looks
 
 # One module -----------------------------------------------------------------------------------------------
@@ -46,8 +46,16 @@ def has_another_forward(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Returns whether a module is an ``nn.Linear``, of no other class, that nobody watches."""
-    return type(module) is nn.Linear and not is_watched(module)
+    """Returns whether a module is an unwatched ``nn.Linear``, of no other class, with a plain tensor."""
+    return type(module) is nn.Linear and is_plain(module.weight) and not is_watched(module)
+
+
+def why_tensors_not_plain(module: nn.Module) -> str | None:
+    """Returns which own parameter or buffer of a module only its own forward can compute with, or None."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if not is_plain(tensor):
+            return f"has a {type(tensor).__name__} as {name}, expected a plain tensor"
+    return None
 
 
 def why_must_be_called(module: nn.Module) -> str | None:

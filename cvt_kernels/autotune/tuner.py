@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import checks, machine
+from .. import caller, checks, machine
 from . import accuracy, clock
 from .depthwise import AsSums
 from .entries import FAILS_HERE, Entry, Measurement
@@ -453,7 +453,7 @@ def _run_guarded(function: Function, expected: Expected) -> Results | str:
             results = run(function, expected.sample.map(memory.copy), expected.douts)
             _wait_for_stream(expected.sample.device)
     except Exception as error:
-        if is_out_of_memory(error) or not is_usable(expected.sample.device):
+        if caller.is_foreign(error) or is_out_of_memory(error) or not is_usable(expected.sample.device):
             raise
         return _flaw_of(error)
     return WRITES_OUTSIDE if memory.is_overwritten() else results
@@ -769,7 +769,7 @@ def time_in_turns(
             runners[name]()
             _wait_for_stream(call.device)
         except Exception as error:
-            if is_out_of_memory(error) or not is_usable(call.device):
+            if caller.is_foreign(error) or is_out_of_memory(error) or not is_usable(call.device):
                 raise
             runners.pop(name, None)
             results[name] = measurements[name]._replace(flaw=_flaw_of(error))

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import function
 
 from .. import modes
 from .graph_operators import graph_operator
@@ -17,18 +16,64 @@ from .graph_operators import graph_operator
 _Item = TypeVar("_Item")
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Applies ``torch.autograd.function.once_differentiable`` only with ``create_graph=True``.
+#: What to type where a call has no second derivatives.
+_WAY_OUT = 'compute the call within `with cvt_kernels.use_backend("reference"):`'
 
-    This saves its overhead, which small calls feel, everywhere else.
+
+def gradients_again(
+    formula: Callable[..., Any], tensors: Sequence[Tensor | None], *douts: Tensor | None
+) -> list[Tensor | None]:
+    """Returns gradients that can be differentiated again, for a backward under ``create_graph=True``.
+
+    Args:
+        formula: Computes the results from the tensors by PyTorch's operators.
+        tensors: Saved arguments, or results that the others follow from.
+        douts: The gradients of the results.
+
+    Returns:
+        The gradients of the tensors, None for those that require none.
     """
-    checked = function.once_differentiable(backward)
+    # Aliases, since one of the tensors may be computed from another.
+    given = [None if each is None else each.view_as(each) for each in tensors]
+    first = next(each for each in given if each is not None)
+    with modes.without_autocast(first):
+        results = formula(*given)
+    pairs = zip(results if isinstance(results, tuple) else (results,), douts, strict=True)
+    used = [(out, dout.to(out.dtype)) for out, dout in pairs if dout is not None and out.requires_grad]
+    wanted = [each for each in given if each is not None and each.requires_grad]
+    outs, gradients = zip(*used, strict=True)
+    found = iter(torch.autograd.grad(outs, wanted, gradients, create_graph=True, allow_unused=True))
+    return [next(found) if each is not None and each.requires_grad else None for each in given]
 
-    @functools.wraps(backward)
-    def choose(*args: Any) -> Any:
-        return checked(*args) if torch.is_grad_enabled() else backward(*args)
 
-    return choose
+def once_differentiable(way_out: str = _WAY_OUT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator of backwards without derivatives, whose error says what to do instead."""
+
+    def mark(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def choose(*args: Any) -> Any:
+            with torch.no_grad():
+                gradients = backward(*args)
+            return refuse_again(gradients, way_out)
+
+        return choose
+
+    return mark
+
+
+def refuse_again(gradients: Sequence[Tensor | None], way_out: str = _WAY_OUT) -> tuple[Tensor | None, ...]:
+    """Returns gradients that raise RuntimeError where somebody differentiates them.
+
+    PyTorch's own ``once_differentiable`` takes them for constants where those of the results are constants.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(gradients)
+    message = f"cvt_kernels: second derivatives were asked of a kernel that has none; {way_out}"
+    given = [each.detach().requires_grad_() for each in gradients if each is not None]
+    refused: Any = torch._C._functions.DelayedError(message.encode(), len(given))
+    made = refused(*given)
+    rest = iter(made if isinstance(made, tuple) else (made,))
+    return tuple([None if each is None else next(rest) for each in gradients])
 
 
 class _CastTogether(torch.autograd.Function):
@@ -42,10 +87,10 @@ class _CastTogether(torch.autograd.Function):
         return tuple(_cast(tensors, dtype, counts))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Casts the gradients that there are."""
-        return None, None, *_cast_back(_cast_apart, gradients, ctx.dtype, ctx.rows)
+        cast_apart = _cast_each if torch.is_grad_enabled() else _cast_apart
+        return None, None, *_cast_back(cast_apart, gradients, ctx.dtype, ctx.rows)
 
 
 def _cast(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
@@ -92,14 +137,25 @@ def _cast_apart(
     tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
 ) -> list[Tensor]:
     """Returns the parts of tensors in a dtype, as many of each as ``counts`` says, with so many rows."""
-    parts = [
+    parts = _split_all(tensors, rows, counts)
+    wide = [torch.empty_like(each, dtype=dtype) for each in parts]
+    _cast_all(parts, wide)
+    return wide
+
+
+def _cast_each(
+    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
+) -> list[Tensor]:
+    """Returns what :func:`_cast_apart` does, with derivatives."""
+    return [part.to(dtype) for part in _split_all(tensors, rows, counts)]
+
+
+def _split_all(tensors: Sequence[Tensor], rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+    return [
         part
         for tensor, each in zip(tensors, _grouped(rows, counts), strict=True)
         for part in _split(tensor, each)
     ]
-    wide = [torch.empty_like(each, dtype=dtype) for each in parts]
-    _cast_all(parts, wide)
-    return wide
 
 
 def _cast_all(tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:

@@ -49,7 +49,7 @@ class _Replayed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable()
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes all gradients."""
         plan: TrainingPlan = ctx.plan

@@ -84,6 +84,15 @@ def _contents_of(tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
 
 
 _kind: Callable[[Any], Any] = type
+_PLAIN = {Tensor, nn.Parameter, NoneType}
+
+
+def is_plain(tensor: Tensor | None) -> bool:
+    """Returns whether a tensor is none that computes in its own way, such as a quantized or a sharded one.
+
+    Fake tensors, which stand for plain ones, count too.
+    """
+    return type(tensor) in _PLAIN or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 @functools.cache
@@ -327,7 +336,7 @@ def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None)
-    if not plain and not _packs_fakes:
+    if not _packs_fakes and (not plain or modes.is_faking()):
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
@@ -354,6 +363,8 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         if found is not None and found.holds(tensors):
             return found
         copy.made = make()
+        if torch._C._len_torch_dispatch_stack():  # a mode may have made it of fake tensors
+            return copy
         copy.stream = stream_of(copy.made)
         _known[copy.place] = copy
         _drop_after_tuning(copy)

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import json
+import re
 import warnings
 
 import pytest
@@ -419,3 +420,69 @@ def test_under_autocast_a_gpus_norms_write_what_their_layers_read(monkeypatch, n
     own = torch.float32 if norm is not None else torch.bfloat16
     assert (seen["fc1"], out.dtype) == (own, torch.float32)
     assert seen["proj_q"] == torch.bfloat16
+
+
+OF_SIX = {"embed_dims": (16, 32, 48), "num_heads": (1, 2, 3), "depths": (1, 2, 3), "num_classes": 10}
+
+
+def test_groups_by_depth():
+    """Groups as timm does: 99999 joins the group before, and what matches nothing is last."""
+    model = create_model("cvt_13", **OF_SIX)
+    patterns = model.group_matcher()
+    groups = {}
+    for name, _ in model.named_parameters():
+        found = re.match(patterns["stem"], name) and (-1,)
+        for pattern, suffix in patterns["blocks"]:
+            if found is None and (match := re.match(pattern, name)):
+                found = *map(int, match.groups()), *(suffix or ())
+        groups.setdefault(found or (100000,), []).append(name)
+    # The first embedding, six blocks, the norm, and the head.
+    assert sorted(groups) == [(-1,), (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (99999,), (100000,)]
+    assert groups[100000,] == ["head.weight", "head.bias"]
+    assert "stage2.cls_token" in groups[2, 0]
+    assert model.group_matcher(coarse=True)["blocks"] == r"^stage(\d+)"
+
+
+@pytest.mark.parametrize("drop_path_rate", [0.0, 0.3])
+def test_checkpointing_changes_no_step(drop_path_rate):
+    own = create_model("cvt_13", **OF_SIX, drop_path_rate=drop_path_rate).train()
+    checkpointed, x, seen = copy.deepcopy(own), torch.randn(2, 3, 64, 64), []
+    checkpointed.set_grad_checkpointing()
+    block = checkpointed.stage1.blocks[0]
+    block.register_forward_pre_hook(lambda *_: seen.append(1))
+    own.stage1.blocks[0].register_forward_pre_hook(lambda *_: None)
+    for model in (own, checkpointed):
+        torch.manual_seed(0)
+        model(x).sin().sum().backward()
+    assert len(seen) == 2
+    largest = max(each.grad.abs().max() for each in own.parameters())
+    for a, b in zip(checkpointed.parameters(), own.parameters(), strict=True):
+        assert (a.grad - b.grad).abs().max() <= 1e-5 * largest
+    for (name, a), b in zip(checkpointed.named_buffers(), own.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    checkpointed.set_grad_checkpointing(False)
+    seen.clear()
+    checkpointed(x).sum().backward()
+    assert len(seen) == 1
+
+
+@torch.no_grad()
+def test_intermediate_maps():
+    model, x = create_model("cvt_13", **OF_SIX).eval(), torch.randn(2, 3, 64, 96)
+    tokens, maps = model.forward_intermediates(x)
+    assert torch.equal(tokens, model.forward_features(x))
+    assert all(map(torch.equal, maps, model.maps(x)))
+    assert all(each.is_contiguous() for each in maps)
+    first, last = model.forward_intermediates(x, [0, -1], norm=True, intermediates_only=True)
+    assert torch.equal(first, maps[0])
+    assert torch.equal(last.flatten(2).transpose(1, 2), tokens[:, 1:])
+    (middle,) = model.forward_intermediates(
+        x, [1], output_fmt="NHWC", intermediates_only=True, stop_early=True
+    )
+    assert torch.equal(middle.permute(0, 3, 1, 2), maps[1])
+    assert len(model.forward_intermediates(x, 2, intermediates_only=True)) == 2
+    for indices in (4, 0, [3], [-4]):
+        with pytest.raises(ValueError, match="indices: got"):
+            model.forward_intermediates(x, indices)
+    with pytest.raises(ValueError, match="output_fmt: got 'NLC'"):
+        model.forward_intermediates(x, output_fmt="NLC")

@@ -223,7 +223,7 @@ def test_a_second_backward_raises(cuda):
     with pytest.raises(RuntimeError, match="no second backward of one forward"):
         loss.backward()
     gradient = torch.autograd.grad(model(x).square().sum(), model.first.weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"cvt_kernels\.restore"):
         gradient[0].sum().backward()
 
 

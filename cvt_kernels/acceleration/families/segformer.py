@@ -72,7 +72,7 @@ def _stage(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     for block in self.blocks:
         tokens = block(tokens, height, width, **kwargs)
     tokens = normalize(self.layer_norm, tokens)
-    # Upstream copies the map so that channels are first in memory, which nothing after it needs.
+    # Upstream copies the map so that channels are first in memory, which callers of the model alone need.
     return as_map(tokens, (height, width)) if self.reshape else tokens
 
 

@@ -16,6 +16,7 @@ from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
+from ..autograd import gradients_again
 from ..cost_classes import first_images, images_within, scores_within, size_class
 
 if TYPE_CHECKING:
@@ -33,16 +34,62 @@ def sdpa(call: Record) -> Tensor:
     A bias becomes a mask; one by position has (1, h, Nq, Nkv), or (B, h, Nq, Nkv) with rows.
     """
     q, k, v, scale, bias, _, position = call
-    mask = bias
+    mask, dtype = bias, modes.autocast_dtype(q) or q.dtype
     if position is not None:
         places = position_bias(position, q.shape[1], k.shape[1])
         mask = places if bias is None else places + bias
     if mask is not None:
-        mask = mask.to(modes.autocast_dtype(q) or q.dtype)
+        mask = mask.to(dtype)
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    q, k, v = (each.transpose(1, 2).to(dtype) for each in (q, k, v))
+    if _has_no_second_derivatives(q, k, v, mask, scale):
+        out = _Flash.apply(q, k, v, mask, scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).contiguous()
+
+
+def _has_no_second_derivatives(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+) -> bool:
+    """Returns whether PyTorch computes gradients by its kernel for CPUs, which have no derivatives."""
+    if q.device.type != "cpu" or not modes.wants_gradient(q, k, v):
+        return False
+    if torch.compiler.is_compiling() or modes.is_transformed() or modes.wants_gradient(mask):
+        return False
+    return torch._fused_sdp_choice(q, k, v, attn_mask=mask, scale=scale) == _FLASH
+
+
+_FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+
+
+class _Flash(torch.autograd.Function):
+    """Autograd function of ``scaled_dot_product_attention`` by that kernel: (q, k, v, mask, scale)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Saves the inputs, the result and the logarithms of the sums."""
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        out, sums = run(q, k, v, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, mask, out, sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of q, k and v."""
+        q, k, v, mask, out, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def formula(*heads: Tensor) -> Tensor:
+                q, k, v = (each.transpose(1, 2) for each in heads)
+                return reference.attention(q, k, v, scale=ctx.scale, bias=mask).transpose(1, 2)
+
+            return *gradients_again(formula, (q, k, v), dout), None, None
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return *run(dout, q, k, v, out, sums, 0.0, False, attn_mask=mask, scale=ctx.scale), None, None
 
 
 _SAMPLE = 2**20  # scores

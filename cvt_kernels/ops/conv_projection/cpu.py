@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import machine, modes
+from ... import machine, modes, reference
 from ...backends import Record, prepared_by
-from ...records import ConvBatchNorm, flattened, summands
-from ..autograd import once_differentiable
+from ...records import ConvBatchNorm, flattened, summands, unflattened
+from ..autograd import gradients_again
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -56,6 +56,23 @@ class _Settings(NamedTuple):
             summands=list(summands),
         )
 
+    def formula(self, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        """Computes a call by PyTorch's operators; ``tensors`` are those of the autograd function."""
+        count, convs = len(self.eps), list[ConvBatchNorm]()
+        for i, constant in enumerate(self.constant):
+            scale, shift, *statistics = tensors[count + 4 * i : count + 4 * i + 4]
+            mean, variance = statistics if constant else (None, None)
+            stride, padding, dilation = self.geometry[3 * i : 3 * i + 3]
+            settings: dict[str, Any] = {
+                "stride": stride,
+                "padding": padding,
+                "dilation": dilation,
+                "eps": self.eps[i],
+            }
+            convs.append(ConvBatchNorm(tensors[i], scale, shift, mean, variance, **settings))
+        branches = unflattened(convs, self.summands)
+        return reference.conv_projection(x, (self.height, self.width), branches, training=False)
+
     def part(self, branches: Sequence[int]) -> _Settings:
         """Returns the settings of some convolutions."""
         return self._replace(
@@ -86,9 +103,11 @@ class _ConvProjection(torch.autograd.Function):
         return tuple(_infer(x, settings, tensors[:count], tensors[count:]))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx, *others = gradients_again(ctx.settings.formula, (x, *tensors), *douts)
+            return dx, None, *others
         count = len(ctx.settings.eps)
         weights, norms = tensors[:count], [tensors[i : i + 4] for i in range(count, 5 * count, 4)]
         lengths = [length for length in ctx.settings.summands if length]

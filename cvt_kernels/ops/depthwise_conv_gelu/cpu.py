@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import machine, modes
+from ... import machine, modes, reference
 from ...backends import Record, prepared_by
-from ..autograd import once_differentiable
+from ..autograd import gradients_again
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -37,10 +37,16 @@ class _DepthwiseConvGelu(torch.autograd.Function):
         return _ops.depthwise_conv_gelu.default(x, height, width, weight, bias, approximate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         height, width, approximate = ctx.settings
+        if torch.is_grad_enabled():
+
+            def formula(x: Tensor, *parameters: Any) -> Tensor:
+                return reference.depthwise_conv_gelu(x, (height, width), *parameters, approximate=approximate)
+
+            dx, *others = gradients_again(formula, (x, weight, bias), dout)
+            return dx, None, None, *others, None
         dx, dweight, dbias = _ops.depthwise_conv_gelu_backward.default(
             dout, x, height, width, weight, bias, approximate
         )

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import machine, modes
+from ... import machine, modes, reference
 from ...backends import Record, prepared_by
-from ..autograd import once_differentiable
+from ..autograd import gradients_again
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -43,11 +43,10 @@ class _LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation, dtype)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.activation = activation
+        ctx.activation, ctx.eps = activation, eps
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dx, _, dweight, dbias = _gradients(ctx, dout, None)
         return dx, dweight, dbias, None, None, None
@@ -66,13 +65,12 @@ class _AddLayerNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
         ctx.save_for_backward(h, weight, bias, mean, rstd)
-        ctx.activation = "identity"
+        ctx.activation, ctx.eps = "identity", eps
         ctx.branch_dtype, ctx.differs = x.dtype, x.dtype != h.dtype
         ctx.set_materialize_grads(False)  # often only one of the two outputs is used
         return h, out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             dbranch = dh if dh is None else dh.to(ctx.branch_dtype)
@@ -91,12 +89,11 @@ class _StreamLayerNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, "identity", dtype)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.activation = "identity"
+        ctx.activation, ctx.eps = "identity", eps
         ctx.set_materialize_grads(False)
         return x.view_as(x), out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return dh, None, None, None, None
@@ -112,9 +109,14 @@ class _Gelu(torch.autograd.Function):
         return _ops.gelu.default(x, bias, approximate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def formula(x: Tensor, bias: Tensor | None) -> Tensor:
+                return reference.gelu(x if bias is None else x + bias, approximate=ctx.approximate)
+
+            return *gradients_again(formula, (x, bias), dout), None
         dx, dbias = _ops.gelu_backward.default(dout, x, bias, ctx.approximate)
         return dx, None if bias is None else dbias, None
 
@@ -124,6 +126,14 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of h, of h in the dtype of ``dout`` if requested, of weight and of bias."""
     h, weight, bias, mean, rstd = ctx.saved_tensors
+    if torch.is_grad_enabled():
+
+        def formula(h: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+            out = reference.layer_norm(h, *parameters, eps=ctx.eps)
+            return h, out if ctx.activation == "identity" else reference.gelu(out, approximate=ctx.activation)
+
+        dx, dweight, dbias = gradients_again(formula, (h, weight, bias), dh, dout)
+        return dx, dx if dx is None else dx.to(dout.dtype), dweight, dbias
     dx, dbranch, dweight, dbias = _ops.layer_norm_backward.default(
         dout, dh, h, mean, rstd, weight, bias, ctx.activation, with_dbranch
     )

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import modes
+from ... import modes, reference
 from ...backends import Record
-from ..autograd import once_differentiable
+from ..autograd import gradients_again
 
 
 class Kernels(NamedTuple):
@@ -50,9 +50,11 @@ class _Gather(torch.autograd.Function):
         return KERNELS[backend].gather(x, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            zeros = dout.new_zeros(len(dout), ctx.tokens, dout.shape[2])
+            return None, reference.scatter_rows(zeros, rows, dout), None
         return None, KERNELS[ctx.backend].scatter(None, rows, dout, None, ctx.tokens), None
 
 
@@ -78,17 +80,26 @@ class _GatherAddLayerNorm(torch.autograd.Function):
         return h, y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, h, weight, bias, *statistics = ctx.saved_tensors
         kernels = KERNELS[ctx.backend]
         dweight = dbias = None
+        of_x, of_branch = ctx.dtypes
+        if torch.is_grad_enabled() and not (dh is None and dy is None):
+
+            def formula(h: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
+                return h, reference.layer_norm(h, *parameters, eps=ctx.eps)
+
+            dh, dweight, dbias = gradients_again(formula, (h, weight, bias), dh, dy)
+            assert dh is not None
+            zeros = dh.new_zeros(len(dh), ctx.tokens, dh.shape[2], dtype=of_x)
+            dx = reference.scatter_rows(zeros, rows, dh.to(of_x))
+            return None, dx, None, dh.to(of_branch), dweight, dbias, None, None
         if dy is not None:
             given = dy, dh, h, weight, bias, ctx.eps, statistics
             dh, dweight, dbias = kernels.layer_norm_backward(*given)
         if dh is None:
             return (None,) * 8
-        of_x, of_branch = ctx.dtypes
         dx = kernels.scatter(None, rows, dh.to(of_x), None, ctx.tokens) if ctx.needs_input_grad[1] else None
         return None, dx, None, dh.to(of_branch), dweight, dbias, None, None
 
@@ -104,13 +115,16 @@ class _Scatter(torch.autograd.Function):
         return KERNELS[backend].scatter(x, rows, values, branch, x.shape[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         kernels = KERNELS[ctx.backend]
-        dx = kernels.scatter(dout, rows, None, None, ctx.tokens) if ctx.needs_input_grad[1] else None
         of_values, of_branch = ctx.dtypes
-        dvalues = kernels.gather(dout, rows)
+        if torch.is_grad_enabled():
+            dvalues = reference.gather_rows(dout, rows)
+            dx = reference.scatter_rows(dout, rows, torch.zeros_like(dvalues))
+        else:
+            dx = kernels.scatter(dout, rows, None, None, ctx.tokens) if ctx.needs_input_grad[1] else None
+            dvalues = kernels.gather(dout, rows)
         dbranch = None if of_branch is None else dvalues.to(of_branch)
         return None, dx, None, dvalues.to(of_values), dbranch
 

@@ -1,6 +1,7 @@
 """Models where torch.jit.trace, ONNX exporters, torch.export and torch.fx record them."""
 
 import copy
+import inspect
 import io
 
 import onnx
@@ -15,7 +16,18 @@ from cvt.factory import randomize
 from cvt_kernels import backends
 from tests.checks import not_built
 from tests.processes import run_python
-from tests.upstream import ONE_STAGE, huggingface, images, microsoft, ours, relative
+from tests.upstream import (
+    ONE_STAGE,
+    glpn,
+    huggingface,
+    images,
+    microsoft,
+    ours,
+    pvt,
+    pvt_v2,
+    relative,
+    segformer,
+)
 
 pytestmark = [
     # What PyTorch says of its own exporters.
@@ -27,6 +39,11 @@ pytestmark = [
 ]
 
 BATCH = {0: torch.export.Dim("batch")}
+FOUR_STAGES = {
+    "num_encoder_blocks": 4, "depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16],
+    "num_attention_heads": [1, 1, 2, 2], "patch_sizes": [7, 3, 3, 3], "strides": [4, 2, 2, 2],
+    "mlp_ratios": [2] * 4, "sr_ratios": [4, 2, 1, 1],
+}  # fmt: skip
 
 
 class Logits(nn.Module):
@@ -133,6 +150,50 @@ def test_symbolic_traces(make):
         assert [node.op for node in traced.graph.nodes] == [node.op for node in graph.nodes]
         with ck.use_backend("sdpa", "reference"):
             assert relative(traced(images()), own(images())) < 1e-5
+
+
+class OfMaps(nn.Module):
+    """A head of four maps."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, a, b, c, d):
+        return self.head((a, b, c, d))
+
+
+class Leaves(torch.fx.Tracer):
+    """A tracer that calls layers, which look at the sizes of their inputs."""
+
+    def is_leaf_module(self, module, name):
+        return type(module).__name__.endswith(("Layer", "Embeddings")) or super().is_leaf_module(module, name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("freeze", [None, True, False])
+@pytest.mark.parametrize("make", [huggingface, pvt, pvt_v2, glpn])
+def test_symbolic_traces_of_whole_models(make, freeze):
+    """By their own forwards, whose other arguments are constants and ``**kwargs`` are not used."""
+    own = make().eval()
+    fused = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    names = list(inspect.signature(own.forward).parameters)[1:]
+    constants = dict.fromkeys(name for name in names if name != "kwargs")
+    graph, expected = (Leaves().trace(model, constants) for model in (fused, own))
+    assert [(node.op, str(node.target)) for node in graph.nodes] == [
+        (node.op, str(node.target)) for node in expected.nodes
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("freeze", [None, True, False])
+def test_symbolic_traces_of_a_decode_head(freeze):
+    own = segformer(**FOUR_STAGES)
+    fused = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    maps = own(images(), output_hidden_states=True).hidden_states
+    traced = torch.fx.symbolic_trace(OfMaps(fused.decode_head))
+    assert len(traced.graph.nodes) == len(torch.fx.symbolic_trace(OfMaps(own.decode_head)).graph.nodes)
+    assert relative(traced(*maps), own.decode_head(maps)) < 1e-5
 
 
 @torch.no_grad()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import modes
+from .... import modes, reference
 from ....backends import Record
 from ....records import PositionBias
-from ...autograd import once_differentiable
+from ...autograd import gradients_again
 from ...graph_operators import graph_operator
 from ...launch_plans import planned, planned_part
 from ...triton_launch import accumulator_dtype
@@ -59,11 +59,17 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; dk and dv come together."""
         _, need_k, need_v, need_bias, need_table, *_ = ctx.needs_input_grad
         q, k, v, bias, out, stats, table, rows = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
+                position = _position_of(table, rows, ctx.places)
+                return reference.attention(q, k, v, scale=ctx.scale, bias=bias, position=position)
+
+            return *gradients_again(formula, (q, k, v, bias, table), dout), None, None, None
         settings = ctx.scale, need_k or need_v, need_bias, need_table
         gradients = _backward(q, k, v, bias, out, stats, dout, table, rows, ctx.places, *settings)
         return *gradients, None, None, None

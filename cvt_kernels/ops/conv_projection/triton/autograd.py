@@ -7,6 +7,7 @@ between the processes of a group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .... import modes
+from .... import modes, reference
 from ....backends import Record
-from ....records import ConvBatchNorm, flattened
-from ...autograd import once_differentiable
+from ....records import ConvBatchNorm, flattened, unflattened
+from ...autograd import gradients_again
 from ...graph_operators import graph_operator
 from ...launch_plans import planned, planned_part
 from ...triton_launch import accumulator_dtype
@@ -79,20 +80,41 @@ class _ConvProjection(torch.autograd.Function):
         """Saves x, the parameters and the statistics."""
         weights, gammas, betas, means, variances = _divided(tensors, 5)
         ctx.settings = geometry, batch_stats, synchronized
-        ctx.save_for_backward(x, *weights, *gammas, *means, *variances)
+        ctx.save_for_backward(x, *weights, *gammas, *betas, *means, *variances)
         return _project(x, geometry, weights, gammas, betas, means, variances)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients, in three passes over the tokens."""
         x, *tensors = ctx.saved_tensors
-        weights, gammas, means, variances = _divided(tensors, 4)
+        weights, gammas, _, means, variances = _divided(tensors, 5)
         geometry, batch_stats, synchronized = ctx.settings
+        if torch.is_grad_enabled():
+            formula = functools.partial(_formula, *ctx.settings)
+            dx, *others = gradients_again(formula, (x, *tensors), *dys)
+            return dx, None, None, None, *others
         dx, *dparameters = _gradients(
             x, geometry, weights, gammas, means, variances, dys, batch_stats, synchronized
         )
         return dx, None, None, None, *dparameters, *[None] * (2 * len(weights))
+
+
+def _formula(
+    geometry: Geometry, batch_stats: bool, synchronized: _Synchronized | None, x: Tensor, *tensors: Any
+) -> tuple[Tensor, ...]:
+    """Computes a call by PyTorch's operators; ``tensors`` are those of the autograd function."""
+    group = None if synchronized is None else synchronized.group
+    convs = [
+        ConvBatchNorm(
+            weight, gamma, beta, None if batch_stats else mean, None if batch_stats else variance,
+            stride=stride, padding=padding, dilation=dilation, eps=eps, process_group=group,
+        )
+        for weight, gamma, beta, mean, variance, (_, stride, padding, dilation), eps in zip(
+            *_divided(tensors, 5), geometry.convolutions, geometry.epss, strict=True
+        )
+    ]  # fmt: skip
+    branches = unflattened(convs, geometry.lengths)
+    return reference.conv_projection(x, geometry.grid, branches, training=batch_stats)
 
 
 def _gradients(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import modes
+from .... import modes, reference
 from ....backends import Record
-from ...autograd import once_differentiable
+from ...autograd import gradients_again
 from ...conv_projection.triton.common import maybe_contiguous
 from ...graph_operators import graph_operator
 from ...launch_plans import planned, planned_part
@@ -36,11 +36,17 @@ class _DepthwiseConvGelu(torch.autograd.Function):
         return conv_gelu_forward(x, grid, weight, bias, approximate)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of the parameters and, where needed, of x."""
         x, weight, bias = ctx.saved_tensors
         grid, approximate = ctx.settings
+        if torch.is_grad_enabled():
+
+            def formula(x: Tensor, *parameters: Any) -> Tensor:
+                return reference.depthwise_conv_gelu(x, grid, *parameters, approximate=approximate)
+
+            dx, *others = gradients_again(formula, (x, weight, bias), dy)
+            return dx, None, *others, None
         dx, sums = conv_gelu_backward(
             dy.contiguous(), x, grid, weight, bias, approximate, needs_dx=ctx.needs_input_grad[0]
         )

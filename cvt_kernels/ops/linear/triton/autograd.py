@@ -6,15 +6,16 @@ Under torch.compile they run behind opaque operators.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import modes
+from .... import modes, reference
 from ....backends import Record
-from ...autograd import once_differentiable
+from ...autograd import gradients_again, refuse_again
 from ...graph_operators import graph_operator, launcher
 from ...launch_plans import planned, planned_part
 from ...triton_launch import contiguous
@@ -34,18 +35,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Saves x and weight in the dtype of the product."""
-        rows, weight, narrow = matrices(x, weight, bias)
-        _save(ctx, x, bias, rows, weight)
-        return F.linear(rows, weight, narrow).view(*x.shape[:-1], -1)
+        rows, narrow_weight, narrow = matrices(x, weight, bias)
+        save(ctx, (x, rows), (weight, narrow_weight), bias)
+        return F.linear(rows, narrow_weight, narrow).view(*x.shape[:-1], -1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed."""
-        rows, weight = ctx.saved_tensors
-        dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-        start = linear_starts(rows_of(dout), weight.dtype, dbias)
-        return *_products(ctx, start.product, rows, weight), start.bias
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled() and ctx.are_given:
+            return (*gradients_again(reference.linear, (x, weight, bias), dout),)
+        start = linear_starts(rows_of(dout), weight.dtype, dtype_of(bias, ctx.needs_input_grad[2]))
+        return refuse_again((*_products(ctx, start.product, x, weight), start.bias))
 
 
 class _LinearGelu(torch.autograd.Function):
@@ -54,20 +55,22 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         """Saves x and weight in the dtype of the product, and GELU's input."""
-        rows, weight, narrow = matrices(x, weight, bias)
-        out, pre = activate(rows, weight, narrow, approximate)
-        _save(ctx, x, bias, rows, weight, pre)
+        rows, narrow_weight, narrow = matrices(x, weight, bias)
+        out, pre = activate(rows, narrow_weight, narrow, approximate)
+        save(ctx, (x, rows), (weight, narrow_weight), bias, pre)
         ctx.approximate = approximate
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed."""
-        rows, weight, pre = ctx.saved_tensors
-        dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
+        x, weight, bias, pre = ctx.saved_tensors
+        if torch.is_grad_enabled() and ctx.are_given:
+            formula = functools.partial(reference.linear_gelu, approximate=ctx.approximate)
+            return *gradients_again(formula, (x, weight, bias), dout), None
+        dbias = dtype_of(bias, ctx.needs_input_grad[2])
         start = linear_starts(rows_of(dout), pre.dtype, dbias, pre=pre, approximate=ctx.approximate)
-        return *_products(ctx, start.product, rows, weight), start.bias, None
+        return refuse_again((*_products(ctx, start.product, x, weight), start.bias, None))
 
 
 def activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
@@ -95,29 +98,50 @@ class _LinearAdd(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """Saves x and weight in the dtype of the product, and the factors of images."""
         dtype = sum_dtype(x, residual)
-        rows, weight, _ = matrices(x, weight, None)
-        bias = contiguous(bias)
-        out = linear_ends(F.linear(rows, weight), bias, rows_of(residual), scale, scales_sum, dtype)
-        _save(ctx, x, bias, rows, weight, scale)
+        rows, narrow_weight, _ = matrices(x, weight, None)
+        product = F.linear(rows, narrow_weight)
+        out = linear_ends(product, contiguous(bias), rows_of(residual), scale, scales_sum, dtype)
+        save(ctx, (x, rows), (weight, narrow_weight), bias, scale)
         ctx.scales_sum = scales_sum
         return out.view(residual.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; autograd casts that of the residual to its dtype."""
-        rows, weight, scale = ctx.saved_tensors
-        dbias = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-        start = linear_starts(
-            rows_of(dout), weight.dtype, dbias, scale=scale, scales_sum=ctx.scales_sum
-        )  # fmt: skip
+        x, weight, bias, scale = ctx.saved_tensors
+        settings: dict[str, Any] = {"scale": scale, "scales_sum": ctx.scales_sum}
+        if torch.is_grad_enabled() and ctx.are_given:
+            formula = functools.partial(reference.linear_add, **settings)
+            residual = zeros_for(dout, ctx.needs_input_grad[3])
+            return *gradients_again(formula, (x, weight, bias, residual), dout), None, None
+        dbias = dtype_of(bias, ctx.needs_input_grad[2])
+        start = linear_starts(rows_of(dout), weight.dtype, dbias, **settings)
         dresidual = start.residual.view_as(dout) if ctx.needs_input_grad[3] else None
-        return *_products(ctx, start.product, rows, weight), start.bias, dresidual, None, None
+        gradients = *_products(ctx, start.product, x, weight), start.bias, dresidual, None, None
+        return refuse_again(gradients)
 
 
-def _save(ctx: Any, x: Tensor, bias: Tensor | None, *tensors: Tensor | None) -> None:
-    ctx.save_for_backward(*tensors)
-    ctx.shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
+def save(ctx: Any, *pairs: Any) -> None:
+    """Saves tensors for a backward; of pairs, of an argument and of what was read, the argument.
+
+    Second derivatives need its history. Where autocast has converted one, what was read is saved.
+    """
+    chosen = [pair if not isinstance(pair, tuple) else pair[pair[0].dtype != pair[1].dtype] for pair in pairs]
+    ctx.are_given = all(
+        kept is pair[0] for kept, pair in zip(chosen, pairs, strict=True) if type(pair) is tuple
+    )
+    ctx.save_for_backward(*chosen)
+    ctx.shape = pairs[0][0].shape
+
+
+def dtype_of(bias: Tensor | None, is_needed: bool) -> torch.dtype | None:
+    """Returns the dtype of a bias whose gradient is needed, else None."""
+    return bias.dtype if bias is not None and is_needed else None
+
+
+def zeros_for(dout: Tensor, is_needed: bool) -> Tensor:
+    """Returns what has the gradient of a residual, which does not depend on its values."""
+    return torch.zeros_like(dout, requires_grad=is_needed)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -125,13 +149,11 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-def _products(
-    ctx: Any, dproduct: Tensor, rows: Tensor, weight: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _products(ctx: Any, dproduct: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of x and weight, None where they are not needed; autograd casts them."""
     need_x, need_weight, *_ = ctx.needs_input_grad
     dx = (dproduct @ weight).view(ctx.shape) if need_x else None
-    return dx, dproduct.t() @ rows if need_weight else None
+    return dx, dproduct.t() @ rows_of(x) if need_weight else None
 
 
 # torch.compile: linear and GELU ---------------------------------------------------------------------------

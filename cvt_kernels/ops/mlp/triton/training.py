@@ -11,16 +11,26 @@ the products.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import modes
+from .... import modes, reference
 from ....backends import Record
-from ...autograd import once_differentiable
-from ...linear.triton.autograd import activate, matrices, rows_of, sum_dtype, why_not_training
+from ...autograd import gradients_again, refuse_again
+from ...linear.triton.autograd import (
+    activate,
+    dtype_of,
+    matrices,
+    rows_of,
+    save,
+    sum_dtype,
+    why_not_training,
+    zeros_for,
+)
 from ...linear.triton.backward import linear_ends, linear_starts
 from ...triton_launch import contiguous
 
@@ -41,31 +51,31 @@ class _MlpAdd(torch.autograd.Function):
         out = linear_ends(
             F.linear(hidden, fc2), contiguous(fc2_bias), rows_of(residual), scale, scales_sum, dtype
         )  # fmt: skip
-        ctx.save_for_backward(rows, fc1, fc2, pre, scale)
+        save(ctx, (x, rows), (fc1_weight, fc1), fc1_bias, (fc2_weight, fc2), fc2_bias, pre, scale)
         ctx.approximate, ctx.scales_sum = approximate, scales_sum
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (fc1_bias, fc2_bias)]
         return out.view(residual.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; autograd casts them."""
-        rows, fc1, fc2, pre, scale = ctx.saved_tensors
+        x, fc1, fc1_bias, fc2, fc2_bias, pre, scale = ctx.saved_tensors
         need_x, need_fc1, need_fc1_bias, need_fc2, need_fc2_bias, need_residual, *_ = ctx.needs_input_grad
-        fc1_bias, fc2_bias = ctx.bias_dtypes
-        end = linear_starts(
-            rows_of(dout), fc2.dtype, fc2_bias if need_fc2_bias else None, scale=scale,
-            scales_sum=ctx.scales_sum,
-        )  # fmt: skip
+        settings: dict[str, Any] = {"scale": scale, "scales_sum": ctx.scales_sum}
+        if torch.is_grad_enabled() and ctx.are_given:
+            formula = functools.partial(reference.mlp_add, approximate=ctx.approximate, **settings)
+            given = x, fc1, fc1_bias, fc2, fc2_bias, zeros_for(dout, need_residual)
+            return *gradients_again(formula, given, dout), None, None, None
+        end = linear_starts(rows_of(dout), fc2.dtype, dtype_of(fc2_bias, need_fc2_bias), **settings)
         start = linear_starts(
-            end.product @ fc2, pre.dtype, fc1_bias if need_fc1_bias else None, pre=pre,
+            end.product @ fc2, pre.dtype, dtype_of(fc1_bias, need_fc1_bias), pre=pre,
             approximate=ctx.approximate, activates=need_fc2,
         )  # fmt: skip
         dfc2 = None if start.activated is None else end.product.t() @ start.activated
         dx = (start.product @ fc1).view(dout.shape) if need_x else None
-        dfc1 = start.product.t() @ rows if need_fc1 else None
+        dfc1 = start.product.t() @ rows_of(x) if need_fc1 else None
         dresidual = end.residual.view_as(dout) if need_residual else None
-        return dx, dfc1, start.bias, dfc2, end.bias, dresidual, None, None, None
+        gradients = dx, dfc1, start.bias, dfc2, end.bias, dresidual, None, None, None
+        return refuse_again(gradients)
 
 
 def why_unsupported(call: Record) -> str | None:
