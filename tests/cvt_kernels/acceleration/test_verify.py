@@ -137,11 +137,11 @@ def test_an_error_that_is_too_large_by_chance_is_told_from_a_fault(runs):
 @pytest.mark.parametrize("few", [True, False])
 def test_the_tensor_with_the_largest_error_says_how_much_is_luck(few):
     """A gradient of few values, as a classifier's of two labels, is judged as such, whatever is beside it."""
-    exact = [torch.ones(2, 32, dtype=torch.float64), torch.ones(64, 64, dtype=torch.float64)]
-    results = [gradient.float() for gradient in exact]
-    results[0 if few else 1][0, 0] += 5 * torch.finfo(torch.float32).eps
+    exact = {"classifier": torch.ones(2, 32).double(), "layer": torch.ones(64, 64).double()}
+    results, same = ({name: gradient.float() for name, gradient in exact.items()} for _ in range(2))
+    results["classifier" if few else "layer"][0, 0] += 5 * torch.finfo(torch.float32).eps
     place = "gradients", "head"
-    ours, theirs = ({place: verify_module._sample(r, exact)} for r in (results, [e.float() for e in exact]))
+    ours, theirs = ({place: verify_module._sample(each, exact)} for each in (results, same))
     error = verify_module._error(*place, [ours], [theirs])
     assert error.accelerated == 5 * torch.finfo(torch.float32).eps
     assert error.passed == few
