@@ -80,10 +80,10 @@ VECTOR_INLINE void add_rows(const P* a, int64_t a_stride, const P* b, int64_t de
   }
 }
 
-// How many products are added in turn before their sum is added to c, of more than 4/3 as many: the rounding errors of equal
+// How many products are added in turn before their sum is added to c, of more than 3/2 as many: the rounding errors of equal
 // products grow with the square of what is summed in turn. Pairs of bfloat16 have larger errors of their own.
 template <class P>
-constexpr int64_t kInTurn = std::is_same_v<P, float> || std::is_same_v<P, double> ? 192 : int64_t{1} << 40;
+constexpr int64_t kInTurn = std::is_same_v<P, float> || std::is_same_v<P, double> ? 128 : int64_t{1} << 40;
 
 // c = a b, or c += a b, with c by rows.
 template <int rows, int vectors, class P, class A>
@@ -91,7 +91,7 @@ void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c
                    Ahead ahead) {
   using F = Vector<A>;
   do {
-    const int64_t steps = depth > kInTurn<P> / 3 * 4 ? kInTurn<P> : depth;
+    const int64_t steps = depth > kInTurn<P> / 2 * 3 ? kInTurn<P> : depth;
     F sums[rows][vectors];
     unroll<rows * vectors>([&](auto i) LAMBDA_INLINE { sums[i / vectors][i % vectors] = A(0); });
     add_rows(a, a_stride, b, steps, sums, ahead);
