@@ -49,3 +49,38 @@ def test_served_models_are_as_accurate_as_upstreams(make):
             ours += mean_square_error(served, x, exact)
             assert all(row.fused for row in ck.coverage(served))
     assert ours <= 1.05**2 * upstreams, f"{(ours / upstreams) ** 0.5:.2f} times upstream's"
+
+
+@pytest.mark.parametrize("make", [segformer, pvt_v2, glpn])
+def test_embeddings_in_training_are_as_accurate_as_upstreams(make):
+    """Each gets the map of the stage before, which has its channels last where no copy is made of it."""
+    threads, errors = torch.get_num_threads(), {}
+    torch.set_num_threads(2)  # with one, PyTorch takes no oneDNN for small convolutions
+    try:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model = make(**FAMILIES[make]).train()
+            fused = ck.accelerate(copy.deepcopy(model), freeze=False)
+            for name, module in model.named_modules():
+                if not type(module).__name__.endswith("PatchEmbeddings"):
+                    continue
+                tokens = torch.randn(2, 32, 32, module.proj.in_channels)
+                ours, upstreams, exact = (
+                    embedded(block, x)
+                    for block, x in (
+                        (fused.get_submodule(name), tokens.permute(0, 3, 1, 2)),
+                        (module, tokens.permute(0, 3, 1, 2).contiguous()),
+                        (copy.deepcopy(module).double(), tokens.permute(0, 3, 1, 2).double()),
+                    )
+                )
+                pair = [(t.double() - exact).square().sum().item() for t in (ours, upstreams)]
+                errors[name] = [a + b for a, b in zip(errors.get(name, (0, 0)), pair, strict=True)]
+    finally:
+        torch.set_num_threads(threads)
+    assert errors
+    assert all(ours <= 1.05**2 * upstreams for ours, upstreams in errors.values()), errors
+
+
+def embedded(module, x):
+    """Returns the tokens of an embedding, in training."""
+    return module(x)[0].detach()
