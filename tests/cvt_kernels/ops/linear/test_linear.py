@@ -72,7 +72,7 @@ def test_every_form_passes_its_accuracy_check(dtype, gradient):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_gradient_of_the_bias_of_a_convolution_is_pytorchs_sum(threads):
-    """With more than one thread, oneDNN makes such a convolution's gradients: one sum over all rows."""
+    """OneDNN, which serves with more than one thread, makes one sum over all rows."""
     x, weight, bias = (t.requires_grad_() for t in make((2, 3136, 64), 64))
     dout = torch.randn(2, 3136, 64)
     before = torch.get_num_threads()
