@@ -15,7 +15,7 @@ namespace cvt_kernels::transformer_block {
 using attention::kMaxHeadDim;
 using layer_norm_gelu::Activation;
 
-constexpr int64_t kHidden = 512;  // the most hidden channels that are held at once behind the activation
+constexpr int64_t kHidden = 384;  // the most hidden channels that are held at once behind the activation
 
 // If fc2 is quantized, all hidden channels of some rows are held at once.
 constexpr int64_t kHiddenBytes = 256 << 10;  // of them, which stay in L2,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from .. import backends, dispatch, modes
 from ..ops.attention import attention
 from ..ops.autograd import cast_together
-from ..ops.conv_embedding import conv_embedding
+from ..ops.conv_embedding import conv_embedding, needs_channels_first
 from ..ops.conv_projection import conv_projection
 from ..ops.conv_projection.modules import project
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
@@ -206,6 +206,8 @@ def embed_tokens(
     (:func:`is_one_embedding`).
     """
     check_images("pixel_values", image, projection)
+    if needs_channels_first(image, getattr(projection, "weight", None)):
+        image = image.contiguous()
     if is_one_embedding(projection, norm, image):
         grid = output_grid(image, projection)
         tokens = conv_embedding(

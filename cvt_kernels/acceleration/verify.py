@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
+import logging
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,18 +34,28 @@ RANDOM_FACTOR = 10.0
 #: by this factor. The largest error of a run is partly luck, above all where one channel decides it, as in
 #: running variances: in a CvT-13, PyTorch's own varies threefold between inputs that differ by roundings.
 _MORE_RUNS, _LUCK = 8, 10.0
+#: The images that are computed in float64 where only evaluation is compared, in which each is by itself.
+_FEW_IMAGES = 2
+
+_logger = logging.getLogger("cvt_kernels")
 
 
 class Error(NamedTuple):
     """The largest errors against float64, each over the largest exact value, as means over the runs.
 
-    ``accelerated`` is the accelerated model's error, ``allowed`` its limit, and ``eager`` the error of the
-    restored model in the same dtype.
+    Attributes:
+        accelerated: The accelerated model's error.
+        eager: The error of the restored model in the same dtype.
+        allowed: The limit for ``accelerated``.
+        tensor: Of gradients and statistics, the parameter or buffer with the largest error.
+        share: How large its exact values are beside the largest ones of the whole model.
     """
 
     accelerated: float
     eager: float
     allowed: float
+    tensor: str = ""
+    share: float = 1.0
 
     @property
     def passed(self) -> bool:
@@ -65,14 +76,16 @@ class LayerErrors(NamedTuple):
         evaluation, training: Errors of its output in evaluation and in a training step.
         gradients: Error of its parameters' gradients.
         statistics: Error of its running statistics after the step; None if it has none.
+
+    What is of a training step is None where only evaluation was compared.
     """
 
     path: str
     class_name: str
     fused: bool
     evaluation: Error
-    training: Error
-    gradients: Error
+    training: Error | None
+    gradients: Error | None
     statistics: Error | None
 
 
@@ -99,9 +112,10 @@ class Verification(NamedTuple):
         runs: The runs of each model over which errors are averaged: 1, or 9 where one error was too large;
             then errors in evaluation, or all in training, are still of 1 run if none of them was.
         random: With dropout and drop path active and the same random numbers, the difference between the
-            outputs of the two models, over the largest value; None if the model has neither.
+            outputs of the two models, over the largest value; None if the model has neither, or only
+            evaluation was compared.
         evaluation: Speed of a forward in evaluation without gradients.
-        training: Speed of a training step, without an optimizer's.
+        training: Speed of a training step, without an optimizer's; None if only evaluation was compared.
         advice: Advice for a better choice of backends, or None.
     """
 
@@ -110,21 +124,23 @@ class Verification(NamedTuple):
     runs: int
     random: float | None
     evaluation: Speed
-    training: Speed
+    training: Speed | None
     advice: str | None = None
 
     @property
     def failures(self) -> list[str]:
         """One line for each error that is larger than allowed."""
         failures = [
-            f"{layer.path or 'model'}, {name}: {error}"
+            f"{layer.path or 'model'}, {name}: {error}{_where(name, error)}"
             for layer in self.layers
             for name in _COMPARED
             if (error := getattr(layer, name)) is not None and not error.passed
         ]
         whole = self.layers[-1].training
-        if self.random is not None and not self.random <= RANDOM_FACTOR * max(whole.eager, whole.allowed):
-            failures.append(f"model, with random numbers: differs by {self.random:.1e}")
+        if self.random is not None and whole is not None:
+            allowed = RANDOM_FACTOR * max(whole.eager, whole.allowed)
+            if not self.random <= allowed:
+                failures.append(f"model, with random numbers: differs by {self.random:.1e}")
         return failures
 
     @property
@@ -133,10 +149,13 @@ class Verification(NamedTuple):
         return not self.failures
 
     def __str__(self) -> str:
-        rows = [["block", "class", "evaluation", "training", "gradients", "statistics"]]
+        compared = _COMPARED if self.training is not None else ("evaluation",)
+        rows = [["block", "class", *compared]]
         for layer in self.layers:
-            errors = (layer.evaluation, layer.training, layer.gradients, layer.statistics or "")
-            rows.append([layer.path or "(model)", layer.class_name, *map(str, errors)])
+            errors = (getattr(layer, name) for name in compared)
+            rows.append(
+                [layer.path or "(model)", layer.class_name, *("" if e is None else str(e) for e in errors)]
+            )
         averaged = f", mean of {self.runs} runs on inputs that differ by roundings" if self.runs > 1 else ""
         lines = [
             self.heading,
@@ -145,14 +164,16 @@ class Verification(NamedTuple):
             *aligned(rows),
             "",
             f"forward        {self.evaluation}",
-            f"training step  {self.training}",
         ]
-        if self.evaluation.is_disturbed or self.training.is_disturbed:
+        if self.training is not None:
+            lines.append(f"training step  {self.training}")
+        if self.evaluation.is_disturbed or (self.training is not None and self.training.is_disturbed):
             lines.append(clock.DISTURBED)
         if self.random is not None:
             lines.append(f"with the same random numbers, outputs differ by {self.random:.1e}")
         if self.failures:
             lines += ["less accurate than allowed:", *(f"  {failure}" for failure in self.failures)]
+            lines += _WHAT_TO_DO
         else:
             lines.append("as accurate as it was")
         if self.advice is not None:
@@ -160,9 +181,33 @@ class Verification(NamedTuple):
         return "\n".join(lines)
 
 
+#: What the report advises where something failed.
+_WHAT_TO_DO = (
+    'what to do: until it is mended, `with cvt_kernels.use_backend("reference"):` around your calls, or',
+    "`cvt_kernels.restore(model)`, computes by PyTorch's operators. An error in a gradient that is tiny",
+    "beside the model's largest ones hardly changes a step of an optimizer with one learning rate for all.",
+    "Please file an issue with this report.",
+)
+
+
+def _where(name: str, error: Error) -> str:
+    """Returns which tensor has an error, and how large it is; nothing for outputs."""
+    if not error.tensor:
+        return ""
+    values = "gradient is" if name == "gradients" else "values are"
+    return f" in {error.tensor}, whose {values} {error.share:.1g} of the model's largest"
+
+
 @torch.inference_mode(False)
 @torch.enable_grad()
-def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = True) -> Verification:
+def verify(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    rounds: int = 5,
+    progress: bool = True,
+    evaluation_only: bool = False,
+) -> Verification:
     """Compares the accuracy and speed of the accelerated and the restored model, in evaluation and training.
 
     It compares the errors of both against the restored model in float64, block by block: outputs, gradients
@@ -172,8 +217,9 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = T
     more times with other roundings in the inputs, and the accuracy rule applies to the means. Only what had
     such an error runs again, forwards in evaluation or training steps.
 
-    That takes about 16 forwards and 17 training steps, one of each in float64, and up to 16 more of both. A
-    model whose calls have no entries of autotuning is tuned first.
+    That takes about 16 forwards and 17 training steps, one of each in float64, and up to 16 more of both;
+    with ``evaluation_only`` no training steps, and at most two images in float64. A model whose calls have no
+    entries of autotuning is tuned first.
 
     A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers
     and the whole model are measured frozen, all others without freezing. Quantized layers stay quantized in
@@ -187,23 +233,25 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = T
             in training mode, the training step keeps the modes of its parts, such as frozen BatchNorms.
         inputs: The arguments of the model: one tensor, a tuple of positional or a dict of keyword arguments.
         rounds: Timed runs of each model.
-        progress: Show a bar over the runs on stderr, with the time that is left, if that is a terminal.
+        progress: Show a bar over the runs on stderr, with the time that is left, if that is a terminal. In
+            any case each run is logged, at the level INFO of the logger ``cvt_kernels``.
+        evaluation_only: Compare forwards in evaluation alone, for a model that serves.
 
     Returns:
         A :class:`Verification`: print it, or use ``passed``.
 
     Raises:
         TypeError: An argument of the wrong type, or there is no tensor of floating point in ``inputs``.
-        ValueError: It has no supported block, no parameters that are trained, or ``rounds`` is below 1.
+        ValueError: It has no supported block, no parameters that are trained (but with ``evaluation_only``),
+            or ``rounds`` is below 1.
     """
-    from tqdm import tqdm  # not needed where nothing is verified
-
     check_int("rounds", rounds, 1)
     check_flag("progress", progress)
+    check_flag("evaluation_only", evaluation_only)
     coverage(model)  # raises unless there is something to verify
     check_inputs(inputs)
     model = unwrapped(model)
-    if not any(p.requires_grad for p in model.parameters()):
+    if not evaluation_only and not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "model: has no parameter that requires a gradient, expected some for the training step"
         )
@@ -218,24 +266,56 @@ def verify(model: nn.Module, inputs: Any, *, rounds: int = 5, progress: bool = T
         _Run(accelerated, inputs, requested_backends(), stages, serving),
         _Run(eager, inputs, ("reference",), stages),
     ]
-    oracle = _Run(exact, _mapped(Tensor.double, inputs), ("reference",), stages)
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    # None: unless on a terminal. Each model is recorded, and both are timed twice, after a run that warms up.
-    bar = tqdm(
-        total=3 + 4 * (rounds + 1), desc="verify", unit="run", leave=False, disable=None if progress else True
+    oracle = _Run(
+        exact, _mapped(lambda t: t.double() if t.is_floating_point() else t, inputs), ("reference",), stages
     )
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    # Each model is recorded, and both are timed, in evaluation and training, after a run that warms up.
+    bar = _Progress(3 + (2 if evaluation_only else 4) * (rounds + 1), progress)
+    random = training = None
     with torch.random.fork_rng(devices=cuda), unlimited(), bar:
-        samples = _samples(runs, oracle, bar)
-        random = _random_difference(*runs) if _random_modules(model) else None
+        samples = _samples(runs, oracle, bar, evaluation_only)
+        if not evaluation_only and _random_modules(model):
+            random = _random_difference(*runs)
         runs[0].evaluate()  # tunes the calls of a model without hooks
         evaluation = _speed([run.evaluate for run in runs], rounds, model, bar)
-        training = _speed([run.train for run in runs], rounds, model, bar)
+        if not evaluation_only:
+            training = _speed([run.train for run in runs], rounds, model, bar)
     rows = coverage((serving or accelerated).eval())
     layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
     layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
     heading = _heading(model, inputs)
     advice = cache_for(next(model.parameters()).device).advice()
     return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training, advice)
+
+
+class _Progress:
+    """The progress over a number of runs: a bar on a terminal, and a line of the log for each run."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        from tqdm import tqdm  # not needed where nothing is verified
+
+        # None: unless on a terminal.
+        self._bar = tqdm(total=total, desc="verify", unit="run", leave=False, disable=None if shown else True)
+        self._total, self._done, self._start = total, 0, time.perf_counter()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.close()
+
+    def extend(self, runs: int) -> None:
+        """Adds runs."""
+        self._total += runs
+        self._bar.total = self._total
+
+    def update(self) -> None:
+        """Says that a run has ended."""
+        self._done += 1
+        self._bar.update()
+        seconds = time.perf_counter() - self._start
+        _logger.info("verify: run %d of %d, after %.0f seconds", self._done, self._total, seconds)
 
 
 def _frozen_paths(model: nn.Module) -> tuple[str, ...]:
@@ -282,8 +362,9 @@ def _random_modules(model: nn.Module) -> list[nn.Module]:
 
 #: What is compared of a block: fields of :class:`LayerErrors`.
 _COMPARED = ("evaluation", "training", "gradients", "statistics")
-#: The tensors of one run by what they are, and by the path of the block that they belong to.
-_Record = dict[tuple[str, str], list[Tensor]]
+#: The tensors of one run by what they are and by the path of the block that they belong to, each with the
+#: name of its parameter or buffer; outputs have numbers.
+_Record = dict[tuple[str, str], dict[str, Tensor]]
 
 
 class _Run:
@@ -337,8 +418,15 @@ class _Run:
 
     def nudged(self, seed: int) -> _Run:
         """Returns the same run with other roundings in the inputs, by a seed."""
+        return self._of(lambda t: _nudge(seed, t) if t.is_floating_point() else t)
+
+    def of_few_images(self, images: int) -> _Run:
+        """Returns the same run on the first few of so many images."""
+        return self._of(lambda t: t[:_FEW_IMAGES] if t.ndim and len(t) == images else t)
+
+    def _of(self, function: Callable[[Tensor], Tensor]) -> _Run:
         run = copy.copy(self)
-        run.inputs = _mapped(functools.partial(_nudge, seed), self.inputs)
+        run.inputs = _mapped(function, self.inputs)
         return run
 
     def record(self, *, evaluation: bool = True, training: bool = True) -> _Record:
@@ -361,20 +449,24 @@ class _Run:
             record |= {("evaluation", path): outputs for path, outputs in seen.items()}
         for path in paths if training else ():
             block = self.model.get_submodule(path)
-            trained = [p for p in block.parameters() if p.requires_grad]
-            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in trained)
-            record["gradients", path] = _detached(gradients)
-            record["statistics", path] = _detached(b for b in block.buffers() if b.is_floating_point())
+            record["gradients", path] = _detached(
+                (name, torch.zeros_like(p) if p.grad is None else p.grad)
+                for name, p in block.named_parameters()
+                if p.requires_grad
+            )
+            record["statistics", path] = _detached(
+                (name, b) for name, b in block.named_buffers() if b.is_floating_point()
+            )
         return record
 
 
 @contextlib.contextmanager
-def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
+def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, dict[str, Tensor]]]:
     """Gathers what the modules at some paths return within a block, by their paths."""
-    seen: dict[str, list[Tensor]] = {}
+    seen: dict[str, dict[str, Tensor]] = {}
     hooks = [
         model.get_submodule(path).register_forward_hook(
-            lambda module, args, output, path=path: seen.__setitem__(path, _detached(tensors_in(output)))
+            lambda module, args, output, path=path: seen.__setitem__(path, _outputs(output))
         )
         for path in paths
     ]
@@ -386,8 +478,8 @@ def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, li
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Returns inputs with ``function`` applied to their floating tensors."""
-    if isinstance(value, Tensor) and value.is_floating_point():
+    """Returns inputs with ``function`` applied to their tensors."""
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: _mapped(function, item) for key, item in value.items()}
@@ -407,27 +499,34 @@ def _nudge(seed: int, tensor: Tensor) -> Tensor:
     return tensor * (1 + max(torch.finfo(dtype).eps for dtype in dtypes) * steps)
 
 
-def _detached(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors]
+def _detached(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in tensors}
+
+
+def _outputs(value: Any) -> dict[str, Tensor]:
+    """Returns copies of the tensors in what a module returned, by their numbers."""
+    return _detached((str(i), t) for i, t in enumerate(tensors_in(value)))
 
 
 class _Sample(NamedTuple):
     """The largest error of one run in one place over the largest exact value, and what it is an error of.
 
     ``values`` counts those of the tensor that has it: of all gradients of a block, a classifier's with a few
-    labels may decide, whose error is then a matter of luck.
+    labels may decide, whose error is then a matter of luck. ``largest`` is its largest exact value.
     """
 
     error: float
     dtype: torch.dtype
     values: int
+    tensor: str
+    largest: float
 
 
 #: The errors of a run, likewise.
 _Errors = dict[tuple[str, str], _Sample]
 
 
-def _samples(runs: list[_Run], oracle: _Run, bar: Any) -> list[list[_Errors]]:
+def _samples(runs: list[_Run], oracle: _Run, bar: _Progress, evaluation_only: bool) -> list[list[_Errors]]:
     """Returns the errors of each model's run, or of more runs where chance may have made one too large."""
 
     def record(run: _Run, **parts: bool) -> _Record:
@@ -435,17 +534,28 @@ def _samples(runs: list[_Run], oracle: _Run, bar: Any) -> list[list[_Errors]]:
         bar.update()
         return record
 
-    exact = record(oracle)
-    samples = [[_errors(record(run), exact)] for run in runs]
+    wanted = {"training": not evaluation_only}
+    first = [record(run, **wanted) for run in runs]
+    images = None if not evaluation_only else _images_of(oracle.inputs, first[0])
+    exact = record(oracle if images is None else oracle.of_few_images(images), **wanted)
+    samples = [[_errors(made, exact)] for made in first]
+    del first
     errors = {place: _error(*place, *samples) for place in samples[0][0]}
     failed = {place: error for place, error in errors.items() if not error.passed}
     if failed and all(error.accelerated <= _LUCK * error.allowed for error in failed.values()):
         names = {name for name, _ in failed}
         parts = {"evaluation": "evaluation" in names, "training": names != {"evaluation"}}
-        bar.total += len(runs) * _MORE_RUNS
+        bar.extend(len(runs) * _MORE_RUNS)
         for run, known in zip(runs, samples, strict=True):
             known += [_errors(record(run.nudged(seed), **parts), exact) for seed in range(_MORE_RUNS)]
     return samples
+
+
+def _images_of(inputs: Any, record: _Record) -> int | None:
+    """Returns the number of images, if all inputs and outputs have it as their first size; else None."""
+    outputs = [t for tensors in record.values() for t in tensors.values()]
+    sizes = {t.shape[0] if t.ndim else None for t in (*tensors_in(inputs), *outputs)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _errors(record: _Record, exact: _Record) -> _Errors:
@@ -455,12 +565,19 @@ def _errors(record: _Record, exact: _Record) -> _Errors:
     }
 
 
-def _sample(results: list[Tensor], oracle: list[Tensor]) -> _Sample:
-    scale = _largest(oracle) or 1.0
-    errors = [t.double() - e for t, e in zip(results, oracle, strict=True) if t.numel()]
-    largest = torch.stack([error.abs().max() for error in errors])
-    coarsest = max((t.dtype for t in results), key=lambda dtype: torch.finfo(dtype).eps)
-    return _Sample(largest.max().item() / scale, coarsest, errors[int(largest.argmax())].numel())
+def _sample(results: dict[str, Tensor], oracle: dict[str, Tensor]) -> _Sample:
+    """Compares tensors with exact ones, which may be of the first images only."""
+    scale = _largest(oracle.values()) or 1.0
+    coarsest = max((t.dtype for t in results.values()), key=lambda dtype: torch.finfo(dtype).eps)
+    errors = {
+        name: (results[name][: len(e)] if e.ndim else results[name]).double() - e
+        for name, e in oracle.items()
+        if e.numel()
+    }
+    largest = {name: error.abs().max() for name, error in errors.items()}
+    worst = list(largest)[int(torch.stack(list(largest.values())).argmax())]
+    values = errors[worst].numel()
+    return _Sample(largest[worst].item() / scale, coarsest, values, worst, _largest([oracle[worst]]))
 
 
 def _compare(
@@ -480,13 +597,16 @@ def _error(name: str, path: str, accelerated: list[_Errors], eager: list[_Errors
         statistics.mean(errors[place].error for errors in samples if place in errors)
         for samples in (accelerated, eager)
     )
-    _, dtype, values = accelerated[0][place]
+    _, dtype, values, tensor, largest = accelerated[0][place]
     factor = GRADIENT_FACTOR if name == "gradients" else VALUE_FACTOR
-    units = accuracy.usual_units(values)
-    return Error(ours, theirs, accuracy.allowed_error(theirs, 1.0, dtype, factor=factor, units=units))
+    allowed = accuracy.allowed_error(theirs, 1.0, dtype, factor=factor, units=accuracy.usual_units(values))
+    if name not in ("gradients", "statistics"):
+        return Error(ours, theirs, allowed)
+    of_model = max(sample.largest for other, sample in accelerated[0].items() if other[0] == name)
+    return Error(ours, theirs, allowed, tensor, largest / of_model if of_model else 1.0)
 
 
-def _largest(tensors: list[Tensor]) -> float:
+def _largest(tensors: Iterable[Tensor]) -> float:
     """Returns the largest absolute value, NaN if there is one."""
     return torch.stack([t.abs().max() for t in tensors if t.numel()]).max().item()
 
@@ -495,12 +615,12 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
     outputs = []
     for run in (accelerated, eager):
         torch.manual_seed(0)
-        outputs.append(_detached(tensors_in(run.train())))
+        outputs.append(list(_outputs(run.train()).values()))
     ours, theirs = outputs
-    return _largest([a.double() - b.double() for a, b in zip(ours, theirs, strict=True)]) / _largest(theirs)
+    return _largest(a.double() - b.double() for a, b in zip(ours, theirs, strict=True)) / _largest(theirs)
 
 
-def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: Any) -> Speed:
+def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: _Progress) -> Speed:
     """Returns the median seconds of two functions, run in turns where the model is."""
     device = next(model.parameters()).device
     ours, theirs = clock.times_in_turns(functions, rounds, device, before_run=lambda i: bar.update())

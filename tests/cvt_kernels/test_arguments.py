@@ -306,6 +306,7 @@ OPERATORS = {
     "verify": {
         "inputs": (lambda: randn(1, 3, 16, 16), of_values("a", 3, [], ())),
         "rounds": (lambda: 1, of_values("a", True, 1.5, 0, -1)),
+        "evaluation_only": (lambda: False, flag()),
     },
     "LinearInt8": {
         "in_features": (lambda: 2, integer()),

@@ -29,6 +29,7 @@ _Pair = tuple[Tensor, Tensor]
 #: What serves the parts of operators that are made of others.
 _PARTS = ("cpu", "reference")
 _SLACK_OF_PYTORCHS = 8.0  # more than ours, since PyTorch's faults are not ours to fix
+_UNITS_OF_OTHERS = 16  # allowed in addition for gradients, in units of the largest other one
 _NUDGES = 8  # comparisons at most with arguments that are off by roundings
 #: The operators whose reference multiplies matrices by einsum.
 _WITH_EINSUM = ("attention", "transformer_block", "transformer_blocks")
@@ -353,7 +354,7 @@ def _error(rule: _Rule, mine: Tensor, same: Tensor, exact: Tensor, finite: Tenso
     if rule.others is not None:
         rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         cancels = _largest(exact) <= tuner._CANCELS * rule.others
-        allowed += (rounding**0.5 if cancels else tuner._UNITS_OF_OTHERS * rounding) * rule.others
+        allowed += (rounding**0.5 if cancels else _UNITS_OF_OTHERS * rounding) * rule.others
     return error._replace(allowed=allowed * rule.slack)
 
 

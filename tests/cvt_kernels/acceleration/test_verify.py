@@ -93,6 +93,75 @@ def test_kernels_are_tuned_before_models_are_timed(monkeypatch):
     assert events.count("timing") == 2
 
 
+@pytest.mark.parametrize("make", [microsoft, *PYRAMIDS])
+def test_evaluation_alone(make, monkeypatch):
+    """No training step, and float64 of two images."""
+    ran, run = [], verify_module._Run._forward
+
+    def noted(self, model):
+        sizes = {each.dtype: len(each) for each in verify_module.tensors_in(self.inputs)}
+        ran.append((model.training, *sizes.items()))
+        return run(self, model)
+
+    monkeypatch.setattr(verify_module._Run, "_forward", noted)
+    x = inputs(make) if make in PYRAMIDS else images()
+    model = make(**RANDOM).requires_grad_(False)  # nothing to train
+    report = ck.verify(model, x.repeat(2, 1, 1, 1), rounds=1, evaluation_only=True)
+    assert report.passed, str(report)
+    assert report.training is report.random is None
+    assert {(layer.training, layer.gradients, layer.statistics) for layer in report.layers} == {(None,) * 3}
+    assert all(layer.evaluation.accelerated < 1e-5 for layer in report.layers)
+    assert {(False, (torch.float64, 2)), (False, (torch.float32, 2 * len(x)))} == set(ran)
+    lines = str(report).splitlines()
+    assert next(line for line in lines if line.startswith("block")).split() == [
+        "block",
+        "class",
+        "evaluation",
+    ]
+    assert not any(line.startswith("training step") for line in lines)
+
+
+def test_a_wrong_operator_is_found_in_evaluation_alone():
+    spoil("attention", lambda out: torch.cat([out[:1], 1.001 * out[1:]]))
+    report = ck.verify(microsoft(), images(4), rounds=1, evaluation_only=True)
+    assert report.failures[0].startswith("stage0.blocks.0, evaluation")
+
+
+def test_outputs_without_images_are_compared_whole():
+    inputs = {"pixel_values": images(4), "labels": torch.tensor([1, 2, 3, 4])}
+    report = ck.verify(huggingface(), inputs, rounds=1, evaluation_only=True)  # of which one is the loss
+    assert report.passed, str(report)
+
+
+def test_each_run_is_logged(caplog):
+    with caplog.at_level("INFO", "cvt_kernels"):
+        ck.verify(ours(), images(1), rounds=1, progress=False, evaluation_only=True)
+    messages = [each.getMessage() for each in caplog.records if each.getMessage().startswith("verify")]
+    assert [each.split(", ")[0] for each in messages] == [f"verify: run {i} of 7" for i in range(1, 8)]
+
+
+def test_the_report_names_the_parameter_and_what_to_do():
+    """Its gradient is off; how large it is beside the model's largest one is said too."""
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.cat([2 * gradient[..., :1], gradient[..., 1:]], dim=-1)
+
+    spoil("attention", Off.apply)
+    report = ck.verify(microsoft(), images(), rounds=1)
+    failure = next(each for each in report.failures if each.startswith("stage0.blocks.0, gradients"))
+    found = re.search(r" in (attn\S+), whose gradient is (\S+) of the model's largest$", failure)
+    model = microsoft()
+    assert found[1] in dict(model.stage0.blocks[0].named_parameters())
+    assert 0 < float(found[2]) <= 1
+    assert "what to do: until it is mended" in str(report)
+
+
 WRONG = {
     "attention": (lambda out: 1.001 * out, "stage0.blocks.0, evaluation"),
     "conv_projection": (lambda outs: tuple(out + 1e-3 for out in outs), "stage0.blocks.0, evaluation"),
@@ -137,11 +206,11 @@ def test_an_error_that_is_too_large_by_chance_is_told_from_a_fault(runs):
 @pytest.mark.parametrize("few", [True, False])
 def test_the_tensor_with_the_largest_error_says_how_much_is_luck(few):
     """A gradient of few values, as a classifier's of two labels, is judged as such, whatever is beside it."""
-    exact = [torch.ones(2, 32, dtype=torch.float64), torch.ones(64, 64, dtype=torch.float64)]
-    results = [gradient.float() for gradient in exact]
-    results[0 if few else 1][0, 0] += 5 * torch.finfo(torch.float32).eps
+    exact = {"classifier": torch.ones(2, 32).double(), "layer": torch.ones(64, 64).double()}
+    results, same = ({name: gradient.float() for name, gradient in exact.items()} for _ in range(2))
+    results["classifier" if few else "layer"][0, 0] += 5 * torch.finfo(torch.float32).eps
     place = "gradients", "head"
-    ours, theirs = ({place: verify_module._sample(r, exact)} for r in (results, [e.float() for e in exact]))
+    ours, theirs = ({place: verify_module._sample(each, exact)} for each in (results, same))
     error = verify_module._error(*place, [ours], [theirs])
     assert error.accelerated == 5 * torch.finfo(torch.float32).eps
     assert error.passed == few

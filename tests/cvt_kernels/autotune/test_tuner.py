@@ -300,6 +300,18 @@ def test_right_kernels_pass_under_autocast(operator, dtype):
         assert set(flaws(served(operator, "cpu", "usual")).values()) == {None}
 
 
+def test_a_small_gradient_beside_a_large_one_is_judged_by_itself():
+    """The bias's is off by 1e-4 of its size, which is little beside the weight's."""
+    x, weight, bias = 1e3 * torch.randn(50, 64), torch.randn(24, 64), torch.randn(24)
+    expected = expected_of("linear", x, weight.requires_grad_(), bias.requires_grad_(), gradient=True)
+
+    def off(call):
+        more = 1e-4 * call.bias
+        return torch.nn.functional.linear(call.x, call.weight, call.bias + (more - more.detach()))
+
+    assert tuner.check(off, expected).flaw.startswith("wrong: gradient 1 is off by")
+
+
 @pytest.mark.parametrize("keys", [1, 9])
 def test_gradients_that_cancel_are_no_flaw(keys):
     """Those of q are zero for a single key."""

@@ -70,6 +70,23 @@ def test_every_form_passes_its_accuracy_check(dtype, gradient):
     assert flaws == dict.fromkeys(task.candidates)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_gradient_of_the_bias_of_a_convolution_is_pytorchs_sum(threads):
+    """OneDNN, which serves with more than one thread, makes one sum over all rows."""
+    x, weight, bias = (t.requires_grad_() for t in make((2, 3136, 64), 64))
+    dout = torch.randn(2, 3136, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        (expected,) = torch.autograd.grad(F.linear(x, weight, bias), bias, dout)
+        with ck.use_backend("convolution"), counted_calls() as calls:
+            (gradient,) = torch.autograd.grad(ck.linear(x, weight, bias), bias, dout)
+    finally:
+        torch.set_num_threads(before)
+    assert calls == ["convolution"]
+    assert_accurate(gradient, expected, dout.double().sum((0, 1)), floor=2.0)
+
+
 # The calls that have a choice -----------------------------------------------------------------------------
 
 

@@ -1,0 +1,86 @@
+"""Served models of every family beside upstream's: the root mean square of the errors against float64."""
+
+import copy
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from tests.checks import needs_extension
+from tests.upstream import KERNELS_FIRST, glpn, huggingface, images, logits, pvt, pvt_v2, segformer
+
+_SEEDS = 4
+#: The makers of models of every family, with channels as wide as published ones: errors grow with long sums.
+FAMILIES = {
+    huggingface: {"embed_dim": [64, 192, 384], "num_heads": [1, 3, 6], "num_labels": 200},
+    segformer: {"hidden_sizes": [64, 320], "num_attention_heads": [1, 5], "mlp_ratios": [4, 4]},
+    pvt: {"hidden_sizes": [64, 512], "num_attention_heads": [1, 8], "mlp_ratios": [8, 4], "num_labels": 200},
+    pvt_v2: {
+        "hidden_sizes": [64, 512],
+        "num_attention_heads": [1, 8],
+        "mlp_ratios": [8, 4],
+        "num_labels": 200,
+    },
+    glpn: {"hidden_sizes": [64, 128, 320, 512], "num_attention_heads": [1, 2, 5, 8], "mlp_ratios": [4] * 4},
+}
+
+
+@torch.no_grad()
+def mean_square_error(model, x, exact):
+    """Returns the mean of the squares of a model's errors, over the mean of the squares of exact outputs."""
+    error = logits(model(x)).double() - exact
+    return (error.square().mean() / exact.square().mean()).item()
+
+
+@needs_extension
+@pytest.mark.parametrize("make", FAMILIES)
+def test_served_models_are_as_accurate_as_upstreams(make):
+    ours = upstreams = 0.0
+    for seed in range(_SEEDS):
+        torch.manual_seed(seed)
+        model = make(**FAMILIES[make]).eval()
+        size = {pvt: 70}.get(make, 64)
+        x = images(2, size, size) + 0.1 * torch.randn(2, 3, size, size)
+        with torch.no_grad():
+            exact = logits(copy.deepcopy(model).double()(x.double()))
+        upstreams += mean_square_error(model, x, exact)
+        with ck.use_backend(*KERNELS_FIRST):
+            served = ck.accelerate(model, freeze=True)
+            ours += mean_square_error(served, x, exact)
+            assert all(row.fused for row in ck.coverage(served))
+    assert ours <= 1.05**2 * upstreams, f"{(ours / upstreams) ** 0.5:.2f} times upstream's"
+
+
+@pytest.mark.parametrize("make", [segformer, pvt_v2, glpn])
+def test_embeddings_in_training_are_as_accurate_as_upstreams(make):
+    """Each gets the map of the stage before, which has its channels last where no copy is made of it."""
+    threads, errors = torch.get_num_threads(), {}
+    torch.set_num_threads(2)  # with one, PyTorch takes no oneDNN for small convolutions
+    try:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model = make(**FAMILIES[make]).train()
+            fused = ck.accelerate(copy.deepcopy(model), freeze=False)
+            for name, module in model.named_modules():
+                if not type(module).__name__.endswith("PatchEmbeddings"):
+                    continue
+                tokens = torch.randn(2, 32, 32, module.proj.in_channels)
+                ours, upstreams, exact = (
+                    embedded(block, x)
+                    for block, x in (
+                        (fused.get_submodule(name), tokens.permute(0, 3, 1, 2)),
+                        (module, tokens.permute(0, 3, 1, 2).contiguous()),
+                        (copy.deepcopy(module).double(), tokens.permute(0, 3, 1, 2).double()),
+                    )
+                )
+                pair = [(t.double() - exact).square().sum().item() for t in (ours, upstreams)]
+                errors[name] = [a + b for a, b in zip(errors.get(name, (0, 0)), pair, strict=True)]
+    finally:
+        torch.set_num_threads(threads)
+    assert errors
+    assert all(ours <= 1.05**2 * upstreams for ours, upstreams in errors.values()), errors
+
+
+def embedded(module, x):
+    """Returns the tokens of an embedding, in training."""
+    return module(x)[0].detach()
