@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.fx import _symbolic_trace
 
 from .. import checks, modes
 from ..classes import UNFUSED, cached, derived, is_fused, original_class
@@ -334,7 +335,9 @@ def make(run, own):
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether ``torch.jit.trace`` or ``torch.fx`` traces a call; its own forward then runs."""
-    return torch.jit.is_tracing() or any(map(_is_proxy, (*args, *kwargs.values())))
+    if not _symbolic_trace._is_fx_tracing_flag:
+        return torch.jit.is_tracing()
+    return any(map(_is_proxy, (*args, *kwargs.values())))
 
 
 def _is_proxy(value: Any) -> bool:

@@ -26,7 +26,7 @@ from .. import modes
 from ..caller import stacklevel_of_caller
 from ..ops.bound_steps import BoundSteps
 from ..ops.graph_operators import graph_operator
-from ..ops.weight_cache import kept_on_gpu, note_read, stream_of
+from ..ops.weight_cache import is_fake, kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
@@ -70,7 +70,7 @@ def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
         if known is None:
             assert reason is not None
             return reason
-        if not torch._C._len_torch_dispatch_stack():  # a mode may have folded it of fake tensors
+        if not is_fake(known.folded):
             vars(stage)[_Frozen.attribute] = known
     if isinstance(known.folded, str):
         return known.folded

@@ -95,6 +95,13 @@ def is_plain(tensor: Tensor | None) -> bool:
     return type(tensor) in _PLAIN or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
+def is_fake(made: Any) -> bool:
+    """Returns whether something was made of fake tensors, in whose mode a real model may run."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(type(leaf).__name__ in ("FakeTensor", "FunctionalTensor") for leaf in pytree.tree_leaves(made))
+
+
 @functools.cache
 def _has_memory(kind: Any) -> bool:
     """Returns whether tensors of a class, or None, have the memory that they say, unlike fake tensors."""
@@ -363,7 +370,7 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         if found is not None and found.holds(tensors):
             return found
         copy.made = make()
-        if torch._C._len_torch_dispatch_stack():  # a mode may have made it of fake tensors
+        if is_fake(copy.made):
             return copy
         copy.stream = stream_of(copy.made)
         _known[copy.place] = copy

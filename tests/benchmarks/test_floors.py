@@ -141,10 +141,9 @@ def test_launches_of_one_image():
     assert [each.kernel for each in noted if each.operator == "PyTorch"] == ["addmm"]
 
 
-@pytest.mark.parametrize("freeze", [True, None])
-def test_a_segformer_runs_on_kernels_alone(freeze):
+def test_a_segformer_runs_on_kernels_alone():
     """Besides them there are products, and the convolutions of the later embeddings."""
-    noted = forwards.pyramid_launches("segformer_b0", freeze=freeze)
+    noted = forwards.pyramid_launches("segformer_b0")
     kernels = collections.Counter(map(str, noted))
     reducing, others, stages = 6, 2, 4
     products = {"linear: addmm": 2 * (reducing + others), "segmentation_head: mm": stages - 1}
@@ -168,10 +167,9 @@ def test_a_segformer_runs_on_kernels_alone(freeze):
     assert sum(each.floor() for each in noted) <= 600
 
 
-@pytest.mark.parametrize("freeze", [True, None])
-def test_a_pvt_v2_runs_on_kernels_alone(freeze):
+def test_a_pvt_v2_runs_on_kernels_alone():
     """Besides them there is its head."""
-    noted = forwards.pyramid_launches("pvt_v2_b2", freeze=freeze, batch=64)
+    noted = forwards.pyramid_launches("pvt_v2_b2", batch=64)
     kernels = collections.Counter(map(str, noted))
     assert kernels["layer_norm_inference"] == 16 + 4
     assert kernels["reduction_linear"] == 13

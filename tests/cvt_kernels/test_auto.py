@@ -138,6 +138,8 @@ def test_a_kernel_that_needs_more_than_a_gpu_has_is_passed_over_in_silence(tuned
     class OutOfResources(Exception):  # noqa: N818
         """Stands for Triton's."""
 
+        __module__ = "triton.runtime.errors"
+
     def function(x, *, approximate):
         raise OutOfResources("out of resource: shared memory, Required: 155648, Hardware limit: 65536")
 

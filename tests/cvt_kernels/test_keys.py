@@ -429,10 +429,10 @@ def test_every_fact_of_a_snapshot():
     keys, x = {}, torch.randn(3, 3)
     for name, change in WRITES.items():
         other = torch.empty(0).set_(x.untyped_storage(), 0, (3, 3))
-        before = weight_cache._facts_of([other, None])
+        before, _ = weight_cache._contents_of([other, None])
         change(other)
-        keys[name] = weight_cache._facts_of([other, None])
-    keys["given"] = weight_cache._facts_of([x, x])
+        keys[name], _ = weight_cache._contents_of([other, None])
+    keys["given"], _ = weight_cache._contents_of([x, x])
     assert_every_fact_changes(before, keys)
 
 

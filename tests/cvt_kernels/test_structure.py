@@ -145,7 +145,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_written_numbers(look, name, dtype):
-    """Of all numbers, of the first, and of the last; the same bits are no change, those of NaN neither."""
+    """All numbers, the first, and the last; the same bits are no change, those of NaN neither."""
     numbers = torch.randn(8200).mul(40).clamp(-99, 99)
     if dtype.is_floating_point and dtype.itemsize > 1:
         numbers[::3] = float("nan")
@@ -168,7 +168,7 @@ def test_written_numbers(look, name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_turned_signs(look, dtype):
-    """In each number the same bit has changed."""
+    """Each number has the same bit has changed."""
     tensor = torch.randn(5000, dtype=dtype)
     before = look.contents([tensor])
     tensor.data.neg_()
@@ -186,7 +186,7 @@ def test_tensors_without_numbers(look):
 
 @pytest.mark.parametrize(("share", "most_missed"), [(0.01, 0.33), (0.1, 0.01), (1.0, 0.0)])
 def test_how_often_the_sample_misses_a_change(look, share, most_missed):
-    """Of numbers at random: 0.99¹²⁸ = 28 % are expected for one in a hundred."""
+    """Numbers at random: 0.99¹²⁸ = 28 % are expected for one in a hundred."""
     tensors = [torch.randn(10_000 + 400 * i) for i in range(400)]
     before = samples_of(look, tensors)
     for tensor in tensors:

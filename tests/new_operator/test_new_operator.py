@@ -19,7 +19,9 @@ cvt_kernels.scaled_rows = scaled_rows
 """
 TESTED = """
 import pytest
-sys.exit(pytest.main("-p no:cacheprovider -p no:benchmark -rfp -k scaled_rows {}".split()))
+# This process may have imported a plugin's module before.
+options = "-p no:cacheprovider -p no:benchmark -W ignore:Module -rfp -k scaled_rows {}"
+sys.exit(pytest.main(options.split()))
 """
 FUZZED = """
 from tests.fuzz import subjects

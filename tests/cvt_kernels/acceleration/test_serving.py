@@ -238,7 +238,7 @@ def test_pyramids_on_a_gpu(make, freeze, graphs):
 @pytest.mark.parametrize("freeze", [None, True])
 @torch.no_grad()
 def test_gpu_changes_are_noticed(freeze):
-    """Of a model that is not frozen, those that PyTorch does not count too."""
+    """Changes of a model that is not frozen, those that PyTorch does not count too."""
     plain = huggingface().eval().cuda()
     model = ck.accelerate(copy.deepcopy(plain), freeze=freeze)
     x = images(2).cuda()

@@ -506,7 +506,7 @@ def test_a_merged_adapter(make, order, freeze):
 
 @pytest.mark.parametrize("make", [ours, segformer], ids=lambda make: make.__name__)
 def test_refresh_after_a_write_that_the_sample_misses(make):
-    """Of a number in the middle of a tensor."""
+    """A number in the middle of a tensor."""
     served = Served(make, "frozen")
     served.reset()
     tensors = [tensor for tensor in served.tensors if tensor.numel() > 4096]

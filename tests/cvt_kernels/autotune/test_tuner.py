@@ -108,6 +108,8 @@ def test_an_error_is_described_with_its_cause():
     class CompilationError(Exception):
         """Stands for Triton's."""
 
+        __module__ = "triton.compiler.errors"
+
     def fails(x, **_):
         try:
             raise CompilationError("at 36:21:\n    x = activate(x, SPEC.approximate)\n        ^") from error

@@ -31,7 +31,7 @@ _BAD = {
     "quantize output": ("", "x.pth", "missing/x.safetensors"),
     "train output": ("/dev/null/x", "file"),
     "json": _NO_FILE,
-    "report": ("", "file", "/dev/null/x"),
+    "plot": ("", "/dev/null/x"),
     "save_weights": ("", "file", "/dev/null/x"),
     "against": ("", "missing", "file"),
     "compare": ("file", "missing", ""),

