@@ -7,7 +7,6 @@ cache counts. On a CPU it is the wall clock, with the caches as the call before 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from cvt.tools.commands.bench.workers import workspace_bytes
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, machine
+from cvt_kernels import backends
 from cvt_kernels.autotune import clock, tuner
 from cvt_kernels.cards import Embedding, Stage, Step, all_cards, bytes_of, call_public, tensors_of
 
@@ -287,14 +287,6 @@ def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) ->
         "peak_bytes": peak,
         "is_disturbed": share_waited > 0.1,
     }
-
-
-def workspace_bytes() -> int:
-    """Returns the bytes that our kernels for CPUs keep between calls, unseen by PyTorch's allocator."""
-    with contextlib.suppress(machine.ExtensionError):
-        if machine.why_extension_unavailable("cpu") is None:
-            return int(machine.load_extension().workspace_bytes())
-    return 0
 
 
 @functools.cache
