@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from cvt.tools.commands.bench.workers import workspace_bytes
+from cvt.tools.commands.bench.workers import of_extension
 from cvt.tools.commands.compile import launches
 from cvt_kernels import backends
 from cvt_kernels.autotune import clock, tuner
@@ -266,7 +266,7 @@ def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) ->
     if benchmark.disabled:
         benchmark.pedantic(run)
         return
-    peak = clock.peak_bytes(run, DEVICE) + workspace_bytes()
+    peak = clock.peak_bytes(run, DEVICE) + (of_extension("workspace_bytes") or 0)
     replay = clock.graph_replay(run) if CUDA else None
     timed, how = (run, "launches" if CUDA else "wall") if replay is None else (replay, "graph")
     start = clock.now(DEVICE)
