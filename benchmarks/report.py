@@ -119,7 +119,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Ro
 
 
 def operator_tables(rows: Sequence[Row], *, brief: bool = False) -> dict[str, list[list[str]]]:
-    """Returns a table for each operator, of all contenders, or of the fastest of this project's alone."""
+    """Returns a table for each operator, of all contenders, or of the fastest backend alone."""
     tables = {}
     for operator, its in grouped(rows, lambda row: row["operator"]).items():
         head = ["case", "contender", "ms", "× eager", "× compile", "GB/s", "TFLOP/s", "% of ceiling"]
@@ -147,7 +147,7 @@ def ratio(theirs: float | None, ours: float) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws how many times as fast as eager torch.compile and the fastest of ours are, by operator.
+    """Draws how many times as fast as eager torch.compile and the fastest backend are, by operator.
 
     A bar is the geometric mean over an operator's cases; a whisker reaches from the least to the most.
     """
@@ -157,7 +157,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         times = {row["contender"]: row["seconds"] for row in its}
         eager, compiled = times.pop("reference", None), times.pop("torch.compile", None)
         best = min(times.values(), default=None)
-        for name, seconds in (("torch.compile", compiled), ("cvt-kernels", best)):
+        for name, seconds in (("torch.compile", compiled), ("the fastest backend", best)):
             if eager is not None and seconds is not None:
                 bars.setdefault(name, {}).setdefault(operator, []).append(eager / seconds)
     names = list(dict.fromkeys(operator for each in bars.values() for operator in each))
