@@ -1,6 +1,6 @@
 """The archive of a stage: its results, and what it built and tuned, for a later stage on another machine.
 
-These are the extension with a digest of its sources, the entries of autotuning and the kernels that Triton
+These are the extension with a digest of its sources, the choices that were tuned and the kernels that Triton
 compiled.
 """
 
@@ -17,19 +17,19 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from cvt.files import replacing
-from cvt_kernels import autotune
+from cvt_kernels.tuning import choices
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Bytes of an archive, from which on kernels are left out: they can be compiled again.
 LIMIT = 15 * 2**20
-RESULTS, ENTRIES, KERNELS, EXTENSION = "results", "entries", "triton", "extension"
+RESULTS, CHOICES, KERNELS, EXTENSION = "results", "choices", "triton", "extension"
 #: The file beside the extension with the digest of the sources that it was built of.
 SOURCES = "sources.txt"
 
 
-def entries_directory() -> Path:
-    """Returns the folder of the entries of autotuning."""
-    return autotune.cache_directory() / "entries"
+def choices_directory() -> Path:
+    """Returns the folder of the files of choices."""
+    return choices.cache_directory() / "choices"
 
 
 def kernels_directory() -> Path:
@@ -92,8 +92,8 @@ def write(path: Path, results: Path, known: Collection[str] = (), limit: int = L
         tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive,
     ):
         archive.add(results, f"{RESULTS}/{results.parent.name}/{results.name}")
-        if entries_directory().is_dir():
-            archive.add(entries_directory(), ENTRIES)
+        if choices_directory().is_dir():
+            archive.add(choices_directory(), CHOICES)
         if is_built():
             for part in (*built(), ROOT / "build" / "gpu" / SOURCES):
                 archive.add(part, f"{EXTENSION}/{part.name}")
@@ -133,7 +133,7 @@ def restore(path: Path) -> None:
                 raise ValueError(f"{path}: is no archive of a stage") from error
         elif not path.is_dir():
             raise FileNotFoundError(f"{path}: is no archive of a stage, and no folder")
-        adopt(source / ENTRIES, source / KERNELS)
+        adopt(source / CHOICES, source / KERNELS)
         sources = source / EXTENSION / SOURCES
         if not is_built() and sources.is_file() and sources.read_text("utf-8") == digest_of_sources():
             for file in sources.parent.glob("_C*.so"):
@@ -144,11 +144,11 @@ def restore(path: Path) -> None:
 def adopt(entries: Path, compiled: Path) -> None:
     """Adds entries and compiled kernels to the caches."""
     for file in entries.glob("*.json"):
-        known = entries_directory() / file.name
+        known = choices_directory() / file.name
         known.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         content = json.loads(file.read_text(encoding="utf-8"))
         if known.exists():
-            content["entries"] |= json.loads(known.read_text(encoding="utf-8"))["entries"]
+            content["choices"] |= json.loads(known.read_text(encoding="utf-8"))["choices"]
         with replacing(known) as scratch:
             scratch.write_text(json.dumps(content), encoding="utf-8")
     for file in compiled.rglob("*"):
@@ -166,5 +166,5 @@ def adopt(entries: Path, compiled: Path) -> None:
 
 def _to_restore(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in archive:
-        if member.isreg() and member.name.partition("/")[0] in (ENTRIES, KERNELS, EXTENSION):
+        if member.isreg() and member.name.partition("/")[0] in (CHOICES, KERNELS, EXTENSION):
             yield member

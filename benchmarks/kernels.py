@@ -29,7 +29,7 @@ from cvt.files import replacing
 from cvt.tools.commands.bench.contenders import CONTENDERS, made, mode_of
 from cvt.tools.commands.bench.models import build_subject
 from cvt.tools.commands.bench.workers import Job
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 
 from .floors import Ceilings, ForwardLaunch, Recorder, kernel_name
 from .models import DEVICE

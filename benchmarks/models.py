@@ -192,12 +192,12 @@ def run(name: str, dtype: str, batch: int, *, keys: set[str], train: bool, tiny:
     images = torch.randn(2, 3, subject.image_size, subject.image_size, generator=generator)
     in_order = [key for key in CONTENDERS if key in keys]
     settings: dict[str, Any] = {"device": DEVICE, "dtype": dtype, "train": train, "quick": tiny}
-    with Contest(subject, in_order, images, with_fresh_caches=not tiny and batch == 1, **settings) as contest:
+    with Contest(subject, in_order, images, **settings) as contest:
         measured = contest.measured(batch, 1 if tiny else ROUNDS)
     for row in measured["rows"]:
         row["percent_of_product"] = 100 * share_of_product(measured, row)
         first = contest.first[row["contender"]]
         row |= {"first_seconds": first["seconds"], "load_seconds": first["load"]}
-        row |= {"untuned_seconds": first["untuned_seconds"], "image_size": subject.image_size}
+        row |= {"image_size": subject.image_size}
     rows = {row["contender"]: row for row in measured["rows"]}
     return Outcome(rows, contest.why_not, contest.failed)

@@ -17,8 +17,8 @@ from typing import Any
 
 from cvt.extras import require
 from cvt.files import replacing
-from cvt_kernels.autotune.clock import DISTURBED
 from cvt_kernels.tables import aligned, markdown
+from cvt_kernels.tuning.clock import DISTURBED
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE, README = ROOT / "benchmarks/results", ROOT / "docs/results.md", ROOT / "README.md"

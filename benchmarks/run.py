@@ -79,7 +79,7 @@ OTHERS = {
     "cvt_13-tf32": ("accelerate-graphed", "hf", "compile"),
 }
 #: Each tensor gets memory of its own, so that what is written beside it is found.
-ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CVT_KERNELS_AUTOTUNE": "0"}
+ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def stages(
@@ -269,13 +269,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_fresh(part: Part, seconds: float, environment: dict[str, str]) -> dict[str, Any]:
-    """Runs a part with caches of its own, whose entries and kernels later parts use."""
+    """Runs a part with caches of its own, whose choices and kernels later parts use."""
     from benchmarks import archive
 
     with tempfile.TemporaryDirectory() as folder:
         own = {name: str(Path(folder, name)) for name in CACHES}
         outcome = run_part(part, seconds, environment | own)
-        archive.adopt(Path(own[CACHES[0]], "cvt_kernels", "entries"), Path(own[CACHES[1]]))
+        archive.adopt(Path(own[CACHES[0]], "cvt_kernels", "choices"), Path(own[CACHES[1]]))
     return outcome
 
 
@@ -297,7 +297,7 @@ def run(
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
     }
-    for name in ("TRITON_INTERPRET", "CVT_KERNELS_BACKEND", "CVT_KERNELS_AUTOTUNE", "CVT_KERNELS_TUNED"):
+    for name in ("TRITON_INTERPRET", "CVT_KERNELS_BACKEND", "CVT_KERNELS_TUNED"):
         environment.pop(name, None)
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

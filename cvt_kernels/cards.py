@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import backends, launching, reference
-from .autotune import tuner
 from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
+from .tuning import tuner
 
 
 class Card(NamedTuple):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import backends, checks, dispatch, launching, machine, modes, reference
+from . import backends, checks, choose, launching, machine, modes, reference
 from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -94,11 +94,10 @@ class Declaration(backends.Operator):
         """
         if self.composition is not None and self.composition(call) is not None:
             return None
-        choice = dispatch.choose(self.name, call)
-        bind = getattr(choice.eager.function, "bind", None)
-        return bind(call) if choice.lasts and choice.in_graphs is choice.eager and bind is not None else None
+        bind = getattr(choose.choose(self.name, call).function, "bind", None)
+        return None if bind is None else bind(call)
 
-    def _serve(self, call: Record) -> tuple[Any, dispatch.Choice | None]:
+    def _serve(self, call: Record) -> tuple[Any, Implementation | None]:
         """Checks and serves a call; returns the result and the choice, if one was made."""
         if self.arguments is not None:
             call = self.arguments(call)
@@ -106,17 +105,15 @@ class Declaration(backends.Operator):
             with warnings.catch_warnings():
                 # Settings such as the class token are rightly constants of the trace.
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
-                return dispatch.choose_recorded(self.name, call).eager.function(call), None
+                return choose.choose_recorded(self.name, call).function(call), None
         self.check(call)
         served = None if self.composition is None else self.composition(call)
         if served is not None:
             return served(call), None
-        choice = dispatch.choose(self.name, call)
-        if not (choice.lasts and choice.in_graphs is choice.eager) and not torch.compiler.is_compiling():
-            _noted.choices.all_last = False
-        return choice.serving(call[0]).function(call), choice
+        chosen = choose.choose(self.name, call)
+        return chosen.function(call), chosen
 
-    def _cached(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
+    def _cached(self, call: Record, choice: Implementation | None) -> Callable[..., Any] | None:
         """Returns the function for later calls of a served call's key, or None."""
         arrange = self.arguments
         if arrange is not None and (arranged := arrange(call)) != call:
@@ -127,9 +124,7 @@ class Declaration(backends.Operator):
         if choice is None:
             served = None if self.composition is None else self.composition(call)
             return None if served is None else self._taking_values(served)
-        if not choice.lasts or choice.in_graphs is not choice.eager:
-            return None
-        function, why_unsupported = choice.eager.function, choice.eager.why_unsupported
+        function, why_unsupported = choice.function, choice.why_unsupported
         prepare = None if torch.is_grad_enabled() else getattr(function, "prepare", None)
         cached: Callable[..., Any] = (None if prepare is None else prepare(call)) or self._taking_values(
             function

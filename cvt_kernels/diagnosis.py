@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
-from . import autotune, backends, dispatch, machine
+from . import backends, choose, machine
 from .tables import aligned, printable
+from .tuning import choices
 
 _BROKEN = "the extension does not load, see above"
 
 
 def doctor() -> str:
-    """Describes this machine: what is installed, which backends serve each operator, and what is cached.
+    """Describes this machine: what is installed, which backends serve each operator, and why.
 
     Returns:
         The text that ``cvt doctor`` and ``python -m cvt_kernels`` print.
 
     Raises:
-        ValueError: ``CVT_KERNELS_BACKEND``, ``CVT_KERNELS_CPU``, ``CVT_KERNELS_AUTOTUNE`` or
-            ``CVT_KERNELS_AUTOTUNE_SECONDS`` has an unknown value.
+        ValueError: ``CVT_KERNELS_BACKEND`` or ``CVT_KERNELS_CPU`` has an unknown value.
     """
     facts = machine.facts()
-    device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
-    caches = {name: autotune.cache_for(torch.device(name)) for name in device_types}
+    devices = _devices(facts)
     lines = [
         f"python   {facts.python}",
         f"torch    {facts.torch}",
@@ -35,22 +33,14 @@ def doctor() -> str:
         f"nvcc     {facts.nvcc}",
         f"compiled {facts.extension}",
         f"backend  {', '.join(backends.requested_backends())} requested",
-        f"autotune {_tuning()}",
-        *(f"entries  {_entries_line(name, cache)}" for name, cache in caches.items()),
-        *(f"entries  {name}: {advice}" for name, cache in caches.items() if (advice := cache.advice())),
-        *(f"entries  {line}" for line in _shipped(list(caches.values()))),
+        *(f"tuned    {_tuned(device)}" for device in devices),
     ]
-    for device_type in device_types:
-        lines += ["", *aligned(_operator_rows(device_type))]
-    if facts.gpus:
-        lines += ["", *_AT_FIRST_USE_ON_A_GPU]
-    lines += _section("not available here:", _unavailable(device_types))
+    for device in devices:
+        lines += ["", *aligned(_operator_rows(device))]
+    lines += _section("not available here:", _unavailable(devices))
     lines += _section(
         "failed their check on this machine, and not used; please report these lines:",
-        (line for name, cache in caches.items() for line in _faults(name, cache)),
-    )
-    lines += _section(
-        "not tuned in this process:", (f"{key}: {reason}" for key, reason in backends.untuned().items())
+        (line for device in devices for line in _faults(device)),
     )
     lines += _section(
         "passed over in this process:",
@@ -66,31 +56,29 @@ def as_json() -> dict[str, object]:
         ValueError: As :func:`doctor`.
     """
     facts = machine.facts()
-    device_types = ("cpu", "cuda") if facts.gpus else ("cpu",)
-    devices = {}
-    for device_type in device_types:
-        rows = _operator_rows(device_type)[1:]
-        devices[device_type] = {
-            "entries": len(autotune.cache_for(torch.device(device_type)).entries()),
-            "operators": {name: {"backends": able, "served_by": served} for name, able, served in rows},
-            "failed": list(_faults(device_type, autotune.cache_for(torch.device(device_type)))),
+    devices = {
+        device.type: {
+            "tuned": len(choices.entries(device)),
+            "operators": {
+                name: {"served_by": served, "reason": reason}
+                for name, served, reason in _operator_rows(device)[1:]
+            },
+            "failed": list(_faults(device)),
         }
+        for device in _devices(facts)
+    }
     return {
         **facts._asdict(),
         "requested": backends.requested_backends(),
-        "autotune": autotune.tuning_enabled(),
-        "seconds_per_call": _seconds_as_json(),
         "devices": devices,
-        "not_available": list(_unavailable(device_types)),
-        "not_tuned": backends.untuned(),
+        "not_available": list(_unavailable(_devices(facts))),
         "passed_over": {f"{op}, {name}": reason for (op, name), reason in backends.fallbacks().items()},
     }
 
 
-_AT_FIRST_USE_ON_A_GPU = (
-    "On a GPU the first call of each kind is slow: Triton compiles its kernel, every backend is compared",
-    "with float64 and timed, and the fastest serves from then on. `cvt tune` does so ahead of time.",
-)
+def _devices(facts: machine.Machine) -> list[torch.device]:
+    gpu = [torch.device("cuda", torch.cuda.current_device())] if facts.gpus else []
+    return [torch.device("cpu"), *gpu]
 
 
 def _section(heading: str, lines: Iterator[str]) -> list[str]:
@@ -99,97 +87,50 @@ def _section(heading: str, lines: Iterator[str]) -> list[str]:
     return ["", heading, *indented] if indented else []
 
 
-# Entries -------------------------------------------------------------------------------------------------
+# Choices -------------------------------------------------------------------------------------------------
 
 
-def _tuning() -> str:
-    if autotune.tuning_enabled():
-        seconds = autotune.tuning_seconds()
-        limit = "without a limit" if seconds == math.inf else f"for {seconds:g} s per call"
-        return f"on: auto checks and times the backends at the first calls of each kind, {limit}"
-    return "off (CVT_KERNELS_AUTOTUNE=0): without an entry, auto takes PyTorch's own operator"
+def _tuned(device: torch.device) -> str:
+    """Returns how many choices were tuned for a device, and their file."""
+    count = len(choices.entries(device))
+    if not count:
+        return f"{device.type}: nothing; the table of this release decides"
+    given = ", ".join(map(str, choices.given_files()))
+    return f"{device.type}: {count} choices in {choices.path(device)}{' and ' if given else ''}{given}"
 
 
-def _seconds_as_json() -> float | None:
-    """Returns the limit of a call; None for no limit, since JSON has no infinity."""
-    seconds = autotune.tuning_seconds()
-    return None if seconds == math.inf else seconds
-
-
-def _entries_line(device_type: str, cache: autotune.Cache) -> str:
-    """Returns how many entries a type of device has, how many are in the user's cache, and its file."""
-    known, cached = len(cache.entries()), len(cache.cached_entries())
-    counts = f"{device_type}: {known} known"
-    if known:
-        counts += f", {cached or 'none'} of them in the cache"
-    reason = cache.why_not_remembered(may_write=False)
-    if reason is None:
-        return f"{counts}; new ones go to {cache.path}"
-    return f"{counts}; new ones hold for one process only: {reason}"
-
-
-def _shipped(caches: list[autotune.Cache]) -> Iterator[str]:
-    """Yields how many entries of each file in ``CVT_KERNELS_TUNED`` apply here, or why it is ignored."""
-    by_cache = [cache.shipped_files() for cache in caches]
-    for path in by_cache[0]:
-        found = [files[path] for files in by_cache]
-        reasons = [each for each in found if isinstance(each, str)]
-        counts = sum(each for each in found if isinstance(each, int))
-        yield f"{path}: ignored: {reasons[0]}" if reasons else f"{path}: {counts} of them, read only"
-
-
-def _faults(device_type: str, cache: autotune.Cache) -> Iterator[str]:
+def _faults(device: torch.device) -> Iterator[str]:
     """Yields the kernels of this project that were wrong or failed, each with its cache key and flaw."""
-    for cache_key, entry in sorted(cache.entries().items()):
+    for cache_key, entry in sorted(choices.entries(device).items()):
         for backend in backends.OURS:
             measurement = entry.measurements.get(backend)
             if measurement is not None and measurement.flaw is not None:
-                yield f"{cache_key}, {backend} on {device_type}: {measurement.flaw}"
+                yield f"{cache_key}, {backend} on {device.type}: {measurement.flaw}"
 
 
 # Backends -------------------------------------------------------------------------------------------------
 
 
-def _operator_rows(device_type: str) -> list[tuple[str, str, str]]:
-    """Returns the table of operators on a type of device, with their available and serving backends."""
-    rows = [(f"on {device_type}", "backends", "served by (number of entries)")]
+def _operator_rows(device: torch.device) -> list[tuple[str, str, str]]:
+    """Returns the table of operators on a device, with the backends that serve them and the reasons."""
+    rows = [(f"on {device.type}", "served by", "why")]
     for operator in backends.operators:
-        reasons = {
-            name: _why_unavailable_or_broken(operator, name, device_type) for name in _implemented(operator)
-        }
-        available = [name for name, reason in reasons.items() if reason is None]
-        is_broken = _BROKEN in reasons.values()
-        rows.append((operator, ", ".join(available), _served_by(operator, device_type, available, is_broken)))
+        try:
+            chosen = choose.chosen_backends(operator, device)
+        except machine.ExtensionError:
+            chosen = [("none", _BROKEN)]
+        names, reasons = zip(*chosen, strict=True) if chosen else (("none",), ("no backend is available",))
+        rows.append((operator, ", ".join(names), "; ".join(dict.fromkeys(reasons))))
     return rows
 
 
-def _implemented(operator: str) -> list[str]:
-    return [name for name in backends.BACKENDS if name in backends.implementations[operator]]
-
-
-def _served_by(operator: str, device_type: str, available: list[str], is_broken: bool) -> str:
-    """Returns the backends that serve an operator, with the numbers of their entries."""
-    if backends.requested_backends() != ("auto",):
-        try:
-            return next(iter(dispatch.chosen_backends(operator, device_type)), "none")
-        except machine.ExtensionError:
-            return "none"
-    if is_broken:
-        return "none"
-    if len(available) == 1:  # nothing to choose
-        return available[0]
-    counts = dispatch.chosen_backends(operator, device_type)
-    ordered = sorted(counts, key=lambda name: -counts[name])
-    untuned = "not used yet" if autotune.tuning_enabled() else "PyTorch's own operator"
-    return ", ".join(f"{name} {counts[name]}" for name in ordered) or untuned
-
-
-def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:
+def _unavailable(devices: list[torch.device]) -> Iterator[str]:
     """Yields the backends that this machine lacks, each with the reason and the operators."""
+    device_types = tuple(device.type for device in devices)
     lacking: dict[str, list[str]] = {}
-    for operator in backends.operators:
-        for backend in _implemented(operator):
-            served = backends.registered(operator, backend).devices or device_types
+    for operator, known in backends.implementations.items():
+        for backend in (name for name in backends.BACKENDS if name in known):
+            served = known[backend].devices or device_types
             # If a backend serves no device here, the reason for its own device.
             for device_type in [name for name in device_types if name in served] or served[:1]:
                 reason = _why_unavailable_or_broken(operator, backend, device_type)

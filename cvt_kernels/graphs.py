@@ -36,7 +36,6 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
-from .autotune import run_until_tuned, unlimited
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
 from .structure import Structure, looks
@@ -277,8 +276,7 @@ class _Graphs:
             return self._replayed_with_gradients(key, snapshot, model, forward, call)
         if graph is not None:
             return outputs
-        with unlimited():  # a graph keeps the backends of its capture
-            return self._capture(key, snapshot, model, forward, call)
+        return self._capture(key, snapshot, model, forward, call)
 
     def _replayed_with_gradients(
         self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
@@ -286,12 +284,11 @@ class _Graphs:
         """Returns the outputs of a replay, after a capture if the call has come once, or ``_NOTHING``."""
         if self._is_waiting():
             return _NOTHING
-        if key not in self._seen:  # it autotunes the kernels; the sizes of a last batch may never come again
+        if key not in self._seen:  # the sizes of a last batch may never come again
             self._seen.add(key)
             return _NOTHING
         if key not in self._graphs:
-            with unlimited():  # a graph keeps the backends of its capture
-                return self._capture(key, snapshot, model, forward, call)
+            return self._capture(key, snapshot, model, forward, call)
         self._graphs.move_to_end(key)
         return self._take_turn(self._graphs[key], call)
 
@@ -309,8 +306,8 @@ class _Graphs:
         try:
             outputs = _NOTHING
             if not with_gradients:
-                # As the user called it: this autotunes the kernels, and raises the user's errors.
-                outputs = run_until_tuned(lambda: forward(*call.args, **call.kwargs))
+                # As the user called it: this compiles the kernels, and raises the user's errors.
+                outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
                 if not (snapshot.holds() and snapshot.has_keys_of(model, with_gradients)):
                     return outputs

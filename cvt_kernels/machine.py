@@ -266,6 +266,14 @@ def _cpu_sets(compiled: list[str]) -> str:
     return f"{' '.join(compiled)}{lacking}"
 
 
+@functools.cache
+def cpu_sets() -> frozenset[str]:
+    """Returns the instruction sets of this CPU, up to ``CVT_KERNELS_CPU`` where that is set."""
+    names = cpu_sets_here()
+    most = os.environ.get("CVT_KERNELS_CPU")
+    return frozenset(names[: names.index(most) + 1] if most in names else names)
+
+
 def installed_version(package: str) -> str | None:
     """Returns the version of a package without importing it, or None if it is not installed."""
     try:

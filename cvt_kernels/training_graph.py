@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import modes
-from .autotune import run_until_tuned
 from .ops import weight_cache
 from .ops.autograd import once_differentiable
 
@@ -70,7 +69,7 @@ class TrainingGraph:
             ]
             args, kwargs = arguments(self._inputs)
             versions = [each._version for each in self._inputs]
-            self._prepare(run_until_tuned(lambda: forward(*args, **kwargs)))
+            self._prepare(forward(*args, **kwargs))
             with _aliases(model) as aliases, weight_cache.noted_uses() as self.copies:
                 wanted = self._wanted([aliases[each] for each in self._parameters])
                 (outputs, first), (_, second) = cuda.record(

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cvt_kernels import autotune, backends, dispatch, machine, reference
-from cvt_kernels.autotune import accuracy
+from cvt_kernels import backends, choose, machine, reference
+from cvt_kernels.tuning import accuracy, choices
+from cvt_kernels.tuning.choices import Entry, Measurement
 from tests.processes import run_python
 
 #: The programs that tests compile.
@@ -37,7 +38,7 @@ def assert_accurate(
     factor: float = accuracy.VALUE_FACTOR,
     floor: float = 1.0,
 ) -> None:
-    """Fails if our error against float64 is larger than ``cvt_kernels.autotune.accuracy`` allows.
+    """Fails if our error against float64 is larger than ``cvt_kernels.tuning.accuracy`` allows.
 
     Args:
         actual: Our result, in the dtype under test.
@@ -154,15 +155,10 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
     backends.register(operator, backend, implementation(operator, lambda x, *_, **__: x + mark, **conditions))
 
 
-def remember_entry(
-    backend: str, operator: str, *args: Any, is_disturbed: bool = False, **kwargs: Any
-) -> None:
-    """Caches an entry by which a backend serves calls with such arguments (the implementations')."""
-    cache_key = dispatch.cache_key(operator, *args, **kwargs)
-    measurement = autotune.Measurement(error=0.0, allowed=0.0, seconds=1e-6, host_seconds=None, flaw=None)
-    measurement = measurement._replace(is_disturbed=is_disturbed)
-    entry = autotune.Entry(backend, backend, dict.fromkeys(backends.BACKENDS, measurement))
-    autotune.cache_for(args[0].device).remember({cache_key: entry}, replace=True)
+def remember_entry(backend: str, operator: str, *args: Any, **kwargs: Any) -> None:
+    """Lets a backend serve calls with such arguments (the implementations'), as if it had been tuned."""
+    entry = Entry(backend, {backend: Measurement(error=0.0, allowed=0.0, seconds=1e-6, flaw=None)})
+    choices.use(args[0].device, {choose.cache_key(operator, *args, **kwargs): entry})
     backends.forget()
 
 

@@ -12,17 +12,17 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton and cvt_kernels are imported
-# Tests, and processes that they start, autotune only where they say so, and do not read the user's
-# cache; the fonts that matplotlib has found may lie where they are.
-os.environ["CVT_KERNELS_AUTOTUNE"] = "0"
+# Tests, and processes that they start, do not read the user's choices; the fonts that matplotlib has found
+# may lie where they are.
 os.environ.pop("CVT_KERNELS_TUNED", None)
 os.environ["CVT_KERNELS_CHECK_CACHED"] = "1"
 # They run where kernels are missing too; what is said then has tests of its own.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
-from cvt_kernels import autotune, backends, machine, missing
+from cvt_kernels import backends, machine, missing
 from cvt_kernels.quantization import calibration
+from cvt_kernels.tuning import choices
 from tests import tiers
 
 missing._said = True
@@ -106,26 +106,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """Gives every test the same random numbers and an empty cache, and undoes its choices of backends."""
+    """Gives every test the same random numbers and no tuned choices, and undoes its requests for backends."""
     _seed(0)
     backends.reset()
-    autotune.forget()
+    choices.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_test_numbers)}"))
     registry = {name: dict(by_backend) for name, by_backend in backends.implementations.items()}
     monkeypatch.setattr(backends, "implementations", registry)
     yield
     backends.forget()
-
-
-@pytest.fixture
-def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Lets ``auto`` tune kernels at first use, without a limit; returns the cache directory of the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
-    monkeypatch.setenv("CVT_KERNELS_AUTOTUNE_SECONDS", "inf")  # however busy the machine of the tests is
-    autotune.forget()
-    monkeypatch.setattr(autotune.cache, "_MOST_TIMINGS", 1)
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from cvt.model import Block, Stage, Stages
 from cvt.segmentation import IGNORED, build, pixel_loss
 from cvt.tiles import Tiles
 from cvt_kernels import checks
-from cvt_kernels.autotune import clock
 from cvt_kernels.backends import requesting
+from cvt_kernels.tuning import clock
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.fx import _symbolic_trace
 
-from .. import checks, modes
+from .. import checks, choose, modes
 from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
@@ -98,6 +98,8 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         )
     stages = _freezable_stages(model) if freeze else []
     warn_of_missing_kernels()
+    for device in {parameter.device for parameter in model.parameters()}:
+        choose.warn_of_unknown_gpu(device)
     for block, entry in supported:
         if entry.arguments and not is_fused(block):
             _swap(block, entry.key)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .. import backends, dispatch
-from ..autotune import unlimited
+from .. import backends
 from ..backends import Implementation
 from ..classes import is_fused
 from ..graphs import ungraphed
@@ -189,7 +188,7 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
     thread = threading.get_ident()
 
     def note(operator: str, backend: str) -> None:
-        if within and threading.get_ident() == thread and not dispatch.is_tuning():
+        if within and threading.get_ident() == thread:
             called[within[-1]].setdefault(operator, collections.Counter())[backend] += 1
 
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -198,7 +197,6 @@ def _called(model: nn.Module, inputs: Any, paths: list[str]) -> list[dict[str, _
         torch.random.fork_rng(devices=cuda),
         torch.set_grad_enabled(any(block.training for block in rows)),
         torch.compiler.set_stance("force_eager"),
-        unlimited(),
         _entered(rows, within),
     ):
         call_model(model, inputs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import dispatch, modes
+from .. import choose, modes
 from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
@@ -61,7 +61,7 @@ def _is_served(head: Any, tensors: list[Any], states: Sequence[Tensor]) -> bool:
     all_tensors = *states, *tensors, layer.weight, layer.bias
     if {tensor.dtype for tensor in all_tensors if tensor is not None} != {first.dtype}:
         return False
-    ours = dispatch.may_be_ours("segmentation_head", first.device.type, gradient=False)
+    ours = choose.may_be_ours("segmentation_head", first.device.type, gradient=False)
     return ours and weight_cache.why_unpackable(*all_tensors) is None
 
 

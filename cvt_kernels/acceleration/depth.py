@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import backends, checks, dispatch, modes
+from .. import backends, checks, choose, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.depth_head import depth_head
@@ -70,7 +70,7 @@ def _is_served(model: Any) -> bool:
     first = conv.weight
     if any(tensor is not None and tensor.dtype != first.dtype for tensor in tensors):
         return False
-    ours = dispatch.may_be_ours("depth_head", first.device.type, gradient=False)
+    ours = choose.may_be_ours("depth_head", first.device.type, gradient=False)
     return ours and weight_cache.why_unpackable(*tensors) is None
 
 
@@ -154,7 +154,7 @@ class _ExaminedStages(Examined):
 def _stages_of(decoder: Any, states: Sequence[Tensor]) -> Sequence[_Stage]:
     """Returns the layers of a decoder's stages if our kernels may serve the fusion of these maps now."""
     first = states[-1]
-    if not dispatch.may_be_ours("selective_fusion", first.device.type, gradient=False):
+    if not choose.may_be_ours("selective_fusion", first.device.type, gradient=False):
         return ()
     known = known_of(decoder, _ExaminedStages)
     if known is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import backends, dispatch, modes
+from .. import backends, choose, modes
 from ..ops.attention import attention
 from ..ops.autograd import cast_together
 from ..ops.conv_embedding import conv_embedding, needs_channels_first
@@ -406,7 +406,7 @@ class _End(NamedTuple):
             return False
         if not (type(layer) is Linear or is_plain_linear(layer)):
             return False
-        if not dispatch.may_be_ours(operator, x.device.type):
+        if not choose.may_be_ours(operator, x.device.type):
             return False
         return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..autotune import accuracy, cache_for, clock, unlimited
-from ..autotune.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from ..backends import Backend, requested_backends, requesting
 from ..checks import check_flag, check_int, dtype_name
 from ..classes import is_fused, original_class
 from ..modes import autocast_dtype
 from ..tables import aligned
+from ..tuning import accuracy, clock
+from ..tuning.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from . import accelerate, give_classes_back
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
 from .freezable import find_stages
@@ -116,7 +116,6 @@ class Verification(NamedTuple):
             evaluation was compared.
         evaluation: Speed of a forward in evaluation without gradients.
         training: Speed of a training step, without an optimizer's; None if only evaluation was compared.
-        advice: Advice for a better choice of backends, or None.
     """
 
     heading: str
@@ -125,7 +124,6 @@ class Verification(NamedTuple):
     random: float | None
     evaluation: Speed
     training: Speed | None
-    advice: str | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -176,8 +174,6 @@ class Verification(NamedTuple):
             lines += _WHAT_TO_DO
         else:
             lines.append("as accurate as it was")
-        if self.advice is not None:
-            lines.append(self.advice)
         return "\n".join(lines)
 
 
@@ -273,11 +269,10 @@ def verify(
     # Each model is recorded, and both are timed, in evaluation and training, after a run that warms up.
     bar = _Progress(3 + (2 if evaluation_only else 4) * (rounds + 1), progress)
     random = training = None
-    with torch.random.fork_rng(devices=cuda), unlimited(), bar:
+    with torch.random.fork_rng(devices=cuda), bar:
         samples = _samples(runs, oracle, bar, evaluation_only)
         if not evaluation_only and _random_modules(model):
             random = _random_difference(*runs)
-        runs[0].evaluate()  # tunes the calls of a model without hooks
         evaluation = _speed([run.evaluate for run in runs], rounds, model, bar)
         if not evaluation_only:
             training = _speed([run.train for run in runs], rounds, model, bar)
@@ -285,8 +280,7 @@ def verify(
     layers = [_compare(row.path, row.class_name, row.fused, *samples) for row in rows]
     layers.append(_compare("", type(model).__name__, any(layer.fused for layer in layers), *samples))
     heading = _heading(model, inputs)
-    advice = cache_for(next(model.parameters()).device).advice()
-    return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training, advice)
+    return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training)
 
 
 class _Progress:

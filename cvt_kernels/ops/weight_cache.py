@@ -374,16 +374,7 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
             return copy
         copy.stream = stream_of(copy.made)
         _known[copy.place] = copy
-        _drop_after_tuning(copy)
         return copy
-
-
-def _drop_after_tuning(copy: _Copy) -> None:
-    """Drops a copy made during autotuning at its end: the backend may not be chosen."""
-    from ..autotune import tuner
-
-    if tuner.is_tuning():
-        tuner.at_end(copy.outdate)
 
 
 def packed_bytes() -> int:

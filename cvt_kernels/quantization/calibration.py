@@ -217,7 +217,7 @@ def _call(model: nn.Module, images: Tensor, index: int) -> None:
     try:
         model(images)
     except (RuntimeError, TypeError, ValueError) as error:
-        from ..autotune.tuner import is_out_of_memory  # takes time to import, and is needed for nothing else
+        from ..tuning.tuner import is_out_of_memory  # takes time to import, and is needed for nothing else
 
         if is_out_of_memory(error):
             raise

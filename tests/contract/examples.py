@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.autotune import accuracy, tuner
 from cvt_kernels.cards import all_cards, call_public, card_of, laid_out, make
+from cvt_kernels.tuning import accuracy, tuner
 from tests.checks import assert_accurate, not_built
 
 #: The settings of the examples of each operator, by name.

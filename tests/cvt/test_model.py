@@ -16,7 +16,7 @@ from cvt import PRESETS, CvT, CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels import backends, dispatch, modes
+from cvt_kernels import backends, modes
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
 from tests.upstream import KERNELS_FIRST, assert_same_step, microsoft_numbers, relative
@@ -223,9 +223,9 @@ def kinds_of_calls(images: int, size: int) -> set[str]:
     cache_keys = set()
 
     def choose(operator, call):
-        cache_keys.add(dispatch.cache_key(operator, **call._asdict()))
+        cache_keys.add(choose.cache_key(operator, **call._asdict()))
         plain = backends.registered(operator, "reference")
-        return dispatch.Choice(plain, plain, lasts=False)
+        return choose.Choice(plain, plain, lasts=False)
 
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"), torch.no_grad():
         patch.setattr(dispatch, "choose", choose)

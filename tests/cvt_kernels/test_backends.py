@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
-from cvt_kernels import autotune, backends, dispatch, machine
+from cvt_kernels import autotune, backends, choose, machine
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.cost_classes import size_class
 from tests.checks import add_marked_backend, needs_extension, not_built, remember_entry
@@ -49,7 +49,7 @@ def test_auto_takes_the_backend_of_the_entry_if_it_can_serve_the_call():
 def test_an_implementation_is_loaded_where_it_is_chosen():
     """Another thread may have replaced those that were loaded since they were asked."""
     with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.cost_classes:size_class")):
-        choice = dispatch._choice("gelu", "cpu")
+        choice = choose._choice("gelu", "cpu")
     assert choice.eager.function is choice.in_graphs.function is size_class
 
 
@@ -183,7 +183,7 @@ def test_an_operator_without_kernels_of_ours_is_not_concerned_by_requests_for_th
     for names in (("cpu",), ("triton",), ("triton", "cpu")):
         with ck.use_backend(*names):
             assert torch.equal(ck.linear(x, weight), F.linear(x, weight))
-            assert dispatch.chosen_backends("linear", "cpu") == {"reference": 0}
+            assert choose.chosen_backends("linear", "cpu") == {"reference": 0}
     with ck.use_backend("float32"), pytest.raises(ck.BackendUnavailable, match="serves 16-bit tensors only"):
         ck.linear(x, weight)
     with (
@@ -295,14 +295,14 @@ print(sorted({"triton", "transformers", "cvt", "PIL", "sklearn"} & set(sys.modul
 
 
 def test_the_chosen_backends_are_counted_by_entry():
-    assert dispatch.chosen_backends("gelu", "cpu") == {}
+    assert choose.chosen_backends("gelu", "cpu") == {}
     for shape, backend in (((3,), "cpu"), ((30,), "cpu"), ((300,), "reference")):
         remember_entry(backend, "gelu", torch.ones(shape), approximate="none")
     remember_entry("cpu", "bias_gelu", torch.ones(3), torch.ones(3), approximate="none")
     remember_entry("cpu", "layer_norm_gelu", torch.ones(3), eps=1e-5, approximate="none")
-    assert dispatch.chosen_backends("gelu", "cpu") == {"cpu": 2, "reference": 1}
-    assert dispatch.chosen_backends("bias_gelu", "cpu") == {"cpu": 1}
-    assert dispatch.chosen_backends("layer_norm", "cpu") == {}
+    assert choose.chosen_backends("gelu", "cpu") == {"cpu": 2, "reference": 1}
+    assert choose.chosen_backends("bias_gelu", "cpu") == {"cpu": 1}
+    assert choose.chosen_backends("layer_norm", "cpu") == {}
 
 
 def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
@@ -317,9 +317,9 @@ def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
         (("sdpa", "triton"), {}),
     ):
         with ck.use_backend(*names):
-            assert dispatch.chosen_backends("gelu", "cpu") == expected
+            assert choose.chosen_backends("gelu", "cpu") == expected
     with ck.use_backend("sdpa"):
-        assert dispatch.chosen_backends("attention", "cpu") == {"sdpa": 0}
+        assert choose.chosen_backends("attention", "cpu") == {"sdpa": 0}
 
 
 def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_tuned(monkeypatch):
@@ -332,17 +332,17 @@ def test_kernels_of_this_project_may_serve_where_they_are_requested_or_can_be_tu
         (("auto",), False),  # nothing is tuned, nor may it be
     ):
         with ck.use_backend(*names):
-            assert dispatch.may_be_ours("gelu", "cpu") == expected
-    assert not dispatch.may_be_ours("linear", "cpu")
+            assert choose.may_be_ours("gelu", "cpu") == expected
+    assert not choose.may_be_ours("linear", "cpu")
     remember_entry("reference", "gelu", torch.ones(3), approximate="none")
-    assert not dispatch.may_be_ours("gelu", "cpu")
+    assert not choose.may_be_ours("gelu", "cpu")
     remember_entry("cpu", "gelu", torch.ones(300), approximate="none")
-    assert dispatch.may_be_ours("gelu", "cpu")
+    assert choose.may_be_ours("gelu", "cpu")
     monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", "1")
-    assert dispatch.may_be_ours("bias_gelu", "cpu") == (not not_built())
-    assert not dispatch.may_be_ours("linear", "cpu")
+    assert choose.may_be_ours("bias_gelu", "cpu") == (not not_built())
+    assert not choose.may_be_ours("linear", "cpu")
     add_marked_backend("cpu", 10.0, why_unavailable=lambda device_type: "is broken")
-    assert not dispatch.may_be_ours("gelu", "cpu")
+    assert not choose.may_be_ours("gelu", "cpu")
 
 
 def test_entries_are_looked_up_once_for_each_signature_and_again_once_forgotten(monkeypatch):
@@ -358,7 +358,7 @@ def test_entries_are_looked_up_once_for_each_signature_and_again_once_forgotten(
     ck.gelu(torch.ones(4))
     assert len(asked) == 2
     # As another process would, which this one does not learn of by itself.
-    cache_key = dispatch.cache_key("gelu", x, approximate="none")
+    cache_key = choose.cache_key("gelu", x, approximate="none")
     measurements = dict.fromkeys(("cpu", "reference"), autotune.Measurement(0.0, 0.0, 1e-6, None, None))
     autotune.cache_for(x.device).remember({cache_key: autotune.Entry("cpu", "cpu", measurements)})
     assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
@@ -394,7 +394,7 @@ def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
 
 def cache_key_of(operator, **settings):
     record = example(operator, "reference", "usual", **settings).call.record
-    return dispatch.cache_key(operator, **record._asdict())
+    return choose.cache_key(operator, **record._asdict())
 
 
 @pytest.mark.parametrize("operator", backends.operators)
@@ -425,14 +425,14 @@ def test_calls_with_other_costs_have_other_cache_keys(operator):
 
 def test_what_other_kernels_compute_is_another_cache_key():
     x, row = torch.randn(2, 4, 8), torch.randn(8)
-    norms = [dispatch.cache_key("layer_norm", x, *given, eps=1e-5) for given in ((row, row), (None, None))]
+    norms = [choose.cache_key("layer_norm", x, *given, eps=1e-5) for given in ((row, row), (None, None))]
     q, settings = torch.randn(2, 4, 1, 8), {"scale": None, "dropout_p": 0.0}
     biases = (None, torch.randn(4, 4), torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4, requires_grad=True))
-    attention = [dispatch.cache_key("attention", q, q, q, bias=bias, **settings) for bias in biases]
+    attention = [choose.cache_key("attention", q, q, q, bias=bias, **settings) for bias in biases]
     strided = x.transpose(0, 1).contiguous().transpose(0, 1)
     conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), row, row, row, row.abs(), padding=1)
     projections = [
-        dispatch.cache_key("conv_projection", t, (2, 2), (conv,), training=False) for t in (x, strided)
+        choose.cache_key("conv_projection", t, (2, 2), (conv,), training=False) for t in (x, strided)
     ]
     for cache_keys in (norms, attention, projections):
         assert len(set(cache_keys)) == len(cache_keys)

@@ -257,7 +257,7 @@ def test_keys_of_kernels_do_not_depend_on_the_order():
 REHEARSED = """
 import pickle, torch
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, compiling, dispatch, launching
+from cvt_kernels import backends, compiling, choose, launching
 
 stage, found = launches.stages("cvt_13", 64)[2], 0
 
@@ -280,7 +280,7 @@ class Step(launches.Step):
                 outs = out if isinstance(out, tuple) else (out,)
                 torch.autograd.backward(outs, [torch.empty_like(each) for each in outs])
         interception, launching.interception = launching.interception, None
-        asked = dispatch._kernels_of(operator, [backend], call)
+        asked = choose._kernels_of(operator, [backend], call)
         launching.interception = interception
         kernels = {repr(compiling.specialize(each, 90)) for each in expected}
         assert kernels and kernels <= {repr(each) for each in asked}, operator

@@ -107,7 +107,7 @@ def test_doctor_tunes_nothing(tuning):
     assert fact(report, "entries") == [f"cpu: 0 known; new ones go to {autotune.cache_for(CPU).path}"]
     assert not tuning.exists()  # it makes no folders either
     assert not autotune.cache_for(CPU).entries()
-    code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.autotune.tuner' in sys.modules)"
+    code = "import sys, cvt_kernels as ck; ck.doctor(); print('cvt_kernels.tuning.tuner' in sys.modules)"
     assert run_python(code).stdout == "False\n"
 
 

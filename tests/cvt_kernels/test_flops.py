@@ -11,8 +11,8 @@ import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools.evaluation import cost
 from cvt_kernels import backends, modes, reference
-from cvt_kernels.autotune import tuner
 from cvt_kernels.cards import all_cards
+from cvt_kernels.tuning import tuner
 from tests.checks import recorded_operators
 from tests.contract.examples import example
 from tests.fuzz.judge import call_public

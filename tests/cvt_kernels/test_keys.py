@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, declaration, dispatch, graphs, launching, machine
+from cvt_kernels import backends, choose, declaration, graphs, launching, machine
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.bound_steps import BoundSteps
 from tests.checks import recorded_operators
@@ -327,18 +327,18 @@ def is_told(change, first):
 @every_operator
 def test_an_entry_is_for_calls_of_one_kind(operator):
     for name, record in records(operator):
-        key = dispatch._cache_key_of(operator, record)
+        key = choose._cache_key_of(operator, record)
         for change, other in changes_of(operator, record):
             if is_told(change, record._fields[0]):
-                assert dispatch._cache_key_of(operator, other) != key, f"{name}: {change}"
+                assert choose._cache_key_of(operator, other) != key, f"{name}: {change}"
 
 
 def entry_key(**changes):
     """Returns the cache key of a call of GELU, with other facts."""
     given = {"operator": "gelu", "dtype": torch.float32, "device": CPU, "gradient": False}
     given["cost_class"] = "exact"
-    assert given.keys() == inspect.signature(dispatch._cache_key).parameters.keys()
-    return dispatch._cache_key(**given | changes)
+    assert given.keys() == inspect.signature(choose._cache_key).parameters.keys()
+    return choose._cache_key(**given | changes)
 
 
 def test_every_fact_of_an_entry():
@@ -369,14 +369,14 @@ def test_every_fact_of_what_processes_have_agreed_on(monkeypatch):
 
     def propose(operator, call):
         asked.append(operator)
-        return dispatch._choice(operator, "reference")
+        return choose._choice(operator, "reference")
 
     monkeypatch.setattr(dispatch, "_choose", propose)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
 
     def choose(x, shared="a", operator="gelu"):
         for _ in range(2):
-            dispatch.choose_in_group(group, shared, operator, backends.operators[operator].bind(x))
+            choose.choose_in_group(group, shared, operator, backends.operators[operator].bind(x))
         return list(backends.agreements[group])[-1]
 
     key = choose(x)

@@ -1,6 +1,6 @@
 """The judge of a case: every backend that serves it against float64 and PyTorch, in guarded memory.
 
-Where all numbers are finite, the rule is ``cvt_kernels.autotune.accuracy``. Elsewhere a number is right if it
+Where all numbers are finite, the rule is ``cvt_kernels.tuning.accuracy``. Elsewhere a number is right if it
 is what PyTorch's operators give in the same dtype, or the exact one in that dtype; see CONTRIBUTING.md.
 """
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from cvt_kernels import backends
-from cvt_kernels.autotune import accuracy, tuner
-from cvt_kernels.autotune.tuner import Results
 from cvt_kernels.cards import Made, call_public, make
 from cvt_kernels.records import LIMITS
+from cvt_kernels.tuning import accuracy, tuner
+from cvt_kernels.tuning.tuner import Results
 
 from .cases import Case
 from .worker import Answer

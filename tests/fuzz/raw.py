@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt_kernels import backends, machine
-from cvt_kernels.autotune import tuner
+from cvt_kernels.tuning import tuner
 
 from .worker import Answer, limited_memory
 

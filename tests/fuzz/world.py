@@ -23,7 +23,8 @@ from cvt import create_model, save_huggingface
 from cvt.card import ModelCard
 from cvt.factory import randomize
 from cvt.tools.commands import _parse, main, paths
-from cvt_kernels import autotune, backends
+from cvt_kernels import backends
+from cvt_kernels.tuning import choices
 from tests.checks import remember_entry
 from tests.cvt.models import SMALL
 
@@ -179,7 +180,7 @@ def _bounded(place: Path) -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.set_num_threads(threads)
-        autotune.forget()
+        choices.forget()
         backends.forget()
         for name, value in previous.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -11,7 +11,7 @@ import cvt_kernels as ck
 from cvt import create_model, read_checkpoint
 from cvt.factory import randomize
 from cvt.hub import MICROSOFT
-from cvt_kernels import backends, dispatch
+from cvt_kernels import backends, choose
 from cvt_kernels.acceleration.blocks import block_of
 from cvt_kernels.acceleration.families import SERVED, TABLE
 from tests.checks import DOCS, python_blocks, run_blocks, section_of
@@ -191,7 +191,7 @@ def test_the_operators_page_names_every_backend():
 def test_the_page_of_entries_shows_a_kind_of_call_as_files_write_it():
     page = text_of("autotune.md")
     x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
-    assert f"\n{dispatch.cache_key('linear', x, weight, None)}\n" in page
+    assert f"\n{choose.cache_key('linear', x, weight, None)}\n" in page
 
 
 def test_the_installation_page_names_every_environment_variable():

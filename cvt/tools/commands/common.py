@@ -31,7 +31,6 @@ from cvt.hub import PRETRAINED
 from cvt.huggingface import Preprocessing
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
-from cvt_kernels.backends import Backend, requested_backends, requesting
 from cvt_kernels.tables import printable
 
 from .paths import STDOUT, input_path
@@ -353,15 +352,6 @@ def open_split(
     return open_label_maps(
         source, split, image_size, classes=classes, random_crop=random_crop, corrupt=corrupt
     )
-
-
-def untuned(*names: Backend) -> contextlib.AbstractContextManager[None]:
-    """Requests backends for a block, unless the user has requested some; so nothing is tuned in it.
-
-    It is for commands that measure no speed: tuning takes longer than a few batches of images.
-    """
-    requested = requested_backends()
-    return requesting(*(names if requested == ("auto",) else requested))
 
 
 # Output ---------------------------------------------------------------------------------------------------

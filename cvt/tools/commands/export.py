@@ -26,9 +26,9 @@ from cvt.files import replacing, writing
 from cvt.model import CvT
 from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
-from cvt_kernels.backends import Backend, requesting
+from cvt_kernels.backends import requesting
 
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result, untuned
+from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
 from .onnx_nodes import with_nodes
 from .paths import add_json_argument, output_path, reporting
 
@@ -38,8 +38,6 @@ TOLERANCE = 1e-4
 #: The same for a quantized model, by root mean squares: relative to the logits, and to the model's own error.
 QUANTIZED_TOLERANCE = 1e-2, 3.0
 _IMAGES = 5  # that are compared
-#: What computes the model's logits where the user requests nothing: what becomes a part of the file.
-_BACKENDS: tuple[Backend, ...] = ("composed", "sdpa", "reference")
 
 
 class Parity(NamedTuple):
@@ -132,8 +130,7 @@ def export(
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
     with torch.no_grad(), replacing(path) as scratch, bar:
-        with untuned(*_BACKENDS):
-            expected = model(images)
+        expected = model(images)
         bar.update()
         try:
             with requesting("auto"), _quiet():  # requested kernels would become part of the file
@@ -161,8 +158,7 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
                 f"expected at most {TOLERANCE:.0e}"
             )
         return Parity(difference)
-    with untuned(*_BACKENDS):
-        exact = copy.deepcopy(model).double()(images.double())
+    exact = copy.deepcopy(model).double()(images.double())
     size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
     of_logits, of_error = QUANTIZED_TOLERANCE
     most = of_logits * size + of_error * error

@@ -81,7 +81,7 @@ def why_not_written(error: OSError) -> str:
 
 def why_too_large(error: Exception, arguments: argparse.Namespace) -> str | None:
     """Returns a message about the sizes for which memory does not suffice; None for other errors."""
-    from cvt_kernels.autotune.tuner import is_out_of_memory
+    from cvt_kernels.tuning.tuner import is_out_of_memory
 
     if not is_out_of_memory(error) and not any(words in str(error) for words in _TOO_LARGE):
         return None

@@ -18,7 +18,6 @@ from cvt.factory import create_model
 from cvt.files import check_writable, replacing
 from cvt.model import CvT
 from cvt.quantized import compact
-from cvt_kernels.backends import Backend
 from cvt_kernels.quantization import QuantizationReport
 
 from ..evaluation import Evaluation
@@ -35,7 +34,6 @@ from .common import (
     recorded_warnings,
     resolve_device,
     seed,
-    untuned,
 )
 from .paths import add_json_argument, output_path, reporting
 from .smaller import SUFFIX, accuracy, card_of, evaluated, settings, size_of, table
@@ -45,11 +43,6 @@ if TYPE_CHECKING:
 
 _SCHEMES = ("dynamic", "static")
 _ROUNDING = 1e-9  # of differences of fractions
-#: What serves on each type of device where the user requests nothing, in this order.
-_BACKENDS: dict[str, tuple[Backend, ...]] = {
-    "cpu": ("cpu", "onednn", "sdpa", "reference"),
-    "cuda": ("triton", "cuda", "sdpa", "reference"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +120,6 @@ def _quantize(arguments: argparse.Namespace) -> None:
         file = stack.enter_context(replacing(output))
         report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
         remarks = stack.enter_context(recorded_warnings())
-        stack.enter_context(untuned(*_BACKENDS.get(device.type, ("reference",))))
         model = copy.deepcopy(classifier)
         report = ck.quantize(
             model,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, dispatch, modes, reference
+from ... import checks, choose, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..cost_classes import first_images, images_within, size_class
@@ -65,7 +65,7 @@ def _check_all(call: Any) -> None:
 
 def _composition(call: Any) -> Callable[..., Tensor] | None:
     device = call.image.device.type
-    return None if device == "cuda" or dispatch.may_be_ours("conv_embedding", device) else _compose
+    return None if device == "cuda" or choose.may_be_ours("conv_embedding", device) else _compose
 
 
 def _compose(call: Record) -> Tensor:

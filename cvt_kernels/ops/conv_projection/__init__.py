@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, dispatch, modes
+from ... import checks, choose, modes
 from ...backends import Record, lazy
 from ...declaration import extension_kernels, key_of, key_of_tensor, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
@@ -107,15 +107,12 @@ def _with_tuple(call: Any) -> Any:
 
 def _composition(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
     """Returns the function for a call whose batch is spread over processes, or None for other calls."""
-    groups = (conv.process_group for conv in flattened(call.convs)[0])
-    group = next((group for group in groups if group is not None), None)
-    if not call.training or group is None:
+    is_shared = any(conv.process_group is not None for conv in flattened(call.convs)[0])
+    if not (call.training and is_shared):
         return None
 
     def serve(call: Record) -> tuple[Tensor, ...]:
-        shared = call.x.shape[2], geometry_of(call.convs)
-        choice = dispatch.choose_in_group(group, shared, "conv_projection", call)
-        return choice.serving(call.x).function(call)
+        return choose.choose_in_group("conv_projection", call).function(call)
 
     return serve
 

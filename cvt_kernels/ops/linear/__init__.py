@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ... import checks, dispatch, modes, reference
+from ... import checks, choose, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
@@ -141,7 +141,7 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # Tensor subclasses implement F.linear themselves, and wrong arguments are left to F.linear's errors.
     if type(x) is not Tensor or not checks.is_dense(x) or x.ndim == 0:
         return False
-    if x.is_cuda and not (modes.wants_gradient(bias) and dispatch.may_be_ours("linear", "cuda")):
+    if x.is_cuda and not (modes.wants_gradient(bias) and choose.may_be_ours("linear", "cuda")):
         return False
     dtype, device, layout = x.dtype, x.device, x.layout
     if type(weight) not in _PLAIN or weight.layout is not layout or weight.ndim != 2:
@@ -168,7 +168,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _may_be_ours(operator: str, x: Tensor) -> bool:
-    return x.is_cuda or dispatch.may_be_ours(operator, x.device.type)
+    return x.is_cuda or choose.may_be_ours(operator, x.device.type)
 
 
 def _compose_gelu(call: Record) -> Tensor:
@@ -183,7 +183,7 @@ def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     A matrix product adds its bias for free.
     """
     gradient = modes.wants_gradient(x, weight, bias)
-    return bias is not None and dispatch.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
+    return bias is not None and choose.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
 
 
 def _gelu_of_linear(call: Record) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ... import checks, dispatch, reference
+from ... import checks, choose, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
@@ -42,7 +42,7 @@ def _check_layers(call: Any) -> None:
 
 def _composition(call: Any) -> Callable[..., Tensor] | None:
     x = call.x
-    return None if x.is_cuda or dispatch.may_be_ours("layer_norm_mlp", x.device.type) else _compose
+    return None if x.is_cuda or choose.may_be_ours("layer_norm_mlp", x.device.type) else _compose
 
 
 def _compose(call: Record) -> Tensor:
@@ -145,9 +145,7 @@ def _sample_of_sum(factor: int, call: Record) -> Record:
     cost_class=_cost_class_of_sum,
     sample=_sample_of_sum,
     check=_check_sum,
-    composition=lambda call: (
-        None if call.x.is_cuda or dispatch.may_be_ours("mlp_add", "cpu") else _compose_sum
-    ),
+    composition=lambda call: None if call.x.is_cuda or choose.may_be_ours("mlp_add", "cpu") else _compose_sum,
 )
 def mlp_add(
     x: Tensor,

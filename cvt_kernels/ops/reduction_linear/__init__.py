@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, dispatch, modes, reference
+from ... import checks, choose, modes, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import key_of_pairs, operator, triton_kernels
 from ..conv_embedding import conv_embedding
@@ -60,7 +60,7 @@ def _check(call: Any) -> None:
 
 def _composition(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
     x = call.x
-    return None if x.is_cuda or dispatch.may_be_ours("reduction_linear", x.device.type) else _compose
+    return None if x.is_cuda or choose.may_be_ours("reduction_linear", x.device.type) else _compose
 
 
 def _compose(call: Record) -> tuple[Tensor, ...]:

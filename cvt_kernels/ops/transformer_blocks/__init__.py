@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ... import backends, checks, dispatch, reference
+from ... import backends, checks, choose, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator
 from ...records import TransformerBlock
@@ -65,7 +65,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 def _composition(call: Any) -> Callable[..., Tensor] | None:
-    return None if dispatch.may_be_ours("transformer_blocks", call.x.device.type) else _compose
+    return None if choose.may_be_ours("transformer_blocks", call.x.device.type) else _compose
 
 
 def _compose(call: Record) -> Tensor:

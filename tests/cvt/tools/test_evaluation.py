@@ -11,7 +11,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools.evaluation import add_up, cost, evaluate
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 from tests.cvt.models import SMALL
 
 

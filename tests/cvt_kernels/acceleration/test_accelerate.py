@@ -18,9 +18,9 @@ import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import families, fused, matching
-from cvt_kernels.autotune import tuner
 from cvt_kernels.classes import is_fused
 from cvt_kernels.ops import autograd
+from cvt_kernels.tuning import tuner
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_all_calls, record_calls
 from tests.conftest import DATA

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cvt_kernels as ck
 from cvt_kernels import backends, modes
-from cvt_kernels.autotune import tuner
+from cvt_kernels.tuning import tuner
 from tests.checks import assert_accurate, not_built, record_calls
 from tests.processes import run_ranks
 from tests.upstream import (

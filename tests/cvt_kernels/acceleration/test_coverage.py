@@ -8,7 +8,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt_kernels import backends, dispatch
+from cvt_kernels import backends, choose
 from cvt_kernels.acceleration.coverage import BlockCoverage, Coverage
 from tests.checks import implementation, not_built, record_all_calls, record_calls
 from tests.upstream import UPSTREAMS, huggingface, images, microsoft, ours
@@ -63,7 +63,7 @@ def test_under_auto_it_reports_the_cached_choices_without_autotuning(tuning):
         assert {"attention", "conv_projection", "layer_norm"} <= evaluation.keys()
         for called in (evaluation, training):
             for operator, counts in called.items():
-                assert counts.keys() <= dispatch.chosen_backends(operator, "cpu").keys(), operator
+                assert counts.keys() <= choose.chosen_backends(operator, "cpu").keys(), operator
     assert evaluation.keys() - {"gather_rows", "gather_add_layer_norm"} == training.keys()
     assert [sum(counts.values()) for counts in first.values()] == [
         sum(counts.values()) for counts in evaluation.values()

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch, launching
+from cvt_kernels import choose, launching
 from cvt_kernels.acceleration import depth
 from tests import upstream
 from tests.checks import assert_accurate, not_built
@@ -244,7 +244,7 @@ def fusions(monkeypatch):
 
     They run on a GPU, or in Triton's interpreter; of other operators the backends of a CPU serve.
     """
-    shapes, operator, may_be_ours = [], ck.selective_fusion, dispatch.may_be_ours
+    shapes, operator, may_be_ours = [], ck.selective_fusion, choose.may_be_ours
 
     def noting(x, *others):
         shapes.append(tuple(x.shape))

@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*legacy:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Constant folding:UserWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
-    pytest.mark.usefixtures("tuning"),
 ]
 
 BATCH = {0: torch.export.Dim("batch")}

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import autotune, backends
-from cvt_kernels.autotune import clock, tuner
+from cvt_kernels.tuning import clock, tuner
 from tests.checks import Terminal, implementation, remember_entry
 from tests.cvt_kernels.acceleration.test_accelerate import inputs
 from tests.upstream import (

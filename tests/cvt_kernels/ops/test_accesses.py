@@ -19,7 +19,6 @@ from triton.runtime.interpreter import InterpretedFunction
 import cvt_kernels as ck
 from benchmarks import floors
 from cvt_kernels import cards, launching, machine, ops
-from cvt_kernels.autotune import tuner
 from cvt_kernels.cards import call_public
 from cvt_kernels.ops.conv_linear import few_rows, stacked
 from cvt_kernels.ops.conv_projection.triton import backward
@@ -28,6 +27,7 @@ from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
 from cvt_kernels.ops.linear.card import BIAS_GRADIENT
 from cvt_kernels.ops.transformer_blocks import attention_add
 from cvt_kernels.records import PositionBias
+from cvt_kernels.tuning import tuner
 from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from cvt_kernels import dispatch, machine
+from cvt_kernels import choose, machine
 from cvt_kernels.cards import all_cards
 from tests.checks import precision_of
 from tests.contract.examples import same_bits, served, tensors_of
@@ -47,7 +47,7 @@ def test_linear_layers_round_their_factors_to_nearest(operator):
 def test_cache_keys_name_the_precision(dtype, precision, expected):
     with FakeTensorMode(), precision_of(MATMUL, precision):
         x, weight = (torch.empty(8, 8, dtype=dtype, device="cuda") for _ in range(2))
-        key = dispatch.cache_key("linear_gelu", x, weight, None)
+        key = choose.cache_key("linear_gelu", x, weight, None)
     assert ("multiplied in tf32" in key) == expected
 
 

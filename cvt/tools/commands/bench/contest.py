@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels import backends
-from cvt_kernels.autotune import accuracy, clock
+from cvt_kernels.tuning import accuracy, clock
 
 from . import peers, workers
 from .contenders import CONTENDERS, has_classes
@@ -43,7 +43,7 @@ class Contest:
     Attributes:
         why_not: Contender → why it is not measured.
         failed: Contender → its error.
-        first: Contender → ``seconds`` to its first result, ``load`` and ``untuned_seconds``.
+        first: Contender → ``seconds`` to its first result, and ``load``.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Contest:
         dtype: str,
         train: bool = False,
         strict: bool = False,
-        with_fresh_caches: bool = True,
         quick: bool = False,
     ):
         """Creates it.
@@ -69,12 +68,11 @@ class Contest:
             dtype: As of :class:`Job`.
             train: Whether a step is one of training, with fused AdamW, instead of a forward.
             strict: Whether what would be in ``failed`` is raised instead.
-            with_fresh_caches: Whether the first result is measured without entries of autotuning too.
             quick: Whether this is a smoke test: turns of one step, and a small product.
         """
         requested = backends.requested_backends()
         self._job = Job("", torch.device(device), dtype, train, torch.get_num_threads(), requested, quick)
-        self.subject, self._images, self._fresh = subject, self._job.cast(images), with_fresh_caches
+        self.subject, self._images = subject, self._job.cast(images)
         self.keys, self.first = list(keys), dict[str, dict[str, Any]]()
         self.failed, self._strict = dict[str, Exception](), strict
         self.why_not: dict[str, str] = {}
@@ -185,29 +183,13 @@ class Contest:
         self.failed[key] = error
 
     def _begin(self, batch_size: int) -> None:
-        """Starts the processes, and notes the seconds to the first results.
-
-        On a CPU, accelerated models have two processes before: without entries of autotuning, and with those
-        of the first.
-        """
+        """Starts the processes, and notes the seconds to the first results."""
         for key in self.keys:
-            if key in self.why_not:
-                continue
-            contender = CONTENDERS[key]
-            fresh = self._fresh and contender.freeze is not None and contender.compile is None
-            fresh = fresh and contender.model == "hf" and self._job.device.type == "cpu"
-            begun: list[Any] = []
-            with tempfile.TemporaryDirectory() as cache:
-                for place in [*([cache, cache] if fresh else []), None]:
-                    if begun:
-                        self._workers.pop(key).end()
-                    self._workers[key] = workers.Worker(key, self._job, place)
-                    begun.append(self._ask(key, "first", batch_size))
-                    if begun[-1] is None:
-                        break
-                else:
-                    untuned = begun[0]["seconds"] if fresh else None
-                    self.first[key] = {"batch_size": batch_size, **begun[fresh], "untuned_seconds": untuned}
+            if key not in self.why_not:
+                self._workers[key] = workers.Worker(key, self._job)
+                begun = self._ask(key, "first", batch_size)
+                if begun is not None:
+                    self.first[key] = {"batch_size": batch_size, **begun}
 
     # Parity -----------------------------------------------------------------------------------------------
 

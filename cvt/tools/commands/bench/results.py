@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cvt.images import load_images, sample_photos
-from cvt_kernels import __version__, autotune, machine
-from cvt_kernels.autotune import clock
+from cvt_kernels import __version__, machine
 from cvt_kernels.tables import aligned
+from cvt_kernels.tuning import clock
 
 from .contenders import CONTENDERS, chosen
 from .contest import Contest, share_of_product
@@ -73,8 +73,6 @@ def run(
         batches = [contest.measured(size, rounds) for size in batch_sizes]
     if save_weights is not None:
         subject.save(save_weights)
-    entries = autotune.cache_for(device)
-    entries.read_again()
     used = [CONTENDERS[key].runtime for key in keys]
     packages = [*_PACKAGES, *(name for each in used if each is not None for name in RUNTIMES[each].packages)]
     facts, plain = machine.facts(), type(subject.plain).__name__
@@ -93,7 +91,6 @@ def run(
             "threads": torch.get_num_threads(),
             "train": train,
             "rounds": rounds,
-            "advice": entries.advice(),
         },
         "contenders": {
             key: {
@@ -161,7 +158,6 @@ def text(results: Results) -> str:
         f"% of product: of the rate of a matrix product of {n}×{n}×{n} in the same rounds ({rates} GFLOP/s), "
         f"at {per_image:.2f} GFLOP per image.",
         MEMORY,
-        *([] if config["advice"] is None else [f"{config['advice']}."]),
     ]
     if any(row["is_disturbed"] for batch in batches for row in batch["rows"]):
         lines.append(f"{clock.DISTURBED.capitalize()}.")
@@ -199,7 +195,7 @@ def speed_rows(results: Results, batch: dict[str, Any]) -> list[list[str]]:
 def first_rows(results: Results) -> list[list[str]]:
     """Returns the table of the seconds to the first result, its heading first."""
     begun = {key: about["first"] for key, about in results["contenders"].items() if about["first"]}
-    names = {"seconds": "seconds", "untuned_seconds": "before autotuning", "load": "conversion before"}
+    names = {"seconds": "seconds", "load": "conversion before"}
     table = [[f"first result, batch {results['batches'][0]['batch_size']}", *names.values()]]
     for key, first in begun.items():
         table.append([key, *("" if first[name] is None else f"{first[name]:.2f}" for name in names)])

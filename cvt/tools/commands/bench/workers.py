@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from cvt.config import DTYPES
 from cvt.extras import require
 from cvt_kernels import backends, graphs, machine
-from cvt_kernels.autotune import clock, unlimited
+from cvt_kernels.tuning import clock
 
 from ..pyramids import quiet_transformers
 from .contenders import CONTENDERS, made, mode_of, training_step
@@ -150,9 +150,6 @@ class Runner:
             self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=0.0, fused=True)
         self._step(batch)
         seconds = clock.now(job.device) - start
-        if self._contender.compile is None:
-            with unlimited():  # what the first step had no time to tune, before anything is timed
-                self._step(batch)
         load = getattr(self._model, "load_seconds", None)
         return {"load": load, "seconds": seconds - (load or 0.0)}
 
@@ -185,12 +182,11 @@ class Runner:
     def parity(self, batch_size: int) -> tuple[Any, Any, str | None]:
         """Returns arrays of the logits and of the gradients' norms, and why no graph was replayed."""
         batches, count = compared(self._images, batch_size, train=self._job.train)
-        with unlimited():  # batches of another size are tuned before they are timed
-            # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
-            steps = [self._job.step(self._running(len(batch)), batch).clone() for batch in batches]
-            logits, norms = torch.cat(steps)[:count].float().cpu(), gradient_norms(self._model)
-            for _ in range(_WARM if self._job.device.type == "cuda" else int(self._job.train)):
-                self._step(filled(self._images, batch_size)[0])
+        # Copies, because a CUDA graph of torch.compile writes its next logits to the same place.
+        steps = [self._job.step(self._running(len(batch)), batch).clone() for batch in batches]
+        logits, norms = torch.cat(steps)[:count].float().cpu(), gradient_norms(self._model)
+        for _ in range(_WARM if self._job.device.type == "cuda" else int(self._job.train)):
+            self._step(filled(self._images, batch_size)[0])
         why_not = None
         if self._contender.graphed and not self._job.train:
             with torch.no_grad():
@@ -269,18 +265,14 @@ def of_extension(name: str) -> Any:
 class Worker:
     """A process that runs a contender."""
 
-    def __init__(self, key: str, job: Job, cache: str | None = None):
-        """Starts the process; ``cache`` is a folder for autotuning's entries instead of the user's."""
-        own = {} if cache is None else {"XDG_CACHE_HOME": cache, "CVT_KERNELS_TUNED": ""}
+    def __init__(self, key: str, job: Job):
         context = multiprocessing.get_context("forkserver")
         theirs_too = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
         # Optimizers and profiles import torch._dynamo, which takes two seconds.
         context.set_forkserver_preload([__name__, "torch._dynamo", *theirs_too])
         self._key = key
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, key, job, {**os.environ, **own}), daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(theirs, key, job, {**os.environ}), daemon=True)
         self._process.start()
         theirs.close()
 

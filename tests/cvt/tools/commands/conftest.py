@@ -6,7 +6,7 @@ import torch
 from cvt import create_model
 from cvt.factory import randomize
 from cvt.images import sample_photos
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from cvt.tools.commands.evaluate import as_json, report
 from cvt.tools.datasets import open_dataset
 from cvt.tools.evaluation import Cost, Evaluation
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 from tests.checks import Terminal, bad, section_of
 
 ROOT = Path(__file__).parents[4]

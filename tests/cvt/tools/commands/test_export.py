@@ -19,8 +19,8 @@ from cvt.tools.commands import export as export_module
 from cvt.tools.commands import main
 from cvt.tools.commands.export import export
 from cvt.tools.commands.onnx_nodes import with_nodes
-from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.linear_int8.modules import ConvInt8
+from cvt_kernels.tuning import tuner
 from tests.checks import Terminal, record_all_calls
 from tests.upstream import ONE_STAGE
 

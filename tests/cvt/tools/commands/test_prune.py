@@ -15,7 +15,7 @@ from cvt.checkpoints import PACKAGED
 from cvt.tools.commands import main
 from cvt.tools.commands import prune as command
 from cvt.tools.evaluation import cost
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 from tests.checks import Terminal, bad, python_blocks, run_blocks, section_of
 from tests.cvt.models import equal, quantized, small
 

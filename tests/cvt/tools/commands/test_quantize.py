@@ -23,7 +23,7 @@ from cvt.tools.commands.smaller import evaluated
 from cvt.tools.datasets import save_digits
 from cvt.tools.evaluation import Evaluation
 from cvt_kernels import backends
-from cvt_kernels.autotune import tuner
+from cvt_kernels.tuning import tuner
 from tests.checks import Terminal, bad
 from tests.cvt.models import equal, small
 

@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.autotune import accuracy
+from cvt_kernels.tuning import accuracy
 from tests.checks import assert_accurate
 
 

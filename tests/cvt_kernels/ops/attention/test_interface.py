@@ -11,7 +11,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt.factory import randomize
-from cvt_kernels.autotune import accuracy
+from cvt_kernels.tuning import accuracy
 from tests.checks import assert_accurate, python_blocks, record_calls, run_blocks, section_of
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}

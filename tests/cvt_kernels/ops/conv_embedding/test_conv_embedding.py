@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, modes
+from cvt_kernels import backends, choose, modes
 from cvt_kernels.ops import conv_embedding
 from tests.checks import assert_accurate, precision_of
 
@@ -88,7 +88,7 @@ def test_accuracy_of_the_composition(dtype):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_kinds_of_calls(layout):
-    words = dispatch.cache_key(
+    words = choose.cache_key(
         "conv_embedding", IMAGE.contiguous(memory_format=layout), WEIGHT, BIAS, GAMMA, BETA, **SETTINGS,
         eps=1e-5, class_token=TOKEN, positions=POSITIONS,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def test_kinds_of_calls(layout):
 def test_kinds_of_calls_by_precision(dtype, precision, expected):
     with FakeTensorMode(), precision_of(torch.backends.cudnn.conv, precision):
         image, weight = (torch.empty(t.shape, dtype=dtype, device="cuda") for t in (IMAGE, WEIGHT))
-        key = dispatch.cache_key("conv_embedding", image, weight, None, **SETTINGS)
+        key = choose.cache_key("conv_embedding", image, weight, None, **SETTINGS)
     assert ("convolved in tf32" in key) == expected
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch
+from cvt_kernels import choose
 from tests.checks import record_all_calls
 from tests.cvt_kernels.test_reference import random_conv
 
@@ -32,6 +32,6 @@ def test_without_a_kernel_it_is_composed():
     with ck.use_backend("cpu"):
         ck.conv_linear(*arguments)
     assert called == ["conv_linear"]
-    assert not dispatch.may_be_ours("conv_linear", "meta")
+    assert not choose.may_be_ours("conv_linear", "meta")
     ck.conv_linear(*arguments)
     assert called == ["conv_linear"]  # auto without entries takes PyTorch's own operators

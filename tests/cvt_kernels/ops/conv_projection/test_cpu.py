@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine, reference
-from cvt_kernels.autotune import tuner
+from cvt_kernels.tuning import tuner
 from tests.checks import assert_accurate, needs_extension, recorded_operators
 from tests.contract.examples import assert_right, run
 from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on, made_of

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
 from cvt_kernels import launch, launching
-from cvt_kernels.autotune import tuner
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from cvt_kernels.ops.conv_projection.triton.autograd import why_unsupported
+from cvt_kernels.tuning import tuner
 from tests.checks import needs_float64
 from tests.contract.examples import assert_right, run, same_bits
 from tests.contract.test_contract import run_guarded

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cvt_kernels import backends, dispatch, reference
+from cvt_kernels import backends, choose, reference
 
 GRID, CHANNELS = (3, 4), 6
 X = torch.randn(2, 12, CHANNELS)
@@ -27,7 +27,7 @@ def test_the_reference_is_a_loop(approximate, bias):
 
 def test_the_words_for_a_kind_of_call():
     def cache_key(x=X, grid=GRID, bias=BIAS, approximate="none"):
-        return dispatch.cache_key("depthwise_conv_gelu", x, grid, WEIGHT, bias, approximate=approximate)
+        return choose.cache_key("depthwise_conv_gelu", x, grid, WEIGHT, bias, approximate=approximate)
 
     plain = cache_key()
     assert plain == cache_key(grid=(4, 3)) == cache_key(X[:1].expand(3, -1, -1).contiguous())

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch
-from cvt_kernels.autotune import tuner
+from cvt_kernels import backends
+from cvt_kernels.tuning import tuner
 from tests.checks import assert_accurate, record_calls, remember_entry
 
 FORMS = [
@@ -62,7 +62,7 @@ def test_accuracy(name, dtype, shape):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_every_form_passes_its_accuracy_check(dtype, gradient):
     x, weight, bias = make((2, 50, 64), 24, dtype)
-    task = dispatch.task_of("linear", x, weight.requires_grad_(gradient), bias)
+    task = tuner.task_of("linear", x, weight.requires_grad_(gradient), bias)
     forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}
     assert set(task.candidates) == {*forms, "reference"}
     expected = tuner.Expected.of(task.reference, task.sample)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, reference
+from cvt_kernels import backends, choose, reference
 from tests.checks import record_all_calls
 
 GELUS = {"none": F.gelu, "tanh": nn.GELU(approximate="tanh"), "quick": lambda x: x * torch.sigmoid(1.702 * x)}
@@ -70,10 +70,10 @@ def test_calls_the_operators_one_after_the_other():
 def test_kinds_of_calls():
     tensors = make((2, 40), 64, 256, torch.float32)
     settings = {"eps": 1e-5, "approximate": "quick", "shift": None}
-    asked = dispatch.cache_key("layer_norm_mlp", *tensors, **settings)
+    asked = choose.cache_key("layer_norm_mlp", *tensors, **settings)
     assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden")
     strided = tensors[0].transpose(0, 1)
-    asked = dispatch.cache_key("layer_norm_mlp", strided, *tensors[1:], **settings)
+    asked = choose.cache_key("layer_norm_mlp", strided, *tensors[1:], **settings)
     assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden, strided")
 
 
@@ -94,7 +94,7 @@ def test_the_sum_is_the_formula(approximate, scales_sum):
 def test_kinds_of_sums():
     x, _, _, *layers = make((2, 40), 64, 256, torch.float32)
     settings = {"approximate": "quick", "scale": torch.ones(2), "scales_sum": True}
-    asked = dispatch.cache_key("mlp_add", x, *layers, torch.randn(2, 40, 64), **settings)
+    asked = choose.cache_key("mlp_add", x, *layers, torch.randn(2, 40, 64), **settings)
     assert asked.endswith("64 channels, 256 hidden, scaled by image, with the sum")
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import dispatch, reference
-from cvt_kernels.autotune import tuner
+from cvt_kernels import reference
+from cvt_kernels.tuning import tuner
 from tests.checks import CPU_KERNELS
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4
@@ -115,7 +115,7 @@ def test_every_backend_passes_its_accuracy_check(inplace):
     asked["scatter_rows"] = x, ROWS, added, None
     for operator, arguments in asked.items():
         settings = {"inplace": inplace} if operator == "scatter_rows" else {}
-        task = dispatch.task_of(operator, *arguments, **settings)
+        task = tuner.task_of(operator, *arguments, **settings)
         expected = tuner.Expected.of(task.reference, task.sample)
         assert {tuner.check(each, expected).flaw for each in task.candidates.values()} == {None}
     assert torch.equal(x, given)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, dispatch, reference
-from cvt_kernels.autotune import tuner
+from cvt_kernels import backends, choose, reference
 from cvt_kernels.ops import weight_cache
+from cvt_kernels.tuning import tuner
 from tests.cvt_kernels.ops.transformer_block.calls import (
     BACKENDS,
     call,
@@ -126,7 +126,7 @@ def test_every_backend_passes_its_accuracy_check(kind, inplace):
     x[:] = 1.0  # which the tuning replaces by random numbers, and not the rows
     given, before = x.clone(), set(weight_cache._known)
     with torch.no_grad(), tuner.undisturbed(x.device):
-        task = dispatch.task_of("transformer_block", x, grid, block, **settings, inplace=inplace)
+        task = tuner.task_of("transformer_block", x, grid, block, **settings, inplace=inplace)
         expected = tuner.Expected.of(task.reference, task.sample)
         measurements = {name: tuner.check(function, expected) for name, function in task.candidates.items()}
         timed = tuner.time_in_turns(task.candidates, task.timed, measurements)
@@ -195,7 +195,7 @@ KINDS = {
 
 def test_kinds_of_calls():
     asked = {
-        (name, inplace): dispatch.cache_key("transformer_block", *made(), inplace=inplace)
+        (name, inplace): choose.cache_key("transformer_block", *made(), inplace=inplace)
         for (name, made), inplace in itertools.product(KINDS.items(), (False, True))
     }
     assert len(set(asked.values())) == len(asked)
@@ -215,7 +215,7 @@ def test_kinds_of_calls_of_some_tokens():
     x, grid, _ = arguments = make(class_tokens=1)
     calls = [{}, *({"rows": some_rows(x, grid, kept)} for kept in (4, 7, 8, 17)), {"scores": "cls"}]
     calls.append({"rows": some_rows(x, grid, 8), "scores": "avg"})
-    cache_keys = [dispatch.cache_key("transformer_block", *arguments, **each) for each in calls]
+    cache_keys = [choose.cache_key("transformer_block", *arguments, **each) for each in calls]
     assert cache_keys[1] == cache_keys[2] == cache_keys[0] + ", 4+ tokens computed"
     assert len(set(cache_keys)) == len(calls) - 1
     assert cache_keys[-1] == cache_keys[0] + ", 8+ tokens computed, with scores of avg"

@@ -18,7 +18,7 @@ from cvt.tools.commands.bench import contenders, contest, plots, workers
 from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
 from cvt_kernels import machine
-from cvt_kernels.autotune import clock, tuner
+from cvt_kernels.tuning import clock, tuner
 from tests.checks import bad, not_built
 from tests.upstream import KERNELS_FIRST
 

@@ -13,7 +13,7 @@ from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.tools.commands import main
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 from tests.checks import bad
 
 #: What is measured without being asked for, besides Hugging Face's model.

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 from tests.processes import run_python
 
 
@@ -180,7 +180,7 @@ def test_seconds_that_threads_wait_for_a_cpu():
     """Two threads that compute on one CPU wait for each other half of the time."""
     code = """
 import hashlib, os, threading, time
-from cvt_kernels.autotune import clock
+from cvt_kernels.tuning import clock
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 data, end = bytes(2**20), time.monotonic() + 0.2
 def compute():
@@ -284,7 +284,7 @@ def test_both_ways_to_a_product_compute_it():
 
 
 def test_nothing_is_measured_at_import():
-    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.autotune.clock' in sys.modules)"
+    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.tuning.clock' in sys.modules)"
     assert run_python(code).returncode == 0
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cvt_kernels.autotune import accuracy, clock
-from cvt_kernels.autotune.accuracy import (
+from cvt_kernels.tuning import accuracy, clock
+from cvt_kernels.tuning.accuracy import (
     GRADIENT_FACTOR,
     VALUE_FACTOR,
     Error,

@@ -11,9 +11,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
-from cvt_kernels import autotune, backends, dispatch, reference
-from cvt_kernels.autotune import accuracy, clock, tuner
+from cvt_kernels import autotune, backends, reference
 from cvt_kernels.cards import laid_out
+from cvt_kernels.tuning import accuracy, clock, tuner
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of
 
@@ -257,7 +257,7 @@ def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
     x = torch.randn(7, 24, requires_grad=gradient)
     for backend, each in {"reference": counted, "cpu": reference.gelu, "triton": reference.gelu}.items():
         backends.register("gelu", backend, implementation("gelu", each))
-    task = dispatch.task_of("gelu", x, approximate="none")
+    task = tuner.task_of("gelu", x, approximate="none")
     expected = task.expected()
     measurements = {name: tuner.check(function, expected) for name, function in task.candidates.items()}
     assert dtypes == [torch.float32, torch.float64]
@@ -280,7 +280,7 @@ DATA += [("usual", {"gradient": "all", "values": "nan"}), ("usual", {"parameters
 def flaws(made) -> dict[str, str | None]:
     """Checks every backend that can serve an example; returns their flaws."""
     with torch.set_grad_enabled(made.call.gradient):
-        task = dispatch.task_of(made.operator, **made.call.record._asdict())
+        task = tuner.task_of(made.operator, **made.call.record._asdict())
         with tuner.undisturbed(task.sample.device):
             expected = task.expected()
             return {name: tuner.check(each, expected).flaw for name, each in task.candidates.items()}
@@ -413,7 +413,7 @@ def test_copies_in_guarded_memory(layout, dtype):
 
 
 def expected_of_integers(operator, **settings):
-    return dispatch.task_of(
+    return tuner.task_of(
         operator, **example(operator, "reference", "usual", **settings).call.record._asdict()
     ).expected()
 
@@ -475,7 +475,7 @@ def test_rows_of_integers_that_lie_at_ties():
     """Halves of integers: all but the last bit of a product decides on them."""
     x = torch.randint(-254, 255, (40, 64)) / 2
     x[:, 0] = 127
-    expected = dispatch.task_of("quantize_rows", x, scale=None, dtype=torch.int8).expected()
+    expected = tuner.task_of("quantize_rows", x, scale=None, dtype=torch.int8).expected()
     assert check(reference.quantize_rows, expected).flaw is None
 
     def upwards(x, **settings):
@@ -525,7 +525,7 @@ def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
 
 
 def tune(operator, *args, **kwargs):
-    return tuner.tune(dispatch.task_of(operator, *args, **kwargs))
+    return tuner.tune(tuner.task_of(operator, *args, **kwargs))
 
 
 def test_arguments_statistics_gradients_and_random_numbers_stay():
@@ -563,7 +563,7 @@ def test_modes_and_hooks_see_nothing():
         raise AssertionError("the tuning was seen")
 
     x = torch.randn(4, 8, requires_grad=True)
-    task = dispatch.task_of("gelu", x, approximate="none")
+    task = tuner.task_of("gelu", x, approximate="none")
     with recorded_operators() as operators, torch.autograd.graph.saved_tensors_hooks(seen, seen), _Refuses():
         tuner.tune(task)
     assert operators == []
@@ -624,7 +624,7 @@ def test_a_branch_without_gradients():
 
 def test_autotuning_exchanges_no_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
-    task = dispatch.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
+    task = tuner.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
     for call in (task.sample, task.timed):
         assert call.record.x.shape[0] == 3
         assert all(conv.process_group is None for conv in call.record.convs)
@@ -735,7 +735,7 @@ def test_timed_again_what_failed_its_check_stays_out(monkeypatch):
     x = torch.randn(7, 24)
     backends.register("gelu", "cpu", implementation("gelu", lambda x, **_: pytest.fail("is wrong")))
     backends.register("gelu", "triton", implementation("gelu", reference.gelu))
-    task = dispatch.task_of("gelu", x, approximate="none")
+    task = tuner.task_of("gelu", x, approximate="none")
     wrong, busy = measurement(None, flaw="wrong: all of it"), measurement(9.0)._replace(is_disturbed=True)
     known = tuner.Entry("triton", "triton", {"cpu": wrong, "triton": busy, "reference": measurement(10.0)})
     monkeypatch.setattr(clock, "waited_seconds", lambda: 0.0)

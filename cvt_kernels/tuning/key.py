@@ -1,4 +1,4 @@
-"""The machine key: everything that the entries of a device depend on."""
+"""The machine key: everything that the choices of a device depend on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import machine
 
 
 def machine_key(device: torch.device) -> dict[str, object]:
-    """Returns everything that the entries of a device depend on, serializable to JSON."""
+    """Returns everything that the choices of a device depend on, serializable to JSON."""
     return {**_installation(), **_device_facts(device)}
 
 
@@ -47,8 +47,8 @@ def _cudnn() -> int | str | None:
 def _source_files() -> list[Path]:
     """Returns the source files that decide what a kernel computes, whether it passes and how it is timed."""
     package = Path(__file__).parents[1]
-    folders = (package / "ops").rglob("*.py"), package.glob("*.py"), (package / "autotune").glob("*.py")
-    return [path for files in folders for path in sorted(files)]
+    folders = [(package / name).rglob("*.py") for name in ("ops", "launch", "tuning")]
+    return [path for files in (*folders, package.glob("*.py")) for path in sorted(files)]
 
 
 def _extension_file() -> Path | None:
@@ -69,7 +69,7 @@ def _device_facts(device: torch.device) -> dict[str, object]:
     if device.type == "cuda":
         return _gpu_facts(torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "cpu":
-        return {**_cpu_facts(), "threads": torch.get_num_threads()}
+        return _cpu_facts()
     return {"device": device.type}
 
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from cvt_kernels import backends
-from cvt_kernels.autotune import tuner
-from cvt_kernels.autotune.depthwise import AsSums
+from cvt_kernels.tuning import tuner
+from cvt_kernels.tuning.depthwise import AsSums
 from tests.checks import recorded_operators
 from tests.cvt_kernels.test_reference import random_conv
 

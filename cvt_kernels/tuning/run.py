@@ -1,0 +1,197 @@
+"""Tuning on request: the calls of a model, checked and timed in a process that may die, and remembered."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import backends, caller, checks
+from . import choices, tuner
+from .calls import OperatorCall, collect
+from .choices import Entry, Measurement
+from .worker import Failure, NotEnoughMemory, Worker
+
+#: Seconds that a candidate may take for its check, and each for the timing, unless it is asked for otherwise.
+SECONDS = 60.0
+
+
+def tune(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
+    """Checks and times every backend for the operators in a call of a model, and remembers the fastest.
+
+    Nothing else in this package does so: without it, calls are served by the table in ``choose``, which has
+    our kernels on CPUs, and on GPUs those that have run on a GPU of that kind. It compares each kernel with
+    float64 in guarded memory, and its results before and after the timing bit by bit, in a process that may
+    crash or hang. Triton kernels are compiled before, several at once. The choices serve this process at
+    once, and later processes on this machine, from ``~/.cache/cvt_kernels/choices/`` (or below
+    ``XDG_CACHE_HOME``).
+
+    In evaluation mode it tunes the calls without gradients, as they are within ``torch.inference_mode()``; in
+    training mode those of a training step, forward and backward. The model and the random number generators
+    stay as they are: a copy is called, by PyTorch's operators, without ``torch.compile`` and CUDA graphs.
+    (Your own hooks are copied, and run.) A bar shows the progress where stderr is a terminal.
+
+    Args:
+        model: Any module that calls operators of this package, such as an accelerated one.
+        args: The positional arguments of its call.
+        kwargs: The keyword arguments.
+
+    Returns:
+        Cache key → the backend that serves its calls from now on, for each with more than one candidate.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        OSError: The process cannot be started, as in a frozen application.
+        Exception: What the call raises.
+    """
+    checks.check_kind("model", model, nn.Module)
+    from tqdm import tqdm
+
+    calls = calls_of(model, *args, **kwargs)
+    results: list[Result] = []
+    for device in sorted({call.device for call in calls}, key=str):
+        there = [call for call in calls if call.device == device]
+        with Worker(device, SECONDS) as worker:
+            compile_kernels(there, worker)
+            with tqdm(there, desc="tune", unit="call", leave=False, disable=None) as bar:
+                tune_all(bar, worker, results)
+    _warn_of_flaws(results)
+    return {result.cache_key: result.entry.chosen for result in results if result.entry is not None}
+
+
+def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[OperatorCall]:
+    """Returns the operator calls that a copy of a model makes in a call with these arguments."""
+    from ..graphs import ungraphed
+
+    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with (
+        torch.random.fork_rng(devices=cuda),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(model.training),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        copied = ungraphed(copy.deepcopy(model))
+        return collect(lambda: copied(*args, **kwargs))
+
+
+class Result(NamedTuple):
+    """The result for one cache key: its entry, or why it could not be tuned."""
+
+    cache_key: str
+    entry: Entry | None
+    why_not_tuned: str | None = None
+
+    @property
+    def flaws(self) -> dict[str, str]:
+        """The flaws of the backends that failed, by name."""
+        measurements = self.entry.measurements if self.entry is not None else {}
+        return {name: each.flaw for name, each in measurements.items() if each.flaw is not None}
+
+    @property
+    def is_good(self) -> bool:
+        """True if there is an entry, and no kernel of this project has a flaw."""
+        return self.entry is not None and not any(name in backends.OURS for name in self.flaws)
+
+
+def tune_all(calls: Iterable[OperatorCall], worker: Worker, results: list[Result]) -> None:
+    """Tunes calls of one device in a worker, and remembers the choices in one piece at the end.
+
+    What is known when someone interrupts it is remembered too. A call with a single candidate has no result.
+
+    Args:
+        calls: The calls.
+        worker: The process that checks and times.
+        results: The list that gets the results.
+    """
+    tuned: dict[str, Entry] = {}
+    try:
+        for call in calls:
+            result = tune_call(call, worker)
+            if result is None:
+                continue
+            results.append(result)
+            if result.entry is not None:
+                tuned[result.cache_key] = result.entry
+                worker.use({result.cache_key: result.entry})
+    finally:
+        if tuned:
+            reason = choices.remember(worker.device, tuned)
+            backends.forget()  # later calls choose again
+            if reason is not None:
+                _warn(f"the choices cannot be written, and serve this process only: {reason}")
+
+
+def compile_kernels(calls: Sequence[OperatorCall], worker: Worker) -> None:
+    """Compiles the Triton kernels of calls ahead, so that compiling does not count towards a time limit."""
+    triton = [call for call in calls if {"triton", "gluon"} & backends.implementations[call.operator].keys()]
+    if triton and triton[0].device.type == "cuda":
+        worker.compile(triton)
+
+
+def tune_call(call: OperatorCall, worker: Worker) -> Result | None:
+    """Checks and times the candidates for a call; returns None if there is only one."""
+    try:
+        candidates = worker.candidates(call)
+        if len(candidates.names) == 1:
+            return None
+        measurements = {name: worker.check(call, name) for name in candidates.names}
+        measurements |= _time(call, measurements, worker)
+    except NotEnoughMemory:
+        return Result(call.cache_key, None, "there is not enough memory")
+    except Failure as failure:
+        return Result(call.cache_key, None, f"the preparation {failure}")
+    return Result(call.cache_key, tuner.fastest(measurements, candidates.default, candidates.margin))
+
+
+def _time(call: OperatorCall, measurements: dict[str, Measurement], worker: Worker) -> dict[str, Measurement]:
+    """Times the candidates without a flaw, in turns; if that fails, again without those that fail alone."""
+    results: dict[str, Measurement] = {}
+    sound = {name: measurement for name, measurement in measurements.items() if measurement.flaw is None}
+    while len(sound) > 1:
+        try:
+            return results | worker.time(call, sound)
+        except NotEnoughMemory:
+            raise
+        except Failure:
+            failing = {name: _flaw_alone(call, name, each, worker) for name, each in sound.items()}
+        flawed = {name: sound.pop(name)._replace(flaw=flaw) for name, flaw in failing.items() if flaw}
+        if not flawed:  # they fail only together, so that nothing is known about their speed
+            break
+        results |= flawed
+    return results
+
+
+def _flaw_alone(call: OperatorCall, name: str, measurement: Measurement, worker: Worker) -> str | None:
+    """Returns the flaw of a candidate that is timed alone, or None."""
+    try:
+        worker.time(call, {name: measurement})
+    except NotEnoughMemory:
+        raise
+    except Failure as failure:
+        return str(failure)
+    return None
+
+
+def flaws_of_ours(results: Sequence[Result]) -> Iterator[str]:
+    """Yields a line for each kernel of this project that is wrong, fails, hangs or crashes."""
+    for result in results:
+        for name, flaw in result.flaws.items():
+            if name in backends.OURS and "OutOfResources" not in flaw:  # less shared memory is no flaw
+                yield f"{name}, {result.cache_key}: {flaw}"
+
+
+def _warn_of_flaws(results: Sequence[Result]) -> None:
+    lines = [*flaws_of_ours(results), *(f"{r.cache_key}: {r.why_not_tuned}" for r in results if not r.entry)]
+    if lines:
+        _warn(
+            "these kernels were not chosen on this machine; please report them with the output of "
+            "`cvt doctor`:\n" + "\n".join(lines)
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"cvt_kernels.tune: {message}", RuntimeWarning, stacklevel=caller.stacklevel_of_caller())

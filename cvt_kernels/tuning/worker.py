@@ -1,0 +1,281 @@
+"""A worker process that checks and times kernels, and is restarted if one hangs or crashes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import backends, compiling, launching, machine
+from . import choices, tuner
+from .calls import OperatorCall
+from .choices import Entry, Measurement
+
+_START_SECONDS = 300.0  # to import everything, from a slow disk too
+_COMPILE_SECONDS = 1800.0  # for all kernels together
+_END_SECONDS = 10.0  # for a process that has been killed to be gone, which a GPU may delay
+_MOST_COMPILERS = 16
+
+#: Called in the process before its first command; for tests.
+Setup = Callable[[], None]
+
+
+class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
+    """A failure of the process, worded as the flaw of a :class:`~.choices.Measurement`."""
+
+
+class NotEnoughMemory(Failure):
+    """A call does not fit into the memory of the device."""
+
+
+class Candidates(NamedTuple):
+    """The candidates for a call, the one that another replaces by a margin only, and that margin."""
+
+    names: list[str]
+    default: str
+    margin: float
+
+
+class Worker:
+    """A worker process for a device, which starts with the first command and ends with the context manager.
+
+    Each candidate, and the preparation of a call, may take ``seconds``. On a timeout or a crash the method
+    raises Failure, and the next command starts a new process. ``setup`` is called in each process first.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
+        self.device, self._seconds, self._setup = device, seconds, setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connections: list[Connection] = []
+        self._prepared: str | None = None
+        self._chosen: dict[str, Entry] = {}
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def use(self, entries: Mapping[str, Entry]) -> None:
+        """Tells the process what was chosen, for the parts of composed operators."""
+        self._chosen |= entries
+        if self._process is not None:
+            self._run("use", dict(entries), self._seconds)
+
+    def compile(self, calls: list[OperatorCall]) -> None:
+        """Compiles the Triton kernels for calls into Triton's cache, several at once, without a launch."""
+        self._run("compile", calls, _COMPILE_SECONDS)
+
+    def candidates(self, call: OperatorCall) -> Candidates:
+        """Returns the candidates for a call, and computes the expected results by the reference."""
+        self._prepared = None
+        candidates = self._run("prepare", call, self._seconds)
+        self._prepared = call.cache_key
+        return candidates
+
+    def check(self, call: OperatorCall, name: str) -> Measurement:
+        """Checks a candidate, and ends the process if it may be corrupted; a failure becomes the flaw."""
+        try:
+            measurement = self._prepare_and_run(call, "check", name)
+        except NotEnoughMemory:
+            raise
+        except Failure as failure:
+            return Measurement(None, None, None, str(failure))
+        if measurement.flaw == tuner.WRITES_OUTSIDE:
+            self.end()
+        return measurement
+
+    def time(self, call: OperatorCall, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
+        """Times candidates in turns; returns measurements with seconds."""
+        seconds = self._seconds * len(measurements)
+        return self._prepare_and_run(call, "time", measurements, seconds)
+
+    def end(self) -> None:
+        """Kills the process."""
+        process, self._process, self._prepared = self._process, None, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    def _prepare_and_run(
+        self, call: OperatorCall, command: str, argument: Any, seconds: float | None = None
+    ) -> Any:
+        """Runs a command about a call, which is prepared first if it is not the current one."""
+        if self._prepared != call.cache_key:
+            self.candidates(call)
+        return self._run(command, argument, self._seconds if seconds is None else seconds)
+
+    def _run(self, command: str, argument: Any, seconds: float) -> Any:
+        """Runs a command in the process, and ends it if it does not answer or is not usable any more."""
+        try:
+            if self._process is None:
+                self._start()
+            answer = self._send_and_receive((command, argument), seconds)
+        except BaseException:
+            self.end()
+            raise
+        if answer.failure is None:
+            return answer.value
+        if not answer.is_sound:
+            self.end()
+        raise answer.failure
+
+    def _send_and_receive(self, message: Any, seconds: float) -> _Answer:
+        """Sends a message and waits for the answer; raises Failure without one."""
+        connection = self._connections[0]
+        try:
+            connection.send(message)
+            if connection.poll(seconds):
+                return connection.recv()
+        except (EOFError, ConnectionError):
+            raise Failure(f"dies: {self._words_of_exit()}") from None
+        raise Failure(f"hangs: takes longer than {seconds:g} s")
+
+    def _words_of_exit(self) -> str:
+        assert self._process is not None, "there is no process"
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it does not end"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _start(self) -> None:
+        """Starts a process; raises OSError if it does not report in time.
+
+        It is no process of multiprocessing, which would run the user's script again.
+        """
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise OSError("there is no Python to start a process with, as in a frozen application")
+        (ours, theirs), (lifeline, kept) = Pipe(), Pipe(duplex=False)
+        program = f"from {__name__} import main; main({theirs.fileno()}, {lifeline.fileno()})"
+        self._connections = [ours, kept]  # the process ends when the second is closed
+        with theirs, lifeline:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                pass_fds=[theirs.fileno(), lifeline.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is this process's affair
+            )
+        start = self.device, torch.get_num_threads(), self._setup, self._chosen
+        try:
+            self._send_and_receive(start, _START_SECONDS)
+        except Failure as failure:
+            raise OSError(f"the process that tunes kernels does not start ({failure})") from None
+
+
+class _Answer(NamedTuple):
+    """The answer to a command: a value or a failure, and whether the process is still usable."""
+
+    value: Any
+    failure: Failure | None = None
+    is_sound: bool = True
+
+
+# In the process -------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int, lifeline: int) -> None:
+    """Serves the commands of :class:`Worker` until its end closes."""
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    os.dup2(2, 1)  # what a kernel prints does not belong in the table
+    connection = Connection(descriptor)
+    device, threads, setup, chosen = connection.recv()
+    torch.set_num_threads(threads)
+    backends.use_backend("auto")  # whatever the environment asks for
+    if setup is not None:
+        setup()
+    server = _Server(device)
+    server.use(chosen)
+    connection.send(_Answer(None))
+    with contextlib.suppress(EOFError):
+        while True:
+            command, argument = connection.recv()
+            connection.send(server.run(command, argument))
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Ends the process as soon as the parent is gone, even during a kernel."""
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+class _Server:
+    """The commands of the process, and its current call."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._task: tuner.Task
+        self._expected: tuner.Expected
+        self._autocast: torch.dtype | None = None
+
+    def run(self, command: str, argument: Any) -> _Answer:
+        """Runs the method named by a command."""
+        method: Callable[[Any], Any] = getattr(self, command)
+        try:
+            return _Answer(method(argument))
+        except Exception as error:
+            failure = Failure(f"fails: {tuner.describe_error(error)}")
+            if tuner.is_out_of_memory(error):
+                return _Answer(None, NotEnoughMemory(*failure.args), is_sound=False)
+            return _Answer(None, failure, tuner.is_usable(self._device))
+
+    def use(self, entries: dict[str, Entry]) -> None:
+        choices.use(self._device, entries)
+        backends.forget()
+
+    def compile(self, calls: list[OperatorCall]) -> None:
+        kernels: dict[str, compiling.TritonKernel] = {}
+        for call in calls:
+            self._autocast = call.autocast
+            with self._undisturbed():
+                for launch in tuner.launches_of(call.operator, **call.make_arguments()):
+                    kernel = compiling.specialize(launch, launching.chip(self._device).capability)
+                    kernels[pickle.dumps(kernel).hex()] = kernel
+        todo = [kernel for kernel in kernels.values() if not kernel.is_cached()]
+        workers = min(_MOST_COMPILERS, len(todo), len(os.sched_getaffinity(0)))
+        if workers > 1 and not machine.INTERPRETING:
+            # What does not compile is found, and described, by its check.
+            with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
+                for future in [pool.submit(kernel.compile_into_cache) for kernel in todo]:
+                    future.exception()
+
+    def prepare(self, call: OperatorCall) -> Candidates:
+        self._autocast = call.autocast
+        arguments = call.make_arguments()
+        with self._undisturbed():
+            self._task = task = tuner.task_of(call.operator, **arguments)
+            if len(task.candidates) > 1:
+                self._expected = task.expected()
+        return Candidates(list(task.candidates), task.default, task.margin)
+
+    def check(self, name: str) -> Measurement:
+        with self._undisturbed():
+            return tuner.check(self._task.candidates[name], self._expected)
+
+    def time(self, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
+        functions = {name: self._task.candidates[name] for name in measurements}
+        with self._undisturbed():
+            return tuner.time_in_turns(
+                functions, self._task.timed, measurements, self._task.default, self._task.margin
+            )
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        casts = torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
+        with casts, tuner.undisturbed(self._device):
+            yield
