@@ -48,7 +48,7 @@ from .records import (
 if TYPE_CHECKING:
     from .acceleration.verify import verify
     from .diagnosis import doctor
-    from .tuning import tune
+    from .tuning.run import tune
 
 __version__ = "0.1.0"
 
@@ -117,7 +117,7 @@ __all__ = [
 ]
 
 # These are imported at first use: the import of the package would take a fifth longer with them.
-_AT_FIRST_USE = {"doctor": ".diagnosis", "tune": ".tuning", "verify": ".acceleration.verify"}
+_AT_FIRST_USE = {"doctor": ".diagnosis", "tune": ".tuning.run", "verify": ".acceleration.verify"}
 
 
 def __getattr__(name: str) -> Any:

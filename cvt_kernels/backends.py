@@ -206,10 +206,7 @@ implementations: dict[str, dict[str, Implementation]] = {}
 dispatch_cache: dict[Any, Callable[..., Any]] = {}
 #: The number of functions at which all are dropped, so that ever new shapes do not fill the memory.
 MOST_CACHED = 10_000
-#: The choices that process groups have agreed on; groups are weak keys.
-agreements: MutableMapping[Any, dict[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 _fallbacks: dict[tuple[str, str], str] = {}
-_untuned: dict[str, str] = {}
 
 
 def declare(operator: Operator) -> None:
@@ -230,7 +227,6 @@ def register(operator: str, backend: str, implementation: Implementation) -> Non
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     implementations[operator][backend] = implementation
     forget()
-    agreements.clear()
 
 
 def registered(operator: str, backend: str) -> Implementation:
@@ -370,7 +366,8 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         use_backend("reference")                    # from now on
         with use_backend("triton", "cuda"): ...     # only here: Triton's kernel, else ours in CUDA
 
-    ``"auto"``, the default, takes the fastest backend that has passed its check on this machine. Several
+    ``"auto"``, the default, takes what :func:`tune` found on this machine, or what this release's table has
+    for it. Several
     names are an order of preference; a call that none of them can serve raises :class:`BackendUnavailable`.
     An operator without kernels of this project, such as ``linear``, ignores a request that names none of its
     backends. The environment variable ``CVT_KERNELS_BACKEND`` (names with commas between them), read at
@@ -473,18 +470,6 @@ def note_fallback(operator: str, backend: str, reason: str) -> None:
     _fallbacks[operator, backend] = reason
 
 
-def untuned() -> dict[str, str]:
-    """Returns cache key → why the calls of this process have not tuned it yet."""
-    return dict(_untuned)
-
-
-def note_untuned(cache_key: str, reason: str | None) -> None:
-    """Notes why a cache key is not tuned, or with None that it is."""
-    _untuned.pop(cache_key, None)
-    if reason is not None:
-        _untuned[cache_key] = reason
-
-
 # Availability ---------------------------------------------------------------------------------------------
 
 
@@ -555,23 +540,18 @@ def cache_dispatch(table: dict[Any, Callable[..., Any]], key: Any, function: Cal
 
 
 def forget() -> None:
-    """Empties the dispatch cache of this process, so that later calls choose again.
-
-    Agreements of process groups stay: a process that asked the others again would wait in vain.
-    """
+    """Empties the dispatch cache of this process, so that later calls choose again."""
     global dispatch_cache
     dispatch_cache = {}  # a new table: another thread may add to the old one yet
     _ask_why_unavailable.cache_clear()
 
 
 def reset() -> None:
-    """Resets this process to "auto", without cache, fallbacks or agreements, as between two tests."""
+    """Resets this process to "auto", without cache or fallbacks, as between two tests."""
     global _requested, _requested_by, _requested_in_graph
     _open_blocks(_OUTSIDE)
     _requested, _requested_by, _requested_in_graph = _AUTO, None, None
     _fallbacks.clear()
-    _untuned.clear()
-    agreements.clear()
     forget()
 
 

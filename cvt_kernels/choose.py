@@ -86,8 +86,8 @@ def _is_small(call: Record) -> bool:
 
 
 #: The first row that is for a call decides. CPUs have ours but for a few rows; figures of four instruction
-#: sets are in docs/cpu.md. GPUs have what has run, and won, on a GPU of that capability: an H200 on 2026-11-26
-#: and 27 (benchmarks/results/nvidia-h200). Elsewhere PyTorch's operators serve until `tune` has run.
+#: sets are in docs/cpu.md. GPUs have what has run, and won, on a GPU of that capability: an H200 on
+#: 2026-11-26 and 27 (benchmarks/results/nvidia-h200). Elsewhere PyTorch's serve until `tune` has run.
 TABLE: tuple[Row, ...] = (
     Row(
         ("linear",), "cpu", ("convolution",), "oneDNN's convolution takes 0.75 to 0.9 of F.linear's time",
@@ -418,14 +418,15 @@ def warn_of_unknown_gpu(device: torch.device) -> None:
     _said.add(device)
     if not _has_choices(device):
         warnings.warn(
-            f"cvt_kernels: this release has not run on a GPU like {torch.cuda.get_device_name(device)} yet, "
-            "so PyTorch's operators serve there. cvt_kernels.tune(model, images) checks and times the kernels "
-            "on this machine, and remembers which of them to use.",
+            f"cvt_kernels: this release has not run on {torch.cuda.get_device_name(device)} or a GPU like it "
+            "yet, so PyTorch's operators serve there. cvt_kernels.tune(model, images) checks and times the "
+            "kernels on this machine, and remembers which of them to use.",
             RuntimeWarning,
             stacklevel=caller.stacklevel_of_caller(),
         )
 
 
 # The machine and its choices do not change under a compiled graph; see the end of backends.py.
-for _function in (_is_left_to_compiler, _has_choices, _remembered, _rows_for, _auto_may_take_ours):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant: tuple[Any, ...] = (_is_left_to_compiler, _has_choices, _remembered, _rows_for, _auto_may_take_ours)
+for _function in _constant:
+    _function._dynamo_marked_constant = True

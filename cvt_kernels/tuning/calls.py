@@ -81,6 +81,11 @@ def call_of(operator: str, *args: Any, **kwargs: Any) -> OperatorCall:
     return OperatorCall(choose.cache_key(operator, *args, **kwargs), operator, like, device, autocast)
 
 
+#: Composed operators call their parts. Our kernels are requested too, and replaced: else operators that exist
+#: for them would be composed before they are called.
+_RECORDED: tuple[backends.Backend, ...] = ("composed", "gluon", "triton", "cuda", "cpu", "sdpa", "reference")
+
+
 def collect(run: Callable[[], Any]) -> list[OperatorCall]:
     """Runs something on PyTorch's operators, and lists the operator calls in it, each cache key once.
 
@@ -101,8 +106,7 @@ def collect(run: Callable[[], Any]) -> list[OperatorCall]:
 
         return dataclasses.replace(implementation, function=serve, why_unsupported=None)
 
-    # Our kernels are requested too, or operators that exist for them would be composed before a call.
-    with backends.replaced(recording), backends.requesting("composed", *backends.OURS, "sdpa", "reference"):
+    with backends.replaced(recording), backends.requesting(*_RECORDED):
         run()
     return sorted(calls.values(), key=_rank)
 

@@ -301,10 +301,11 @@ def _parse(content: object, where: str) -> Entry:
 
 def _parse_measurement(content: object, where: str) -> Measurement:
     fields = _checked(content, dict, where)
-    numbers = [
-        _checked(fields.get(name), float | int | None, f"{where}, {name}") for name in Measurement._fields[:3]
-    ]
-    return Measurement(*numbers, _checked(fields.get("flaw"), str | None, f"{where}, flaw"))
+    error, allowed, seconds = (
+        _checked(fields.get(name), float | int | None, f"{where}, {name}")
+        for name in ("error", "allowed", "seconds")
+    )
+    return Measurement(error, allowed, seconds, _checked(fields.get("flaw"), str | None, f"{where}, flaw"))
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:

@@ -711,9 +711,10 @@ def time_in_turns(
     # Vectors may be running statistics, which calls would change.
     call = call.detached().map(lambda tensor: _copied(tensor) if tensor.ndim < 2 else tensor)
     results, runners, first = {}, {}, {}
+    kept = call.map(_copied)  # timed runs may write to their arguments
     for name, function in candidates.items():
         try:
-            first[name] = _numbers_of(function, call)
+            first[name] = _numbers_of(function, kept)
             runners[name] = runner_of(function, call)
             runners[name]()
             _wait_for_stream(call.device)
@@ -735,14 +736,14 @@ def time_in_turns(
     )
     for name, times in zip(names, measured, strict=True):
         results[name] = measurements[name]._replace(seconds=min(times.device, default=None))
-        if not all(map(_same_bits, first[name], _numbers_of(candidates[name], call))):
+        if not all(map(_same_bits, first[name], _numbers_of(candidates[name], kept))):
             results[name] = results[name]._replace(flaw=RACES)
     clock.release_memory(call.device)
     return results
 
 
 def _numbers_of(function: Function, call: Call) -> list[Tensor]:
-    """Returns the outputs and the gradients of a call whose arguments stay as they are."""
+    """Returns the outputs and the gradients of a copy of a call."""
     call = call.map(_copied)
     outputs = _forward(function, call)
     return [

@@ -16,7 +16,7 @@ from cvt import PRESETS, CvT, CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Block, DropPath, Stage, tokens_to_map
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels import backends, modes
+from cvt_kernels import backends, choose, modes
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
 from tests.upstream import KERNELS_FIRST, assert_same_step, microsoft_numbers, relative
@@ -222,13 +222,12 @@ def kinds_of_calls(images: int, size: int) -> set[str]:
     """Returns the cache keys of a forward of CvT-13, whose tensors have no numbers."""
     cache_keys = set()
 
-    def choose(operator, call):
+    def noting(operator, call):
         cache_keys.add(choose.cache_key(operator, **call._asdict()))
-        plain = backends.registered(operator, "reference")
-        return choose.Choice(plain, plain, lasts=False)
+        return backends.registered(operator, "reference").load()
 
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"), torch.no_grad():
-        patch.setattr(dispatch, "choose", choose)
+        patch.setattr(choose, "choose", noting)
         create_model("cvt_13").eval()(torch.empty(images, 3, size, size))
     return cache_keys
 

@@ -360,42 +360,6 @@ def test_every_fact_of_an_entry():
         assert half == entry_key(device=device, dtype=torch.float16)
 
 
-class Group:
-    """A process group of which this process is the only one."""
-
-
-def test_every_fact_of_what_processes_have_agreed_on(monkeypatch):
-    asked, group, x = [], Group(), torch.randn(2, 3)
-
-    def propose(operator, call):
-        asked.append(operator)
-        return choose._choice(operator, "reference")
-
-    monkeypatch.setattr(dispatch, "_choose", propose)
-    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-
-    def choose(x, shared="a", operator="gelu"):
-        for _ in range(2):
-            choose.choose_in_group(group, shared, operator, backends.operators[operator].bind(x))
-        return list(backends.agreements[group])[-1]
-
-    key = choose(x)
-    keys = {
-        "operator": choose(x, operator="quantize_rows"),
-        "shared": choose(x, "b"),
-        "dtype": choose(x.double()),
-        "gradient": choose(x.clone().requires_grad_()),
-    }
-    for dtype in (torch.bfloat16, torch.float16):
-        with autocast("cpu", dtype):
-            keys[f"autocast to {dtype}"] = choose(x)
-    assert len(asked) == len(backends.agreements[group]) == 1 + len(keys)
-    with pytest.raises(RuntimeError, match="meta"):  # they are asked again
-        choose(x.to("meta"))
-    keys["device"] = tuple(torch.device("meta") if fact == CPU else fact for fact in key)
-    assert_every_fact_changes(key, keys)
-
-
 # Packed weights and bound steps ----------------------------------------------------------------------------
 
 

@@ -255,7 +255,7 @@ def fusions(monkeypatch):
         return name == "selective_fusion" or may_be_ours(name, *others, **settings)
 
     monkeypatch.setattr(depth, "selective_fusion", noting)
-    monkeypatch.setattr(dispatch, "may_be_ours", may_serve)
+    monkeypatch.setattr(choose, "may_be_ours", may_serve)
     with ck.use_backend("cpu", "reference"):
         yield shapes
 
