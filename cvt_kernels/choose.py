@@ -231,14 +231,27 @@ def _names_for(operator: str, call: Record) -> tuple[tuple[str, ...], str | None
     chosen = _tuned(operator, call, gradient)
     if chosen is not None:
         return (chosen, *described.defaults), f"{chosen} was the fastest when this machine was tuned"
-    for row in _rows_for(operator, x.device, modes.autocast_dtype(x) or x.dtype, gradient):
-        if row.where is None or (not is_traced and row.where(call)):
+    dtype = modes.autocast_dtype(x) or x.dtype
+    if is_traced:
+        names, reason = _row_for_all_sizes(operator, x.device, dtype, gradient)
+        return (*names, *described.defaults), reason
+    for row in _rows_for(operator, x.device, dtype, gradient):
+        if row.where is None or row.where(call):
             return (*row.backends, *described.defaults), row.reason
     return described.defaults, _why_no_row(x.device)
 
 
 def _rows_for(operator: str, device: torch.device, dtype: torch.dtype, gradient: bool) -> tuple[Row, ...]:
     return _rows(operator, _processor(device), dtype, gradient)
+
+
+def _row_for_all_sizes(
+    operator: str, device: torch.device, dtype: torch.dtype, gradient: bool
+) -> tuple[tuple[str, ...], str | None]:
+    """Returns the backends and the reason of the row for calls whose sizes are not known."""
+    rows = _rows_for(operator, device, dtype, gradient)
+    found = next((row for row in rows if row.where is None), None)
+    return ((), _why_no_row(device)) if found is None else (found.backends, found.reason)
 
 
 def _why_no_row(device: torch.device) -> str | None:
@@ -427,6 +440,12 @@ def warn_of_unknown_gpu(device: torch.device) -> None:
 
 
 # The machine and its choices do not change under a compiled graph; see the end of backends.py.
-_constant: tuple[Any, ...] = (_is_left_to_compiler, _has_choices, _remembered, _rows_for, _auto_may_take_ours)
+_constant: tuple[Any, ...] = (
+    _is_left_to_compiler,
+    _has_choices,
+    _remembered,
+    _row_for_all_sizes,
+    _auto_may_take_ours,
+)
 for _function in _constant:
     _function._dynamo_marked_constant = True

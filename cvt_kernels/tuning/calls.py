@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import backends, choose
+from .. import backends, choose, machine
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ def call_of(operator: str, *args: Any, **kwargs: Any) -> OperatorCall:
 
 
 #: Composed operators call their parts. Our kernels are requested too, and replaced: else operators that exist
-#: for them would be composed before they are called.
-_RECORDED: tuple[backends.Backend, ...] = ("composed", "gluon", "triton", "cuda", "cpu", "sdpa", "reference")
+#: for them would be composed before they are called. (Triton's interpreter is no candidate.)
+_RECORDED: tuple[backends.Backend, ...] = (
+    "composed", *(() if machine.INTERPRETING else ("gluon", "triton")), "cuda", "cpu", "sdpa", "reference",
+)  # fmt: skip
 
 
 def collect(run: Callable[[], Any]) -> list[OperatorCall]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,9 +112,11 @@ def _tune(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"{option}: got it with {arguments.model}, expected a CvT")
     from tqdm import tqdm
 
+    from cvt_kernels import backends
     from cvt_kernels.tuning.run import compile_kernels, tune_all
     from cvt_kernels.tuning.worker import Worker
 
+    backends.requested_backends()  # a wrong CVT_KERNELS_BACKEND too fails now
     calls = list(_calls(arguments, device).values())
     results: list[Result] = []
     start = time.monotonic()
@@ -144,12 +147,12 @@ def _calls(arguments: argparse.Namespace, device: torch.device) -> dict[str, Ope
     for (dtype, train), batch in itertools.product(_steps(dtypes, train=arguments.train), sizes):
         weights = torch.float32 if train else DTYPES[dtype]
         images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(0))
-        for model in _models(arguments, side, train=train):
+        place = functools.partial(_placed, device=device, dtype=weights, train=train)
+        for model in _models(arguments, side, place, train=train):
             casts = torch.autocast(device.type, DTYPES[dtype], enabled=train and dtype != "float32")
-            placed = model.to(device, weights).train(train)
             with casts:
                 try:
-                    made = calls_of(placed, images.to(device, weights))
+                    made = calls_of(model, images.to(device, weights))
                 except (RuntimeError, ValueError) as error:
                     reason = (str(error).splitlines() or ["no reason given"])[0]
                     raise ValueError(
@@ -159,6 +162,10 @@ def _calls(arguments: argparse.Namespace, device: torch.device) -> dict[str, Ope
     return calls
 
 
+def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype, train: bool) -> nn.Module:
+    return model.to(device, dtype).train(train)
+
+
 def _steps(dtypes: Sequence[str], *, train: bool) -> Iterator[tuple[str, bool]]:
     """Yields the dtypes of inference, then those of training."""
     for is_train in (False, True) if train else (False,):
@@ -166,24 +173,27 @@ def _steps(dtypes: Sequence[str], *, train: bool) -> Iterator[tuple[str, bool]]:
             yield dtype, is_train
 
 
-def _models(arguments: argparse.Namespace, side: int, *, train: bool) -> Iterator[nn.Module]:
+def _models(
+    arguments: argparse.Namespace, side: int, place: Callable[[nn.Module], Any], *, train: bool
+) -> Iterator[nn.Module]:
     """Yields the model as it is used: as it is where it is ours, accelerated, and as it serves."""
     import cvt_kernels as ck
 
     if arguments.model in PYRAMIDS:
-        built: nn.Module = build_pyramid(arguments.model, None, side)
+        built = place(build_pyramid(arguments.model, None, side))
         yield ck.accelerate(copy.deepcopy(built), freeze=False)
         if not train:
             yield ck.accelerate(built)
         return
     for activation in ("quick_gelu", "gelu"):  # Microsoft's, and Hugging Face's
-        model: Any = create_model(arguments.model, activation=activation, token_keep=arguments.token_keep)
-        yield copy.deepcopy(model)
+        made = create_model(arguments.model, activation=activation, token_keep=arguments.token_keep)
+        yield place(copy.deepcopy(made))
         if not train:
-            yield ck.accelerate(copy.deepcopy(model), freeze=True)
+            yield ck.accelerate(place(copy.deepcopy(made)), freeze=True)
         if arguments.quantized and not train:
-            ck.quantize(model, [torch.randn(2, 3, side, side)])
-            yield model
+            quantized = made.eval()
+            ck.quantize(quantized, [torch.randn(2, 3, side, side)])
+            yield place(quantized)
 
 
 # The report -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Kernels with flaws, for the processes of ``cvt tune``: each serves GELU of its own number of channels."""
+"""Kernels with flaws, for the processes of ``tune``: each serves GELU of its own number of channels."""
 
 import os
 import signal
@@ -71,14 +71,21 @@ def dying_when_timed(x):
     return reference.gelu(x, approximate="none") if _is_first_call() else os.abort()
 
 
-def telling_threads(x):
-    raise RuntimeError(f"runs on {torch.get_num_threads()} threads")
+_rounded = 0
+
+
+def racing(x):
+    global _rounded
+    _rounded += 1
+    out = reference.gelu(x, approximate="none").clone()
+    out.view(-1)[0] *= 1 + (_rounded > 4) * torch.finfo(x.dtype).eps  # the last bit of later calls
+    return out
 
 
 #: Kernels by the number of channels, from 1 on.
 KERNELS = (
     None, wrong_element, writes_beyond, raising, hanging, killed, exiting, slow, _WrongBackward.apply,
-    hanging_when_timed, dying_when_timed, telling_threads,
+    hanging_when_timed, dying_when_timed, racing,
 )  # fmt: skip
 
 
@@ -110,6 +117,10 @@ def register_kernel_without_memory():
 def register_kernel_without_host_memory():
     error = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"
     _register_failing_kernel(RuntimeError(error))
+
+
+def register_killed_compiler():
+    _register_failing_kernel(RuntimeError("`ptxas` failed with error code -9"))
 
 
 def register_wrong_gelu():

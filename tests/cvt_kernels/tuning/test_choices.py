@@ -1,0 +1,266 @@
+"""The file of choices: what is written, read and refused; and the machine key that names it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cvt_kernels as ck
+from cvt_kernels import choose, machine
+from cvt_kernels.tuning import choices
+from cvt_kernels.tuning import key as machine_key
+from cvt_kernels.tuning.choices import Entry, Measurement
+
+CPU = torch.device("cpu")
+GOOD = Measurement(error=1e-7, allowed=1e-6, seconds=1e-3, flaw=None)
+WRITTEN = {"chosen": "cpu", "measurements": {}}
+ENTRY = Entry("cpu", {"cpu": GOOD, "reference": GOOD._replace(seconds=2e-3)})
+
+
+def in_another_process() -> dict[str, Entry]:
+    choices.forget()
+    return dict(choices.entries(CPU))
+
+
+def written() -> Path:
+    """Writes a file of one choice, and returns its path."""
+    assert choices.remember(CPU, {"a": ENTRY}) is None
+    return choices.path(CPU)
+
+
+def test_a_choice_is_remembered_and_others_stay():
+    choices.remember(CPU, {"a": ENTRY})
+    choices.remember(CPU, {"b": ENTRY, "a": ENTRY._replace(chosen="reference")})
+    assert in_another_process() == {"a": ENTRY._replace(chosen="reference"), "b": ENTRY}
+    assert choices.path(CPU).stat().st_mode & 0o777 == 0o644
+    assert {path.suffix for path in choices.path(CPU).parent.iterdir()} == {".json", ".lock"}
+
+
+def test_choices_of_another_process_are_kept():
+    choices.remember(CPU, {"a": ENTRY})
+    content = json.loads(choices.path(CPU).read_text())
+    content["choices"]["theirs"] = content["choices"]["a"]
+    choices.path(CPU).write_text(json.dumps(content))
+    choices.remember(CPU, {"b": ENTRY})
+    assert in_another_process().keys() == {"a", "b", "theirs"}
+
+
+def test_only_tune_writes_and_files_are_read_once(monkeypatch):
+    x = torch.randn(2, 3)
+    ck.gelu(x)
+    assert not choices.cache_directory().exists()
+    read = []
+    monkeypatch.setattr(choices, "read_file", lambda *given: read.append(given) or {})
+    monkeypatch.setattr(machine_key, "_installation", lambda: pytest.fail("computes the key of nothing"))
+    choices.forget()
+    for _ in range(2):
+        choices.entries(CPU)
+    assert not read
+    monkeypatch.undo()
+    written()
+    choices.forget()
+    monkeypatch.setattr(choices, "read_file", lambda *given: read.append(given) or {})
+    for _ in range(2):
+        choices.entries(CPU)
+    assert len(read) == 1
+
+
+def test_numbers_that_json_lacks():
+    measurement = Measurement(float("nan"), float("inf"), None, "wrong: off by nan")
+    choices.remember(CPU, {"a": Entry("reference", {"cpu": measurement})})
+    assert in_another_process()["a"].measurements["cpu"] == Measurement(None, None, None, "wrong: off by nan")
+
+
+def test_a_flaw_that_may_pass_is_not_written():
+    passing = Entry("reference", {"cpu": GOOD._replace(flaw="fails here: OSError: disk full")})
+    assert choices.remember(CPU, {"a": passing}) is None
+    assert choices.entries(CPU) == {"a": passing}
+    assert in_another_process() == {}
+
+
+def _changed(path, **fields):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _of_every_user(path):
+    path.chmod(0o666)
+
+
+def _a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.write_text("{"), "Expecting property name"),
+        (lambda path: path.write_text("[" * 100_000), "it is not JSON"),
+        (lambda path: path.write_bytes(b"\xff"), "utf-8"),
+        (lambda path: path.write_text("[]"), r"file: got \[\], expected dict"),
+        (lambda path: _changed(path, version=7), "version: got 7, expected 1"),
+        (lambda path: _changed(path, schema="x"), "schema: got 'x', expected"),
+        (lambda path: _changed(path, machine={"device": "cpu"}), "made for another machine .*torch: None in"),
+        (lambda path: _changed(path, choices={"a": {"chosen": 1}}), "'a', chosen: got 1, expected str"),
+        (
+            lambda path: _changed(path, choices={"a": {**WRITTEN, "measurements": {"cpu": {"error": "x"}}}}),
+            "'a', cpu, error: got 'x', expected",
+        ),
+        (_of_every_user, "every user may write it"),
+        (_a_pipe, "it is not a regular file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(damage, reason):
+    damage(written())
+    choices.forget()
+    with pytest.warns(RuntimeWarning, match=f"this file of choices is ignored: .*{reason}") as caught:
+        assert [choices.entries(CPU), choices.entries(CPU)] == [{}, {}]
+    assert len(caught) == 1
+
+
+def test_files_that_are_given_come_first_and_are_never_written(monkeypatch, tmp_path):
+    path = written()
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    for each, chosen in ((one, "reference"), (other, "sdpa")):
+        content = json.loads(path.read_text())
+        content["choices"]["a"]["chosen"] = chosen
+        content["choices"][each.name] = content["choices"]["a"]
+        each.write_text(json.dumps(content))
+    monkeypatch.setenv("CVT_KERNELS_TUNED", os.pathsep.join(map(str, (one, other))))
+    assert {name: entry.chosen for name, entry in in_another_process().items()} == {
+        "a": "reference", "one.json": "reference", "other.json": "sdpa",
+    }  # fmt: skip
+    before = one.read_bytes()
+    choices.remember(CPU, {"b": ENTRY})
+    assert one.read_bytes() == before
+    monkeypatch.setenv("CVT_KERNELS_TUNED", str(tmp_path / "missing.json"))
+    with pytest.warns(RuntimeWarning, match="CVT_KERNELS_TUNED: .*missing.json: this file of choices is ign"):
+        assert in_another_process().keys() == {"a", "b"}
+
+
+def test_a_file_for_another_type_of_device_is_empty():
+    path = written()
+    assert choices.read_file(path, {"device": "cuda"}) == {}
+
+
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_the_folder_without_a_cache_directory(monkeypatch, home, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME") if home is None else monkeypatch.setenv("XDG_CACHE_HOME", home)
+    assert choices.cache_directory() == tmp_path / ".cache" / "cvt_kernels"
+
+
+def test_a_folder_that_others_may_write_is_not_written():
+    folder = choices.path(CPU).parent
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert choices.remember(CPU, {"a": ENTRY}) == f"{folder}: every user may write it"
+    assert choices.entries(CPU) == {"a": ENTRY}
+
+
+@pytest.mark.slow
+def test_processes_that_write_at_once_lose_nothing():
+    code = (
+        "import sys, torch\n"
+        "from cvt_kernels.tuning import choices\n"
+        "entry = choices.Entry('cpu', {})\n"
+        "for i in range(10):\n"
+        "    assert choices.remember(torch.device('cpu'), {f'{sys.argv[1]} {i}': entry}) is None\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(in_another_process()) == 30
+
+
+# The machine key ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _forgotten():
+    """Lets the test compute the costly parts of the key again, and forgets them after it."""
+    caches = machine_key._installation, machine_key._cpu_facts, machine_key._gpu_facts
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_key_of_the_cpu(monkeypatch):
+    def version():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setenv("CVT_KERNELS_CPU", "plain")
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a process"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    key = machine_key.machine_key(CPU)
+    assert key == json.loads(json.dumps(key)) == machine_key.machine_key(CPU)
+    expected = {
+        "torch": torch.__version__,
+        "CVT_KERNELS_CPU": "plain",
+        "name": machine.cpu_name(),
+        "cuDNN": "not usable",
+    }
+    assert key.items() >= expected.items()
+
+
+def test_threads_do_not_change_a_choice():
+    before, threads = machine_key.machine_key(CPU), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert machine_key.machine_key(CPU) == before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_key_depends_on_every_file_that_a_kernel_is_made_of(monkeypatch):
+    package = Path(machine.__file__).parent
+    made_of = {path for folder in ("ops", "launch", "tuning") for path in (package / folder).rglob("*.py")}
+    assert {package / "ops/linear/primitives.py", package / "launch/formulas.py"} < made_of
+    files = machine_key._source_files()
+    assert made_of | set(package.glob("*.py")) == set(files)
+    before, read = machine_key._hash_of(files), Path.read_bytes
+    for edited in files:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Path, "read_bytes", lambda path, edited=edited: read(path) + b"#" * (path == edited)
+            )
+            assert machine_key._hash_of(files) != before, edited
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_key_changes_with_the_extension(monkeypatch, tmp_path):
+    extension = tmp_path / "_C.so"
+    monkeypatch.setattr(machine_key, "_extension_file", lambda: extension if extension.exists() else None)
+    keys = [machine_key.machine_key(CPU)]
+    for content in ("ELF 1", "ELF 2"):
+        extension.write_text(content)
+        machine_key._installation.cache_clear()
+        keys.append(machine_key.machine_key(CPU))
+    assert keys[0]["extension"] == "not built"
+    assert len({key["extension"] for key in keys}) == 3
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_key_of_a_gpu(monkeypatch):
+    class Properties:
+        name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
+
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release\nGCC 12.3.0"
+    read = Path.read_text
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(machine, "cuda_driver_version", lambda: 13_000)
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **how: version if path.name == "version" else read(path, **how)
+    )
+    key = machine_key.machine_key(torch.device("cuda"))
+    assert key["driver"] == "550.54.15, CUDA 13.0"
+    assert (key["name"], key["capability"], key["multiprocessors"]) == ("NVIDIA H200", "9.0", 132)
+    assert choose.cache_key("gelu", torch.ones(2), approximate="none").startswith("gelu, forward, float32, ")
