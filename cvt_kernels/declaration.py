@@ -9,15 +9,13 @@ chooses a backend. A function in the dispatch cache serves later calls of the ke
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import inspect
 import linecache
-import threading
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -112,8 +110,6 @@ class Declaration(backends.Operator):
         if served is not None:
             return served(call), None
         choice = dispatch.choose(self.name, call)
-        if not (choice.lasts and choice.in_graphs is choice.eager) and not torch.compiler.is_compiling():
-            _noted.choices.all_last = False
         return choice.serving(call[0]).function(call), choice
 
     def _cached(self, call: Record, choice: dispatch.Choice | None) -> Callable[..., Any] | None:
@@ -129,11 +125,8 @@ class Declaration(backends.Operator):
             return None if served is None else self._taking_values(served)
         if not choice.lasts or choice.in_graphs is not choice.eager:
             return None
-        function, why_unsupported = choice.eager.function, choice.eager.why_unsupported
-        prepare = None if torch.is_grad_enabled() else getattr(function, "prepare", None)
-        cached: Callable[..., Any] = (None if prepare is None else prepare(call)) or self._taking_values(
-            function
-        )
+        why_unsupported = choice.eager.why_unsupported
+        cached = self._taking_values(choice.eager.function)
         if why_unsupported is None or not checks.CHECKS_CACHED:
             return cached
 
@@ -284,33 +277,6 @@ def _may_be_kept(key: Any) -> bool:
     return not checks.tensors_of(key)
 
 
-class Choices:
-    """The choices of a thread in a block.
-
-    Attributes:
-        all_last: Whether later calls of the same keys keep them, in CUDA graphs too.
-    """
-
-    all_last = True
-
-
-class _Noted(threading.local):
-    choices = Choices()
-
-
-_noted = _Noted()
-
-
-@contextlib.contextmanager
-def noted_choices() -> Iterator[Choices]:
-    """Notes the choices that this thread makes in a block."""
-    before, _noted.choices = _noted.choices, Choices()
-    try:
-        yield _noted.choices
-    finally:
-        _noted.choices = before
-
-
 # The key of a call ----------------------------------------------------------------------------------------
 
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
@@ -341,12 +307,6 @@ def key_of_serving(x: Tensor) -> tuple[Any, ...] | None:
     """Returns a key for calls without gradients whose parameters do not change, or None."""
     token = _token(False, x)
     return None if token is None else (token, key_of_tensor(x, False))
-
-
-def key_of_training(x: Tensor) -> tuple[Any, ...] | None:
-    """Returns a key for calls with gradients whose parameters are told apart otherwise, or None."""
-    token = _token(True, x)
-    return None if token is None else (token, key_of_tensor(x, True))
 
 
 #: The errors that wrong arguments cause while their key is made.

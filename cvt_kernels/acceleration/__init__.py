@@ -7,10 +7,9 @@ Every call checks that the block is what its entry in the table expects; if not,
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
 layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's), ``maps``
-(what models return),
-``families`` (which module is which part, a file each), ``matching`` (finds and checks blocks), ``recording``
-(stages and encoders recorded as a whole), ``freezable`` (finds and checks stages and layers), ``freezing``
-(runs them), this file (swaps classes), ``coverage`` and ``verify``.
+(what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and checks
+blocks), ``freezable`` (finds and checks stages and layers), ``freezing`` (runs them), this file (swaps
+classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import class_token, freezing, maps, recording
+from . import class_token, freezing, maps
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
-from .families import CLASSIFIERS, MODELS, RECORDED, SERVED, TABLE
+from .families import CLASSIFIERS, MODELS, SERVED, TABLE
 from .freezable import find_stages, why_not_freezable
+from .fused import forward_block
 from .matching import (
     classifier_of,
     find_blocks,
@@ -105,9 +105,6 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         classifier = None if is_fused(module) else classifier_of(module)
         if classifier is not None:
             _swap(module, classifier.name)
-    for module, key in [] if freeze else recording.find_recordable(model):
-        if not hasattr(type(module), recording.MARK):
-            _swap(module, key)
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             _swap(stage, key + _IN_EVALUATION)
@@ -232,7 +229,7 @@ def _run_fused(
         # Upstream has an error for a grid without keys.
         if parts.reduction is None or not _is_smaller(grid, parts.reduction[0].kernel_size[0]):
             rows = class_token_of(x) if is_block_wanted(block) else None
-            out = recording.run_block(block, parts, x, grid, rows, rows_only=rows is not None)
+            out, _ = forward_block(parts, x, grid, rows, rows_only=rows is not None)
             return entry.result(block, out, grid)
     return own(block, *args, **kwargs) if result is NotImplemented else result
 
@@ -273,7 +270,6 @@ _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
             (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
             for end, entries in _MAPS.items()
         ),
-        (_Behavior(recording.run, lambda entry: {recording.MARK: True}), RECORDED, ""),
         (_Behavior(freezing.run_frozen, freezing.members_of_frozen), SERVED, ""),
         (_Behavior(freezing.run_in_evaluation, freezing.members_in_evaluation), SERVED, _IN_EVALUATION),
     )

@@ -844,7 +844,7 @@ def runner_of(function: Function, call: Call) -> Callable[..., Any]:
             return function(call.record)
 
     if not call.gradient:
-        return _prepared(function, call) or run_forward
+        return run_forward
     # With gradients here too: without them, other kernels would be compiled.
     douts = [torch.ones_like(out) for out in _forward(function, call)]
 
@@ -861,23 +861,3 @@ def rehearse(function: Function, call: Call) -> None:
         outputs = _forward(function, call)
         if call.gradient:
             _gradients(call, outputs, [torch.empty_like(out) for out in outputs])
-
-
-def _prepared(function: Function, call: Call) -> Callable[..., Any] | None:
-    """Returns the candidate's prepared function for later calls (``backends.prepared_by``), or None.
-
-    A planned launch takes the host a third of the time of one by name.
-    """
-    prepare = getattr(function, "prepare", None)
-    if prepare is None:
-        return None
-    with torch.no_grad():
-        serve = prepare(call.record)
-    if serve is None:
-        return None
-
-    def run(call: Call = call) -> Any:
-        with torch.no_grad():
-            return serve(*call.record)
-
-    return run
