@@ -159,7 +159,7 @@ def project_few(grid, channels, outputs, *, statistics, block_m=16, dtype=FLOAT1
     sums = torch.stack([torch.stack([part.sum(1) for part in parts]), torch.stack(squares)])
     norm = NormOfRows(sums if statistics else None, 16, *vectors, 1e-5)
     weight, bias = randn(3 * outputs, channels, dtype=dtype), randn(3 * outputs, dtype=dtype)
-    out = torch.zeros(stacked.stacked_rows(x, grid, convs), outputs, dtype=dtype)
+    out = torch.zeros(stacked._rows_of(x, Geometry.of(grid, convs))[1], outputs, dtype=dtype)
     geometry, taps = Geometry.of(grid, convs), few_rows.packed_taps(convs)
     few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
     return x, convs, norm, weight, bias, out
