@@ -303,7 +303,7 @@ def _swapped_class(original: Any, key: str) -> Any:
     return derived(original, UNFUSED, **own_members, **members(entry))
 
 
-def _traceable(forward: Any, own: Any) -> Any:
+def _traceable(run: Any, own: Any) -> Any:
     """Returns a forward as ``torch.fx`` can trace it in the place of its class's own one.
 
     Of a forward with ``**kwargs`` fx makes plain positional parameters of as many first variables of its code
@@ -311,22 +311,24 @@ def _traceable(forward: Any, own: Any) -> Any:
     """
     code = getattr(own, "__code__", None)
     if code is None or hasattr(own, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
-        return forward
+        return run
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    variables = ["args", "kwargs", *(f"_{i}" for i in range(2, count))][:count]  # the last: own kwargs
-    source = f"""\
-def make(run, own):
-    def forward(self, *args, **kwargs):
-        if type(args) is tuple:
-            return run(self, *args, **kwargs)
-        return own(self, {", ".join(variables[: count - 1])})
-        {" = ".join(variables)} = None
+    if count > len(_VARIABLES):
+        return run
 
-    return forward
-"""
-    scope: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, "<cvt_kernels forward>", "exec"), scope)
-    return functools.wraps(forward)(scope["make"](forward, own))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(args) is not tuple:  # fx has made parameters of the variables; the last are own's kwargs
+            return own(self, *map(locals().get, _VARIABLES[: count - 1]))
+        for _a, _b, _c, _d, _e, _f, _g, _h, _i, _j in ():
+            pass
+        return run(self, *args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # as that of run
+    return functools.wraps(run)(forward)
+
+
+#: The first variables of such a forward after the module.
+_VARIABLES = ("args", "kwargs", "_a", "_b", "_c", "_d", "_e", "_f", "_g", "_h", "_i", "_j")
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
