@@ -1,13 +1,11 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
-// The Python module `_C` itself holds the facts of its build, a switch for autotuning, what snapshots of models ask,
-// and launches.
+// The Python module `_C` itself holds the facts of its build, a switch for autotuning, and what snapshots of models ask.
 
 #include <torch/csrc/stable/library.h>
 
 #include "common/pybind.h"
 #include "common/tensors.h"
 #include "common/workspace.h"
-#include "launches/launches.h"
 #include "snapshots/objects.h"
 
 STABLE_TORCH_LIBRARY(cvt_kernels, m) {
@@ -176,5 +174,4 @@ PYBIND11_MODULE(_C, m) {
   m.def("release_workspace", [] { cvt_kernels::WorkspacePool::instance().release(); },
         "Frees the memory that the operators of the CPU keep for later calls and that none uses now.");
   cvt_kernels::snapshots::define(m);
-  cvt_kernels::launches::define(m);
 }

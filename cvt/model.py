@@ -26,7 +26,6 @@ from cvt_kernels.acceleration.class_token import (
 from cvt_kernels.acceleration.families.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.acceleration.fused import apply_layer_norm, forward_block
 from cvt_kernels.acceleration.matching import parts_if_fused
-from cvt_kernels.acceleration.recording import run_block
 from cvt_kernels.checks import check_kind, check_tensor
 from cvt_kernels.modes import autocast_enabled, is_known, is_transformed
 from cvt_kernels.ops.attention.modules import attend_by_modules
@@ -218,10 +217,8 @@ class Block(nn.Module):
         parts = parts_if_fused(self, OWN_BLOCK)
         if parts is None:
             out, scores = self._call_modules(x, grid, rows, with_scores)
-        elif with_scores:
-            out, scores = forward_block(parts, x, grid, rows, with_scores=True)
         else:
-            return run_block(self, parts, x, grid, rows, rows_only=only)
+            out, scores = forward_block(parts, x, grid, rows, with_scores=with_scores, rows_only=only)
         return (out, scores) if with_scores else out
 
     def _call_modules(

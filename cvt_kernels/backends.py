@@ -154,22 +154,6 @@ def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[
     return mark
 
 
-def prepared_by(prepare: Callable[[Record], Callable[..., Any] | None]) -> Callable[[_Function], _Function]:
-    """Marks a backend's function as one whose calls can be prepared.
-
-    Args:
-        prepare: Takes the record of a served call without gradients; returns a function that serves later
-            calls of the same key, with all arguments by position, or None. The function may depend only on
-            the key (``declaration``), and must not keep a tensor.
-    """
-
-    def mark(function: _Function) -> _Function:
-        function.prepare = prepare  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
-
 class _LazyModule:
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,30 +1,28 @@
-"""The decorator that declares an operator and generates its public function.
+"""The decorator that declares an operator and makes its public function.
 
 The decorated function has the signature and the docstring, and computes the operator in plain PyTorch. The
-public function makes a key of each call: the types, dtypes, shapes and strides of its tensors, its settings
-with their types, and the state of the process. The first call of a key checks its arguments, and ``dispatch``
-chooses a backend. A function in the dispatch cache serves later calls of the key at once.
+public function (:meth:`Declaration.call`) makes a key of each call: the facts of its tensors, its settings,
+and the state of the process. The first call of a key checks its arguments, and ``choose`` chooses a
+backend, whose function the dispatch cache keeps for later calls.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import inspect
-import linecache
-import threading
-import types
+import numbers
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import backends, checks, choose, launching, machine, modes, reference
+from . import backends, checks, choose, launching, machine, reference
 from .backends import Implementation, Record
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,7 +38,7 @@ class Declaration(backends.Operator):
         signature: The signature of the public function.
         public: The public function.
         reference: The decorated function, as a function of the record.
-        check, composition, arguments: See :func:`operator`.
+        check, check_numbers, composition, arguments, key_also: See :func:`operator`.
     """
 
     def __init__(
@@ -51,40 +49,78 @@ class Declaration(backends.Operator):
         check_numbers: tuple[str, Callable[[Record], None]] | None,
         composition: Callable[[Record], Callable[[Record], Any] | None] | None,
         arguments: Callable[[Record], Record] | None,
-        key_parts: Mapping[str, tuple[Any, ...]],
+        key_also: Callable[[Record], Any] | None,
         **described: Any,
     ) -> None:
         self.signature = inspect.signature(function)
-        self.check, self.composition, self.arguments = check, composition, arguments
-        self._reference = function
-        self._record = collections.namedtuple(f"{name}_call", self.signature.parameters)  # type: ignore[misc]
-        super().__init__(name, bind=self._generate_bind(name), package=function.__module__, **described)
+        self.check, self.check_numbers, self.composition = check, check_numbers, composition
+        self.arguments, self.key_also = arguments, key_also
+        parameters = self.signature.parameters.values()
+        self._positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
+        defaults = [each.default for each in parameters if each.default is not each.empty]
+        self._record: Any = collections.namedtuple(  # type: ignore[misc]
+            f"{name}_call", self.signature.parameters, defaults=defaults
+        )
+        super().__init__(name, bind=self._bind, package=function.__module__, **described)
         self.reference = self.passing_on(function)
-        self.public = self._generate(check_numbers, key_parts)
+        self.public = _public(self, function)
+
+    def _bind(self, *args: Any, **kwargs: Any) -> Record:
+        """Returns the record of a call with these arguments; raises TypeError as Python does."""
+        if len(args) <= self._positional:
+            try:
+                return self._record(*args, **kwargs)
+            except TypeError:
+                pass
+        reason = "got arguments that make no call"
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            reason = str(error)
+        raise TypeError(f"{self.name}() {reason}")
 
     def passing_on(self, function: Callable[..., Any]) -> Callable[[Record], Any]:
         """Returns a function that takes a record and calls ``function`` with its arguments."""
-        given = [
-            f"{each}=call[{i}]" if parameter.kind is parameter.KEYWORD_ONLY else f"call[{i}]"
-            for i, (each, parameter) in enumerate(self.signature.parameters.items())
-        ]
-        scope = {"_function": function}
-        return _compiled(
-            f"def pass_on(call):\n    return _function({', '.join(given)})\n", f"{self.name} reference", scope
-        )
+        count, named = self._positional, [*self.signature.parameters][self._positional :]
 
-    def serve(self, *values: Any) -> Any:
-        """Checks the arguments of a call, and serves it without the dispatch cache."""
-        return self._serve(self._record(*values))[0]
+        def pass_on(call: Record) -> Any:
+            return function(*call[:count], **dict(zip(named, call[count:], strict=True)))
 
-    def first(self, key: tuple[Any, ...] | None, *values: Any) -> Any:
-        """Serves a call that is not in the dispatch cache, and adds what serves later calls of its key."""
+        return pass_on
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Serves a call with the arguments of the public function."""
+        call = self._bind(*args, **kwargs)
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return self._serve(call)[0]
         table = backends.dispatch_cache
-        out, choice = self._serve(self._record(*values))
-        if key is not None and key[1] is not None and _may_be_kept(key):
-            cached = self._cached(self._record(*values), choice)
-            if cached is not None:
-                backends.cache_dispatch(table, key, cached)
+        key = self._key_of(call)
+        serve = None if key is None else table.get(key)
+        if serve is None:
+            return self._first(call, key, table)
+        if self.check_numbers is not None and getattr(call, self.check_numbers[0]) is not None:
+            self.check_numbers[1](call)
+        return serve(call)
+
+    def _key_of(self, call: Record) -> Any:
+        """Returns the key of a call, or None for a call that must not be kept."""
+        grad = torch.is_grad_enabled()
+        try:
+            state = _state(grad, call[0])
+            if state is None:
+                return None
+            also = None if self.key_also is None else self.key_also(call)
+            key = self.name, state, also, *[facts_of(value, grad) for value in call]
+            hash(key)
+        except _NO_KEY:
+            return None
+        return key
+
+    def _first(self, call: Record, key: Any, table: dict[Any, Any]) -> Any:
+        """Serves a call that is not in the dispatch cache, and adds what serves later calls of its key."""
+        out, serve = self._serve(call)
+        if key is not None and serve is not None:
+            backends.cache_dispatch(table, key, serve)
         return out
 
     def bound(self, call: Record) -> Callable[[Any], Any] | None:
@@ -97,8 +133,8 @@ class Declaration(backends.Operator):
         bind = getattr(choose.choose(self.name, call).function, "bind", None)
         return None if bind is None else bind(call)
 
-    def _serve(self, call: Record) -> tuple[Any, Implementation | None]:
-        """Checks and serves a call; returns the result and the choice, if one was made."""
+    def _serve(self, call: Record) -> tuple[Any, _Backend | None]:
+        """Checks and serves a call; returns the result, and what serves later calls of its key, or None."""
         if self.arguments is not None:
             call = self.arguments(call)
         if torch.jit.is_tracing():
@@ -107,92 +143,38 @@ class Declaration(backends.Operator):
                 warnings.simplefilter("ignore", torch.jit.TracerWarning)
                 return choose.choose_recorded(self.name, call).function(call), None
         self.check(call)
-        served = None if self.composition is None else self.composition(call)
-        if served is not None:
-            return served(call), None
+        serve = None if self.composition is None else self.composition(call)
+        if serve is not None:
+            return serve(call), self._later(serve)
         chosen = choose.choose(self.name, call)
-        return chosen.function(call), chosen
+        return chosen.function(call), self._later(chosen.function, chosen.why_unsupported)
 
-    def _cached(self, call: Record, choice: Implementation | None) -> Callable[..., Any] | None:
-        """Returns the function for later calls of a served call's key, or None."""
+    def _later(self, serve: _Backend, why_unsupported: _Question | None = None) -> _Backend:
+        """Returns what serves later calls of a key: ``serve``, after what must be done for every call."""
         arrange = self.arguments
-        if arrange is not None and (arranged := arrange(call)) != call:
-            cached_for_arranged = self._cached(arranged, choice)
-            if cached_for_arranged is None:
-                return None
-            return lambda *values: cached_for_arranged(*arrange(self._record(*values)))
-        if choice is None:
-            served = None if self.composition is None else self.composition(call)
-            return None if served is None else self._taking_values(served)
-        function, why_unsupported = choice.function, choice.why_unsupported
-        prepare = None if torch.is_grad_enabled() else getattr(function, "prepare", None)
-        cached: Callable[..., Any] = (None if prepare is None else prepare(call)) or self._taking_values(
-            function
-        )
-        if why_unsupported is None or not checks.CHECKS_CACHED:
-            return cached
+        if arrange is None and not checks.CHECKS_CACHED:
+            return serve
 
-        def checked(*values: Any) -> Any:
-            reason = why_unsupported(self._record(*values))
+        def later(call: Record) -> Any:
+            call = call if arrange is None else arrange(call)
+            reason = why_unsupported(call) if checks.CHECKS_CACHED and why_unsupported is not None else None
             if reason is not None:
                 raise AssertionError(f"{self.name}: cached for a call that its backend refuses: {reason}")
-            return cached(*values)
+            return serve(call)
 
-        return checked
+        return later
 
-    def _taking_values(self, function: Callable[[Record], Any]) -> Callable[..., Any]:
-        """Returns a function of all arguments by position that calls ``function`` with their record."""
-        names = ", ".join(self.signature.parameters)
-        scope = {"_function": function, "_new": tuple.__new__, "_record": self._record}
-        source = f"def cached({names}):\n    return _function(_new(_record, ({names},)))\n"
-        return _compiled(source, f"{self.name} cached", scope)
 
-    def _generate_bind(self, name: str) -> Callable[..., Record]:
-        names = ", ".join(self.signature.parameters)
-        scope = {"_record": self._record, **_defaults(self.signature)}
-        source = f"def bind({_head(self.signature)}):\n    return _record({names})\n"
-        return _compiled(source, f"{name} bind", scope)
+def _public(declared: Declaration, function: Function) -> Function:
+    """Returns the public function of an operator, which looks like the decorated one."""
 
-    def _generate(
-        self,
-        check_numbers: tuple[str, Callable[[Record], None]] | None,
-        key_parts: Mapping[str, tuple[Any, ...]],
-    ) -> Callable[..., Any]:
-        names = ", ".join(self.signature.parameters)
-        scope: dict[str, Any] = {
-            "_name": self.name, "_first": self.first, "_serve": self.serve, "_token": _token,
-            "_grad_enabled": torch.is_grad_enabled, "_compiling": torch.compiler.is_compiling,
-            "_tracing": torch._C._get_tracing_state, "_backends": backends, "_NO_KEY": _NO_KEY,
-            **_defaults(self.signature),
-        }  # fmt: skip
-        hints = typing.get_type_hints(self._reference)
-        parts = []
-        for name in self.signature.parameters:
-            if name in key_parts:
-                scope[f"_key_of_argument_{name}"], *others = key_parts[name]
-                parts.append(f"_key_of_argument_{name}({', '.join((name, 'grad', *others))})")
-            else:
-                parts.append(_key_source(hints[name], name, scope))
-        look = ""
-        if check_numbers is not None:
-            condition, scope["_check_numbers"] = check_numbers
-            scope["_record"] = self._record
-            look = f"    if {condition} is not None:\n        _check_numbers(_record({names}))\n"
-        source = f"""\
-def {self.name}({_head(self.signature)}):
-    if _compiling() or _tracing() is not None:
-        return _serve({names})
-    try:
-        grad = _grad_enabled()
-        key = (_name, _token(grad, {next(iter(self.signature.parameters))}), {", ".join(parts)})
-        cached = _backends.dispatch_cache.get(key)
-    except _NO_KEY:  # as of what is no tensor, or of a setting without a hash
-        key = cached = None
-    if cached is None:
-        return _first(key, {names})
-{look}    return cached({names})
-"""
-        return functools.wraps(self._reference)(_compiled(source, self.name, scope))
+    @functools.wraps(function)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        return declared.call(*args, **kwargs)
+
+    # Dynamo limits how often it compiles a code object, which all public functions would share.
+    public.__code__ = public.__code__.replace(co_name=declared.name)
+    return typing.cast(Function, public)
 
 
 def operator(
@@ -210,7 +192,7 @@ def operator(
     check_numbers: tuple[str, Callable[[Record], None]] | None = None,
     composition: Callable[[Record], Callable[[Record], Any] | None] | None = None,
     arguments: Callable[[Record], Record] | None = None,
-    key_parts: Mapping[str, tuple[Any, ...]] | None = None,
+    key_also: Callable[[Record], Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Declares an operator; the decorated function computes it in plain PyTorch.
 
@@ -225,21 +207,19 @@ def operator(
       every call where the parameter is not None.
     - ``composition``: Returns a function of the record that serves the call without a choice of a backend, or
       None. It is called once for a key.
-    - ``arguments``: Normalizes the record, for example a list to a tuple. The changes are not in the key.
-    - ``key_parts``: Parameter → a function that makes its part of the key, and names of other parameters; for
-      parameters whose annotation is not enough. The function takes the value, whether gradients are enabled,
-      and the other parameters' values. It raises TypeError for values that must not be in a key.
+    - ``arguments``: Normalizes the record, for example a list to a tuple.
+    - ``key_also``: Returns what choices depend on besides the facts of the arguments (:func:`facts_of`).
     """
 
     def declare(function: Function) -> Function:
         declared = Declaration(
-            name or function.__name__, function, check, check_numbers, composition, arguments,
-            key_parts or {}, cost_class=cost_class, sample=sample, defaults=defaults, exact=exact,
-            unrounded=unrounded, score=score, fused_by_compiler=fused_by_compiler,
+            name or function.__name__, function, check, check_numbers, composition, arguments, key_also,
+            cost_class=cost_class, sample=sample, defaults=defaults, exact=exact, unrounded=unrounded,
+            score=score, fused_by_compiler=fused_by_compiler,
         )  # fmt: skip
         setattr(reference, declared.name, function)
         _register(declared, backends)
-        return typing.cast(Function, declared.public)
+        return declared.public
 
     return declare
 
@@ -270,51 +250,39 @@ def extension_kernels(
     return Implementation(function, (device_type,), machine.why_extension_unavailable, why_unsupported)
 
 
-def _may_be_kept(key: Any) -> bool:
-    """Returns whether a key may be kept; a tensor in it would stay alive, and its changes would be missed."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return not checks.tensors_of(key)
-
-
-class Choices:
-    """The choices of a thread in a block.
-
-    Attributes:
-        all_last: Whether later calls of the same keys keep them, in CUDA graphs too.
-    """
-
-    all_last = True
-
-
-class _Noted(threading.local):
-    choices = Choices()
-
-
-_noted = _Noted()
-
-
-@contextlib.contextmanager
-def noted_choices() -> Iterator[Choices]:
-    """Notes the choices that this thread makes in a block."""
-    before, _noted.choices = _noted.choices, Choices()
-    try:
-        yield _noted.choices
-    finally:
-        _noted.choices = before
-
-
 # The key of a call ----------------------------------------------------------------------------------------
 
+#: The errors that wrong arguments cause while their key is made.
+_NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_TENSORS = frozenset((Tensor, nn.Parameter))
+_VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
+
+
+def facts_of(value: Any, grad: bool) -> Any:
+    """Returns what choices may depend on of an argument, which keeps neither tensors nor other objects.
+
+    Args:
+        value: A tensor, a plain value, or a tuple or a list of these.
+        grad: Whether gradients are enabled.
+    """
+    kind = value.__class__
+    if kind in _TENSORS or isinstance(value, Tensor):
+        wants_gradient = grad and value.requires_grad
+        return kind, value.dtype, value.layout, value.device, value.shape, value.stride(), wants_gradient
+    if kind in _VALUES:
+        return kind, value
+    if isinstance(value, tuple | list):
+        return kind, *[facts_of(each, grad) for each in value]
+    return (kind, value) if isinstance(value, str | numbers.Number) else kind
+
+
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_threads = torch.get_num_threads
 _modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.maybe_current_level
+_precision = torch._C._get_fp32_precision_getter  # ten times as fast as PyTorch's own attributes
 
 
-def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
+def _state(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
     """Returns the state that choices depend on, or None where the dispatch cache may not be used."""
     # Inlined from machine and checks, because it runs at every call.
     if launching.interception is not None or _transform() is not None or _modes():
@@ -323,113 +291,17 @@ def _token(grad: bool, x: Tensor) -> tuple[Any, ...] | None:
         return None
     precision = None
     if (x.is_cuda or machine.INTERPRETING) and x.dtype is torch.float32:
-        precision = torch.backends.cuda.matmul.fp32_precision, modes.convolution_precision()
+        precision = _precision("cuda", "matmul"), _precision("cuda", "conv")
+    state = backends.names_requested(), grad, torch.get_num_threads(), precision
     if not _is_any_autocast_enabled():
-        return backends.names_requested(), grad, _threads(), precision
+        return state
     autocast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
-    return backends.names_requested(), grad, _threads(), precision, *autocast
+    return *state, *autocast
 
 
 def key_of_serving(x: Tensor) -> tuple[Any, ...] | None:
     """Returns a key for calls without gradients whose parameters do not change, or None."""
-    token = _token(False, x)
-    return None if token is None else (token, key_of_tensor(x, False))
-
-
-def key_of_training(x: Tensor) -> tuple[Any, ...] | None:
-    """Returns a key for calls with gradients whose parameters are told apart otherwise, or None."""
-    token = _token(True, x)
-    return None if token is None else (token, key_of_tensor(x, True))
-
-
-#: The errors that wrong arguments cause while their key is made.
-_NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_TENSOR_KEY = (
-    "({0}.__class__, {0}.dtype, {0}.layout, {0}.device, {0}.shape, {0}.stride(), grad and {0}.requires_grad)"
-)
-
-
-def _key_source(kind: Any, name: str, scope: dict[str, Any]) -> str:
-    """Returns the source of the expression for a parameter's part of a key."""
-    optional = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    if optional:
-        kinds = [part for part in typing.get_args(kind) if part is not type(None)]
-        if len(kinds) == 1 and _is_composite(kinds[0]):
-            return f"(None if {name} is None else {_key_source(kinds[0], name, scope)})"
-    elif kind is Tensor:
-        return _TENSOR_KEY.format(name)
-    elif typing.get_origin(kind) is tuple:
-        return f"{name}, {name}.__class__, *map(type, {name})"
-    elif _is_composite(kind):
-        scope[f"_key_of_{kind.__name__}"] = key_of(kind)
-        return f"_key_of_{kind.__name__}({name}, grad)"
-    return f"{name}, {name}.__class__"
-
-
-def _is_composite(kind: Any) -> bool:
-    return kind is Tensor or (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"))
-
-
-@functools.cache
-def key_of(kind: type, *left_out: str) -> Callable[[Any, bool], tuple[Any, ...]]:
-    """Returns a function that makes a NamedTuple's part of a key, without some fields.
-
-    The function raises TypeError for values of other types.
-    """
-    scope: dict[str, Any] = {"_kind": kind}
-    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-    hints = typing.get_type_hints(kind)
-    parts = [_key_source(hints[field], field, scope) for field in fields if field not in left_out]
-    source = f"""\
-def key(x, grad):
-    if x.__class__ is not _kind:
-        raise TypeError
-    {", ".join(fields)}, = x
-    return ({", ".join(parts)},)
-"""
-    return _compiled(source, kind.__name__, scope)
-
-
-# Generated functions --------------------------------------------------------------------------------------
-
-
-def _compiled(source: str, name: str, scope: dict[str, Any]) -> Callable[..., Any]:
-    """Compiles the source of one function; tracebacks show its lines."""
-    filename = f"<cvt_kernels {name}>"
-    linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
-    exec(compile(source, filename, "exec"), scope)
-    return next(value for value in reversed(scope.values()) if isinstance(value, types.FunctionType))
-
-
-def _head(signature: inspect.Signature) -> str:
-    """Returns the parameters of a signature as source, with defaults named ``_default_<parameter>``."""
-    parts, after_star = [], False
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not after_star:
-            parts.append("*")
-            after_star = True
-        default = "" if parameter.default is parameter.empty else f"=_default_{parameter.name}"
-        parts.append(parameter.name + default)
-    return ", ".join(parts)
-
-
-def _defaults(signature: inspect.Signature) -> dict[str, Any]:
-    return {f"_default_{each.name}": each.default for each in signature.parameters.values()}
-
-
-_of_tensor = f"def key(t, grad):\n    return None if t is None else {_TENSOR_KEY.format('t')}\n"
-#: Returns the part of a key for a tensor or None; takes it, and whether gradients are enabled.
-key_of_tensor: Callable[[Tensor | None, bool], Any] = _compiled(_of_tensor, "tensor", {})
-
-
-def key_of_pairs(pairs: Any, grad: bool) -> tuple[Any, ...]:
-    """Returns the part of a key for a tuple or a list of pairs of tensors, or of tensors and None.
-
-    Raises:
-        TypeError: It is neither.
-    """
-    if type(pairs) not in (tuple, list):
-        raise TypeError
-    return type(pairs), *[(type(each), *[key_of_tensor(t, grad) for t in each]) for each in pairs]
+    state = _state(False, x)
+    return None if state is None else (state, facts_of(x, False))

@@ -17,6 +17,7 @@ without graphs.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
 import enum
@@ -53,7 +54,7 @@ def graphed(model: _Model, *, most: int = MOST) -> _Model:
     """Replays a model's calls on an NVIDIA GPU as CUDA graphs, in inference and in training; works in place.
 
     The first call of each kind (shapes, dtypes and strides of its tensors, its other arguments, autocast and
-    so on) runs the model a few times and captures a graph. Later calls copy their tensors into the graph's,
+    so on) runs the model twice and captures a graph. Later calls copy their tensors into the graph's,
     replay it and return copies of its results. The same kernels run as without a graph. The class name,
     parameters, ``state_dict`` and hooks of the model stay. It works before and after :func:`accelerate`;
     :func:`restore` undoes both.
@@ -190,6 +191,7 @@ class _Graphs:
         self._snapshot: _Snapshot | None = None
         self._graphs: OrderedDict[Any, Any] = OrderedDict()  # of _Graph and TrainingGraph
         self._failures: dict[Any, str] = {}
+        self._tries: collections.Counter[Any] = collections.Counter()  # of captures that may yet succeed
         # Whether with gradients → what captures such calls. Inference must not overwrite activations.
         self._captures: dict[bool, _CudaCapture] = {}
         self._seen: set[Any] = set()  # kinds of calls with gradients that have come once
@@ -204,6 +206,7 @@ class _Graphs:
             while self._graphs:
                 self._drop(next(iter(self._graphs)))
             self._failures.clear()
+            self._tries.clear()
             self._seen.clear()
             self._snapshot = None
 
@@ -306,7 +309,7 @@ class _Graphs:
         try:
             outputs = _NOTHING
             if not with_gradients:
-                # As the user called it: this compiles the kernels, and raises the user's errors.
+                # As the user called it: this raises the user's errors.
                 outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
                 if not (snapshot.holds() and snapshot.has_keys_of(model, with_gradients)):
@@ -327,6 +330,10 @@ class _Graphs:
                 if caller.is_foreign(error):
                     self._captures.pop(with_gradients, None)
                     raise
+                if _mentions_capturing(error) and self._tries[key] < _MOST_TRIES:
+                    self._tries[key] += 1  # another thread may have captured, or synchronized the device
+                    self._captures.pop(with_gradients, None)
+                    return outputs
                 is_refused = True
                 first_line = (str(error).splitlines() or ["no reason given"])[0]
                 reason = f"it cannot be captured: {type(error).__name__}: {first_line}"
@@ -339,6 +346,7 @@ class _Graphs:
         self._captures.pop(with_gradients, None)  # its memory may hold allocations of the failed capture
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
+            self._tries.clear()
         self._failures[key] = reason
         if is_refused:
             warnings.warn(
@@ -352,6 +360,11 @@ class _Graphs:
 
 _NOTHING = object()
 _MOST_FAILURES = 1000  # ever new shapes must not fill the memory
+_MOST_TRIES = 2
+
+
+def _mentions_capturing(error: Exception) -> bool:
+    return "captur" in str(error)
 
 
 # Calls ----------------------------------------------------------------------------------------------------
@@ -675,6 +688,20 @@ def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:
     return None
 
 
+_streams: weakref.WeakValueDictionary[int, torch.cuda.Stream] = weakref.WeakValueDictionary()
+_POOLED = 32  # streams that PyTorch has of a kind, after which it gives the first again
+
+
+def _unused_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns a stream on which no other graph of this package that lives was captured."""
+    for _ in range(_POOLED):
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream not in _streams:
+            break
+    _streams[stream.cuda_stream] = stream
+    return stream
+
+
 class _CudaCapture:
     """Captures and replays of one model's graphs on a GPU.
 
@@ -687,35 +714,32 @@ class _CudaCapture:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(device)
+        self._stream = _unused_stream(device)
         self._done = torch.cuda.Event()
 
     def record(self, *functions: Callable[..., Any]) -> list[tuple[Any, torch.cuda.CUDAGraph]]:
         """Warms functions up on a side stream and captures each; returns their outputs and the graphs.
 
-        Each but the first takes the outputs of the one before.
+        Each but the first takes the outputs of the one before. The stream of the captures runs nothing, so
+        that cuBLAS's workspace for it is in the graphs' own memory.
         """
         recorded: list[tuple[Any, torch.cuda.CUDAGraph]] = []
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side), machine.rehearsed_capture():
-                for _ in range(2):
-                    outputs: tuple[Any, ...] = ()
-                    for function in functions:
-                        outputs = (function(*outputs),)
+                outputs: tuple[Any, ...] = ()
+                for function in functions:
+                    outputs = (function(*outputs),)
                 del outputs
             current.wait_stream(self._side)
             torch.clear_autocast_cache()
-            torch._C._cuda_clearCublasWorkspaces()  # or the graph would use a workspace of other work
-            try:
-                for function in functions:
-                    graph = torch.cuda.CUDAGraph()
-                    before = [outputs for outputs, _ in recorded[-1:]]
-                    with machine.captured(graph, self._pool, self._side):
-                        made = function(*before)
-                    recorded.append((made, graph))
-            finally:
-                torch._C._cuda_clearCublasWorkspaces()
+            for function in functions:
+                graph = torch.cuda.CUDAGraph()
+                before = [outputs for outputs, _ in recorded[-1:]]
+                with machine.captured(graph, self._pool, self._stream):
+                    made = function(*before)
+                recorded.append((made, graph))
         return recorded
 
     def random_state(self) -> Tensor:

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import functools
 import os
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -205,20 +204,6 @@ def _value_of(node: ast.AST, names: dict[str, Any]) -> Any:
 def is_descriptor(value: object) -> bool:
     """Returns whether a kernel's argument is a tensor descriptor, of Triton or Gluon."""
     return hasattr(value, "block_shape")
-
-
-def are_watched() -> bool:
-    """Returns whether a hook on Triton's launches, such as a profiler's, has to see them."""
-    knobs = sys.modules.get("triton.knobs")  # where hooks are: none without Triton, nor before it is imported
-    if knobs is None:
-        return False
-    before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
-
-
-def stream_of(on: Tensor) -> int | None:
-    """Returns the address of the current stream on a tensor's GPU; None on the CPU."""
-    return torch._C._cuda_getCurrentRawStream(on.get_device()) if on.is_cuda else None
 
 
 _NOTHING = contextlib.nullcontext()

@@ -345,19 +345,24 @@ def rehearsed_capture() -> Iterator[None]:
         _rehearsal.is_on = previous
 
 
+#: Held by captures, and to be held by synchronizations of a whole device: one fails while any other thread of
+#: the process captures.
+device_wide = threading.RLock()
+
+
 @contextlib.contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Captures the work of a block into a CUDA graph, and cleans up after a failed capture.
 
     After a failure, torch itself leaves the stream current, the allocator in the graph's pool and, up to
     torch 2.11, random numbers unusable until another capture succeeds. All of that is undone here. Other
-    threads may meanwhile do what a capture forbids.
+    threads may meanwhile do what a capture forbids, except for captures of this package, which take turns.
 
     Raises:
         Exception: The block's error, or torch's if the capture fails.
     """
     failures: list[Exception] = []
-    with torch.cuda.stream(torch.cuda.current_stream()):
+    with device_wide, torch.cuda.stream(torch.cuda.current_stream()):
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 try:

@@ -42,6 +42,7 @@ class TrainingGraph:
 
     has_backward = True
     values: weight_cache.Snapshot | None = None
+    _gradients: _Gradients | None = None
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class TrainingGraph:
             ]
             args, kwargs = arguments(self._inputs)
             versions = [each._version for each in self._inputs]
-            self._prepare(forward(*args, **kwargs))
             with _aliases(model) as aliases, weight_cache.noted_uses() as self.copies:
                 wanted = self._wanted([aliases[each] for each in self._parameters])
                 (outputs, first), (_, second) = cuda.record(
@@ -92,18 +92,25 @@ class TrainingGraph:
         """Returns the inputs that require a gradient, and the parameters."""
         return [each for each in (*self._inputs, *parameters) if each.requires_grad]
 
-    def _prepare(self, outputs: Any) -> None:
-        """Makes the tensors that hold the gradients of results and of what requires one."""
-        results = _results_of(outputs)
-        self._douts = [torch.zeros_like(each) for each in results]
-        wanted = self._wanted(self._parameters)
-        self._gradients = _Gradients(torch.autograd.grad(results, wanted, self._douts, allow_unused=True))
-
     def _differentiate(self, outputs: Any, wanted: Sequence[Tensor]) -> None:
-        """Computes the gradients of the outputs with respect to ``wanted``."""
-        self._gradients.fill(
-            torch.autograd.grad(_results_of(outputs), wanted, self._douts, allow_unused=True)
-        )
+        """Computes the gradients of the outputs with respect to ``wanted``.
+
+        The first time, which is the warm-up, it makes the tensors that hold them and those of the results.
+
+        Raises:
+            RuntimeError: The outputs depend on a parameter for which no alias stands (:func:`_aliases`).
+        """
+        results, is_first = _results_of(outputs), self._gradients is None
+        if is_first:
+            self._douts = [torch.zeros_like(each) for each in results]
+        others = self._parameters if is_first else ()
+        found = torch.autograd.grad(results, [*wanted, *others], self._douts, allow_unused=True)
+        if any(each is not None for each in found[len(wanted) :]):
+            raise RuntimeError("the model computes with a parameter that it does not take from its module")
+        found = found[: len(wanted)]
+        if self._gradients is None:
+            self._gradients = _Gradients(found)
+        self._gradients.fill(found)
 
     def replay(self, tensors: Sequence[Tensor], turn: Turn) -> Any:
         """Replays the forward with other tensors; returns its results, which autograd can differentiate."""
@@ -126,6 +133,7 @@ class TrainingGraph:
             for ours, theirs in zip(self._douts, given, strict=True):
                 ours.zero_() if theirs is None else ours.copy_(theirs)
             self.recorded[1].replay()
+            assert self._gradients is not None
             gradients = iter(self._gradients.copies())
         every = (*self._inputs, *self._parameters)
         return [next(gradients) if each.requires_grad else None for each in every]
@@ -184,13 +192,7 @@ class _Gradients:
         return views
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copies gradients here.
-
-        Raises:
-            RuntimeError: There are other ones than before.
-        """
-        if [each is None for each in gradients] != [each is None for each in self._views]:
-            raise RuntimeError("the model computes with a parameter that it does not take from its module")
+        """Copies gradients here."""
         ours = [each for each in self._views if each is not None]
         torch._foreach_copy_(ours, [each for each in gradients if each is not None])
 

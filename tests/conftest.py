@@ -164,29 +164,3 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             monkeypatch.setattr(constants, name, value)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield hub
-
-
-@pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Lists the calls that planned launches serve: whether they start them, or leave it to the backend."""
-    pytest.importorskip("triton")
-    from cvt_kernels.ops import launch_plans
-
-    served, left, plan = [], [], launch_plans.plan
-
-    def noted(function, call, **settings):
-        run = plan(lambda call: left.append(call) or function(call), call, **settings)
-        left.clear()
-        if run is None:
-            return None
-
-        def start(*values):
-            out = run(*values)
-            served.append(not left)
-            left.clear()
-            return out
-
-        return start
-
-    monkeypatch.setattr(launch_plans, "plan", noted)
-    return served

@@ -7,10 +7,9 @@ Every call checks that the block is what its entry in the table expects; if not,
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
 layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's), ``maps``
-(what models return),
-``families`` (which module is which part, a file each), ``matching`` (finds and checks blocks), ``recording``
-(stages and encoders recorded as a whole), ``freezable`` (finds and checks stages and layers), ``freezing``
-(runs them), this file (swaps classes), ``coverage`` and ``verify``.
+(what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and checks
+blocks), ``freezable`` (finds and checks stages and layers), ``freezing`` (runs them), this file (swaps
+classes), ``coverage`` and ``verify``.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import class_token, freezing, maps, recording
+from . import class_token, freezing, maps
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
-from .families import CLASSIFIERS, MODELS, RECORDED, SERVED, TABLE
+from .families import CLASSIFIERS, MODELS, SERVED, TABLE
 from .freezable import find_stages, why_not_freezable
+from .fused import forward_block
 from .matching import (
     classifier_of,
     find_blocks,
@@ -107,9 +107,6 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         classifier = None if is_fused(module) else classifier_of(module)
         if classifier is not None:
             _swap(module, classifier.name)
-    for module, key in [] if freeze else recording.find_recordable(model):
-        if not hasattr(type(module), recording.MARK):
-            _swap(module, key)
     for stage, key in [] if freeze is False else _servable_stages(model):
         if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
             _swap(stage, key + _IN_EVALUATION)
@@ -234,7 +231,7 @@ def _run_fused(
         # Upstream has an error for a grid without keys.
         if parts.reduction is None or not _is_smaller(grid, parts.reduction[0].kernel_size[0]):
             rows = class_token_of(x) if is_block_wanted(block) else None
-            out = recording.run_block(block, parts, x, grid, rows, rows_only=rows is not None)
+            out, _ = forward_block(parts, x, grid, rows, rows_only=rows is not None)
             return entry.result(block, out, grid)
     return own(block, *args, **kwargs) if result is NotImplemented else result
 
@@ -275,7 +272,6 @@ _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
             (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
             for end, entries in _MAPS.items()
         ),
-        (_Behavior(recording.run, lambda entry: {recording.MARK: True}), RECORDED, ""),
         (_Behavior(freezing.run_frozen, freezing.members_of_frozen), SERVED, ""),
         (_Behavior(freezing.run_in_evaluation, freezing.members_in_evaluation), SERVED, _IN_EVALUATION),
     )
@@ -309,7 +305,7 @@ def _swapped_class(original: Any, key: str) -> Any:
     return derived(original, UNFUSED, **own_members, **members(entry))
 
 
-def _traceable(forward: Any, own: Any) -> Any:
+def _traceable(run: Any, own: Any) -> Any:
     """Returns a forward as ``torch.fx`` can trace it in the place of its class's own one.
 
     Of a forward with ``**kwargs`` fx makes plain positional parameters of as many first variables of its code
@@ -317,22 +313,24 @@ def _traceable(forward: Any, own: Any) -> Any:
     """
     code = getattr(own, "__code__", None)
     if code is None or hasattr(own, "__wrapped__") or not code.co_flags & inspect.CO_VARKEYWORDS:
-        return forward
+        return run
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    variables = ["args", "kwargs", *(f"_{i}" for i in range(2, count))][:count]  # the last: own kwargs
-    source = f"""\
-def make(run, own):
-    def forward(self, *args, **kwargs):
-        if type(args) is tuple:
-            return run(self, *args, **kwargs)
-        return own(self, {", ".join(variables[: count - 1])})
-        {" = ".join(variables)} = None
+    if count > len(_VARIABLES):
+        return run
 
-    return forward
-"""
-    scope: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, "<cvt_kernels forward>", "exec"), scope)
-    return functools.wraps(forward)(scope["make"](forward, own))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(args) is not tuple:  # fx has made parameters of the variables; the last are own's kwargs
+            return own(self, *map(locals().get, _VARIABLES[: count - 1]))
+        for _a, _b, _c, _d, _e, _f, _g, _h, _i, _j in ():
+            pass
+        return run(self, *args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # as that of run
+    return functools.wraps(run)(forward)
+
+
+#: The first variables of such a forward after the module.
+_VARIABLES = ("args", "kwargs", "_a", "_b", "_c", "_d", "_e", "_f", "_g", "_h", "_i", "_j")
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -176,14 +176,6 @@ class BlockParts(NamedTuple):
             norms=() if shadowed else tuple(norm for _, norm in pairs),
         )
 
-    def are_all_replaced(self) -> bool:
-        """Returns whether prepared parts in evaluation leave nothing to modules that may do anything."""
-        linears = all(type(each) is Linear for each in self.layers())
-        others = *self.layer_scales, self.position_for, self.pooling
-        drops = all(each is None or type(each) in (nn.Dropout, nn.ReLU) for each in (*self.drops, self.relu))
-        path = self.drop_path is None or is_stochastic_depth(self.drop_path)
-        return linears and drops and path and all(each is None for each in others)
-
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns convolution and BatchNorm of every branch, or of every summand of it."""
         return [
@@ -593,25 +585,6 @@ class StageEntry(NamedTuple):
         return None if given is None or not isinstance(given[0], Tensor) else (given[0], None)
 
 
-class RecordedEntry(NamedTuple):
-    """A class of stages or encoders whose forward may be recorded as a whole.
-
-    Attributes:
-        block: Describes the class as if it were a block. Its first argument is a tensor, or a list of them.
-        classes: Names of the classes within it that hold modules, besides those with entries of their own.
-        settings: Returns what its forward reads of a configuration, as something hashable.
-    """
-
-    block: BlockEntry
-    classes: frozenset[str] = frozenset()
-    settings: Callable[[Any], Any] = lambda module: None
-
-    @property
-    def key(self) -> str:
-        """The name among the entries of what is recorded, and in pickles."""
-        return f"{self.block.key}, recorded"
-
-
 class Family(NamedTuple):
     """The entries of a family of models, which a file in ``families`` has.
 
@@ -619,7 +592,6 @@ class Family(NamedTuple):
         models: The models that have its blocks, each with the projects whose they are, for messages.
         entries: Of its blocks, embeddings and heads.
         stages: Of its stages that run as one.
-        recorded: Of what is recorded as a whole.
         classifiers: Of classifiers that read the class token alone.
         recognize: Returns the entry of a module, given the module that it is in, and None for modules of
             others; None if the name of a class says enough.
@@ -629,7 +601,6 @@ class Family(NamedTuple):
     models: tuple[str, ...]
     entries: tuple[BlockEntry, ...]
     stages: tuple[StageEntry, ...] = ()
-    recorded: tuple[RecordedEntry, ...] = ()
     classifiers: tuple[ClassifierEntry, ...] = ()
     recognize: Callable[[nn.Module, nn.Module | None], BlockEntry | None] | None = None
     recognize_stage: Callable[[nn.Module], StageEntry | None] | None = None

@@ -93,8 +93,7 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
     """Computes the depth of every pixel of a map that the decoder has handed over.
 
     Such a map is as large as the map of the stage before, or, if that was not upsampled either, twice as
-    high; an upsampled one is four times as high. That does not depend on whether a recording of the decoder
-    ran.
+    high; an upsampled one is four times as high.
     """
     if torch.compiler.is_compiling() or not is_handing(head):
         return NotImplemented
@@ -146,7 +145,7 @@ class _ExaminedStages(Examined):
         stages = decoder.stages
         as_written = all(map(_is_as_written, stages)) and stages[0].fusion is None
         as_written = as_written and all(_is_fusion_as_written(stage.fusion) for stage in stages[1:])
-        is_known = as_written and self.watch.identity() is not None
+        is_known = as_written and self.watch.is_plain()
         self.stages = [*map(_layers_of, stages)] if is_known else []
         self.tensors = checks.tensors_of(self.stages)
 

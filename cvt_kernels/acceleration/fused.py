@@ -16,7 +16,6 @@ from ..ops.conv_embedding import conv_embedding, needs_channels_first
 from ..ops.conv_projection import conv_projection
 from ..ops.conv_projection.modules import project
 from ..ops.depthwise_conv_gelu import depthwise_conv_gelu
-from ..ops.launch_plans import drawn_outside
 from ..ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from ..ops.linear import linear, linear_add, linear_gelu
 from ..ops.linear_int8 import layer_norm_quantize
@@ -429,19 +428,6 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
     return mlp_add(y, *layers, stream, approximate=parts.approximate, **settings)
 
 
-def draws_of(parts: BlockParts) -> float | None:
-    """Returns the rate of stochastic depth of a block whose training may be recorded; else None.
-
-    It draws no other random numbers, and exchanges nothing with other processes.
-    """
-    if parts.dropout_p() > 0 or any(drop is not None and _probability(drop) > 0 for drop in parts.drops):
-        return None
-    norms = parts.norms or [norm for _, norm in parts.pairs()]
-    if any(type(norm) is nn.SyncBatchNorm for norm in norms):
-        return None
-    return _drop_rate(parts.drop_path)
-
-
 def _is_idle(drop: Any) -> bool:
     """Returns whether a dropout is none or drops nothing now, and nobody watches it."""
     if drop is None:
@@ -477,14 +463,7 @@ def _factors_of_images(
     """
     if rate == 0:
         return None
-    return drawn_outside(lambda: _drawn_factors(drop_path, rate, x, stream.dtype, drops_sum))
-
-
-def draw_factors(parts: BlockParts, x: Tensor) -> list[Tensor]:
-    """Draws the factors of both branches, as :func:`forward_block` does for tokens x."""
-    rate = _drop_rate(parts.drop_path)
-    assert rate is not None
-    return [_drawn_factors(parts.drop_path, rate, x, x.dtype, drops) for drops in (False, parts.drops_sum)]
+    return _drawn_factors(drop_path, rate, x, stream.dtype, drops_sum)
 
 
 def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, drops_sum: bool) -> Tensor:

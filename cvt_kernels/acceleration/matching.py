@@ -13,7 +13,6 @@ from torch.nn.modules import module as torch_module
 from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.training_replays import State, TrainingReplays, state_around
 from .blocks import (
     BlockEntry,
     BlockParts,
@@ -202,25 +201,13 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 
 class ExaminedBlock(Examined):
-    """The parts of a block that was called; None for one that does not run fused.
-
-    Attributes:
-        replays: The recordings of its calls; None where they could not notice what these depend on.
-        state: The state of the stage around it in which it was looked at last.
-    """
+    """The parts of a block that was called; None for one that does not run fused."""
 
     attribute = "_cvt_kernels_parts"
-    state: State | None = None
 
     def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
         super().__init__(block, watch)
         self.parts = parts
-        self.replays: TrainingReplays | None = None
-        if isinstance(parts, BlockParts) and parts.are_all_replaced():
-            identity = watch.identity()
-            if identity is not None:
-                tensors = (*block.parameters(), *block.buffers())
-                self.replays = TrainingReplays((type(block), identity), tensors)
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
@@ -240,32 +227,14 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
 
 
 def _examined(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
-    """Examines a block if it has changed; within a stage, which notices changes for all, once for a state."""
-    state = state_around()
-    last: ExaminedBlock | None = vars(block).get(ExaminedBlock.attribute)
-    if state is not None and last is not None and last.state is state and last.owner() is block:
-        return last
+    """Examines a block if it has changed."""
     known = known_of(block, ExaminedBlock)
     if known is None:
         known = examine(block, entry)
         # A transform and a mode have put tensors in the places of parameters, which must not be kept.
         if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
             vars(block)[known.attribute] = known
-    known.state = state
     return known
-
-
-def replays_of(block: nn.Module) -> tuple[TrainingReplays, tuple[bool, ...] | None] | None:
-    """Returns the recordings of a block that was examined, with which modules are in training mode.
-
-    These are None where none is.
-    """
-    known: ExaminedBlock | None = vars(block).get(ExaminedBlock.attribute)
-    if known is None or known.replays is None:
-        return None
-    if not known.watch.is_training():
-        return known.replays, None
-    return known.replays, tuple([space["training"] for space in known.watch.spaces])
 
 
 def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:

@@ -183,21 +183,9 @@ class Watch(Structure):
         """Returns whether the module must be examined again."""
         return self.are_settings_changed() or super().is_changed() or not self._snapshot.holds(self._folded)
 
-    def identity(self) -> tuple[Any, ...] | None:
-        """Returns what modules that compute the same have in common besides tensors; None if it has no hash.
-
-        It is None too where a module has hooks that get something from it, or an attribute in the place of a
-        member.
-        """
-        if self._hooked or self._is_shadowed:
-            return None
-        values = [(type(value), value) for value in self._values]
-        found = (*map(type, self.modules), *self._settings, *values, *map(tuple, self._members))
-        try:
-            hash(found)
-        except TypeError:
-            return None
-        return found
+    def is_plain(self) -> bool:
+        """Returns whether no hook gets something from a module, and no attribute is in a member's place."""
+        return not (self._hooked or self._is_shadowed)
 
     def are_settings_changed(self) -> bool:
         """Returns whether hooks or attributes have changed, other than modules and tensors."""

@@ -213,14 +213,9 @@ _lock = threading.RLock()
 
 
 class Uses:
-    """The packed copies read within :func:`noted_uses`, kept alive.
-
-    Attributes:
-        were_asked: Whether a copy was asked for, though it may not have been kept.
-    """
+    """The packed copies read within :func:`noted_uses`, kept alive."""
 
     def __init__(self) -> None:
-        self.were_asked = False
         self._uses: list[tuple[_Copy, Any, list[Tensor | None]]] = []
 
     def note(self, copy: _Copy, tensors: Sequence[Tensor | None]) -> None:
@@ -314,8 +309,6 @@ def packed(
         others: Other tensors packed with it, whose changes count too.
     """
     uses: Uses | None = getattr(_noted, "uses", None)
-    if uses is not None:
-        uses.were_asked = True
     is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     if _packs_fakes or (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
         return make()

@@ -1,24 +1,21 @@
-"""Public functions as they are generated: what they look like, and which calls have a plan."""
+"""Public functions: what they look like, and which calls the dispatch cache serves."""
 
 import contextlib
 import gc
 import inspect
-import linecache
-import traceback
 import weakref
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
-from cvt_kernels.declaration import key_of
-from cvt_kernels.machine import why_extension_unavailable
+from cvt_kernels.declaration import facts_of
 from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
 from tests.checks import precision_of
-from tests.contract.examples import example
 
 
 @pytest.fixture
@@ -41,15 +38,26 @@ def test_a_public_function_looks_as_it_was_declared(name):
     assert inspect.signature(function) == backends.operators[name].signature
     assert function.__doc__
     assert function.__name__ == name
-    assert len(linecache.getlines(f"<cvt_kernels {name}>")) < 15
 
 
-def test_a_traceback_shows_the_lines_of_generated_functions():
-    with pytest.raises(ValueError, match="approximate") as caught:
-        ck.gelu(torch.ones(3), approximate="nonsense")
-    lines = "".join(traceback.format_tb(caught.value.__traceback__))
-    assert "in gelu" in lines
-    assert "_first(key, x, approximate)" in lines
+@pytest.mark.parametrize(
+    ("args", "settings", "message"),
+    [
+        (2, {}, "missing a required argument: 'v'"),
+        (4, {}, "too many positional arguments"),
+        (3, {"nonsense": 1}, "got an unexpected keyword argument 'nonsense'"),
+        (3, {"v": 1}, "multiple values for argument 'v'"),
+    ],
+)
+def test_arguments_that_are_no_call_are_refused(args, settings, message):
+    with pytest.raises(TypeError, match=rf"attention\(\) {message}") as caught:
+        ck.attention(*[torch.randn(1, 4, 2, 8)] * args, **settings)
+    assert caught.value.__context__ is None
+
+
+def test_arguments_may_be_given_by_name():
+    q = torch.randn(1, 4, 2, 8)
+    assert torch.equal(ck.attention(v=q, k=q, q=q), ck.attention(q, q, q))
 
 
 @pytest.mark.parametrize("name", sorted(set(backends.operators) - {"linear"}))  # which PyTorch checks first
@@ -153,19 +161,6 @@ def test_plans_are_bounded(first, monkeypatch):
     assert len(backends.dispatch_cache) <= 5
 
 
-@pytest.mark.skipif(why_extension_unavailable("cpu") is not None, reason="has no CPU kernels")
-@pytest.mark.parametrize("operator", ["attention", "layer_norm", "add_layer_norm", "layer_norm_gelu", "gelu",
-                                      "bias_gelu", "conv_projection"])  # fmt: skip
-@torch.no_grad()
-def test_cpu_kernels_serve_what_they_have_prepared(operator, monkeypatch):
-    """The contract tests of each operator check that the bits equal a first call's."""
-    made, cpu = example(operator, "cpu", "usual"), backends.registered(operator, "cpu").load()
-    made.public(made.call.record)
-    refused = pytest.fail.Exception("the backend's function serves, not what it has prepared")
-    monkeypatch.setattr(cpu, "function", Mock(side_effect=refused))
-    made.public(made.call.record)
-
-
 def test_values_are_checked_at_every_call():
     x, rows = torch.randn(2, 6, 4), torch.tensor([[0, 1], [2, -1]])
     for _ in range(2):
@@ -177,18 +172,21 @@ def test_values_are_checked_at_every_call():
 def test_facts_of_records():
     weight, vector = torch.randn(4, 1, 3, 3), torch.randn(4)
     conv = ConvBatchNorm(weight, vector, vector, vector, vector)
-    facts = key_of(ConvBatchNorm)
-    assert facts(conv, False) == facts(conv._replace(weight=weight + 1), False)
-    assert facts(conv, False) != facts(conv._replace(stride=2), False)
-    assert facts(conv, False) != facts(conv._replace(stride=1.0), False)
-    assert facts(conv, False) != facts(conv._replace(bn_bias=None), False)
-    assert key_of(Norm)(Norm(None, None), False) != key_of(Norm)(Norm(vector, None), False)
-    with pytest.raises(TypeError):
-        facts(tuple(conv), False)
+    facts = facts_of(conv, False)
+    assert facts == facts_of(conv._replace(weight=weight + 1), False)
+    assert facts != facts_of(conv._replace(stride=2), False)
+    assert facts != facts_of(conv._replace(stride=1.0), False)
+    assert facts != facts_of(conv._replace(bn_bias=None), False)
+    assert facts != facts_of(tuple(conv), False)
+    assert facts_of(Norm(None, None), False) != facts_of(Norm(vector, None), False)
     position = PositionBias(torch.randn(1, 3, 3), (2, 2), (2, 2), 1)
-    assert key_of(PositionBias)(position, False) != key_of(PositionBias)(
-        position._replace(query_grid=(2.0, 2)), False
-    )
+    assert facts_of(position, False) != facts_of(position._replace(query_grid=(2.0, 2)), False)
+
+
+def test_facts_keep_no_objects():
+    thing = Mock()
+    assert facts_of((thing, 1), False) == (tuple, type(thing), (int, 1))
+    assert facts_of(np.float32(0.5), False) != facts_of(np.float32(0.25), False)
 
 
 @pytest.mark.parametrize("stride", [2, (2,), (2, 2)])

@@ -135,7 +135,7 @@ def _some(kind):
 
 def changes_of(operator, record):
     """Yields records of calls that differ in one fact, each with the name of the change."""
-    hints = typing.get_type_hints(backends.operators[operator]._reference)
+    hints = typing.get_type_hints(backends.operators[operator].public)
     for field in record._fields:
         for name, other in others(getattr(record, field), hints[field]):
             yield f"{field} {name}", record._replace(**{field: other})
@@ -169,11 +169,11 @@ class Asking(dict):
 def key_of(monkeypatch):
     """Returns a function that returns the key of a call, or None where it has none."""
 
-    def unplanned(*_):
+    def unkept(*_):
         raise Asked(None)
 
     monkeypatch.setattr(backends, "dispatch_cache", Asking())
-    monkeypatch.setattr(declaration.Declaration, "_serve", unplanned)
+    monkeypatch.setattr(declaration.Declaration, "_serve", unkept)
 
     def key_of(operator, record):
         with pytest.raises((Asked, TypeError)) as asked:  # TypeError: it is checked before there is a key
@@ -263,23 +263,23 @@ def after_each(contexts, key):
     return found
 
 
-def token(x):
+def state(x):
     """Returns what a plan depends on besides the call."""
-    return declaration._token(torch.is_grad_enabled(), x)
+    return declaration._state(torch.is_grad_enabled(), x)
 
 
 def test_a_plan_is_for_one_state_of_the_process(monkeypatch):
     monkeypatch.setattr(machine, "INTERPRETING", True)  # so that products of float32 count on a CPU too
     x = torch.randn(2, 3)
-    keys = after_each(STATES, lambda: token(x))
-    assert_every_fact_changes(token(x), keys)
+    keys = after_each(STATES, lambda: state(x))
+    assert_every_fact_changes(state(x), keys)
     assert len({*keys.values()}) == len(keys)
-    keys = {"none": token(x)}
+    keys = {"none": state(x)}
     with autocast("cpu", torch.float16):
-        before = token(x)
-        keys |= after_each(STATES, lambda: token(x))
+        before = state(x)
+        keys |= after_each(STATES, lambda: state(x))
     with autocast("cuda", torch.float16):
-        keys["another device"] = token(x)
+        keys["another device"] = state(x)
     assert_every_fact_changes(before, keys)
 
 
@@ -295,19 +295,19 @@ def test_a_plan_is_for_one_state_of_the_process(monkeypatch):
 def test_no_plan_where_calls_are_not_what_they_seem(within):
     x = torch.randn(2, 3)
     with within():
-        assert token(x) is None
+        assert state(x) is None
         assert declaration.key_of_serving(x) is None
     seen = []
-    torch.func.vmap(lambda y: seen.append(token(y)) or y)(x)
+    torch.func.vmap(lambda y: seen.append(state(y)) or y)(x)
     assert seen == [None]
 
 
 def test_every_fact_of_a_tensor():
     x = torch.randn(2, 3)
-    before = declaration.key_of_tensor(x, True)
-    keys = {name: declaration.key_of_tensor(other, True) for name, other in other_tensors(x)}
+    before = declaration.facts_of(x, True)
+    keys = {name: declaration.facts_of(other, True) for name, other in other_tensors(x)}
     assert_every_fact_changes(before, keys)
-    assert declaration.key_of_tensor(x.requires_grad_(), False) == before  # where gradients are off
+    assert declaration.facts_of(x.requires_grad_(), False) == before  # where gradients are off
 
 
 # Entries --------------------------------------------------------------------------------------------------

@@ -35,8 +35,6 @@ SERVED: dict[str, ServedEntry] = {
         *(entry for entry in _ENTRIES if entry.is_layer),
     )
 }
-#: Every entry of what is recorded as a whole, by its key.
-RECORDED = {entry.key: entry for family in FAMILIES for entry in family.recorded}
 #: The entries of other projects' classifiers by the names of their classes.
 CLASSIFIERS = {entry.name: entry for family in FAMILIES for entry in family.classifiers}
 

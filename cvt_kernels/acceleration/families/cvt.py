@@ -1,6 +1,6 @@
 """The blocks of CvT: Hugging Face's (models/cvt/modeling_cvt.py), Microsoft's (cls_cvt.py) and ours (cvt).
 
-The classes of ``cvt`` call :func:`cvt_kernels.acceleration.recording.run_block` themselves.
+The classes of ``cvt`` call :func:`cvt_kernels.acceleration.fused.forward_block` themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ..blocks import (
     BlockEntry,
     BlockParts,
     Family,
-    RecordedEntry,
     StageEntry,
     StageParts,
     Unsupported,
@@ -434,11 +433,6 @@ FAMILY = Family(
         *_OWN_ENTRIES.values(),
     ),
     stages=(_HF_STAGE, _MS_STAGE, _OWN_STAGE),
-    recorded=(
-        RecordedEntry(
-            _HF_STAGE.block, _HF_STAGE.classes, settings=lambda stage: stage.config.cls_token[stage.stage]
-        ),
-    ),
     classifiers=(_HF_CLASSIFIER, _MS_CLASSIFIER),
     recognize=_recognize,
     recognize_stage=_recognize_stage,

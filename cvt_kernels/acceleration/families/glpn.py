@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from .. import depth
-from ..blocks import LAYER_NORMS, BypassedParts, Family, RecordedEntry, why_norms_unsupported
+from ..blocks import LAYER_NORMS, BypassedParts, Family, why_norms_unsupported
 from ..encoders import encode_glpn
 from .pyramids import block_entry, embeddings_entry, encoder_entry
 from .segformer import block_of_4
@@ -28,13 +28,5 @@ FAMILY = Family(
         block_entry("GLPNLayer", block_of_4),
         _ENCODER,
         *depth.ENTRIES,
-    ),
-    recorded=(
-        RecordedEntry(_ENCODER),
-        RecordedEntry(
-            next(entry for entry in depth.ENTRIES if entry.name == "GLPNDecoder"),
-            classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
-            settings=depth.is_handing,
-        ),
     ),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import backends, modes
-from ..blocks import HUGGING_FACE, BlockEntry, BlockParts, BypassedParts, Family, RecordedEntry, parts_of_norm
+from ..blocks import HUGGING_FACE, BlockEntry, BlockParts, BypassedParts, Family, parts_of_norm
 from ..encoders import encode_pvt, encode_pvt_v2
 from ..fused import check_images, embed_tokens, is_one_embedding, normalize, output_grid
 from .pyramids import block_entry, common_parts, embeddings_entry, encoder_entry, stage_entry
@@ -158,5 +158,4 @@ FAMILY = Family(
             others=(False,),
         ),
     ),
-    recorded=(RecordedEntry(_ENCODER), RecordedEntry(_V2_ENCODER)),
 )

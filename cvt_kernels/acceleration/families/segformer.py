@@ -13,7 +13,6 @@ from ..blocks import (
     BypassedParts,
     Family,
     Kinds,
-    RecordedEntry,
     Unsupported,
     gelu_variant,
     parts_of_norm,
@@ -136,5 +135,4 @@ FAMILY = Family(
             tokens=lambda result: result if result.ndim == 3 else tokens_of(result),
         ),
     ),
-    recorded=(RecordedEntry(_STAGE),),
 )

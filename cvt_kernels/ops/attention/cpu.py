@@ -12,14 +12,13 @@ neighbors (``csrc/attention/position.h``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import machine, modes
-from ...backends import Record, prepared_by
+from ...backends import Record
 from . import why_scale_too_small
 
 machine.load_extension()
@@ -49,15 +48,6 @@ def why_unsupported(call: Record) -> str | None:
     return None if position is None else why_scale_too_small(scale)
 
 
-def _prepare(call: Record) -> Callable[..., Tensor] | None:
-    q, scale, position = call.q, call.scale, call.position
-    if position is not None or modes.autocast_dtype(q) is not None:
-        return None
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    return lambda q, k, v, *_: _op(q, k, v, factor)
-
-
-@prepared_by(_prepare)
 def attention(call: Record) -> Tensor:
     """Computes ``cvt_kernels.attention`` for checked arguments; under autocast, in autocast's dtype."""
     q, k, v, scale, _, _, position = call

@@ -10,13 +10,12 @@ from torch.nn import functional as F
 
 from ... import checks, choose, reference
 from ...backends import Implementation, Record, lazy
-from ...declaration import gluon_kernels, key_of_pairs, operator, triton_kernels
+from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
     check_arguments,
     conv_projection,
     cost_class_of_projection,
-    key_of_convs,
     sample_of_projection,
 )
 from ..linear import linear
@@ -86,7 +85,6 @@ def _cost_class(call: Record) -> str:
     arguments=_with_tuples,
     check=_check,
     composition=_composition,
-    key_parts={"convs": (key_of_convs,), "linears": (key_of_pairs,)},
 )
 def conv_linear(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[WeightAndBias]

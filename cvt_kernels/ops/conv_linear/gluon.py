@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 
-from ...backends import Record, prepared_by
+from ...backends import Record
 from ..linear.gluon import product, why_not_multiplied
 from . import stacked
 
@@ -17,7 +16,6 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, groups
     product(x, weight, bias, out, groups=groups)
 
 
-@prepared_by(functools.partial(stacked.prepare, multiply))
 def conv_linear(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear`` for checked arguments."""
     return stacked.serve(multiply, call)

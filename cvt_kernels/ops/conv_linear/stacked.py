@@ -10,7 +10,6 @@ of the product.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ...backends import Record
 from ...records import ConvBatchNorm
-from .. import launch_plans, weight_cache
+from .. import weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ..conv_projection.triton.sliding import has_sliding_kernel
 from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
@@ -128,11 +127,6 @@ def packed_linears(linears: Sequence[WeightAndBias]) -> tuple[Tensor, Tensor | N
     return weight_cache.packed(weights[0], "conv_linear", pack, others=[*weights[1:], *biases])
 
 
-def stacked_rows(x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> int:
-    """Returns the number of rows of what :func:`project` returns."""
-    return _rows_of(x, Geometry.of(grid, convs))[1]
-
-
 def taps_of(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[WeightAndBias]
 ) -> Tensor | None:
@@ -156,26 +150,6 @@ def serve(multiply: Multiply, call: Record) -> tuple[Tensor, ...]:
     taps = taps_of(x, grid, convs, linears)
     out = project(multiply, Projection(x, grid, convs, *packed_linears(linears), taps=taps))
     return tuple(branches_of(out, x, grid, convs))
-
-
-def prepare(multiply: Multiply, call: Record) -> Callable[..., Any] | None:
-    """Returns a function that serves calls of a key by planned launches, or None."""
-    x, grid, convs, linears = call
-    taps = taps_of(x, grid, convs, linears)
-    is_few = taps is not None  # as are the tokens of every call of the key
-    projection = Projection(x, grid, convs, *packed_linears(linears), taps=taps)
-    plan = launch_plans.plan(functools.partial(project, multiply), projection)
-    if plan is None:
-        return None
-
-    def serve_planned(
-        x: Tensor, grid: tuple[int, int], convs: Any, linears: Sequence[WeightAndBias]
-    ) -> tuple[Tensor, ...]:
-        taps = few_rows.packed_taps(convs) if is_few else None
-        out = plan(x, grid, convs, *packed_linears(linears), None, taps)
-        return tuple(branches_of(out, x, grid, convs))
-
-    return serve_planned
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ... import checks, choose, modes
 from ...backends import Record, lazy
-from ...declaration import extension_kernels, key_of, key_of_tensor, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
 from ..cost_classes import first_images, images_within, size_class
 
@@ -75,32 +75,6 @@ def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
     return parts[0] if len(parts) == 1 else parts
 
 
-_key_of_conv = key_of(ConvBatchNorm, "num_batches_tracked", "process_group")
-
-
-def key_of_convs(convs: Sequence[Branch], grad: bool, training: bool = False) -> tuple[Any, ...]:
-    """Returns the branches' part of the key of a call; raises TypeError for branches without one."""
-    if convs.__class__ not in (tuple, list):
-        raise TypeError
-    key = convs.__class__, *[_key_of_branch(branch, grad) for branch in convs]
-    return (key, _key_of_training(convs)) if training else key
-
-
-def _key_of_branch(branch: Branch, grad: bool) -> tuple[Any, ...]:
-    if branch.__class__ is tuple:
-        return tuple([_key_of_conv(conv, grad) for conv in branch])
-    return _key_of_conv(branch, grad)
-
-
-def _key_of_training(convs: Sequence[Branch]) -> tuple[Any, ...]:
-    """Returns the part of the key that training adds: batch counts, and whether branches share statistics."""
-    flat = flattened(convs)[0]
-    if any(conv.process_group is not None for conv in flat):  # the processes agree on what serves
-        raise TypeError
-    counts = tuple([key_of_tensor(conv.num_batches_tracked, False) for conv in flat])
-    return len({id(conv.running_mean) for conv in flat}), counts
-
-
 def _with_tuple(call: Any) -> Any:
     return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
 
@@ -108,13 +82,16 @@ def _with_tuple(call: Any) -> Any:
 def _composition(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
     """Returns the function for a call whose batch is spread over processes, or None for other calls."""
     is_shared = any(conv.process_group is not None for conv in flattened(call.convs)[0])
-    if not (call.training and is_shared):
-        return None
+    return _serve_in_group if call.training and is_shared else None
 
-    def serve(call: Record) -> tuple[Tensor, ...]:
-        return choose.choose_in_group("conv_projection", call).function(call)
 
-    return serve
+def _serve_in_group(call: Record) -> tuple[Tensor, ...]:
+    return choose.choose_in_group("conv_projection", call).function(call)
+
+
+def _number_of_statistics(call: Record) -> int:
+    """Returns in training how many branches do not share their running statistics with another."""
+    return len({id(conv.running_mean) for conv in flattened(call.convs)[0]}) if call.training is True else 0
 
 
 @operator(
@@ -127,7 +104,7 @@ def _composition(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
     arguments=_with_tuple,
     check=lambda call: check_arguments(*call),
     composition=_composition,
-    key_parts={"convs": (key_of_convs, "training")},
+    key_also=_number_of_statistics,
 )
 def conv_projection(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], *, training: bool

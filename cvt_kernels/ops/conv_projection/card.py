@@ -99,7 +99,7 @@ def _projection_backward_input(arguments: dict[str, Any]) -> cards.Work:
 
 
 def _sums(arguments: dict[str, Any]) -> cards.Work:
-    return cards.Work(cards.bytes_of(arguments["partial_ptrs"], arguments["sum_ptrs"]))
+    return cards.Work(cards.bytes_of(arguments["partial_ptr"], arguments["sum_ptr"]))
 
 
 def _sweep(kernel: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> cards.Sweep:

@@ -15,14 +15,14 @@ Sums are taken image by image in a fixed order: the same bits every time, whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import machine, modes, reference
-from ...backends import Record, prepared_by
+from ...backends import Record
 from ...records import ConvBatchNorm, flattened, summands, unflattened
 from ..autograd import gradients_again
 
@@ -204,25 +204,6 @@ def _wants_gradient(x: Tensor, convs: Sequence[ConvBatchNorm]) -> bool:
     )
 
 
-def _prepare(call: Record) -> Callable[..., tuple[Tensor, ...]] | None:
-    x, grid, convs, training = call
-    if modes.autocast_dtype(x) is not None or any(type(branch) is not ConvBatchNorm for branch in convs):
-        return None
-    height, width, geometry, eps, constant, summed = _Settings.of(grid, *flattened(convs), training)
-    if not all(constant):
-        return None
-    infer = _ops.conv_projection_inference.default
-
-    def run(x: Tensor, _grid: Any, convs: Sequence[ConvBatchNorm], _: bool) -> tuple[Tensor, ...]:
-        norms: list[Tensor | None] = []
-        for conv in convs:
-            norms += conv[1:5]
-        return tuple(infer(x, height, width, [conv[0] for conv in convs], norms, geometry, eps, summed))
-
-    return run
-
-
-@prepared_by(_prepare)
 def conv_projection(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection`` for checked arguments.
 

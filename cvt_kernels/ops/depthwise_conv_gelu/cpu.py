@@ -13,14 +13,13 @@ Sums over tokens are taken in a fixed order: the same bits every time, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import machine, modes, reference
-from ...backends import Record, prepared_by
+from ...backends import Record
 from ..autograd import gradients_again
 
 machine.load_extension()
@@ -73,21 +72,12 @@ def _(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def _prepare(call: Record) -> Callable[..., Tensor]:
-    operator, approximate = _ops.depthwise_conv_gelu.default, call.approximate
-    dtype = modes.autocast_dtype(call.x)
-    if dtype is None:
-        return lambda x, grid, weight, bias, _: operator(x, *grid, weight, bias, approximate)
-    return lambda x, grid, weight, bias, _: operator(*_cast(dtype, x, grid, weight, bias), approximate)
-
-
 def _cast(
     dtype: torch.dtype, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None
 ) -> tuple[Any, ...]:
     return x.to(dtype), *grid, weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-@prepared_by(_prepare)
 def depthwise_conv_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 

@@ -15,14 +15,13 @@ that are not contiguous are copied first; results are contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import machine, modes, reference
-from ...backends import Record, prepared_by
+from ...backends import Record
 from ..autograd import gradients_again
 
 machine.load_extension()
@@ -217,16 +216,6 @@ def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | 
     return torch.float32 if device.type == "cuda" and torch.is_autocast_enabled("cuda") else rows
 
 
-def _prepare_layer_norm(call: Record) -> Callable[..., Tensor] | None:
-    x, eps, dtype = call.x, call.eps, call.dtype
-    result = _result_dtype(x.device, x.dtype, dtype)
-    if result != x.dtype:
-        return None
-    infer = _ops.layer_norm_inference.default
-    return lambda x, weight, bias, _eps, _dtype, shift: infer(x, weight, bias, eps, "identity", result, shift)
-
-
-@prepared_by(_prepare_layer_norm)
 def layer_norm(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
     x, weight, bias, eps, dtype, shift = call
@@ -235,15 +224,6 @@ def layer_norm(call: Record) -> Tensor:
     return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
 
 
-def _prepare_layer_norm_gelu(call: Record) -> Callable[..., Tensor] | None:
-    eps, approximate, dtype = call.eps, call.approximate, call.x.dtype
-    if _result_dtype(call.x.device, dtype, None) != dtype:
-        return None
-    infer = _ops.layer_norm_inference.default
-    return lambda x, weight, bias, *_: infer(x, weight, bias, eps, approximate, dtype)
-
-
-@prepared_by(_prepare_layer_norm_gelu)
 def layer_norm_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_gelu``."""
     x, weight, bias, eps, approximate = call
@@ -273,18 +253,6 @@ def _call_layer_norm(
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
 
 
-def _prepare_add_layer_norm(call: Record) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    eps, dtype = call.eps, call.x.dtype
-    if call.residual is None:
-        return None
-    result = _result_dtype(call.x.device, dtype, call.dtype)
-    if not dtype == call.residual.dtype == result:
-        return None
-    infer = _ops.add_layer_norm_inference.default
-    return lambda x, residual, weight, bias, *_: infer(x, residual, weight, bias, eps, result)
-
-
-@prepared_by(_prepare_add_layer_norm)
 def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.add_layer_norm``."""
     x, residual, weight, bias, eps, dtype = call
@@ -320,26 +288,12 @@ def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool
     return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 
-def _prepare_gelu(call: Record) -> Callable[..., Tensor]:
-    activate, approximate = _ops.gelu.default, call.approximate
-    return lambda x, *_: activate(x, None, approximate)
-
-
-@prepared_by(_prepare_gelu)
 def gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.gelu``."""
     x, approximate = call
     return _gelu(x, None, approximate)
 
 
-def _prepare_bias_gelu(call: Record) -> Callable[..., Tensor] | None:
-    if call.x.dtype != call.bias.dtype:
-        return None
-    activate, approximate = _ops.gelu.default, call.approximate
-    return lambda x, bias, *_: activate(x, bias, approximate)
-
-
-@prepared_by(_prepare_bias_gelu)
 def bias_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.bias_gelu``."""
     x, bias, approximate = call

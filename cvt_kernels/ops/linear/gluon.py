@@ -50,7 +50,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ... import launching, modes
 from ...backends import Record
 from ..graph_operators import launcher
-from ..launch_plans import planned
 from ..triton_gelu import ERF_CUBIC, ERF_LINEAR, ERF_QUINTIC, LARGEST_SQUARE, TANH_CUBIC, TANH_LINEAR
 from ..triton_launch import grid_dependency_synchronize
 from .triton.autograd import matrices, sum_dtype
@@ -559,7 +558,6 @@ def _add_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tenso
         product(aligned(x), aligned(weight), bias, residual, residual=residual)
 
 
-@planned
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
@@ -567,7 +565,6 @@ def linear_gelu(call: Record) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-@planned
 def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
     x, weight, bias, residual, inplace, *_ = call

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ... import checks, choose, modes, reference
 from ...backends import Implementation, Record, lazy
-from ...declaration import key_of_pairs, operator, triton_kernels
+from ...declaration import operator, triton_kernels
 from ..conv_embedding import conv_embedding
 from ..conv_linear import WeightAndBias, check_linears
 from ..cost_classes import first_images, images_within, size_class
@@ -95,7 +95,6 @@ def _sample(factor: int, call: Record) -> Record:
     arguments=_with_tuple,
     check=_check,
     composition=_composition,
-    key_parts={"linears": (key_of_pairs,)},
 )
 def reduction_linear(
     x: Tensor,

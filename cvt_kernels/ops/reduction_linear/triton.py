@@ -23,7 +23,6 @@ from ...launch.records import Product
 from ..conv_embedding.triton.common import Parts, channels_of
 from ..conv_embedding.triton.patches import Gathering, has_channels_last, normalized_windows, why_no_tiles
 from ..graph_operators import launcher
-from ..launch_plans import planned
 from ..linear.triton.common import padded, part_width
 from ..triton_launch import grid_dependency_synchronize, product_types
 
@@ -158,7 +157,6 @@ def why_unsupported(call: Record) -> str | None:
     return why_no_tiles(x, weight, x.shape[0] * (grid[0] // ratio) * (grid[1] // ratio))
 
 
-@planned
 def reduction_linear(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.reduction_linear`` for checked arguments."""
     x, grid, weight, bias, norm_weight, norm_bias, linears, eps = call

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ... import checks
 from ...backends import Record, lazy
-from ...declaration import extension_kernels, key_of_pairs, operator, triton_kernels
+from ...declaration import extension_kernels, operator, triton_kernels
 from ..cost_classes import first_images, images_within, size_class
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def _sample(factor: int, call: Record) -> Record:
     sample=_sample,
     check=_check,
     arguments=_with_tuples,
-    key_parts={"others": (key_of_pairs,)},
 )
 def segmentation_head(
     x: Tensor,

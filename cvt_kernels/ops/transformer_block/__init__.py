@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ... import checks, reference
 from ...backends import Implementation, Record, lazy
-from ...declaration import extension_kernels, key_of_tensor, operator
+from ...declaration import extension_kernels, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..cost_classes import first_images, gelu_words, images_within, scores_within, size_class
@@ -105,19 +105,6 @@ def _cut(call: Record, most: int) -> Record:
     return call._replace(x=part, grid=(height, width))
 
 
-def key_of_block(block: TransformerBlock, grad: bool) -> tuple[Any, ...]:
-    """Returns a block's part of the key of a call; raises TypeError for anything else."""
-    if type(block) is not TransformerBlock:
-        raise TypeError
-    numbers: list[Any] = [block.num_heads, block.scale, block.norm1.eps, block.norm2.eps]
-    if isinstance(block.reduce, Reduction):
-        numbers.append(block.reduce.norm.eps)
-    for conv in block.convs:
-        numbers += conv[6:11]
-    kinds = map(type, (*numbers, block.reduce, block.mix, block.linears, block.approximate, *block.layers()))
-    return *numbers, *kinds, block.approximate, *[key_of_tensor(t, grad) for t in block.tensors()]
-
-
 def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
     """Computes a linear layer, quantized or not, in plain PyTorch."""
     if isinstance(layer, Linear):
@@ -173,7 +160,6 @@ def transformer_block(
     defaults=("composed", "reference"),
     check=checking.check,
     check_numbers=("rows", checking.check_row_values),
-    key_parts={"block": (key_of_block,)},
 )
 def transformer_block(
     x: Tensor,

@@ -17,7 +17,7 @@ from ... import backends, checks, choose, reference
 from ...backends import Implementation, Record, lazy
 from ...declaration import gluon_kernels, operator
 from ...records import TransformerBlock
-from ..transformer_block import checking, composed, key_of_block
+from ..transformer_block import checking, composed
 
 if TYPE_CHECKING:
     from . import gluon as _gluon
@@ -46,12 +46,6 @@ def _check(call: Any) -> None:
 
 def _with_tuple(call: Any) -> Any:
     return call._replace(blocks=checks.as_tuple("blocks", call.blocks, "a sequence of TransformerBlock"))
-
-
-def _key_of_blocks(blocks: Sequence[TransformerBlock], grad: bool) -> tuple[Any, ...]:
-    if blocks.__class__ not in (tuple, list):
-        raise TypeError
-    return blocks.__class__, *[key_of_block(block, grad) for block in blocks]
 
 
 def _cost_class(call: Record) -> str:
@@ -93,7 +87,6 @@ def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) 
     arguments=_with_tuple,
     check=_check,
     composition=_composition,
-    key_parts={"blocks": (_key_of_blocks,)},
 )
 def transformer_blocks(
     x: Tensor, grid: tuple[int, int], blocks: Sequence[TransformerBlock], *, inplace: bool = False

@@ -20,17 +20,14 @@ of fc1, 6 of fc2.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ... import launching
-from ...backends import Record, prepared_by
+from ...backends import Record
 from ...records import Linear, TransformerBlock
-from .. import launch_plans, weight_cache
+from .. import weight_cache
 from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
@@ -39,14 +36,12 @@ from ..conv_linear.stacked import (
     branches_of,
     packed_linears,
     project,
-    stacked_rows,
     taps_of,
     why_not_projected,
 )
 from ..conv_projection.triton.sliding_forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
-from ..transformer_block import key_of_block
 from . import attention_add
 
 # The second half of a block ---------------------------------------------------------------------------------
@@ -133,9 +128,6 @@ def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
 # The blocks -------------------------------------------------------------------------------------------------
 
 
-_PROJECT = functools.partial(project, multiply)
-
-
 def _taps_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor | None:
     """Returns the taps with which one launch projects x; None for two launches."""
     return taps_of(x, grid, block.convs, block.linears)  # type: ignore[arg-type]
@@ -189,10 +181,8 @@ def _second_half(
     )  # fmt: skip
 
 
-def _serve(
-    call: Record, projects: Sequence[Callable[..., Tensor]], finishes: Sequence[Callable[..., Tensor]]
-) -> Tensor:
-    """Computes a call; the functions take the fields of the records, with and without statistics."""
+def transformer_blocks(call: Record) -> Tensor:
+    """Computes ``cvt_kernels.transformer_blocks`` for checked arguments."""
     x, grid, blocks, inplace = call
     stream = x if inplace and x.data_ptr() % 16 == 0 else x.clone()
     rows, sums, width = stream.view(-1, x.shape[2]), None, 0
@@ -201,12 +191,12 @@ def _serve(
         tokens, taps = stream, _taps_of(stream, grid, block)
         if sums is None and taps is None:
             tokens = layer_norm(stream, weight, bias, eps=eps)
-        out = projects[sums is None](*_projection(tokens, grid, block, sums, width, taps))
+        out = project(multiply, _projection(tokens, grid, block, sums, width, taps))
         y: Any = _heads_of(out, stream, grid, block)
         if not _attends_in_one(y, block):
             y = attention(*y, scale=block.scale).reshape(rows.shape[0], -1)
         is_last = i + 1 == len(blocks)
-        sums, width = finishes[is_last](*_second_half(y, rows, block, not is_last)), _width(x, block)
+        sums, width = finish(_second_half(y, rows, block, not is_last)), _width(x, block)
     if not inplace:
         return stream
     if stream is not x:
@@ -219,36 +209,6 @@ def _width(x: Tensor, block: TransformerBlock) -> int:
     """Returns the channels of a part of the statistics that the second layer of a block's MLP writes."""
     outputs, inputs = block.fc2.weight.shape
     return gluon.part_width(x.numel() // outputs, outputs, inputs, x.device)
-
-
-def _prepare(call: Record) -> Callable[..., Any] | None:
-    """Returns a function that serves calls of a key by planned launches, or None."""
-    x, grid, blocks, _ = call
-    first, rows = blocks[0], x.view(-1, x.shape[2])
-    if len({key_of_block(block, False) for block in blocks}) > 1:
-        return None  # the plans hold for all blocks
-    width = _width(x, first)
-    sums = x.new_empty(2, -(-x.shape[2] // width), rows.shape[0], dtype=torch.float32)
-    taps = _taps_of(x, grid, first)
-    projects = [
-        launch_plans.plan(_PROJECT, _projection(x, grid, first, each, width, taps)) for each in (sums, None)
-    ]
-    out = x.new_empty(stacked_rows(x, grid, first.convs), first.linears[0].weight.shape[0])
-    y: Any = _heads_of(out, x, grid, first)
-    if not _attends_in_one(y, first):
-        y = x.new_empty(rows.shape[0], first.proj.weight.shape[1])
-    finishes = [launch_plans.plan(finish, _second_half(y, rows, first, each)) for each in (True, False)]
-    if None in projects or None in finishes:
-        return None
-    record = type(call)
-    return lambda *values: _serve(record(*values), projects, finishes)  # type: ignore[arg-type]
-
-
-@prepared_by(_prepare)
-def transformer_blocks(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.transformer_blocks`` for checked arguments."""
-    projects = [lambda *fields: _PROJECT(Projection(*fields))] * 2
-    return _serve(call, projects, [lambda *fields: finish(SecondHalf(*fields))] * 2)
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -21,7 +21,6 @@ from benchmarks import floors
 from cvt_kernels import cards, launching, machine, ops
 from cvt_kernels.cards import call_public
 from cvt_kernels.ops.conv_linear import few_rows, stacked
-from cvt_kernels.ops.conv_projection.triton import backward
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
 from cvt_kernels.ops.linear.card import BIAS_GRADIENT
@@ -129,21 +128,6 @@ def project_with_averages(grid, channels, dtype=FLOAT32):
         return ck.conv_projection(x, grid, convs, training=True)
 
 
-def sum_together(dtype):
-    """Sums partial sums of several sizes by one launch, as recordings do; by PyTorch where none is taken."""
-    sizes = ((1, 520, 192), (1,)), ((18, 37, 40), (9, 9)), ((1, 1, 17), (1,)), ((5, 300, 6), (3, 1, 1))
-    calls = [(randn(*shape), groups, dtype) for shape, groups in sizes]
-    if launching.interception is None:
-        sums = [partial.sum(1).split(groups) for partial, groups, _ in calls]
-        return tuple(torch.cat([part.t().flatten() for part in parts]).to(dtype) for parts in sums)
-    waiting, chip = [], launching.chip(calls[0][0].device)
-    with launching.intercepted_launches(waiting.append, chip):
-        totals = [backward.sum_regions(*call) for call in calls]
-    one = backward._together(waiting)
-    launching.launch(one.kernel, one.grid, totals[0], one.options, **one.arguments)
-    return tuple(totals)
-
-
 def project_sums(grid, channels, dtype):
     x = randn(1, 1 + grid[0] * grid[1], channels, dtype=dtype, grad=True)
     settings = {"dtype": dtype, "grad": True, "stride": 2}
@@ -175,7 +159,7 @@ def project_few(grid, channels, outputs, *, statistics, block_m=16, dtype=FLOAT1
     sums = torch.stack([torch.stack([part.sum(1) for part in parts]), torch.stack(squares)])
     norm = NormOfRows(sums if statistics else None, 16, *vectors, 1e-5)
     weight, bias = randn(3 * outputs, channels, dtype=dtype), randn(3 * outputs, dtype=dtype)
-    out = torch.zeros(stacked.stacked_rows(x, grid, convs), outputs, dtype=dtype)
+    out = torch.zeros(stacked._rows_of(x, Geometry.of(grid, convs))[1], outputs, dtype=dtype)
     geometry, taps = Geometry.of(grid, convs), few_rows.packed_taps(convs)
     few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
     return x, convs, norm, weight, bias, out
@@ -240,7 +224,6 @@ CONVOLUTIONS = {
         lambda: project_with_averages((3, 4), 6),
         f"{names('conv_projection_sliding_', 'fwd stats')} merge_stats update_running",
     ),
-    "sums of several tensors": Case(lambda: sum_together(FLOAT16), "sum_regions"),
     "sums of convolutions": Case(lambda: project_sums((3, 3), 6, FLOAT16), REGIONS),
     "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
     "with linear layers, pairs": Case(

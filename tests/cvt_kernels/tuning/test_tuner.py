@@ -676,32 +676,6 @@ def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds
     assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [1 + 1])
 
 
-@pytest.mark.parametrize("is_planned", [True, False])
-@pytest.mark.parametrize("gradient", [True, False])
-def test_what_serves_later_calls_is_timed(is_planned, gradient):
-    ran = []
-
-    def prepare(call):
-        def serve(x, bias, _):
-            ran.append("planned")
-            return reference.bias_gelu(x, bias, approximate=call.approximate)
-
-        return serve if is_planned else None
-
-    @backends.prepared_by(prepare)
-    def function(call):
-        ran.append("by name")
-        return reference.bias_gelu(call.x, call.bias, approximate=call.approximate)
-
-    record = backends.operators["bias_gelu"].bind(
-        torch.randn(3, 4, requires_grad=gradient), torch.randn(4), approximate="tanh"
-    )
-    call = tuner.Call(record, gradient)
-    measurements = dict.fromkeys(("cpu", "reference"), measurement(None))
-    tuner.time_in_turns({"cpu": function, "reference": lambda call: call.x + 1}, call, measurements)
-    assert set(ran) == {"planned" if is_planned and not gradient else "by name"}
-
-
 # Choice ---------------------------------------------------------------------------------------------------
 
 

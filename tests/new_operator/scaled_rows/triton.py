@@ -10,7 +10,6 @@ from torch import Tensor
 from cvt_kernels import launching, modes
 from cvt_kernels.backends import Record
 from cvt_kernels.ops.graph_operators import launcher
-from cvt_kernels.ops.launch_plans import planned
 from cvt_kernels.ops.triton_launch import ELEMENTS, accumulator_dtype, grid_dependency_synchronize
 
 _BLOCK = 1024
@@ -51,7 +50,6 @@ def why_unsupported(call: Record) -> str | None:
     return "there are no rows" if call.x.numel() == 0 else None
 
 
-@planned
 def scaled_rows(call: Record) -> Tensor:
     """Computes ``scaled_rows`` for checked arguments."""
     return scaled_rows_forward(*call)

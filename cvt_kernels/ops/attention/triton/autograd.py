@@ -17,7 +17,6 @@ from ....backends import Record
 from ....records import PositionBias
 from ...autograd import gradients_again
 from ...graph_operators import graph_operator
-from ...launch_plans import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .. import why_scale_too_small
 from .backward import attention_backward
@@ -75,7 +74,6 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-@planned_part
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Tensor | None, rows: Tensor | None,
     places: list[int] | None, scale: float, need_stats: bool,
@@ -84,7 +82,6 @@ def _forward(
     return attention_forward(q, k, v, bias, scale, need_stats=need_stats, position=position)
 
 
-@planned_part
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     table: Tensor | None, rows: Tensor | None, places: list[int] | None, scale: float, need_kv: bool,
@@ -204,7 +201,6 @@ def why_unsupported(call: Record) -> str | None:
 _LARGEST_SCALE = 2.0**64
 
 
-@planned
 def attention(call: Record) -> Tensor:
     """Computes ``cvt_kernels.attention`` for checked arguments.
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from .... import modes
 from ....backends import Record
 from ...graph_operators import launcher
-from ...launch_plans import planned
 from .common import MAX_CHANNELS
 from .embed import embed, why_not_embedded
 from .normalize import normalize
@@ -71,7 +70,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
 def conv_embedding(call: Record) -> Tensor:
     """Computes ``cvt_kernels.conv_embedding`` for checked arguments.
 

@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .... import launching, modes
-from ....backends import Record, prepared_by
+from ....backends import Record
 from ....records import ConvBatchNorm
-from ... import launch_plans
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
 from ...graph_operators import launcher
@@ -473,13 +472,6 @@ def _is_stacked(call: Record) -> bool:
     return channels > 192 or batch * tokens > 2**14 or stacked.is_one_launch(*call)
 
 
-def _prepare(call: Record) -> Callable[..., Any] | None:
-    if _is_stacked(call):
-        return stacked.prepare(grouped_linear_forward, call)
-    return launch_plans.plan(_in_one, call)
-
-
-@prepared_by(_prepare)
 def conv_linear(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear`` for checked arguments.
 

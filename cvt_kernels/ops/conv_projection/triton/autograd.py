@@ -20,7 +20,6 @@ from ....backends import Record
 from ....records import ConvBatchNorm, flattened, unflattened
 from ...autograd import gradients_again
 from ...graph_operators import graph_operator
-from ...launch_plans import planned, planned_part
 from ...triton_launch import accumulator_dtype
 from .backward import backward_conv, backward_input, backward_sums, weights_of
 from .common import Geometry
@@ -124,19 +123,19 @@ def _gradients(
 ) -> list[Tensor]:  # fmt: skip
     """Returns [dx, *dweights, *dgammas, *dbetas]; parameters' gradients are this process's share."""
     dys = geometry.of_each([dy.contiguous() for dy in dys])
-    sums = _sums(x, geometry, weights, means, variances, dys)
+    sums = backward_sums(x, geometry, weights, means, variances, dys)
     all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
     if batch_stats and synchronized is not None:
         all_sums, counts = synchronized.mean_of(sums), [1.0] * len(weights)
     dx, dweights = _of_convolutions(
         x, geometry, weights, gammas, means, variances, dys, all_sums if batch_stats else None, counts
     )
+    own = weights_of(dweights, geometry.kernel_sizes)
     dgammas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 1].unbind(), gammas, strict=True)]
     dbetas = [total.to(gamma.dtype) for total, gamma in zip(sums[:, 0].unbind(), gammas, strict=True)]
-    return [dx, *dweights, *dgammas, *dbetas]
+    return [dx, *own, *dgammas, *dbetas]
 
 
-@planned_part
 def _project(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
     betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
@@ -144,12 +143,7 @@ def _project(
     return tuple(projection_forward(x, geometry, weights, gammas, betas, means, variances))
 
 
-_batch_statistics = planned_part(batch_statistics)
-_update = planned_part(update_running_statistics)
-_sums = planned_part(backward_sums)
-
-
-def _run_convolutions(
+def _of_convolutions(
     x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
     means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
     counts: Sequence[float],
@@ -159,22 +153,6 @@ def _run_convolutions(
         x, geometry, weights, gammas, means, variances, dys, sums, counts
     )  # fmt: skip
     return backward_input(geometry, weights, dconvs, dys), dweights
-
-
-_in_one = planned_part(_run_convolutions)
-
-
-@planned_part
-def _of_convolutions(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
-    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
-    counts: Sequence[float],
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Returns the gradients of x and of the weights."""
-    dx, dweights = _run_convolutions(
-        x, geometry, weights, gammas, means, variances, dys, sums, counts
-    )  # fmt: skip
-    return dx, weights_of(dweights, geometry.kernel_sizes)
 
 
 def _counts(batch: int, geometry: Geometry) -> list[int]:
@@ -233,10 +211,10 @@ def _backward_op(
     """Returns the gradients of x, of all weights, and of all norms: outputs may not share memory."""
     unpacked = _unpack_geometry(geometry, epss)
     dys = unpacked.of_each([dy.contiguous() for dy in dys])
-    sums = _sums(x, unpacked, weights, means, variances, dys)
+    sums = backward_sums(x, unpacked, weights, means, variances, dys)
     counts = [float(n) for n in _counts(x.shape[0], unpacked)]
     used = sums if batch_stats else None
-    return [*_in_one(x, unpacked, weights, gammas, means, variances, dys, used, counts), sums]
+    return [*_of_convolutions(x, unpacked, weights, gammas, means, variances, dys, used, counts), sums]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -272,8 +250,8 @@ def _statistics_op(
     running_means: list[Tensor], running_vars: list[Tensor], tracked: list[Tensor], momenta: list[float],
     corrections: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    running = rows, running_means, running_vars, tracked, momenta, corrections
-    return _batch_statistics(x, _unpack_geometry(geometry, epss), weights, running)
+    running = Running(rows, running_means, running_vars, tracked, momenta, corrections)
+    return batch_statistics(x, _unpack_geometry(geometry, epss), weights, running)
 
 
 @graph_operator("update_running_statistics", mutates=_WRITTEN)
@@ -281,7 +259,8 @@ def _update_op(
     mean: Tensor, variance: Tensor, rows: list[int], running_means: list[Tensor], running_vars: list[Tensor],
     tracked: list[Tensor], momenta: list[float], corrections: list[float],
 ) -> None:  # fmt: skip
-    _update(mean, variance, (rows, running_means, running_vars, tracked, momenta, corrections))
+    running = Running(rows, running_means, running_vars, tracked, momenta, corrections)
+    update_running_statistics(mean, variance, running)
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -311,7 +290,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
 def conv_projection(call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_projection`` for checked arguments.
 
@@ -366,7 +344,7 @@ def _statistics(
         constants = _pack_geometry(geometry), list(geometry.epss)
         mean, variance = _statistics_op(x, list(weights), *constants, *map(list, given))
     else:
-        mean, variance = _batch_statistics(x, geometry, weights, (*given,))
+        mean, variance = batch_statistics(x, geometry, weights, given)
     unbiased = variance
     if group is not None:
         synchronized, mean, variance = _Synchronized.merge(mean, variance, counts, group)
@@ -377,7 +355,7 @@ def _statistics(
         if compiling:
             _update_op(mean, unbiased, *map(list, running))
         else:
-            _update(mean, unbiased, (*running,))
+            update_running_statistics(mean, unbiased, running)
     if running.rows and not compiling:  # operators tell autograd by themselves
         torch.autograd.graph.increment_version((*running.means, *running.variances))
     return list(mean.unbind()), list(variance.unbind()), synchronized

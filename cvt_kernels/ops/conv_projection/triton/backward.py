@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .... import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
-from ...waiting_launches import may_wait
 from .common import (
     Geometry,
     RegionTiling,
@@ -40,82 +39,46 @@ from .sliding_backward import sliding_backward_conv, sliding_backward_input, sli
 
 @triton.jit
 def _sum_regions_kernel(
-    partial_ptrs, sum_ptrs, channels, elements, SIZES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+    partial_ptr, sum_ptr, channels, elements, SIZES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Sums tensors (rows, regions, C) over regions; each group of n rows becomes (C, n), flat.
+    """Sums a tensor (rows, regions, C) over regions; each group of n rows becomes (C, n), flat.
 
-    A program sums some channels of a row of one tensor. SIZES are the groups of each tensor, ROWS their sums.
-    Rows have so many elements, regions · C: Triton compiles the same for any number of regions.
+    A program sums some channels of a row. SIZES are the groups. A row has so many elements, regions · C:
+    Triton compiles the same for any number of regions.
     """
     grid_dependency_synchronize()
     P: tl.constexpr = TILE.pixels
     BC: tl.constexpr = TILE.channels
-    program = tl.program_id(0)
-    partial_ptr, own_channels, own_elements, own_program = partial_ptrs[0], channels[0], elements[0], program
-    first = 0  # of the programs of a tensor
-    for i in tl.static_range(1, len(ROWS)):
-        first += tl.cdiv(channels[i - 1], BC) * ROWS[i - 1]
-        own_program = tl.where(program >= first, program - first, own_program)
-        partial_ptr = tl.where(program >= first, partial_ptrs[i], partial_ptr)
-        own_channels = tl.where(program >= first, channels[i], own_channels)
-        own_elements = tl.where(program >= first, elements[i], own_elements)
-    blocks = tl.cdiv(own_channels, BC)
-    row = own_program // blocks
-    c = own_program % blocks * BC + tl.arange(0, BC)
-    c_mask = c < own_channels
-    partial_ptr += row.to(tl.int64) * own_elements
-    own_regions = own_elements // own_channels
+    blocks = tl.cdiv(channels, BC)
+    row = tl.program_id(0) // blocks
+    c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
+    c_mask = c < channels
+    partial_ptr += row.to(tl.int64) * elements
+    regions = elements // channels
     sums = tl.zeros([P, BC], TILE.accumulator)
-    for number in range(0, own_regions, P):
+    for number in range(0, regions, P):
         number += tl.arange(0, P)
-        sums += load_partial(partial_ptr, number, c, c_mask, own_regions, own_channels)
-    total = tl.sum(sums, axis=0)
-    first = 0
-    for i in tl.static_range(len(ROWS)):
-        end = first + tl.cdiv(channels[i], BC) * ROWS[i]
-        if (program >= first) & (program < end):
-            place = _place_of_sums(row, c, channels[i], SIZES, i)
-            tl.store(sum_ptrs[i] + place, total.to(sum_ptrs[i].dtype.element_ty), mask=c_mask)
-        first = end
-
-
-@triton.jit
-def _place_of_sums(row, c, channels, SIZES: tl.constexpr, INDEX: tl.constexpr):
-    """Returns where the sums of a row lie among those of its tensor."""
-    GROUPS: tl.constexpr = SIZES[INDEX]
+        sums += load_partial(partial_ptr, number, c, c_mask, regions, channels)
     place = c
     start = 0
-    for i in tl.static_range(len(GROUPS)):
-        is_own = (row >= start) & (row < start + GROUPS[i])
-        place = tl.where(is_own, start * channels + c * GROUPS[i] + row - start, place)
-        start += GROUPS[i]
-    return place
+    for i in tl.static_range(len(SIZES)):
+        is_own = (row >= start) & (row < start + SIZES[i])
+        place = tl.where(is_own, start * channels + c * SIZES[i] + row - start, place)
+        start += SIZES[i]
+    tl.store(sum_ptr + place, tl.sum(sums, axis=0).to(sum_ptr.dtype.element_ty), mask=c_mask)
 
 
 def sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns (rows, regions, C) summed over regions in a fixed order: (C, n) per group of n rows, flat.
-
-    In a recording one launch serves several calls, whose sums nobody reads before (:func:`_together`).
-    """
+    """Returns (rows, regions, C) summed over regions in a fixed order: (C, n) per group of n rows, flat."""
     rows, regions, channels = partial.shape
     total = partial.new_empty(rows * channels, dtype=dtype)
     config = configuration("sum_regions", partial)
     launching.launch(
         _sum_regions_kernel, (-(-channels // config.channels) * rows,), on=partial, options=config.options,
-        partial_ptrs=(partial,), sum_ptrs=(total,), channels=(channels,), elements=(regions * channels,),
-        SIZES=(tuple(sizes),), ROWS=(rows,), TILE=Tile.of(config, partial.dtype),
+        partial_ptr=partial, sum_ptr=total, channels=channels, elements=regions * channels,
+        SIZES=tuple(sizes), TILE=Tile.of(config, partial.dtype),
     )  # fmt: skip
     return total
-
-
-@may_wait(_sum_regions_kernel)
-def _together(launches: Sequence[launching.Launch]) -> launching.Launch:
-    """Returns one launch that does what several of ``sum_regions`` do."""
-    first, *others = launches
-    arguments = dict(first.arguments)
-    for each in others:
-        arguments |= {name: arguments[name] + each.arguments[name] for name in arguments if name != "TILE"}
-    return first._replace(grid=(sum(each.grid[0] for each in launches),), arguments=arguments)
 
 
 # Sums over the batch --------------------------------------------------------------------------------------

@@ -322,15 +322,15 @@ class Running(NamedTuple):
 
 
 def batch_statistics(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], running: tuple[Any, ...] = ()
+    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], running: Running
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid.
 
-    It updates the running statistics of the fields of :class:`Running`, with momenta that are not negative.
+    It updates running statistics, whose momenta are not negative.
     """
     x = maybe_contiguous(x)
     if has_sliding_kernel(geometry):
-        return _merged(*sliding_statistics(x, geometry, weights), Running(*running))
+        return _merged(*sliding_statistics(x, geometry, weights), running)
     tiling = RegionTiling.of("stats", x, geometry)
     partial = x.new_empty(len(weights), 2, tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), tiling.regions)
@@ -339,7 +339,7 @@ def batch_statistics(
         x_ptr=x, w_ptrs=packed_above_3x3(weights, tiling.config), partial_ptr=partial, counts_ptr=counts,
         regions=tiling.regions, stride_b=x.stride(0), stride_t=x.stride(1), **tiling.arguments,
     )  # fmt: skip
-    return _merged(partial, counts, Running(*running))
+    return _merged(partial, counts, running)
 
 
 def _merged(partial: Tensor, counts: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -397,11 +397,11 @@ def _update_running_kernel(
             tl.store(tracked_ptrs[i], count)
 
 
-def update_running_statistics(mean: Tensor, variance: Tensor, running: tuple[Any, ...]) -> None:
-    """Updates running statistics, the fields of :class:`Running`, by those of a batch (branches, C)."""
+def update_running_statistics(mean: Tensor, variance: Tensor, running: Running) -> None:
+    """Updates running statistics by those of a batch (branches, C)."""
     config = configuration("update_running", mean)
     launching.launch(
         _update_running_kernel, (len(running[0]),), on=mean, options=config.options,
         mean_ptr=mean, var_ptr=variance, channels=mean.shape[1], TILE=Tile.of(config, mean.dtype),
-        **_arguments_of(Running(*running)),
+        **_arguments_of(running),
     )  # fmt: skip

@@ -14,7 +14,6 @@ from .... import launch, launching
 from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Pixels
-from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded
 from ...triton_launch import contiguous, grid_dependency_synchronize, product_types, why_not_for_inference
 from ...triton_tf32 import rounded
@@ -231,7 +230,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned_with_operators
 def depth_head(call: Record) -> Tensor:
     """Computes ``cvt_kernels.depth_head`` for checked arguments."""
     x, weight, bias, last_weight, last_bias, max_depth = call

@@ -16,7 +16,6 @@ from ....backends import Record
 from ...autograd import gradients_again
 from ...conv_projection.triton.common import maybe_contiguous
 from ...graph_operators import graph_operator
-from ...launch_plans import planned, planned_part
 from .backward import conv_gelu_backward, parameters_of
 from .forward import conv_gelu_forward
 
@@ -55,16 +54,6 @@ class _DepthwiseConvGelu(torch.autograd.Function):
 
 # The operators of torch.compile ---------------------------------------------------------------------------
 
-_forward = planned_part(conv_gelu_forward)
-
-
-@planned_part
-def _backward(
-    dy: Tensor, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str,
-    needs_dx: bool,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    return conv_gelu_backward(dy, x, grid, weight, bias, approximate, needs_dx=needs_dx)
-
 
 def _like(x, grid, weight, bias, approximate):
     return x.new_empty(x.shape)
@@ -73,7 +62,7 @@ def _like(x, grid, weight, bias, approximate):
 @graph_operator("triton_depthwise_conv_gelu", _like)
 def _forward_op(x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     height, width = grid
-    return _forward(maybe_contiguous(x), (height, width), weight, bias, approximate)
+    return conv_gelu_forward(maybe_contiguous(x), (height, width), weight, bias, approximate)
 
 
 def _gradient_shapes(dy, x, grid, weight, bias, approximate, needs_dx):
@@ -88,9 +77,8 @@ def _backward_op(
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of x, if needed, and of weight and bias as one: outputs may not share memory."""
     height, width = grid
-    dx, sums = _backward(
-        dy.contiguous(), maybe_contiguous(x), (height, width), weight, bias, approximate, needs_dx
-    )
+    given = dy.contiguous(), maybe_contiguous(x), (height, width), weight, bias, approximate
+    dx, sums = conv_gelu_backward(*given, needs_dx=needs_dx)
     return [sums] if dx is None else [dx, sums]
 
 
@@ -128,7 +116,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
 def depthwise_conv_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 

@@ -17,7 +17,6 @@ from .... import modes, reference
 from ....backends import Record
 from ...autograd import gradients_again, refuse_again
 from ...graph_operators import graph_operator, launcher
-from ...launch_plans import planned, planned_part
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
 from .common import MAX_NORMALIZED
@@ -79,7 +78,6 @@ def activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
     return run(rows, weight, bias, approximate)
 
 
-@planned_part
 def _launch_gelu(
     rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
 ) -> tuple[Tensor, Tensor]:
@@ -315,7 +313,6 @@ def linear(call: Record) -> Tensor:
     return _Linear.apply(*call)
 
 
-@planned
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
@@ -336,7 +333,6 @@ def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
     return torch.promote_types(modes.autocast_dtype(x) or x.dtype, residual.dtype)
 
 
-@planned
 def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
     x, weight, bias, residual, inplace, scale, scales_sum = call
@@ -350,7 +346,6 @@ def linear_add(call: Record) -> Tensor:
     return residual
 
 
-@planned
 def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.linear_add_layer_norm`` for checked arguments.
 

@@ -32,7 +32,6 @@ from ....launch import formulas
 from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
 from ...graph_operators import graph_operator, launcher
-from ...launch_plans import planned_part
 from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import part_width
@@ -129,7 +128,6 @@ def _sum_like(product, bias, residual, scale, scales_sum, dtype):
 
 
 @launcher("linear_ends", _sum_like)
-@planned_part
 def linear_ends(
     product: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None, scales_sum: bool,
     dtype: torch.dtype,
@@ -235,7 +233,6 @@ def linear_starts(
     return Start(dout if dproduct is None else dproduct, dresidual, dbias, activated)
 
 
-@planned_part
 def _launch_starts(
     dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
     activates: bool, scale: Tensor | None, scales_sum: bool,

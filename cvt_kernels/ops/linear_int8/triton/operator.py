@@ -10,7 +10,6 @@ from torch import Tensor
 from .... import launching
 from ....backends import Record
 from ....records import QuantizedRows
-from ...launch_plans import planned
 from ...triton_launch import contiguous
 from .common import MAX_CHANNELS, MAX_INPUTS
 from .forward import linear_int8_forward
@@ -58,14 +57,12 @@ def why_linear_unsupported(call: Record) -> str | None:
     return _why_dtype_unsupported(x, weight.dtype)
 
 
-@planned
 def quantize_rows(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
     x, scale, dtype = call
     return _served(quantize_rows_forward, x, scale, dtype)
 
 
-@planned
 def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
     x, weight, bias, eps, shift, scale, dtype = call
@@ -73,7 +70,6 @@ def layer_norm_quantize(call: Record) -> QuantizedRows:
     return _served(layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
 
 
-@planned
 def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
     x, bias, approximate, scale, dtype = call
@@ -87,7 +83,6 @@ def _served(forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
     return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))
 
 
-@planned
 def linear_int8(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
     x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call

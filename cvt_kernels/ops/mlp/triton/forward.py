@@ -14,7 +14,6 @@ from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Mlp
 from ...graph_operators import launcher
-from ...launch_plans import planned
 from ...linear.triton.common import ELEMENTS, padded
 from ...triton_gelu import activate, activate_half
 from ...triton_launch import contiguous, grid_dependency_synchronize
@@ -323,7 +322,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
 def layer_norm_mlp(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_mlp`` for checked arguments.
 

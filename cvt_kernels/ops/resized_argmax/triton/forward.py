@@ -12,7 +12,6 @@ from torch import Tensor
 from .... import launch, launching
 from ....backends import Record
 from ....launch.records import Rows
-from ...launch_plans import planned
 from ...triton_launch import grid_dependency_synchronize
 from ...triton_resize import source
 
@@ -197,7 +196,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned
 def resized_argmax(call: Record) -> Tensor:
     """Computes ``cvt_kernels.resized_argmax`` for checked arguments."""
     return argmax_forward(call.logits, call.size)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ....backends import Record
-from ...launch_plans import planned
 from ...triton_launch import contiguous
 from .. import autograd
 from .backward import layer_norm_backward
@@ -101,6 +100,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-gather_rows = planned(functools.partial(autograd.gather_rows, "triton"))
-gather_add_layer_norm = planned(functools.partial(autograd.gather_add_layer_norm, "triton"))
-scatter_rows = planned(functools.partial(autograd.scatter_rows, "triton"))
+gather_rows = functools.partial(autograd.gather_rows, "triton")
+gather_add_layer_norm = functools.partial(autograd.gather_add_layer_norm, "triton")
+scatter_rows = functools.partial(autograd.scatter_rows, "triton")

@@ -14,7 +14,6 @@ from .... import launch, launching
 from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Product
-from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded, part_width
 from ...triton_launch import grid_dependency_synchronize, product_types, why_not_for_inference
 from ...triton_resize import source
@@ -256,7 +255,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned_with_operators
 def segmentation_head(call: Record) -> Tensor:
     """Computes ``cvt_kernels.segmentation_head`` for checked arguments."""
     x, weight, bias, others, classifier_weight, classifier_bias = call

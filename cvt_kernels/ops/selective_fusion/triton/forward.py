@@ -14,7 +14,6 @@ from ....backends import Record
 from ....launch import formulas
 from ....launch.records import Product
 from ....records import NormalizedConv
-from ...launch_plans import planned_with_operators
 from ...linear.triton.common import padded, part_width
 from ...triton_launch import contiguous, grid_dependency_synchronize, product_types, why_not_for_inference
 from ...triton_resize import source
@@ -347,7 +346,6 @@ def why_unsupported(call: Record) -> str | None:
     return None
 
 
-@planned_with_operators
 def selective_fusion(call: Record) -> Tensor:
     """Computes ``cvt_kernels.selective_fusion`` for checked arguments."""
     x, other = (image.permute(0, 2, 3, 1).contiguous() for image in (call.x, call.other))

@@ -51,31 +51,14 @@ def assert_served(x, branches):
 
 @torch.no_grad()
 @pytest.mark.parametrize("class_tokens", [0, 1])
-def test_later_calls_are_planned(starts, class_tokens):
+def test_later_calls_compute_the_same_bits(class_tokens):
     x, branches = make(class_tokens, strides=(1, 2, 2))
     first = assert_served(x, branches)
-    assert starts == []
     for _ in range(2):
         assert all(map(torch.equal, assert_served(x, branches), first))
-    assert starts == [True, True]
     other = torch.randn_like(x)
     assert_served(other, branches)
-    # Other modules whose tensors are alike take the same launch.
     assert_served(other, make(class_tokens, strides=(1, 2, 2))[1])
-    assert starts == [True] * 4
-
-
-@torch.no_grad()
-def test_general_kernels_are_planned_up_to_3x3(starts):
-    x, branches = make()
-    for kernel_size, planned in ((1, 1), (5, 0)):
-        starts.clear()
-        settings = {"padding": kernel_size // 2, "groups": CHANNELS, "bias": False}
-        conv = nn.Conv2d(CHANNELS, CHANNELS, kernel_size, **settings).to(DEVICE)
-        branches[0] = conv, branches[0][1]
-        assert_served(x, branches)
-        assert_served(x, branches)
-        assert len(starts) == planned
 
 
 def written_in_place(conv, bn):
@@ -135,11 +118,10 @@ CHANGES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_of_modules_are_noticed(starts, change):
+def test_changes_of_modules_are_noticed(change):
     x, branches = make()
     assert_served(x, branches)
     before = assert_served(x, branches)
-    assert starts == [True]
     change(*branches[0])
     for _ in range(2):
         after = assert_served(x, branches)
@@ -159,7 +141,7 @@ def test_changes_of_modules_are_noticed(starts, change):
         (1, "eps", lambda: 0.0, "eps: got 0.0"),
     ],
 )
-def test_wrong_changes_raise_as_if_there_had_been_no_call_before(starts, which, name, value, message):
+def test_wrong_changes_raise_as_if_there_had_been_no_call_before(which, name, value, message):
     x, branches = make()
     assert_served(x, branches)
     module = branches[0][which]
@@ -171,10 +153,9 @@ def test_wrong_changes_raise_as_if_there_had_been_no_call_before(starts, which, 
     with ck.use_backend("triton"), pytest.raises(TypeError, match="grid: got"):
         project(x, (2.0, 3.0), branches)
     assert_served(x, branches)
-    assert starts == [True]
 
 
-def test_gradients_are_noticed(starts):
+def test_gradients_are_noticed():
     x, branches = make()
     with torch.no_grad():
         assert_served(x, branches)
@@ -187,11 +168,10 @@ def test_gradients_are_noticed(starts):
     assert all(out.requires_grad for out in assert_served(x, branches))
     with torch.inference_mode():
         assert all(out.is_inference() for out in assert_served(x, branches))
-    assert starts == [True] * 3  # one of them with gradients
 
 
 @torch.no_grad()
-def test_launches_are_intercepted_all_the_same_and_another_configuration_is_noticed(starts):
+def test_launches_are_intercepted_all_the_same_and_another_configuration_is_noticed():
     x, branches = make()
     assert_served(x, branches)
     assert_served(x, branches)
@@ -203,17 +183,15 @@ def test_launches_are_intercepted_all_the_same_and_another_configuration_is_noti
     with launch.overridden("conv_projection_sliding_fwd", config):
         assert_served(x, branches)
     assert_served(x, branches)
-    assert starts == [True]
 
 
 @torch.no_grad()
-def test_nothing_is_kept_of_the_modules(starts):
+def test_nothing_is_kept_of_the_modules():
     x, branches = make()
     model = nn.ModuleList(nn.ModuleList(branch) for branch in branches)
     attributes = [set(vars(module)) for module in model.modules()]
     for _ in range(3):
         assert_served(x, branches)
-    assert starts == [True] * 2
     assert [set(vars(module)) for module in model.modules()] == attributes
     copied = pickle.loads(pickle.dumps(model))
     assert list(copied.state_dict()) == list(model.state_dict())

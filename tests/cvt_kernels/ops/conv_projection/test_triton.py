@@ -159,31 +159,6 @@ def test_sums_of_many_regions(regions):
     torch.testing.assert_close(ours, torch.cat([first.t().flatten(), second.t().flatten()]))
 
 
-def launched_together(calls):
-    """Returns what calls of ``sum_regions`` give by one launch."""
-    waiting = []
-    with launching.intercepted_launches(waiting.append, launching.chip(calls[0][0].device)):
-        totals = [backward.sum_regions(*call) for call in calls]
-    together = backward._together(waiting)
-    launching.launch(together.kernel, together.grid, totals[0], together.options, **together.arguments)
-    return totals
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 2)])
-def test_one_launch_sums_several_tensors(order):
-    """Those of other sizes, dtypes and groups of rows have the bits of launches of their own."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    calls = [
-        (torch.randn(1, 300, 40, device=device), (1,), torch.bfloat16),
-        (torch.randn(5, 7, 17, device=device), (3, 2), torch.float32),
-        (torch.randn(2, 1, 1, device=device), (1, 1), torch.float16),
-        (torch.randn(4, 520, 96, device=device), (4,), torch.float32),
-    ]
-    calls = [calls[i] for i in order]
-    for ours, call in zip(launched_together(calls), calls, strict=True):
-        assert torch.equal(ours, backward.sum_regions(*call))
-
-
 def running_statistics(channels, momenta):
     """Returns running statistics of the first and the third of three branches, with their own tensors."""
     given = [torch.rand(channels, dtype=torch.float64) for _ in range(4)]
@@ -207,7 +182,7 @@ def test_running_statistics_are_those_of_their_branch(channels):
     mean, variance = (torch.rand(3, channels, dtype=torch.float64) for _ in range(2))
     running = running_statistics(channels, (0.2, -1.0))  # negative: the average over all batches
     before = copy.deepcopy(running)
-    forward.update_running_statistics(mean, variance, (*running,))
+    forward.update_running_statistics(mean, variance, running)
     assert_updated(running, before, mean, variance)
 
 
