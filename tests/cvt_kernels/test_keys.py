@@ -327,10 +327,10 @@ def is_told(change, first):
 @every_operator
 def test_an_entry_is_for_calls_of_one_kind(operator):
     for name, record in records(operator):
-        key = choose._cache_key_of(operator, record)
+        key = choose.cache_key(operator, **record._asdict())
         for change, other in changes_of(operator, record):
             if is_told(change, record._fields[0]):
-                assert choose._cache_key_of(operator, other) != key, f"{name}: {change}"
+                assert choose.cache_key(operator, **other._asdict()) != key, f"{name}: {change}"
 
 
 def entry_key(**changes):
