@@ -950,7 +950,7 @@ def test_gpu_replays(on_gpu, make):
 
 
 @pytest.mark.gpu
-def test_gpu_auto_takes_what_it_chose_for_graphs(tuning):
+def test_gpu_auto():
     model = ck.graphed(ours().cuda().eval())
     with torch.inference_mode():
         for _ in range(3):

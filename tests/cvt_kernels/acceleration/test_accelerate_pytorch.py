@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cvt_kernels as ck
-from cvt_kernels import backends, modes
-from cvt_kernels.tuning import tuner
+from cvt_kernels import modes
 from tests.checks import assert_accurate, not_built, record_calls
 from tests.processes import run_ranks
 from tests.upstream import (
@@ -253,21 +252,6 @@ def test_exports(make):
         assert bool(kernels_in(program)) != not_built()
         with torch.no_grad():
             assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
-
-
-@pytest.mark.parametrize("tunes", ["0", "1"])
-@pytest.mark.parametrize("make", UPSTREAMS)
-@pytest.mark.slow
-def test_compiles_under_auto_by_cached_entries(make, tunes, tuning, monkeypatch):
-    own, fused = one_stage(make).eval(), ck.accelerate(one_stage(make)).eval()
-    fused.load_state_dict(own.state_dict())
-    with ck.use_backend("auto"), torch.no_grad():
-        fused(images())
-        monkeypatch.setenv("CVT_KERNELS_AUTOTUNE", tunes)
-        monkeypatch.setattr(tuner, "tune", lambda task, *how: pytest.fail(f"tunes {tuning.cache_key}"))
-        backends.forget()
-        compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
-        assert relative(logits(compiled(images())), logits(own(images()))) < 1e-5
 
 
 # Several processes -----------------------------------------------------------------------------------------

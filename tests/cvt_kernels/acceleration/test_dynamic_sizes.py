@@ -84,7 +84,7 @@ def ways(name):
 
 @torch.no_grad()
 @every_family("segformer")
-def test_exported_programs_take_all_sizes_that_the_models_take(name, tuning):
+def test_exported_programs_take_all_sizes_that_the_models_take(name):
     own, *fused = ways(name)
     first, *others = SIZES[name]
     x = images(*first)
@@ -103,7 +103,7 @@ def test_exported_programs_take_all_sizes_that_the_models_take(name, tuning):
 
 @torch.no_grad()
 @every_family("segformer")
-def test_as_many_graphs_as_of_the_model(name, tuning):
+def test_as_many_graphs_as_of_the_model(name):
     graphs = []
 
     def noted(graph, inputs):

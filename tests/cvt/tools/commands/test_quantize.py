@@ -19,11 +19,8 @@ from cvt import create_model, read_checkpoint
 from cvt.tools.commands import main
 from cvt.tools.commands import quantize as command
 from cvt.tools.commands.quantize import fewest
-from cvt.tools.commands.smaller import evaluated
 from cvt.tools.datasets import save_digits
 from cvt.tools.evaluation import Evaluation
-from cvt_kernels import backends
-from cvt_kernels.tuning import tuner
 from tests.checks import Terminal, bad
 from tests.cvt.models import equal, small
 
@@ -94,21 +91,6 @@ def test_the_other_commands_take_the_file(digits, capsys, tmp_path):
     assert main(["export", "--checkpoint", path, "--format", "onnx", "--output", str(output)]) == 0
     kinds = [node.op_type for node in onnx.load(output).graph.node]
     assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (18, 36)
-
-
-@pytest.mark.usefixtures("tuning")
-@pytest.mark.parametrize("requested", ["auto", "reference"])
-def test_nothing_is_tuned(requested, monkeypatch, tmp_path):
-    seen = set()
-    monkeypatch.setattr(tuner, "tune", lambda task: pytest.fail(f"tunes {task.cache_key}"))
-    monkeypatch.setattr(
-        command, "evaluated", lambda *args: seen.add(backends.requested_backends()) or evaluated(*args)
-    )
-    options = ["--checkpoint", "digits", "--calibrate", "digits", "--output", str(tmp_path / "q.safetensors")]
-    with ck.use_backend(requested):
-        assert main(["quantize", *options]) == 0
-    untuned = command._BACKENDS["cuda" if torch.cuda.is_available() else "cpu"]
-    assert seen == {untuned if requested == "auto" else ("reference",)}
 
 
 def test_it_is_not_trained(digits, capsys, tmp_path):

@@ -52,7 +52,7 @@ def test_a_table_a_file_and_choices(gelu_alone, tmp_path, capsys):
     assert content["machine"] == machine_key(CPU)
     assert content["workload"]["batch_size"] == [2]
     rows = content["calls"]
-    assert len(rows) == 6  # of three stages, for Microsoft's GELU and Hugging Face's
+    assert len(rows) == 8  # of three stages and a class token, for Microsoft's GELU and Hugging Face's
     for row in rows:
         assert row["chosen"] in row["measurements"]
         for measurement in row["measurements"].values():
@@ -67,7 +67,7 @@ def test_a_table_a_file_and_choices(gelu_alone, tmp_path, capsys):
     assert block[0] == "bias_gelu, forward, float32 (times in µs)"
     assert max(map(len, block)) <= 110
     assert [line.split()[-1] for line in block[2:]] == [row["chosen"] for row in rows]
-    assert summary[0].startswith("6 calls, 6 tuned in ")
+    assert summary[0].startswith("8 calls, 8 tuned in ")
     assert summary[1] == f"remembered in {choices.path(CPU)}"
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import autotune
 from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
 from tests.checks import (
@@ -200,17 +199,6 @@ def test_gradients_of_the_table_alone_are_left_to_others():
     live = position._replace(table=position.table.requires_grad_())
     with ck.use_backend("cpu"), pytest.raises(ck.BackendUnavailable, match="has no gradients on a CPU"):
         ck.attention(q, k, v, position=live)
-
-
-@pytest.mark.parametrize("with_rows", [False, True])
-@pytest.mark.usefixtures("tuning")
-def test_a_table_is_autotuned(with_rows):
-    q, k, v, position = make(GRIDS[1], dtype=torch.float32, rows=ROWS.cpu() if with_rows else None)
-    with torch.no_grad():
-        out = ck.attention(q.cpu(), k.cpu(), v.cpu(), position=position)
-    torch.testing.assert_close(out, attend("reference", q, k, v, position=position), rtol=1e-4, atol=1e-5)
-    (cache_key,) = autotune.cache_for(torch.device("cpu")).entries()
-    assert cache_key.endswith("fixed bias by position" + (" of chosen queries" if with_rows else ""))
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa", CPU_KERNELS])

@@ -178,16 +178,6 @@ def test_a_known_call_is_not_taken_for_another():
 
 
 @needs_extension
-@pytest.mark.usefixtures("tuning")
-@torch.no_grad()
-def test_an_entry_is_found_for_sums():
-    x, branches = make_x((6, 7), 16), make_branches(16)
-    expected = reference.conv_projection(x, (6, 7), branches, training=False)
-    torch.testing.assert_close(project(x, branches, (6, 7)), expected)
-    assert not any("could not be tuned" in reason for reason in ck.fallbacks().values())
-
-
-@needs_extension
 @pytest.mark.parametrize(
     ("branch", "message"),
     [

@@ -130,12 +130,6 @@ def test_tokens_that_x_does_not_have(backend, row):
         ck.scatter_rows(tokens(), rows, values())
 
 
-def test_a_token_that_is_named_twice_leaves_no_entry(tuning):
-    ck.scatter_rows(tokens()[:1], torch.tensor([[1, 1]]), values()[:1, :2])
-    assert "name a token twice" in " ".join(ck.fallbacks().values())
-    assert not list(tuning.rglob("*.json"))
-
-
 def test_values_in_the_memory_of_x_are_refused_in_place():
     x = tokens()
     before = x.clone()

@@ -18,7 +18,7 @@ from cvt.tools.commands.bench import contenders, contest, plots, workers
 from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
 from cvt_kernels import machine
-from cvt_kernels.tuning import clock, tuner
+from cvt_kernels.tuning import clock
 from tests.checks import bad, not_built
 from tests.upstream import KERNELS_FIRST
 
@@ -205,24 +205,6 @@ def test_what_is_not_replayed_is_not_measured_as_a_graph(monkeypatch):
     assert (1, "cvt-graphed") not in rows_of(results)
     note = "is not replayed as a CUDA graph: an argument is on cpu, not on an NVIDIA GPU"
     assert results["contenders"]["cvt-graphed"]["note"] == note
-
-
-@pytest.mark.usefixtures("small", "tuning")
-def test_kernels_are_tuned_before_anything_is_timed(monkeypatch):
-    timing, tuned = [], []
-    tune, turn = tuner.tune, workers.Runner.turn
-
-    def timed(self, batch_size):
-        timing.append(True)
-        seconds = turn(self, batch_size)
-        timing.clear()
-        return seconds
-
-    monkeypatch.setattr(workers.Runner, "turn", timed)
-    monkeypatch.setattr(tuner, "tune", lambda task, *how: tuned.append(bool(timing)) or tune(task, *how))
-    result_files.run(image_size=64, batch_sizes=(1, 2), rounds=1)
-    assert tuned
-    assert not any(tuned)
 
 
 class Allocating(nn.Module):
