@@ -4,7 +4,7 @@ from tests.processes import run_python
 
 #: Three small kernels, and a driver with which Triton launches them into its cache without a GPU.
 KERNELS = """
-import os, pickle
+import multiprocessing, os, pickle
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -83,6 +83,7 @@ os.sched_getaffinity = lambda process: {0, 1}
 launching.chip = lambda device: Chip(90, 132)
 compiling.TritonKernel.compile_into_cache = compiling.TritonKernel.compile  # there is no driver
 tuner.launches_of = lambda operator, **arguments: started
+multiprocessing.process.current_process()._config["daemon"] = False  # as tests start this one
 server = worker._Server(torch.device("cpu"))
 server.compile([calls.call_of("gelu", torch.empty(2, 4))])
 assert all(kernel.is_cached() for kernel in kernels)

@@ -63,8 +63,10 @@ def test_norms_in_float32(make, freeze, kind):
             ck.accelerate(own, freeze=True)
         return
     fused = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    exact = logits(copy.deepcopy(own).double()(x.double()))
     with ck.use_backend(*KERNELS_FIRST):
-        assert upstream.relative(logits(fused(x)), expected) < 0.03
+        ours, theirs = (upstream.relative(each.double(), exact) for each in (logits(fused(x)), expected))
+    assert ours <= max(2 * theirs, 0.01)
 
 
 # First calls ------------------------------------------------------------------------------------------------
