@@ -11,8 +11,8 @@ export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap -
 
 .PHONY: demo test test-all combinations suite benchmarks sanitize fuzz matrix docs bench gpu results lint wheel clean
 
-# The main job on two real photographs: parity and speed against Hugging Face's model, which autotunes the kernels; what this
-# machine takes since then; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
+# The main job on two real photographs: parity and speed against Hugging Face's model; what serves on this
+# machine; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
 demo: $(INSTALLED)
 	$(BIN)/cvt bench $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
 	$(BIN)/cvt doctor

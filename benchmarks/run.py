@@ -3,8 +3,8 @@
 ``make gpu`` is this script with ``--stage 1`` to ``5``, run by a python3 that has torch, triton, transformers
 and pytest-benchmark already; no network is needed. A stage takes at most 570 seconds, its most valuable parts
 come first, and each part is a process of its own with a time limit, so that one that fails costs the others
-nothing. However a stage ends, one archive holds what its parts have written, the built extension, the entries
-of autotuning and the kernels that Triton compiled; ``--from`` gives these to a later stage.
+nothing. However a stage ends, one archive holds what its parts have written, the built extension, the
+choices and the kernels that Triton compiled; ``--from`` gives these to a later stage.
 ``make bench`` is ``--stage cpu``, which has no limit of time and no archive, and prints a report.
 """
 
@@ -132,6 +132,23 @@ def stages(
         command = [sys.executable, "-m", "benchmarks.kernels", file, *options]
         return Part(name, command, seconds, ("transformers",))
 
+    def tune() -> Part:
+        """Returns the part that checks and times every kernel of CvT-13, in a process that may die."""
+        command = [
+            sys.executable,
+            "-m",
+            "cvt",
+            "tune",
+            "--dtype",
+            "bfloat16",
+            "--json",
+            str(results / "tune.json"),
+        ]
+        size = (
+            ["--image-size", "32", "--batch-size", "1"] if tiny else ["--batch-size", "1", "8", "32", "256"]
+        )
+        return Part("tune", [*command, *size], 150, ("tqdm",))
+
     def sweep(name: str) -> Part:
         file = str(results / f"sweep_{name}.json")
         command = [sys.executable, "-m", "benchmarks.sweep", file, "--seconds={seconds}", name]
@@ -161,6 +178,8 @@ def stages(
         ],
         "2": [
             build(device),
+            tune(),
+            model("graphed_tuned", graphed, 100),
             kernels("kernels_256", "accelerate-frozen", 256, 100),
             kernels("kernels_1", "accelerate-frozen", 1, 60),
             suite("operators", "benchmarks/test_operators.py", 200, "cvt_13 and not backward"),

@@ -1,7 +1,7 @@
 """The registry of operators and backends, the requested backends, and the available ones.
 
 ``declaration`` fills the registry: a package in ``ops/`` declares its operators and names their
-implementations, which are imported when a call needs them. ``dispatch`` chooses the one that serves a call.
+implementations, which are imported when a call needs them. ``choose`` chooses the one that serves a call.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Implementation:
 
 @dataclass(eq=False)
 class Operator:
-    """An operator, as ``dispatch`` needs it besides its backends.
+    """An operator, as ``choose`` needs it besides its backends.
 
     Attributes:
         name: Its name.
@@ -115,7 +115,7 @@ class Operator:
             they are enough for the check on a CPU, with 32 for the timing there.
         defaults: PyTorch's own backends in order of preference: the first able one serves without an entry.
             ``composed`` comes before them if other operators should serve then.
-        exact: Takes a record in float64; returns the exact result for autotuning. By default the reference.
+        exact: Takes a record in float64; returns the exact result for tuning. By default the reference.
         unrounded: Computes alternative results that are correct too, for implementations that do not round
             where the operator does.
         score: Takes a record and outputs that are no numbers, such as classes; returns numbers in their place

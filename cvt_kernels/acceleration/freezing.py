@@ -5,7 +5,7 @@ identity, folded tensors by version, memory and layout, settings by value. After
 examined and folded again (``stages``).
 
 Under ``torch.compile`` on a CPU each is one operator of the graph, which works as without ``torch.compile``:
-it detects changed weights, and its calls may be autotuned. The graph identifies the stage by a number, an
+it detects changed weights. The graph identifies the stage by a number, an
 attribute that Dynamo guards like any integer of a module.
 """
 

@@ -214,8 +214,7 @@ def verify(
     such an error runs again, forwards in evaluation or training steps.
 
     That takes about 16 forwards and 17 training steps, one of each in float64, and up to 16 more of both;
-    with ``evaluation_only`` no training steps, and at most two images in float64. A model whose calls have no
-    entries of autotuning is tuned first.
+    with ``evaluation_only`` no training steps, and at most two images in float64.
 
     A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers
     and the whole model are measured frozen, all others without freezing. Quantized layers stay quantized in

@@ -1,4 +1,4 @@
-"""The kinds of calls that share a cache entry, in words, and sample calls of fewer images for autotuning."""
+"""The kinds of calls that share a cache entry, in words, and sample calls of fewer images for tuning."""
 
 from __future__ import annotations
 

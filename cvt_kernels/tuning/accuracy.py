@@ -1,4 +1,4 @@
-"""The accuracy rule that autotuning, tests, benchmarks and reports share.
+"""The accuracy rule that tuning, tests, benchmarks and reports share.
 
 Against float64, our largest error may be a factor times the largest error of PyTorch's own operators in the
 same dtype, plus a few units in the last place (ulp) of the largest exact value.

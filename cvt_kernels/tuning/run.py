@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import backends, caller, checks
+from .. import backends, caller, checks, choose
 from . import choices, tuner
-from .calls import OperatorCall, collect
+from .calls import OperatorCall, call_of, collect
 from .choices import Entry, Measurement
 from .worker import Failure, NotEnoughMemory, Worker
 
@@ -195,3 +196,45 @@ def _warn_of_flaws(results: Sequence[Result]) -> None:
 
 def _warn(message: str) -> None:
     warnings.warn(f"cvt_kernels.tune: {message}", RuntimeWarning, stacklevel=caller.stacklevel_of_caller())
+
+
+# Without a model ------------------------------------------------------------------------------------------
+
+#: The examples of the operators' cards that are checked, and the dtypes, if the operator takes them.
+_EXAMPLES, _DTYPES = ("usual", "odd", "many"), ("float32", "bfloat16")
+
+
+def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, Measurement]:
+    """Checks the kernels of this project that may serve on a device, in a process that may die.
+
+    Args:
+        device: A CPU or an NVIDIA GPU.
+        seconds: How long a check may take.
+
+    Returns:
+        Backend and cache key → the measurement of the check, without a time.
+    """
+    from tqdm import tqdm
+
+    from ..cards import all_cards, make
+
+    asked: dict[tuple[str, str], OperatorCall] = {}
+    for operator, card in all_cards().items():
+        ours = [name for name, _ in choose.chosen_backends(operator, device) if name in backends.OURS]
+        for example, dtype in itertools.product(_EXAMPLES, _DTYPES):
+            if ours and dtype in card.choices["dtype"]:
+                plain = {name: values[0] for name, values in card.choices.items()}
+                made = make(operator, {**plain, **card.examples[example], "dtype": dtype}).call
+                record = made.map(lambda tensor: tensor.to(device)).record
+                call = call_of(operator, **record._asdict())
+                asked |= {(name, call.cache_key): call for name in ours}
+    results: dict[str, Measurement] = {}
+    with Worker(device, seconds) as worker:
+        compile_kernels(list(asked.values()), worker)
+        for (name, key), call in tqdm(asked.items(), desc="check", unit="call", leave=False, disable=None):
+            try:
+                if name in worker.candidates(call).names:
+                    results[f"{name}, {key}"] = worker.check(call, name)
+            except Failure as failure:
+                results[f"{name}, {key}"] = Measurement(None, None, None, f"the preparation {failure}")
+    return results

@@ -245,9 +245,9 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setattr(archive, "ROOT", tmp_path)  # with no extension
     results = tmp_path / "a-gpu" / "2026-01-01-0000"
     results.mkdir(parents=True)
-    for folder in ("cache/cvt_kernels/entries", "triton/known"):
+    for folder in ("cache/cvt_kernels/choices", "triton/known"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "cache/cvt_kernels/entries/key.json").write_text('{"entries": {"a": 2, "c": 2}}')
+    (tmp_path / "cache/cvt_kernels/choices/key.json").write_text('{"choices": {"a": 2, "c": 2}}')
     (tmp_path / "triton/known/kernel.cubin").write_text("carried")
 
     def run_stage(*parts, limit=run.LIMIT):
@@ -274,18 +274,18 @@ folder.mkdir(parents=True)
 TUNES = (
     COMPILES
     + """
-folder = pathlib.Path(os.environ["XDG_CACHE_HOME"], "cvt_kernels", "entries")
+folder = pathlib.Path(os.environ["XDG_CACHE_HOME"], "cvt_kernels", "choices")
 folder.mkdir(parents=True)
-(folder / "key.json").write_text('{"entries": {"a": 1}}')
+(folder / "key.json").write_text('{"choices": {"a": 1}}')
 """
 )
 
 
-def test_an_archive_has_results_entries_and_new_kernels(stage, tmp_path, monkeypatch):
+def test_an_archive_has_results_choices_and_new_kernels(stage, tmp_path, monkeypatch):
     passed, files = stage(python(COMPILES))
     assert passed
     assert sorted(files) == [
-        "entries/key.json",
+        "choices/key.json",
         "results/a-gpu/2026-01-01-0000/summary.json",
         "triton/new/__grp__kernel.json",
         "triton/new/kernel.cubin",
@@ -294,16 +294,16 @@ def test_an_archive_has_results_entries_and_new_kernels(stage, tmp_path, monkeyp
     elsewhere = tmp_path / "elsewhere"
     monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(elsewhere))
-    known = elsewhere / "cvt_kernels" / "entries" / "key.json"
+    known = elsewhere / "cvt_kernels" / "choices" / "key.json"
     known.parent.mkdir(parents=True)
-    known.write_text('{"entries": {"a": 1, "b": 1}}')
+    known.write_text('{"choices": {"a": 1, "b": 1}}')
     archive.restore(tmp_path / "stage1.tar.gz")
     assert (elsewhere / "new/kernel.cubin").read_text() == "compiled"
-    assert json.loads(known.read_text()) == {"entries": {"a": 1, "b": 1, "c": 2}}
+    assert json.loads(known.read_text()) == {"choices": {"a": 1, "b": 1, "c": 2}}
     group = json.loads((elsewhere / "new/__grp__kernel.json").read_text())
     assert group == {"child_paths": {"kernel.cubin": str(elsewhere / "new/kernel.cubin")}}
     with pytest.raises(ValueError, match=r"key.json: is no archive of a stage"):
-        archive.restore(tmp_path / "cache/cvt_kernels/entries/key.json")
+        archive.restore(tmp_path / "cache/cvt_kernels/choices/key.json")
 
 
 def test_an_archive_brings_the_extension_for_the_same_sources(stage, tmp_path):
@@ -325,7 +325,7 @@ def test_an_archive_brings_the_extension_for_the_same_sources(stage, tmp_path):
 def test_what_a_part_with_empty_caches_has_tuned_serves_later_ones(stage, tmp_path):
     passed, files = stage(python(TUNES, "first", fresh=True), python(TUNES, "again", fresh=True))
     assert passed
-    assert json.loads(files["entries/key.json"]) == {"entries": {"a": 2, "c": 2}}
+    assert json.loads(files["choices/key.json"]) == {"choices": {"a": 2, "c": 2}}
     assert "triton/new/kernel.cubin" in files
 
 
@@ -363,11 +363,11 @@ def test_kernels_for_which_an_archive_has_no_room_are_left_out(stage, tmp_path):
     path = tmp_path / "small.tar.gz"
     assert archive.write(path, tmp_path / "a-gpu" / "2026-01-01-0000", limit=0) == 1
     with tarfile.open(path) as content:
-        assert "entries/key.json" in content.getnames()
+        assert "choices/key.json" in content.getnames()
 
 
 def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
-    names = ("CVT_KERNELS_BACKEND", "CVT_KERNELS_AUTOTUNE", "CVT_KERNELS_TUNED")
+    names = ("CVT_KERNELS_BACKEND", "CVT_KERNELS_TUNED")
     for name in names:
         monkeypatch.setenv(name, "0")
     part = python(f"import os; print(sorted(set({names}) & set(os.environ)))")

@@ -265,7 +265,7 @@ def test_replaced_weights_are_seen(cuda):
     for each, optimizer in zip((model, steps.expected), steps.optimizers, strict=True):
         each.first.weight = nn.Parameter(torch.eye(4))
         optimizer.param_groups[0]["params"][0] = each.first.weight
-    steps.step(times=2)  # one that drops the graphs, and one that autotunes as the first call of all did
+    steps.step(times=2)  # one that drops the graphs, and a first one
     assert len(cuda.tapes) == 2
     steps.step(times=2)
     assert len(cuda.tapes) == 4

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 # Before cvt_kernels is imported.
-os.environ["CVT_KERNELS_AUTOTUNE"] = "0"
 if "--triton" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -189,7 +189,7 @@ def test_the_operators_page_names_every_backend():
 
 
 def test_the_page_of_entries_shows_a_kind_of_call_as_files_write_it():
-    page = text_of("autotune.md")
+    page = text_of("tune.md")
     x, weight = (torch.empty(size, 192, dtype=torch.bfloat16) for size in (2048, 768))
     assert f"\n{choose.cache_key('linear', x, weight, None)}\n" in page
 

@@ -20,8 +20,7 @@ COMMANDS = {
     "export": "export a model by torch.export or to ONNX, and check the file's outputs",
     "train": "train or fine-tune a CvT; on several devices under torchrun",
     "doctor": "show what is installed, and which backend each operator uses on this machine and why",
-    "tune": "autotune ahead of time: check every kernel of a model against float64, time it, and cache the "
-    "fastest backend",
+    "tune": "check every kernel of a model against float64, time it, and remember the fastest backends",
     "bench": "compare accuracy, speed and memory with Hugging Face's model on real photos",
     "compile": "compile every Triton kernel for given GPUs, even on a machine without one; report registers, "
     "spills and shared memory",

@@ -57,7 +57,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 def _check_unique(rows: Tensor, tokens: int) -> None:
-    """Raises for rows that backends may treat differently, so that autotuning never uses them."""
+    """Raises for rows that backends may treat differently, so that tuning never uses them."""
     rows = rows.cpu()
     checks.check_row_values("rows", rows, tokens)
     ordered = rows.sort(1).values

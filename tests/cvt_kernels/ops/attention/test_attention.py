@@ -38,7 +38,7 @@ def test_a_bias_that_may_exclude_every_key_by_sdpa(shape, dtype):
         assert_accurate(actual, own, exact, factor=factor, floor=2.0)
 
 
-# Samples for autotuning -------------------------------------------------------------------------------------
+# Samples for tuning -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [None, (1, 2, 4096, 2048), (4096, 1), (2048,), (1, 2, 1, 2048)], ids=str)

@@ -65,7 +65,7 @@ def test_replaced_configurations(elements):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_autotuning_refuses_wrong_classes_and_takes_near_ones(dtype):
+def test_tuning_refuses_wrong_classes_and_takes_near_ones(dtype):
     declared = backends.operators["resized_argmax"]
     record = declared.bind(torch.randn(2, 9, 4, 5).to(getattr(torch, dtype)), (8, 9))
     expected = tuner.Expected.of(declared.reference, tuner.Call(record, False, declared.score))
