@@ -118,8 +118,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes a linear layer, x · weightᵀ + bias.
 
     On a CPU it uses the fastest of PyTorch's primitives for the instruction set; results may differ from
-    ``F.linear`` in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``; on a GPU, the gradient of the
-    bias has a kernel.
+    ``F.linear`` in the last bits. On a GPU and under ``torch.compile`` it is ``F.linear``; on a GPU, the
+    gradient of the bias has a kernel.
 
     Args:
         x: ``(..., inputs)``.
