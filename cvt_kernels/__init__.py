@@ -27,7 +27,6 @@ from .ops.reduction_linear import reduction_linear
 from .ops.resized_argmax import resized_argmax
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
-from .ops.selective_fusion import selective_fusion
 from .ops.transformer_block import transformer_block
 from .ops.transformer_blocks import transformer_blocks
 from .ops.weight_cache import refresh, release_memory
@@ -37,7 +36,6 @@ from .records import (
     DepthwiseConv,
     Linear,
     Norm,
-    NormalizedConv,
     PositionBias,
     QuantizedLinear,
     QuantizedRows,
@@ -60,7 +58,6 @@ __all__ = [
     "Linear",
     "LinearInt8",
     "Norm",
-    "NormalizedConv",
     "PositionBias",
     "QuantizedLinear",
     "QuantizedRows",
@@ -108,7 +105,6 @@ __all__ = [
     "restore",
     "scatter_rows",
     "segmentation_head",
-    "selective_fusion",
     "transformer_block",
     "transformer_blocks",
     "tune",

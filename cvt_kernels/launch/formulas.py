@@ -210,16 +210,6 @@ def segmentation_head(need: Need) -> list[Product]:
     return [replace(wide, width=32, parts=5) if need.sizes[1] <= 160 else wide]
 
 
-@_fitting
-def fusion_conv(need: Need) -> list[Product]:
-    """Returns tiles of pixels, small ones where there are few; a step is inputs of one tap."""
-    if need.numbers == "single":
-        return _filling([_product(64, 64, 16, 3), _product(32, 32, 16, 3)], need)
-    step = 32 if need.generation == 80 else 64
-    ladder = [_product(128, 64, step, 3, 8), *(_product(block_m, 64, step, 4) for block_m in (64, 32, 16))]
-    return _filling(ladder, need)
-
-
 # Other kernels --------------------------------------------------------------------------------------------
 
 
@@ -475,13 +465,6 @@ def linear_rows(need: Need) -> list[Rows]:
     if need.numbers == "single":
         return [Rows(elements=2048, num_warps=4, registers=96, resident_programs=5)]
     return [Rows(elements=2048, num_warps=4, resident_programs=8)]
-
-
-def depth_head(need: Need) -> list[Pixels]:
-    """Returns tiles of pixels."""
-    if need.numbers == "single":  # its product takes registers for the operands, which spill with fewer
-        return [Pixels(pixels=16, channels=32, num_warps=8, registers=255)]
-    return [Pixels(pixels=16, channels=32, num_warps=4, registers=160)]
 
 
 def quantize(need: Need) -> list[Rows]:

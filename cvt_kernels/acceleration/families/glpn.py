@@ -29,12 +29,5 @@ FAMILY = Family(
         _ENCODER,
         *depth.ENTRIES,
     ),
-    recorded=(
-        RecordedEntry(_ENCODER),
-        RecordedEntry(
-            next(entry for entry in depth.ENTRIES if entry.name == "GLPNDecoder"),
-            classes=frozenset(("GLPNDecoderStage", "GLPNSelectiveFeatureFusion")),
-            settings=depth.is_handing,
-        ),
-    ),
+    recorded=(RecordedEntry(_ENCODER),),
 )
