@@ -10,7 +10,6 @@ from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
 from .kernelized.registration import register_layers
 from .ops.attention import attention
-from .ops.attention.interface import register_attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding
 from .ops.conv_linear import conv_linear
@@ -98,7 +97,6 @@ __all__ = [
     "reduction_linear",
     "reference",
     "refresh",
-    "register_attention",
     "register_layers",
     "release_memory",
     "resized_argmax",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..launching import Chip
-from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Ring, Rows, Sliding
+from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Rows, Sliding
 
 
 class Need(NamedTuple):
@@ -357,11 +357,6 @@ def attention(need: Need) -> list[Attention]:
     known = _ATTENTION[need.numbers, max(generations), width]
     fields = known.get(kernel) or known[kernel.removesuffix("_by_position")]
     return [Attention(**dict(zip(Attention.__dataclass_fields__, fields, strict=True)))]
-
-
-def bwd_dkdv_streamed(need: Need) -> list[Ring]:
-    """Returns the stages of the ring; 0 where it does not serve."""
-    return [Ring(stages=4 if need.generation == 90 and need.numbers == "half" else 0)]
 
 
 # Convolutional projection ---------------------------------------------------------------------------------

@@ -84,17 +84,6 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
-    """The configuration of a kernel whose loading warp fills a ring of buffers.
-
-    Attributes:
-        stages: Buffers of the ring; 0 where another kernel serves instead.
-    """
-
-    stages: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pixels:
     """The configuration of a kernel of the convolutional projection: its tile, warps and registers.
 

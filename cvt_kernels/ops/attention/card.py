@@ -166,7 +166,6 @@ CARDS = {
             "attention_bwd": _work(f"{_OF_QUERIES} dq dk dv", 5),
             "attention_bwd_dq": _work(f"{_OF_QUERIES} out dq", 3),
             "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
-            "attention_bwd_dkdv_streamed": _work(f"{_OF_QUERIES} dk dv", 4),
             "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
             "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
         },

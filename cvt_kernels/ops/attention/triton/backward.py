@@ -7,8 +7,7 @@ With δ = Σ_j p_j dp_j:
 - all keys in one tile: one launch. A program owns one head of one image and goes over its queries; δ comes
   from p and dp, and ``out`` is not read.
 - otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries. A row of dq
-  has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end. On sm_90
-  a kernel in Gluon computes dk and dv of most calls (``attention/gluon.py``).
+  has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end.
 - dbias: a program owns a tile of the bias and goes over the images, heads and queries that share it, so
   nothing of size (B, h, Nq, Nkv) is written unless the bias has it.
 - dtable, of a bias by position: a program owns one offset down and goes over the images and the pairs of a
@@ -26,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import launching, machine
+from .... import launching
 from ....records import PositionBias
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
@@ -209,12 +208,6 @@ def _attention_bwd_dkdv_kernel(
 
 
 def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
-    is_compiled = not machine.INTERPRETING or dk.is_meta  # Gluon has no interpreter
-    if is_compiled and machine.why_not_importable("cvt_kernels.ops.attention.gluon") is None:
-        from ..gluon import launch_streamed
-
-        if launch_streamed(arguments, dk, dv):
-            return
     batch, keys, heads, _ = dk.shape
     config = configuration_for("bwd_dkdv", dk, arguments["SPEC"])
     blocks = -(-keys // config.block_kv)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .... import launch, launching
 from ....launch import formulas
-from ....launch.records import Attention, Ring
+from ....launch.records import Attention
 from ....records import PositionBias
 from ...triton_launch import product_types
 
@@ -23,7 +23,6 @@ MAX_HEAD_DIM = 128
 launch.register(
     Attention, formulas.attention, *(f"attention_{kernel}" for kernel in formulas.ATTENTION_KERNELS)
 )
-launch.register(Ring, formulas.bwd_dkdv_streamed, "attention_bwd_dkdv_streamed")
 
 
 def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> Attention:
