@@ -107,22 +107,6 @@ class Pixels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regions(Pixels):
-    """The configuration of a kernel whose programs each compute a region of the grid.
-
-    Attributes:
-        rows: R, outputs that a lane holds in registers: in a column (1 for kernels above 3×3); in a row in
-            bwd_input.
-        region_rows: Rows of a region on the input grid.
-        region_cols: Columns of a region on the input grid.
-    """
-
-    rows: int
-    region_rows: int
-    region_cols: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sliding:
     """The configuration of a sliding-row kernel.
 

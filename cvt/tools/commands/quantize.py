@@ -47,8 +47,8 @@ _SCHEMES = ("dynamic", "static")
 _ROUNDING = 1e-9  # of differences of fractions
 #: What serves on each type of device where the user requests nothing, in this order.
 _BACKENDS: dict[str, tuple[Backend, ...]] = {
-    "cpu": ("cpu", "onednn", "sdpa", "reference"),
-    "cuda": ("triton", "cuda", "sdpa", "reference"),
+    "cpu": ("cpu", "sdpa", "reference"),
+    "cuda": ("triton", "cuda", "int_mm", "scaled_mm", "sdpa", "reference"),
 }
 
 

@@ -150,7 +150,7 @@ CARDS = {
             "PVT": PYRAMID,
             "inplace=True": BLOCK | {"inplace": True},
         },
-        without_gradients=("cpu", "onednn"),
+        without_gradients=("cpu",),
         normalizes=True,
         stages={
             "transformer_block": cards.Launches(_block_stage),

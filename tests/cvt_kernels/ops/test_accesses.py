@@ -144,17 +144,6 @@ def sum_together(dtype):
     return tuple(totals)
 
 
-def project_sums(grid, channels, dtype):
-    x = randn(1, 1 + grid[0] * grid[1], channels, dtype=dtype, grad=True)
-    settings = {"dtype": dtype, "grad": True, "stride": 2}
-    convs = [
-        random_conv(channels, 3, padding=1, **settings),
-        random_conv(channels, 5, padding=4, dilation=2, **settings),
-    ]
-    (out,) = ck.conv_projection(x, grid, [tuple(convs)], training=True)
-    return gradients(out, x, *(t for conv in convs for t in conv[:3]))
-
-
 def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32, gap=4):
     x = randn(3, 1 + grid[0] * grid[1], channels, dtype=dtype, gap=gap)
     convs = [random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides]
@@ -226,7 +215,6 @@ def names(prefix: str, kernels: str) -> str:
 MERGED = "merge_stats sum_regions"
 STEPS = "fwd stats bwd_sums bwd_conv bwd_input"
 SLIDING = f"{names('conv_projection_sliding_', STEPS)} {MERGED}"
-REGIONS = f"{names('conv_projection_', STEPS)} {MERGED}"
 CONVOLUTIONS = {
     "sliding": Case(lambda: project((5, 3), 5, (3, 3), (1, 2), batch=2), SLIDING),
     "sliding of pairs": Case(lambda: project((3, 5), 6, (3,), (1,), batch=2, dtype=BFLOAT16), SLIDING),
@@ -235,13 +223,11 @@ CONVOLUTIONS = {
         lambda: project((3, 2), 3, (3, 3), (2, 1), batch=2, training=False),
         f"{names('conv_projection_sliding_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
     ),
-    "regions": Case(lambda: project((5, 4), 5, (3, 1), (3, 1), batch=2), REGIONS),
     "averages over all batches": Case(
         lambda: project_with_averages((3, 4), 6),
         f"{names('conv_projection_sliding_', 'fwd stats')} merge_stats update_running",
     ),
     "sums of several tensors": Case(lambda: sum_together(FLOAT16), "sum_regions"),
-    "sums of convolutions": Case(lambda: project_sums((3, 3), 6, FLOAT16), REGIONS),
     "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
