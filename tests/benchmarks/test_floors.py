@@ -78,21 +78,6 @@ def test_work_of_depthwise_conv_gelu():
         assert floors.work_of(launch).bytes == 2 * units * unit + sums
 
 
-def test_each_row_of_tokens_is_moved_once():
-    tokens, kept, index, places = ROWS * 384, 256 * 138 * 384, 8 * 256 * 138, 4 * 256 * 197
-    assert {
-        floors.kernel_name(launch.kernel.__name__): floors.work_of(launch).bytes
-        for operator in ("gather_rows", "gather_add_layer_norm", "scatter_rows")
-        for launch in launches_of(operator, 3)
-    } == {
-        "gather_rows": index + 2 * 2 * kept,
-        "gather_add_layer_norm": index + 4 * 2 * kept,
-        "scatter_rows_places": index + places,
-        "scatter_rows": places + 2 * (tokens - kept + 2 * kept + tokens),
-        "scatter_rows_inplace": index + 3 * 2 * kept,
-    }
-
-
 def test_work_of_8_bit_numbers():
     """A byte per number and a scale per row."""
     for operator, width in (("quantize_rows", 384), ("layer_norm_quantize", 384), ("gelu_quantize", 1536)):

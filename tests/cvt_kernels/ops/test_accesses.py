@@ -532,9 +532,6 @@ def test_what_pytorch_reads_and_writes_counts_too():
         ("convolution and GELU", "depthwise_conv_gelu_fwd", "groups", -1, "where program"),
         ("sum", "linear_add", "rows", 1, "outside of its tensors"),
         ("MLP", "layer_norm_mlp_fwd", "rows", -1, "are never written"),
-        ("gather", "gather_rows", "count", -1, "are never written"),
-        ("gather", "gather_rows", "tiles", 2, "are never written"),
-        ("scatter in place", "scatter_rows_inplace", "count", 1, "outside of its tensors"),
     ],
 )
 def test_a_wrong_size_is_found(name, kernel, argument, by, fault):
