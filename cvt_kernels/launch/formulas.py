@@ -248,14 +248,11 @@ def conv_linear(need: Need) -> list[ConvLinear]:
 _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     ("half", 80, 64): {
         "fwd": (64, 128, 4, 2),
-        "fwd_by_position": (128, 128, 8, 2),
         "fwd_loop": (128, 64, 8, 3),
         "bwd": (32, 64, 4, 2),
         "bwd_dq": (64, 32, 4, 2),
         "bwd_dkdv": (32, 64, 4, 2),
-        "bwd_dkdv_by_position": (16, 64, 4, 2),
         "bwd_bias": (32, 64, 4, 2),
-        "bwd_table": (32, 64, 4, 2),
     },
     ("half", 80, 128): {
         "fwd": (64, 64, 8, 2),
@@ -264,7 +261,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (32, 32, 8, 1),
         "bwd_dkdv": (32, 64, 8, 1),
         "bwd_bias": (64, 32, 8, 1),
-        "bwd_table": (64, 32, 8, 1),
     },
     ("half", 90, 64): {
         "fwd": (64, 128, 4, 3),
@@ -273,7 +269,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (128, 64, 8, 3),
         "bwd_dkdv": (32, 64, 4, 3),  # 128 keys are 3 % faster in Triton 3.6, and spill in 3.7
         "bwd_bias": (64, 64, 8, 2),
-        "bwd_table": (64, 64, 8, 2),
     },
     # With 64 keys fwd_loop takes 126 to 132 registers, where two programs need 128, or spills.
     ("half", 100, 64): {
@@ -283,7 +278,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (128, 64, 8, 2),
         "bwd_dkdv": (32, 64, 4, 3),
         "bwd_bias": (64, 64, 8, 2),
-        "bwd_table": (64, 64, 8, 2),
     },
     ("half", 90, 128): {
         "fwd": (64, 64, 8, 2),
@@ -292,7 +286,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (64, 64, 8, 1),
         "bwd_dkdv": (64, 64, 8, 1),
         "bwd_bias": (64, 64, 8, 1),
-        "bwd_table": (64, 64, 8, 1),
     },
     ("single", 80, 64): {
         "fwd": (32, 64, 8, 1),
@@ -301,7 +294,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (32, 32, 8, 2),
         "bwd_dkdv": (32, 32, 8, 1),
         "bwd_bias": (32, 32, 8, 1),
-        "bwd_table": (32, 32, 8, 1),
     },
     ("single", 80, 128): {
         "fwd": (16, 64, 8, 1),
@@ -310,7 +302,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (16, 32, 8, 1),
         "bwd_dkdv": (32, 32, 8, 1),
         "bwd_bias": (16, 32, 4, 1),
-        "bwd_table": (16, 32, 4, 1),
     },
 }
 
@@ -323,8 +314,7 @@ def attention(need: Need) -> list[Attention]:
     width, kernel = (64 if need.sizes[0] <= 64 else 128), need.kernel.removeprefix("attention_")
     generations = [g for n, g, w in _ATTENTION if (n, w) == (need.numbers, width) and g <= need.generation]
     known = _ATTENTION[need.numbers, max(generations), width]
-    fields = known.get(kernel) or known[kernel.removesuffix("_by_position")]
-    return [Attention(**dict(zip(Attention.__dataclass_fields__, fields, strict=True)))]
+    return [Attention(**dict(zip(Attention.__dataclass_fields__, known[kernel], strict=True)))]
 
 
 # Convolutional projection ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ PROJECTION = cards.GRID | cards.CONV | {
 
 
 def _convs(m: Any) -> tuple[Any, ...]:
-    """Returns the branches: the second and third of other strides, summands of larger kernels."""
+    """Returns the branches: the second and third of the next stride, summands of larger kernels."""
     branches = []
     # PyTorch 2.13 crashes in 16 bits where a kernel of 1×1 or an image of width 1 has a dilation.
     dilation = 1 if m.kernel == 1 or m.width == 1 else m.dilation
@@ -28,7 +28,7 @@ def _convs(m: Any) -> tuple[Any, ...]:
     padding = max(m.padding, -((min(m.height, m.width) - reach) // 2))  # so that there is an output
     for i in range(m.branches):
         parts = tuple(
-            m.conv(m.channels, m.kernel + 2 * j, m.stride + i, padding + dilation * j, dilation)
+            m.conv(m.channels, m.kernel + 2 * j, m.stride + (i > 0), padding + dilation * j, dilation)
             for j in range(m.summands)
         )
         branches.append(parts[0] if len(parts) == 1 else parts)

@@ -176,7 +176,7 @@ class _GatherAddLayerNorm(torch.autograd.Function):
             dh, dweight, dbias = _layer_norm_backward(dy, dh, h, weight, bias, ctx.eps, statistics)
         if dh is None:
             return (None,) * 7
-        dx = _scatter(None, rows, dh.to(of_x), None, ctx.tokens) if ctx.needs_input_grad[1] else None
+        dx = _scatter(None, rows, dh.to(of_x), None, ctx.tokens) if ctx.needs_input_grad[0] else None
         return dx, None, dh.to(of_branch), dweight, dbias, None, None
 
 
@@ -196,7 +196,7 @@ class _Scatter(torch.autograd.Function):
             dvalues = reference.gather_rows(dout, rows)
             dx = reference.scatter_rows(dout, rows, torch.zeros_like(dvalues))
         else:
-            dx = _scatter(dout, rows, None, None, ctx.tokens) if ctx.needs_input_grad[1] else None
+            dx = _scatter(dout, rows, None, None, ctx.tokens) if ctx.needs_input_grad[0] else None
             dvalues = _ops.gather_rows.default(dout, rows)
         dbranch = None if of_branch is None else dvalues.to(of_branch)
         return dx, None, dvalues.to(of_values), dbranch

@@ -27,7 +27,6 @@ from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
 from cvt_kernels.ops.linear.card import BIAS_GRADIENT
 from cvt_kernels.ops.transformer_blocks import attention_add
-from cvt_kernels.records import PositionBias
 from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
 
@@ -76,16 +75,6 @@ def attend(queries, keys, *, batch=1, heads=2, dim=7, bias=None, dtype=FLOAT32, 
     return gradients(out, q, k, v, *biases) if grad else out
 
 
-def attend_by_position(rows=None, *, tokens=0):
-    grid, key_grid, heads = (3, 5), (2, 3), 2
-    queries = tokens + grid[0] * grid[1] if rows is None else rows.shape[1]
-    keys = tokens + key_grid[0] * key_grid[1]
-    q, k, v = (randn(2, n, heads, 7, grad=True) for n in (queries, keys, keys))
-    table = randn(heads, *(n + 2 * (m - 1) for n, m in zip(grid, key_grid, strict=True)), grad=True)
-    bias = PositionBias(table, grid, key_grid, 2, rows)
-    return gradients(ck.attention(q, k, v, position=bias), q, k, v, table)
-
-
 AT_ONCE, IN_TWO = "attention_bwd", "attention_bwd_dq attention_bwd_dkdv"
 ATTENTION = {
     "one token": Case(lambda: attend(1, 1, dim=1), f"attention_fwd {AT_ONCE}"),
@@ -99,12 +88,6 @@ ATTENTION = {
     ),
     "a bias of keys": Case(
         lambda: attend(37, 35, batch=3, bias=(3, 1, 1, 35)), f"attention_fwd {AT_ONCE} attention_bwd_bias"
-    ),
-    "by position": Case(attend_by_position, f"attention_fwd {AT_ONCE} attention_bwd_table"),
-    "of chosen tokens": Case(
-        lambda: attend_by_position(torch.tensor([[0, 3, 7], [0, 15, -1]]), tokens=1),
-        f"attention_fwd {AT_ONCE} attention_bwd_table",
-        is_dense=False,
     ),
 }
 
