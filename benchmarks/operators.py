@@ -41,7 +41,7 @@ _TINY = {
 _COMPILED_ON_CPU = ("cvt_13", "segformer_b0")
 COMPILED = "torch.compile"
 #: What serves the parts of an operator on a backend that composes it of others.
-_PARTS: dict[str, tuple[backends.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("cpu", "reference"))
+_PARTS: dict[str, tuple[backends.Backend, ...]] = {"composed": ("cpu", "reference")}
 
 
 # Calls ----------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import former_names
-
 if TYPE_CHECKING:
     from cvt_kernels import __version__
 
@@ -46,8 +44,6 @@ _PLACES = {
     ".tiles": ("segment_in_tiles",),
     ".tools.weight_pruning": ("prune_weights",),
 }
-
-former_names.install()
 
 
 def __getattr__(name: str) -> Any:

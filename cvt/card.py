@@ -36,10 +36,7 @@ class ModelCard(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values that ``torch.load(weights_only=True)`` can read."""
-        content = {**self._asdict(), "config": dataclasses.asdict(self.config)}
-        if self.folders is None:  # which earlier versions do not know
-            del content["folders"]
-        return content
+        return {**self._asdict(), "config": dataclasses.asdict(self.config)}
 
     @classmethod
     def from_dict(cls, content: Any) -> ModelCard:

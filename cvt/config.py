@@ -250,7 +250,7 @@ class CvTConfig:
 
     @classmethod
     def from_dict(cls, content: Any) -> CvTConfig:
-        """Builds a configuration from ``dataclasses.asdict`` of one, of this version or earlier.
+        """Builds a configuration from ``dataclasses.asdict`` of one.
 
         Raises:
             TypeError: Not a mapping, or a value of the wrong type.

@@ -10,7 +10,6 @@ from .backends import BackendUnavailable, fallbacks, use_backend
 from .graphs import graphed
 from .kernelized.registration import register_layers
 from .ops.attention import attention
-from .ops.attention.interface import register_attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding
 from .ops.conv_linear import conv_linear
@@ -27,7 +26,6 @@ from .ops.reduction_linear import reduction_linear
 from .ops.resized_argmax import resized_argmax
 from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
-from .ops.selective_fusion import selective_fusion
 from .ops.transformer_block import transformer_block
 from .ops.transformer_blocks import transformer_blocks
 from .ops.weight_cache import refresh, release_memory
@@ -37,7 +35,6 @@ from .records import (
     DepthwiseConv,
     Linear,
     Norm,
-    NormalizedConv,
     PositionBias,
     QuantizedLinear,
     QuantizedRows,
@@ -60,7 +57,6 @@ __all__ = [
     "Linear",
     "LinearInt8",
     "Norm",
-    "NormalizedConv",
     "PositionBias",
     "QuantizedLinear",
     "QuantizedRows",
@@ -101,14 +97,12 @@ __all__ = [
     "reduction_linear",
     "reference",
     "refresh",
-    "register_attention",
     "register_layers",
     "release_memory",
     "resized_argmax",
     "restore",
     "scatter_rows",
     "segmentation_head",
-    "selective_fusion",
     "transformer_block",
     "transformer_blocks",
     "tune",

@@ -23,7 +23,7 @@ from . import machine, modes
 
 #: The name of a backend, or ``"auto"``. ``gluon`` are our kernels for sm_90 in Gluon, Triton's lower
 #: language, ``cuda`` and ``cpu`` those in csrc; ``composed`` calls other operators of this package. From
-#: ``sdpa`` on, they are PyTorch's own (``onednn`` together with operators of this package).
+#: ``sdpa`` on, they are PyTorch's own.
 Backend = Literal[
     "auto",
     "gluon",
@@ -37,7 +37,6 @@ Backend = Literal[
     "float32",
     "int_mm",
     "scaled_mm",
-    "dequantized",
     "reference",
 ]
 #: Every backend, without ``"auto"``.
@@ -45,7 +44,7 @@ BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("gluon", "triton", "cuda", "cpu")
 #: The backends without support for ``torch.func``: ours, and those that pack weights or write in place.
-_UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm", "dequantized")
+_UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm")
 
 #: Stands for the class of a size that is symbolic where ``torch.compile`` traces.
 ANY_SIZE = "SIZE"

@@ -219,28 +219,6 @@ class DepthwiseConv(NamedTuple):
     bias: Tensor | None = None
 
 
-class NormalizedConv(NamedTuple):
-    """A 3×3 convolution with stride 1 and zero padding, followed by BatchNorm with running statistics.
-
-    Attributes:
-        weight: ``(D, C, 3, 3)``.
-        bias: ``(D,)``, or None for 0.
-        bn_weight: BatchNorm scale γ, ``(D,)``, or None for 1.
-        bn_bias: BatchNorm shift β, ``(D,)``, or None for 0.
-        running_mean: ``(D,)``.
-        running_var: ``(D,)``.
-        eps: Added to the variance.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    bn_weight: Tensor | None
-    bn_bias: Tensor | None
-    running_mean: Tensor
-    running_var: Tensor
-    eps: float = 1e-5
-
-
 class Reduction(NamedTuple):
     """A convolution whose stride is its kernel size, and a LayerNorm, for fewer keys and values (PVT).
 

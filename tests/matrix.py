@@ -40,7 +40,6 @@ TESTS = (
     "tests/cvt_kernels/acceleration/test_pyramids.py",
     "tests/cvt_kernels/acceleration/test_segformer.py",
     "tests/cvt_kernels/acceleration/test_tracing.py",
-    "tests/cvt_kernels/ops/transformer_block/test_onednn.py",
 )
 
 # What these tests and the build need besides torch, which says itself which setuptools it can be used with.

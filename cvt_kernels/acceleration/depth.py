@@ -1,32 +1,23 @@
 """GLPN's depth: the last two upsamplings of its decoder and its head as one operator, in evaluation.
 
 While a model runs, its decoder knows that only the head reads its last map, leaves out the two upsamplings,
-and hands the map to the head. Where our kernels may serve, the fusion of a stage's map is one operator too,
-with the upsampling of the map before. Called by itself, or with hooks on one of them, each runs its own
-forward.
+and hands the map to the head. Called by itself, or with hooks on one of them, each runs its own forward.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import backends, checks, choose, modes
+from .. import choose, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.depth_head import depth_head
-from ..ops.linear import linear
-from ..ops.selective_fusion import selective_fusion
-from ..records import NormalizedConv
-from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported, is_named
-from .fused import as_map, tokens_of
-from .watching import Examined, Watch, is_watched, known_of
+from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported
 
 
 class _Handing(threading.local):
@@ -81,8 +72,6 @@ def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
     *stages, last = decoder.stages
     if len(hidden_states) != len(stages) + 1:
         return NotImplemented
-    if served := _stages_of(decoder, hidden_states):
-        return _fuse(served, hidden_states)
     states: list[Any] = []
     for hidden, stage in zip(hidden_states[:0:-1], stages, strict=True):
         states.append(stage(hidden, states[-1] if states else None))
@@ -100,135 +89,7 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
     if states[-1].shape[2] > 2 * states[-2].shape[2]:
         return NotImplemented
     conv, _, last = head.head
-    depth, weight = head.config.max_depth, conv.weight
-    # Kernels of CPUs pack weights by themselves.
-    if weight.device.type != "cpu" or "triton" in backends.requested_backends():
-        weight = weight_cache.packed(weight, "taps first", functools.partial(_with_taps_first, weight))
-    return depth_head(states[-1], weight, conv.bias, last.weight, last.bias, depth)
-
-
-@torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-@torch.no_grad()
-def _with_taps_first(weight: Tensor) -> Tensor:
-    """Returns a copy of a weight (D, C, 3, 3) that lies in memory as the operator's product reads it."""
-    return weight.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format).permute(2, 3, 0, 1)
-
-
-# The fusion of a stage's map with the one before ----------------------------------------------------------
-
-
-class _Stage(NamedTuple):
-    """The layers of a stage of a decoder.
-
-    Attributes:
-        projection: Weight and bias of the 1×1 convolution; None for none.
-        fusion: What ``selective_fusion`` takes besides the maps; empty for the first stage.
-    """
-
-    projection: tuple[Tensor, Tensor | None] | None
-    fusion: tuple[Any, ...]
-
-
-class _ExaminedStages(Examined):
-    """The stages of a decoder.
-
-    Attributes:
-        stages: Their layers, the one of the smallest map first; empty if they are not as upstream has written
-            them, or a hook watches them.
-        tensors: All tensors of the layers.
-    """
-
-    attribute = "_cvt_kernels_stages"
-
-    def __init__(self, decoder: Any) -> None:
-        super().__init__(decoder, Watch(decoder, list(itertools.islice(decoder.modules(), 1, None))))
-        stages = decoder.stages
-        as_written = all(map(_is_as_written, stages)) and stages[0].fusion is None
-        as_written = as_written and all(_is_fusion_as_written(stage.fusion) for stage in stages[1:])
-        is_known = as_written and self.watch.is_plain()
-        self.stages = [*map(_layers_of, stages)] if is_known else []
-        self.tensors = checks.tensors_of(self.stages)
-
-
-def _stages_of(decoder: Any, states: Sequence[Tensor]) -> Sequence[_Stage]:
-    """Returns the layers of a decoder's stages if our kernels may serve the fusion of these maps now."""
-    first = states[-1]
-    if not choose.may_be_ours("selective_fusion", first.device.type, gradient=False):
-        return ()
-    known = known_of(decoder, _ExaminedStages)
-    if known is None:
-        known = _ExaminedStages(decoder)
-        if not torch._C._len_torch_dispatch_stack():  # a mode may have replaced parameters
-            vars(decoder)[known.attribute] = known
-    if known.watch.is_training():  # a BatchNorm may normalize by the batch
-        return ()
-    sizes = [state.shape[2:] for state in reversed(states)]
-    if any((2 * small[0], 2 * small[1]) != tuple(large) for small, large in itertools.pairwise(sizes)):
-        return ()
-    used = *states, *known.tensors
-    served = {tensor.dtype for tensor in used} == {first.dtype} and weight_cache.why_unpackable(*used) is None
-    return known.stages if served else ()
-
-
-def _is_as_written(stage: Any) -> bool:
-    """Returns whether a stage's own steps are upstream's: a 1×1 convolution or nothing, and an upsampling."""
-    conv, upsampling = stage.convolution, stage.upsample
-    if type(conv) is nn.Conv2d:
-        geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
-        if geometry != ((1, 1), (1, 1), (0, 0), 1):
-            return False
-    elif type(conv) is not nn.Identity:
-        return False
-    if not is_named(type(stage), ("GLPNDecoderStage",)) or type(upsampling) is not nn.Upsample:
-        return False
-    doubles = _settings_of(upsampling) == _DOUBLING
-    return doubles and not any(map(is_watched, (stage, conv, upsampling)))
-
-
-def _is_fusion_as_written(fusion: Any) -> bool:
-    if fusion is None or not is_named(type(fusion), ("GLPNSelectiveFeatureFusion",)):
-        return False
-    pairs, last = (fusion.convolutional_layer1, fusion.convolutional_layer2), fusion.convolutional_layer3
-    for pair in pairs:
-        kinds = [*map(type, pair)] if type(pair) is nn.Sequential else []
-        if kinds != [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]:
-            return False
-        if pair[1].running_mean is None or pair[1].running_var is None:
-            return False
-    if type(last) is not nn.Conv2d or type(fusion.sigmoid) is not nn.Sigmoid:
-        return False
-    if _why_not_3x3(*(pair[0] for pair in pairs), last) is not None or last.out_channels != 2:
-        return False
-    return not any(map(is_watched, fusion.modules()))
-
-
-def _layers_of(stage: Any) -> _Stage:
-    conv, fusion = stage.convolution, stage.fusion
-    projection = (conv.weight, conv.bias) if type(conv) is nn.Conv2d else None
-    if fusion is None:
-        return _Stage(projection, ())
-    last = fusion.convolutional_layer3
-    convs = map(_normalized, (fusion.convolutional_layer1, fusion.convolutional_layer2))
-    return _Stage(projection, (*convs, last.weight, last.bias))
-
-
-def _normalized(pair: Any) -> NormalizedConv:
-    conv, bn, _ = pair
-    statistics = bn.running_mean, bn.running_var
-    return NormalizedConv(conv.weight, conv.bias, bn.weight, bn.bias, *statistics, bn.eps)
-
-
-def _fuse(stages: Sequence[_Stage], states: Sequence[Tensor]) -> list[Tensor]:
-    """Computes the maps of all stages, none of them upsampled."""
-    maps: list[Tensor] = []
-    for x, stage in zip(reversed(states), stages, strict=True):
-        if stage.projection is not None:
-            weight, bias = stage.projection
-            x = as_map(linear(tokens_of(x), weight.flatten(1), bias), x.shape[2:])
-        if stage.fusion:
-            x = as_map(selective_fusion(x, maps[-1], *stage.fusion), x.shape[2:])
-        maps.append(x)
-    return maps
+    return depth_head(states[-1], conv.weight, conv.bias, last.weight, last.bias, head.config.max_depth)
 
 
 # Entries --------------------------------------------------------------------------------------------------
@@ -262,17 +123,11 @@ def _parts_of_head(head: Any) -> BypassedParts:
 
 
 def _why_unsupported(*convs: Any) -> str | None:
-    if (reason := _why_not_3x3(*convs)) is not None:
-        return reason
-    return None if convs[-1].out_channels == 1 else "the last convolution has more than one channel"
-
-
-def _why_not_3x3(*convs: Any) -> str | None:
     for conv in convs:
         geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
         if geometry != ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros"):
             return "a convolution is not one of 3×3 with stride 1, padded by one zero on each side"
-    return None
+    return None if convs[-1].out_channels == 1 else "the last convolution has more than one channel"
 
 
 def _parts_of_model(model: Any) -> BypassedParts:

@@ -53,9 +53,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
     found = blocks_in(model)
     if not found:
         raise ValueError(
-            f"model: got {model_name(model)}, expected a model with blocks of one of these: {MODELS}; other "
-            "models of transformers that take attention by name can have ours by "
-            "cvt_kernels.register_attention"
+            f"model: got {model_name(model)}, expected a model with blocks of one of these: {MODELS}"
         )
     return found
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..launching import Chip
-from .records import Attention, ConvLinear, Mlp, Pixels, Product, Regions, Ring, Rows, Sliding
+from .records import Attention, ConvLinear, Mlp, Pixels, Product, Rows, Sliding
 
 
 class Need(NamedTuple):
@@ -20,7 +20,7 @@ class Need(NamedTuple):
 
     Attributes:
         kernel: The name of the kernel.
-        numbers: The numbers that it multiplies: half, single, int8 or float8.
+        numbers: The numbers that it multiplies: half or single.
         sizes: K and N of a product, the channels of a head, or channels.
         rows: Rows of a product, tokens, or queries of all heads.
         chip: The GPU.
@@ -210,16 +210,6 @@ def segmentation_head(need: Need) -> list[Product]:
     return [replace(wide, width=32, parts=5) if need.sizes[1] <= 160 else wide]
 
 
-@_fitting
-def fusion_conv(need: Need) -> list[Product]:
-    """Returns tiles of pixels, small ones where there are few; a step is inputs of one tap."""
-    if need.numbers == "single":
-        return _filling([_product(64, 64, 16, 3), _product(32, 32, 16, 3)], need)
-    step = 32 if need.generation == 80 else 64
-    ladder = [_product(128, 64, step, 3, 8), *(_product(block_m, 64, step, 4) for block_m in (64, 32, 16))]
-    return _filling(ladder, need)
-
-
 # Other kernels --------------------------------------------------------------------------------------------
 
 
@@ -248,38 +238,6 @@ def conv_linear(need: Need) -> list[ConvLinear]:
     return [many, few] if is_full else [few, many]
 
 
-# Products of 8 bits ---------------------------------------------------------------------------------------
-#
-# They are so fast that L2 bounds small tiles. Tiles of float8 are smaller on sm_90, where sums in float32
-# take registers too. Chosen by what the compiler makes of them, and not timed on a GPU.
-
-_NARROW = 192  # columns of the result up to which one tile has all of them
-
-
-@_fitting
-def linear_int8(need: Need) -> list[Product]:
-    """Returns products of 8-bit numbers, in large tiles."""
-    inputs, outputs = need.sizes
-    int8, generation = need.numbers == "int8", need.generation
-    if inputs % 16 != 0 or outputs % 8 != 0:  # each number needs an address
-        return [_product(64, 64, 64, 2)]
-    small, medium = _product(128, 128, 64, 4, 8), _product(128, 128, 128, 3, 8)
-    wide = Product(block_m=128, width=256, block_k=128, num_stages=4, programs=1)
-    narrow = Product(block_m=128, width=64, parts=3, block_k=128, num_stages=2)
-    if generation == 80:
-        best = replace(small, width=64) if outputs <= _NARROW else small
-    elif outputs <= _NARROW:
-        best = replace(narrow, block_k=64, num_stages=3) if generation == 100 and int8 else narrow
-    elif need.kernel == "linear_int8" and outputs % 256 == 0 and int8 == (generation == 90):
-        best = wide
-    elif need.kernel != "linear_int8_float32" and int8 and generation == 90:
-        best = replace(medium, block_m=256)
-    else:
-        best = medium
-    ladder = [best, _product(128, 64, best.block_k, best.num_stages, 8), _product(64, 64, best.block_k, 3)]
-    return _filling(ladder, need)
-
-
 # Attention ------------------------------------------------------------------------------------------------
 #
 # By numbers, generation and padded channels of a head: tile of queries and of keys, warps, stages. Tensor
@@ -290,14 +248,11 @@ def linear_int8(need: Need) -> list[Product]:
 _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     ("half", 80, 64): {
         "fwd": (64, 128, 4, 2),
-        "fwd_by_position": (128, 128, 8, 2),
         "fwd_loop": (128, 64, 8, 3),
         "bwd": (32, 64, 4, 2),
         "bwd_dq": (64, 32, 4, 2),
         "bwd_dkdv": (32, 64, 4, 2),
-        "bwd_dkdv_by_position": (16, 64, 4, 2),
         "bwd_bias": (32, 64, 4, 2),
-        "bwd_table": (32, 64, 4, 2),
     },
     ("half", 80, 128): {
         "fwd": (64, 64, 8, 2),
@@ -306,7 +261,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (32, 32, 8, 1),
         "bwd_dkdv": (32, 64, 8, 1),
         "bwd_bias": (64, 32, 8, 1),
-        "bwd_table": (64, 32, 8, 1),
     },
     ("half", 90, 64): {
         "fwd": (64, 128, 4, 3),
@@ -315,7 +269,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (128, 64, 8, 3),
         "bwd_dkdv": (32, 64, 4, 3),  # 128 keys are 3 % faster in Triton 3.6, and spill in 3.7
         "bwd_bias": (64, 64, 8, 2),
-        "bwd_table": (64, 64, 8, 2),
     },
     # With 64 keys fwd_loop takes 126 to 132 registers, where two programs need 128, or spills.
     ("half", 100, 64): {
@@ -325,7 +278,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (128, 64, 8, 2),
         "bwd_dkdv": (32, 64, 4, 3),
         "bwd_bias": (64, 64, 8, 2),
-        "bwd_table": (64, 64, 8, 2),
     },
     ("half", 90, 128): {
         "fwd": (64, 64, 8, 2),
@@ -334,7 +286,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (64, 64, 8, 1),
         "bwd_dkdv": (64, 64, 8, 1),
         "bwd_bias": (64, 64, 8, 1),
-        "bwd_table": (64, 64, 8, 1),
     },
     ("single", 80, 64): {
         "fwd": (32, 64, 8, 1),
@@ -343,7 +294,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (32, 32, 8, 2),
         "bwd_dkdv": (32, 32, 8, 1),
         "bwd_bias": (32, 32, 8, 1),
-        "bwd_table": (32, 32, 8, 1),
     },
     ("single", 80, 128): {
         "fwd": (16, 64, 8, 1),
@@ -352,7 +302,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd_dq": (16, 32, 8, 1),
         "bwd_dkdv": (32, 32, 8, 1),
         "bwd_bias": (16, 32, 4, 1),
-        "bwd_table": (16, 32, 4, 1),
     },
 }
 
@@ -365,21 +314,10 @@ def attention(need: Need) -> list[Attention]:
     width, kernel = (64 if need.sizes[0] <= 64 else 128), need.kernel.removeprefix("attention_")
     generations = [g for n, g, w in _ATTENTION if (n, w) == (need.numbers, width) and g <= need.generation]
     known = _ATTENTION[need.numbers, max(generations), width]
-    fields = known.get(kernel) or known[kernel.removesuffix("_by_position")]
-    return [Attention(**dict(zip(Attention.__dataclass_fields__, fields, strict=True)))]
-
-
-def bwd_dkdv_streamed(need: Need) -> list[Ring]:
-    """Returns the stages of the ring; 0 where it does not serve."""
-    return [Ring(stages=4 if need.generation == 90 and need.numbers == "half" else 0)]
+    return [Attention(**dict(zip(Attention.__dataclass_fields__, known[kernel], strict=True)))]
 
 
 # Convolutional projection ---------------------------------------------------------------------------------
-#
-# For 2-byte dtypes: with 4 warps a tile of 16 × 64 is one 16-byte vector per thread. 4-byte dtypes get half
-# the channels, so that it stays one vector, and twice the rows in the same registers. A thread takes up to
-# 255 registers, most for the weights of its channels, so a multiprocessor holds two programs; the regions of
-# both fit in its L1: 2 · 18 · 34 pixels of 128 bytes in 192 KiB or more, half as many rows in 128 KiB.
 #
 # In sliding-row kernels a thread has 2 channels, whose 27 taps in three branches take 54 registers: with 128
 # registers a multiprocessor holds 16 warps. The gradients of the taps need as many again: 8 warps. A program
@@ -398,13 +336,6 @@ def sliding_bwd_conv(need: Need) -> list[Sliding]:
     of_taps = replace(_SLIDING, registers=255)
     ranked = [replace(of_taps, pairs=1, resident_warps=8), of_taps]
     return ranked[::-1] if need.sizes[0] > 256 else ranked
-
-
-def region(need: Need) -> list[Regions]:
-    """Returns regions of pixels, of which two fit into L1."""
-    rows = 16 if shared_kilobytes(need.chip.capability) > 128 else 8
-    outputs = 1 if need.kernel in ("conv_projection_bwd_conv", "conv_projection_bwd_input") else 2
-    return [Regions(pixels=16, channels=64, rows=outputs, region_rows=rows, region_cols=32, num_warps=4)]
 
 
 # Sums of partial sums are few programs that wait for their loads. On an H200, merge_stats took 2.3 µs, and
@@ -475,13 +406,6 @@ def linear_rows(need: Need) -> list[Rows]:
     if need.numbers == "single":
         return [Rows(elements=2048, num_warps=4, registers=96, resident_programs=5)]
     return [Rows(elements=2048, num_warps=4, resident_programs=8)]
-
-
-def depth_head(need: Need) -> list[Pixels]:
-    """Returns tiles of pixels."""
-    if need.numbers == "single":  # its product takes registers for the operands, which spill with fewer
-        return [Pixels(pixels=16, channels=32, num_warps=8, registers=255)]
-    return [Pixels(pixels=16, channels=32, num_warps=4, registers=160)]
 
 
 def quantize(need: Need) -> list[Rows]:

@@ -84,17 +84,6 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
-    """The configuration of a kernel whose loading warp fills a ring of buffers.
-
-    Attributes:
-        stages: Buffers of the ring; 0 where another kernel serves instead.
-    """
-
-    stages: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pixels:
     """The configuration of a kernel of the convolutional projection: its tile, warps and registers.
 
@@ -115,22 +104,6 @@ class Pixels:
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
         return {"num_warps": self.num_warps, "maxnreg": self.registers}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regions(Pixels):
-    """The configuration of a kernel whose programs each compute a region of the grid.
-
-    Attributes:
-        rows: R, outputs that a lane holds in registers: in a column (1 for kernels above 3×3); in a row in
-            bwd_input.
-        region_rows: Rows of a region on the input grid.
-        region_cols: Columns of a region on the input grid.
-    """
-
-    rows: int
-    region_rows: int
-    region_cols: int
 
 
 @dataclass(frozen=True, kw_only=True)

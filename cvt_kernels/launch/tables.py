@@ -31,9 +31,7 @@ class Entry(NamedTuple):
 
 
 def numbers_of(dtype: torch.dtype) -> str:
-    """Returns the name of the numbers that a kernel multiplies: half, single, int8 or float8."""
-    if dtype.itemsize == 1:
-        return "int8" if dtype == torch.int8 else "float8"
+    """Returns the name of the numbers that a kernel multiplies: half or single."""
     return "half" if dtype.itemsize == 2 else "single"
 
 

@@ -20,7 +20,7 @@ from tests.checks import assert_accurate, not_built
 #: The settings of the examples of each operator, by name.
 EXAMPLES = {operator: dict(card.examples) for operator, card in all_cards().items()}
 #: What serves the parts of an operator on backends that compose it of others.
-_PARTS: dict[str, tuple[ck.Backend, ...]] = dict.fromkeys(("composed", "onednn"), ("cpu", "reference"))
+_PARTS: dict[str, tuple[ck.Backend, ...]] = {"composed": ("cpu", "reference")}
 #: The operators that round, and have no gradients.
 ROUNDING = tuple(operator for operator, card in all_cards().items() if card.rounds)
 #: Pairs of operator and backend that compute no gradients, and refuse them.

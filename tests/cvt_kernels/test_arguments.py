@@ -91,13 +91,6 @@ REDUCTION = {
     "bias": optional(tensor((3,))),
     "norm": parts(NORM),
 }
-#: The first dimension of the weight is checked by the other vectors.
-NORMALIZED = {
-    "weight": tensor((C,), (C, C, 3), (C, 3, 3, 3), (C, C, 1, 1), (0, C, 3, 3)),
-    **dict.fromkeys(("bias", "bn_weight", "bn_bias"), optional(tensor((3,), ()))),
-    **dict.fromkeys(("running_mean", "running_var"), tensor((3,), ())),
-    "eps": positive(),
-}
 HEADS_OF = integer(0, 3)
 BLOCK = {
     "norm1": parts(NORM),
@@ -123,7 +116,6 @@ FIELDS = {
     "DepthwiseConv": DEPTHWISE,
     "Linear": LINEAR,
     "Norm": NORM,
-    "NormalizedConv": NORMALIZED,
     "PositionBias": POSITION,
     "QuantizedLinear": QUANTIZED,
     "QuantizedRows": QUANTIZED_ROWS,
@@ -249,12 +241,10 @@ LINEARS = each(parts(LINEAR), [], [1, 2], [None, None], [(), ()])
 SPECIAL = {
     "convs": USUAL["convs"][1],
     "eps": positive(),
-    "first": parts(NORMALIZED),
     "grid": grid((3, 3), [3, 4]),
     "linears": also_named(LINEARS, "linears"),
     "others": each(each(tensor((C,), (3, 5)), ()), [()]),
     "padding": PADDING,
-    "second": parts(NORMALIZED),
     "stride": STRIDE,
 }
 SELECTED = of_values("a", 1.5, [1.5], [], [T], -T - 1, [True], torch.ones(2), [None], ["a"])
@@ -359,7 +349,7 @@ CALLS |= {
 
 #: Public names without arguments, or that make nothing of what they are given.
 OTHERS = ["AttentionMap", "BackendUnavailable", "__version__", "doctor", "fallbacks", "reference"]
-OTHERS += ["register_attention", "register_layers", "release_memory", "use_backend"]
+OTHERS += ["register_layers", "release_memory", "use_backend"]
 
 
 def test_every_public_name_and_argument_has_an_entry():

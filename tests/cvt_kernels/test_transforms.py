@@ -26,7 +26,6 @@ pytestmark = [
         ("float32", "weight"),
         ("int_mm", "bias"),
         ("int_mm", "residual"),
-        ("dequantized", "residual"),
     ],
 )
 @torch.no_grad()

@@ -214,15 +214,6 @@ def _by_gluon(
     return Call(case, 90, backends=("gluon", "triton", "reference"))
 
 
-def _streamed(
-    queries: int, keys: int, *, batch: int = 2, heads: int = 2, scale: float = 0.1, dtype: Any
-) -> Any:
-    """Attention's gradients, whose dk and dv are by ``attention/gluon.py``."""
-    sizes = queries, keys, keys
-    rows = [tests.randn(batch, n, 64 * heads, dtype=dtype, gap=8, grad=True) for n in sizes]
-    return tests.gradients(ck.attention(*(x.unflatten(2, (heads, 64)) for x in rows), scale=scale), *rows)
-
-
 def _blocks_serving(
     grid: tuple[int, int], heads: int, count: int, *, tokens: int, dtype: Any, mean: float = 0.0
 ) -> Any:
@@ -297,15 +288,6 @@ _GLUON = {
     ),
     "gluon: two blocks, means of 100 deviations": _by_gluon(
         _blocks_serving, (8, 8), 3, 2, tokens=1, mean=100.0, programs=1
-    ),
-    # A query more than a tile; more tiles than the ring has; a consumer without keys, and one with a few.
-    "gluon: gradients of attention, (65, 197)": _by_gluon(_streamed, 65, 197, programs=132),
-    "gluon: gradients of attention, (448, 129)": _by_gluon(_streamed, 448, 129, batch=1, programs=132),
-    "gluon: gradients of attention, (64, 65)": _by_gluon(
-        _streamed, 64, 65, heads=1, scale=-1.5, dtype=FLOAT16, programs=1
-    ),
-    "gluon: gradients of attention, (300, 256)": _by_gluon(
-        _streamed, 300, 256, batch=1, heads=1, dtype=FLOAT16, programs=1
     ),
     **{
         f"gluon: Q, K and V of few tokens, {channels} to {outputs} channels": _by_gluon(

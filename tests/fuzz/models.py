@@ -37,7 +37,6 @@ _FAMILIES = (
 )
 _KERNELS_FIRST = {
     "cpu": ("cpu", "sdpa", "reference"),
-    "onednn": ("onednn", "cpu", "sdpa", "reference"),
     "reference": ("reference",),
 }
 _FROZEN_REFUSES = "is frozen for serving and cannot train"

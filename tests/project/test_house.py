@@ -43,7 +43,7 @@ FLOORS = (
     {"cvt_kernels.diagnosis"},
     {"cvt_kernels"},
     {"cvt_kernels.__main__"},
-    {"cvt.config", "cvt.extras", "cvt.files", "cvt.former_names", "cvt.reading"},
+    {"cvt.config", "cvt.extras", "cvt.files", "cvt.reading"},
     {"cvt.card"},
     {"cvt.huggingface"},
     {"cvt.hub", "cvt.quantized"},

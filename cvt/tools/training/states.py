@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,9 +50,7 @@ def read_state(path: Path, score: str) -> dict[str, Any]:
             if not isinstance(state[name], kind) or isinstance(state[name], bool):
                 raise TypeError(f"{name}: got {shown(state[name])}, expected {kind.__name__}")
         _check_tensors(state, path.stat().st_size)
-        # An earlier version knew fewer fields.
-        config = CvTConfig.from_dict(state["same"].get("config"))
-        state["same"] = {**state["same"], "config": dataclasses.asdict(config)}
+        CvTConfig.from_dict(state["same"].get("config"))
         _check_history(state["history"], state["epoch"], score)
         for name in ("model", "ema"):
             reason = why_not_finite(state[name])

@@ -30,7 +30,7 @@ def _segformer_block(self: Any) -> BlockParts:
     """
     attention, mlp = self.attention, self.mlp
     kind = attention.config._attn_implementation
-    if kind not in ("sdpa", "cvt_kernels"):
+    if kind != "sdpa":
         raise Unsupported(f"attention is that of transformers' {kind!r}, expected 'sdpa'")
     if attention.is_causal:
         raise Unsupported("attention is causal")

@@ -106,17 +106,6 @@ def _why_sdpa_unsupported(call: Record) -> str | None:
     return "draws other random numbers than the reference" if dropout_p > 0 else None
 
 
-#: The least magnitude of a scale that a bias by position is divided by.
-_LEAST_SCALE = 2.0**-64
-
-
-def why_scale_too_small(scale: float | None) -> str | None:
-    """Returns why a scale is too small for kernels to divide a bias by position by it, or None."""
-    if scale is not None and abs(scale) < _LEAST_SCALE:
-        return f"the scale {scale} is too close to 0 to divide a bias by position by it"
-    return None
-
-
 def _check(call: Any) -> None:
     check_attention_map(call.q, call.k, call.scale, call.bias, call.position, ("v", call.v))
     checks.check_number("dropout_p", call.dropout_p, "a probability in [0, 1)")

@@ -46,18 +46,14 @@ def _attention(m: Any) -> Any:
     return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
 
 
-def _attention_stage(step: Step, *, bias: bool = False, by_position: bool = False) -> None:
+def _attention_stage(step: Step, *, bias: bool = False) -> None:
     """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
     grid, heads = step.stage.grid, step.channels // 64
     key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
     keys = math.prod(key_grid) + step.stage.class_tokens
     q, k, v = (step.tensor(step.batch, tokens, heads, 64) for tokens in (step.tokens, keys, keys))
     scores = step.tensor(heads, step.tokens, keys) if bias else None
-    position = None
-    if by_position:
-        offsets = [n + 2 * (key_n - 1) for n, key_n in zip(grid, key_grid, strict=True)]
-        position = PositionBias(step.tensor(heads, *offsets), grid, key_grid, stride=2)
-    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=scores, position=position)
+    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=scores)
 
 
 def _attention_of_pyramids(step: Step) -> None:
@@ -156,9 +152,6 @@ CARDS = {
             "attention": Launches(_attention_stage),
             "attention_with_bias": Launches(functools.partial(_attention_stage, bias=True), by_default=False),
             "attention_of_pyramids": Launches(_attention_of_pyramids, of_pyramids=True),
-            "attention_by_position": Launches(
-                functools.partial(_attention_stage, by_position=True), by_default=False
-            ),
         },
         work={
             "attention_fwd": _work("q k v out stats", 2),
@@ -166,11 +159,9 @@ CARDS = {
             "attention_bwd": _work(f"{_OF_QUERIES} dq dk dv", 5),
             "attention_bwd_dq": _work(f"{_OF_QUERIES} out dq", 3),
             "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
-            "attention_bwd_dkdv_streamed": _work(f"{_OF_QUERIES} dk dv", 4),
             "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
-            "attention_bwd_table": _work(f"{_OF_QUERIES} dtiles", 2),
         },
-        uncounted={"attention": "bias slots"},
+        uncounted={"attention": "bias"},
         sweeps={
             f"attention {kernel}": _sweep(kernel, stages)
             for kernel, stages in (

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ... import machine, modes
 from ...backends import Record
-from . import why_scale_too_small
 
 machine.load_extension()
 _op = torch.ops.cvt_kernels.attention_inference.default
@@ -34,6 +33,17 @@ def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
+#: The least magnitude of a scale that a bias by position is divided by.
+_LEAST_SCALE = 2.0**-64
+
+
+def _why_scale_too_small(scale: float | None) -> str | None:
+    """Returns why a scale is too small for kernels to divide a bias by position by it, or None."""
+    if scale is not None and abs(scale) < _LEAST_SCALE:
+        return f"the scale {scale} is too close to 0 to divide a bias by position by it"
+    return None
+
+
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     q, k, v, scale, bias, dropout_p, position = call
@@ -45,7 +55,7 @@ def why_unsupported(call: Record) -> str | None:
         return "dropout of the probabilities is not supported"
     if q.shape[3] > _MAX_HEAD_DIM:
         return f"heads have {q.shape[3]} channels, more than {_MAX_HEAD_DIM}"
-    return None if position is None else why_scale_too_small(scale)
+    return None if position is None else _why_scale_too_small(scale)
 
 
 def attention(call: Record) -> Tensor:

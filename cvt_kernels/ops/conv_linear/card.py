@@ -32,7 +32,7 @@ def _conv_linear(m: Any) -> Any:
 
 def _conv_linear_stage(step: Step) -> None:
     """Runs a CvT block's projection with its linear layers."""
-    convs = [conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2)]
+    convs = [conv_batch_norm(step, stride) for stride in (1, 2, 2)]
     linears = [(step.tensor(step.channels, step.channels), step.tensor(step.channels)) for _ in convs]
     step.call("conv_linear", step.x(), step.stage.grid, convs, linears)
 

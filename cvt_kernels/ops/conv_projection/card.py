@@ -20,7 +20,7 @@ PROJECTION = cards.GRID | cards.CONV | {
 
 
 def _convs(m: Any) -> tuple[Any, ...]:
-    """Returns the branches: the second and third of other strides, summands of larger kernels."""
+    """Returns the branches: the second and third of the next stride, summands of larger kernels."""
     branches = []
     # PyTorch 2.13 crashes in 16 bits where a kernel of 1×1 or an image of width 1 has a dilation.
     dilation = 1 if m.kernel == 1 or m.width == 1 else m.dilation
@@ -28,7 +28,7 @@ def _convs(m: Any) -> tuple[Any, ...]:
     padding = max(m.padding, -((min(m.height, m.width) - reach) // 2))  # so that there is an output
     for i in range(m.branches):
         parts = tuple(
-            m.conv(m.channels, m.kernel + 2 * j, m.stride + i, padding + dilation * j, dilation)
+            m.conv(m.channels, m.kernel + 2 * j, m.stride + (i > 0), padding + dilation * j, dilation)
             for j in range(m.summands)
         )
         branches.append(parts[0] if len(parts) == 1 else parts)
@@ -41,26 +41,23 @@ def _conv_projection(m: Any) -> Any:
     return (x, (m.height, m.width), _convs(m)), {"training": m.training}
 
 
-def conv_batch_norm(step: cards.Step, stride: int, kernel: int, padding: int, dilation: int) -> ConvBatchNorm:
-    """Returns a convolution with BatchNorm, which in training has parameters in float32."""
+def conv_batch_norm(step: cards.Step, stride: int) -> ConvBatchNorm:
+    """Returns a 3×3 convolution with BatchNorm, which in training has parameters in float32."""
 
     def vector() -> Tensor:
         return step.tensor(step.channels, dtype=torch.float32 if step.training else None)
 
-    weight, count = step.tensor(step.channels, 1, kernel, kernel), step.tensor(dtype=torch.int64)
+    weight, count = step.tensor(step.channels, 1, 3, 3), step.tensor(dtype=torch.int64)
     mean, variance = (vector().detach() for _ in range(2))
-    return ConvBatchNorm(weight, vector(), vector(), mean, variance, count, stride, padding, dilation)
+    return ConvBatchNorm(weight, vector(), vector(), mean, variance, count, stride, 1, 1)
 
 
-def _conv_projection_stage(step: cards.Step, *, hybrid: bool = False) -> None:
+def _conv_projection_stage(step: cards.Step) -> None:
     """Runs a CvT block's projection (q has stride 1, k and v stride 2).
 
-    With ``hybrid`` mixing a 5×5 convolution of dilation 2 is added to each of 3×3. Training is under
-    autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
+    Training is under autocast, with BatchNorm's parameters in float32; inference has all in ``dtype``.
     """
-    kernels = ((3, 1, 1), (5, 4, 2)) if hybrid else ((3, 1, 1),)
-    branches = [tuple(conv_batch_norm(step, stride, *kernel) for kernel in kernels) for stride in (1, 2, 2)]
-    convs = branches if hybrid else [conv for (conv,) in branches]
+    convs = [conv_batch_norm(step, stride) for stride in (1, 2, 2)]
     step.call("conv_projection", step.x(), step.stage.grid, convs, training=step.training)
 
 
@@ -124,12 +121,7 @@ CARDS = {
             "training": cards.MAP | cards.K3X3 | {"branches": 2, "class_token": True, "training": True},
             "mixed": cards.MAP | cards.K3X3 | {"mixed": True},
         },
-        stages={
-            "conv_projection": cards.Launches(_conv_projection_stage),
-            "conv_projection_hybrid": cards.Launches(
-                functools.partial(_conv_projection_stage, hybrid=True), by_default=False
-            ),
-        },
+        stages={"conv_projection": cards.Launches(_conv_projection_stage)},
         work={
             "conv_projection_fwd": _projection_forward,
             "conv_projection_stats": _projection_sums,

@@ -9,14 +9,13 @@ from torch.nn import functional as F
 
 from ... import checks
 from ...backends import Record, lazy
-from ...declaration import extension_kernels, operator, triton_kernels
+from ...declaration import extension_kernels, operator
 from ..cost_classes import sampled, size_class
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from .triton import forward as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.forward")
+    (_cpu,) = lazy(__name__, "cpu")
 
 #: The result's height by the map's, and the result's width by the map's.
 SCALE = 4
@@ -52,7 +51,6 @@ def _cost_class(call: Record) -> str:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.depth_head, _triton.why_unsupported),
         "cpu": extension_kernels(_cpu.depth_head, _cpu.why_unsupported),
     },
     cost_class=_cost_class,

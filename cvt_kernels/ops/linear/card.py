@@ -100,9 +100,8 @@ def linear_work(arguments: dict[str, Any], results: str) -> cards.Work:
     written = [cards.matrix(arguments[name]) for name in results.split() if arguments[name] is not None]
     read = [cards.matrix(arguments[name]) for name in ("x", "weight")]
     read += [value for name, value in arguments.items() if name.endswith("_ptr")]
-    size = read[0].element_size()
-    flops = 2 * written[0].numel() * spec.inputs if size <= 2 or spec.precision == "tf32" else 0
-    return cards.Work(cards.bytes_of(read, written), flops // (2 if size == 1 else 1))
+    is_exact = read[0].element_size() > 2 and spec.precision != "tf32"
+    return cards.Work(cards.bytes_of(read, written), 0 if is_exact else 2 * written[0].numel() * spec.inputs)
 
 
 def _pingpong_product(arguments: dict[str, Any]) -> cards.Work:

@@ -1,7 +1,7 @@
 """Linear layers with 8-bit weights and activations, and the quantization of activations.
 
-``cpu`` has CPU kernels, ``triton`` GPU kernels, ``primitives`` PyTorch's own operators. Inference only:
-rounding has no gradient.
+``cpu`` has CPU kernels, ``triton`` GPU kernels that round, ``primitives`` PyTorch's own products. Inference
+only: rounding has no gradient.
 """
 
 from __future__ import annotations
@@ -320,7 +320,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 @operator(
     name="linear_int8",
     backends={
-        "triton": triton_kernels(_triton.linear_int8, _triton.why_linear_unsupported),
         "cpu": extension_kernels(_cpu.linear_int8, _cpu.why_unsupported),
         "int_mm": Implementation(
             primitives.by_int_mm,
@@ -339,9 +338,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
             ("cuda",),
             primitives.why_scaled_mm_unavailable,
             primitives.why_scaled_mm_unsupported,
-        ),
-        "dequantized": Implementation(
-            primitives.by_dequantized, why_unsupported=primitives.why_dequantized_unsupported
         ),
     },
     cost_class=_cost_class,

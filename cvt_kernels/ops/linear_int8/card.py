@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ... import cards, reference
-from ..linear.card import linear_work
 
 _QUANTIZED = (
     cards.FORWARD | cards.LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
@@ -47,47 +46,26 @@ def _linear_int8(m: Any) -> Any:
     return (x, layer.weight, layer.weight_scale, layer.bias), {"input_scale": None, **settings}
 
 
-def _quantize_rows_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
-    """Rounds a stage's tokens to 8-bit ``numbers``, which has no gradient."""
+def _quantize_rows_stage(step: cards.Step) -> None:
+    """Rounds a stage's tokens to int8, which has no gradient."""
     if not step.training:
-        step.call("quantize_rows", step.x(), dtype=numbers)
+        step.call("quantize_rows", step.x())
 
 
-def _layer_norm_quantize_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
+def _layer_norm_quantize_stage(step: cards.Step) -> None:
     """Rounds the LayerNorm of a stage's tokens, shifted as where they are frozen."""
     vector = step.tensor(step.channels)
     if not step.training:
-        step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector, dtype=numbers)
+        step.call("layer_norm_quantize", step.x(), vector, vector, shift=vector)
 
 
-def _gelu_quantize_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
+def _gelu_quantize_stage(step: cards.Step) -> None:
     """Rounds Microsoft's GELU of the hidden features of a CvT block's MLP."""
     hidden, *_ = step.linear(4, 1)
     if not step.training:
-        step.call("gelu_quantize", hidden, approximate="quick", dtype=numbers)
+        step.call("gelu_quantize", hidden, approximate="quick")
 
 
-def _linear_int8_stage(step: cards.Step, *, numbers: torch.dtype = torch.int8) -> None:
-    """Runs a CvT block's linear layers by 8-bit ``numbers``, one of each kind.
-
-    These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
-    """
-    for inputs, outputs, adds in () if step.training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
-        x, weight, bias, residual = step.linear(inputs, outputs)
-        step.call(
-            "linear_int8", x.to(numbers), weight.to(numbers), bias.float(), bias,
-            x_scales=step.tensor(len(x), 1, dtype=torch.float32), residual=residual if adds else None,
-            dtype=step.dtype,
-        )  # fmt: skip
-
-
-def _linear_float8_stage(step: cards.Step) -> None:
-    """Runs these four with float8_e4m3fn; no chip without such products has launches of them."""
-    for run in (_quantize_rows_stage, _layer_norm_quantize_stage, _gelu_quantize_stage, _linear_int8_stage):
-        run(step, numbers=torch.float8_e4m3fn)
-
-
-_LAYER = "rows=150 channels=272 outputs=136 rounded=True added=True"
 _ROUNDING = functools.partial(cards.once, names="x scales values")
 
 
@@ -147,20 +125,6 @@ CARDS = {
         ),
         rounds=True,
         needed={"scaled_mm": {"to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32}},
-        stages={
-            "linear_int8": cards.Launches(_linear_int8_stage),
-            "linear_float8": cards.Launches(_linear_float8_stage),
-        },
-        work={"linear_int8": functools.partial(linear_work, results="out")},
-        accesses={
-            name: cards.Accesses("linear_int8", f"rounded=True {words}")
-            for name, words in {
-                "int8": "rows=131 channels=5 outputs=67 added=True",
-                "int8 by descriptors": "dtype=float16 rows=259 channels=80 outputs=264 added=True",
-                "float8": "to=float8_e4m3fn rows=3 channels=37 outputs=5",
-            }.items()
-        },
-        emulated={"int8 layer": _LAYER, "float8 layer": f"dtype=float16 to=float8_e4m3fn {_LAYER}"},
         found=(
             "rows=0 seed=0",
             "leading=tokens rows=0 seed=0",

@@ -3,9 +3,8 @@
 - ``int_mm``: ``torch._int_mm``, followed by separate operators.
 - ``onednn``: the linear layer of oneDNN that ``torch.compile`` calls for quantized models, its weight packed.
 - ``scaled_mm``: ``torch._scaled_mm``, the product of float8 on NVIDIA GPUs.
-- ``dequantized``: ``F.linear`` with the weight back in floating point. Its inputs are not rounded to 8 bits.
 
-All but the last take rows quantized by ``quantize_rows``, or quantize them with it.
+They take rows quantized by ``quantize_rows``, or quantize them with it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ... import backends, checks, modes, reference
 from ...backends import Record
-from ...records import LIMITS
 from ..weight_cache import packed
 
 _LEAST_ROWS = 17  # of torch._int_mm on a GPU
@@ -192,34 +189,4 @@ def by_scaled_mm(call: Record) -> Tensor:
     product = torch._scaled_mm(
         values, call.weight.t(), scales, call.weight_scale[None], bias=added, out_dtype=torch.bfloat16
     )
-    return _finished(product, call, None)
-
-
-# dequantized ----------------------------------------------------------------------------------------------
-
-
-def why_dequantized_unsupported(call: Record) -> str | None:
-    """Returns why :func:`by_dequantized` cannot serve a call, or None."""
-    reason = _why_not_packable(call)
-    if reason is None and torch.float64 in (call.x.dtype, call.dtype):
-        reason = "has no advantage in float64"
-    return reason
-
-
-def by_dequantized(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8`` in the dtype of the result, without rounding x to 8 bits."""
-    x, weight, weight_scale, bias, x_scales, input_scale, _, _, dtype = call
-
-    def dequantize() -> Tensor:
-        with torch.inference_mode(False):  # a copy made in inference mode could not be used outside it
-            return (weight.float() * weight_scale[:, None]).to(dtype)
-
-    wide = packed(weight, ("dequantized", dtype), dequantize, (weight_scale,))
-    # A row with an infinity becomes NaN, as if it had been quantized.
-    rows = x + x.abs().amax(-1, keepdim=True) * 0 if x_scales is None else x.to(x_scales.dtype) * x_scales
-    if input_scale is not None and x_scales is None:  # which also clamps what is not rounded
-        limit = LIMITS[weight.dtype] * input_scale
-        rows = torch.minimum(torch.maximum(rows, -limit), limit)
-    with torch.autocast(x.device.type, enabled=False):
-        product = F.linear(rows.to(dtype), wide, None if bias is None else bias.to(dtype))
     return _finished(product, call, None)

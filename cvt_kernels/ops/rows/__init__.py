@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...backends import Implementation, Record, lazy
-from ...declaration import extension_kernels, operator, triton_kernels
+from ...backends import Record, lazy
+from ...declaration import extension_kernels, operator
 from ..autograd import check_inplace
 from ..cost_classes import first_images, images_within, size_class
 from ..layer_norm_gelu import check_layer_norm
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
-    from .triton import operator as _triton
 else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
+    (_cpu,) = lazy(__name__, "cpu")
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
 _SAMPLE = 2**18  # elements
@@ -71,13 +70,6 @@ _OF_ROWS: dict[str, Any] = {
 }
 
 
-def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
-    return {
-        "triton": triton_kernels(by_triton, _triton.why_unsupported),
-        "cpu": extension_kernels(by_cpu),
-    }
-
-
 def _check_values(call: Any) -> None:
     checks.check_row_values("rows", call.rows, call.x.shape[1])
 
@@ -87,7 +79,7 @@ def _check_gather_rows(call: Any) -> None:
 
 
 @operator(
-    backends=_backends(_triton.gather_rows, _cpu.gather_rows),
+    backends={"cpu": extension_kernels(_cpu.gather_rows)},
     check=_check_gather_rows,
     check_numbers=("rows", _check_values),
     **_OF_ROWS,
@@ -98,7 +90,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     Args:
         x: ``(B, T, C)``; float16, bfloat16, float32 or float64.
         rows: ``(B, K)`` int64, the tokens of each image, unique within it, or -1 as padding. Values are not
-            checked on a GPU, since that would synchronize; those out of range count as -1 there.
+            checked on a GPU, since that would synchronize; PyTorch's indexing fails for those out of range.
 
     Returns:
         ``(B, K, C)``.
@@ -121,7 +113,7 @@ def _check_gather_add_layer_norm(call: Any) -> None:
 
 
 @operator(
-    backends=_backends(_triton.gather_add_layer_norm, _cpu.gather_add_layer_norm),
+    backends={"cpu": extension_kernels(_cpu.gather_add_layer_norm)},
     check=_check_gather_add_layer_norm,
     check_numbers=("rows", _check_values),
     **_OF_ROWS,
@@ -177,7 +169,7 @@ def _check_places(call: Any) -> None:
 
 
 @operator(
-    backends=_backends(_triton.scatter_rows, _cpu.scatter_rows),
+    backends={"cpu": extension_kernels(_cpu.scatter_rows)},
     check=_check_scatter_rows,
     check_numbers=("rows", _check_places),
     **_OF_ROWS,

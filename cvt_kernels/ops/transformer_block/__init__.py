@@ -1,6 +1,6 @@
 """A block of CvT, SegFormer or PVT as one operator, for inference.
 
-``cpu`` has CPU kernels. ``onednn`` uses PyTorch's packed linear layers on a CPU. ``composed`` calls other
+``cpu`` has CPU kernels. ``composed`` calls other
 operators of this package one after the other, each with its own cache entry.
 """
 
@@ -19,8 +19,7 @@ from ...declaration import extension_kernels, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..cost_classes import first_images, gelu_words, images_within, scores_within, size_class
-from ..onednn_layers import why_unavailable
-from . import checking, composed, onednn
+from . import checking, composed
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -153,7 +152,6 @@ def transformer_block(
     backends={
         "cpu": extension_kernels(_cpu.transformer_block, _cpu.why_unsupported),
         "composed": Implementation(composed.transformer_block, ("cpu", "cuda")),
-        "onednn": Implementation(onednn.transformer_block, ("cpu",), why_unavailable, onednn.why_unsupported),
     },
     cost_class=_cost_class,
     sample=_sample,

@@ -84,7 +84,7 @@ def _reduce(m: Any) -> Any:
 def block_of(step: cards.Step) -> TransformerBlock:
     """Returns a block of a CvT's stage."""
     c = step.channels
-    convs = tuple(conv_batch_norm(step, stride, 3, 1, 1) for stride in (1, 2, 2))
+    convs = tuple(conv_batch_norm(step, stride) for stride in (1, 2, 2))
     return _block(step, convs, c, 4 * c, c // 64, c**-0.5, "quick", None)
 
 
@@ -150,7 +150,7 @@ CARDS = {
             "PVT": PYRAMID,
             "inplace=True": BLOCK | {"inplace": True},
         },
-        without_gradients=("cpu", "onednn"),
+        without_gradients=("cpu",),
         normalizes=True,
         stages={
             "transformer_block": cards.Launches(_block_stage),

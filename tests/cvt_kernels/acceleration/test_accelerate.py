@@ -18,7 +18,6 @@ import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import backends, modes
 from cvt_kernels.acceleration import families, fused, matching
-from cvt_kernels.classes import is_fused
 from cvt_kernels.ops import autograd
 from cvt_kernels.tuning import choices
 from tests import microsoft_cvt
@@ -503,26 +502,6 @@ def test_copies_look_the_same(make, freeze):
         state, expected = twin.state_dict(), own.state_dict()
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-KEYS = {
-    False: {"SegformerStage": ("", ", recorded"), "SegformerLayer": (" with layernorm_before",)},
-    True: {
-        "SegformerStage": ("", " with blocks, in evaluation", " with blocks"),
-        "SegformerLayer": tuple(
-            f" with layernorm_before{end}" for end in ("", ", frozen, in evaluation", ", frozen")
-        ),
-    },
-}
-
-
-@pytest.mark.parametrize("freeze", KEYS)
-def test_pickles_have_keys_that_stay(freeze):
-    """Those that were made with an earlier version have them too."""
-    model = ck.accelerate(segformer().eval(), freeze=freeze)
-    found = {type(m).__name__: m.__reduce_ex__(2)[1][1:] for m in model.modules() if is_fused(m)}
-    for name, ends in KEYS[freeze].items():
-        assert found[name] == tuple(f"Hugging Face {name}{end}" for end in ends)
 
 
 @every_upstream

@@ -60,14 +60,13 @@ def test_results_are_as_accurate(make, size, served):
     assert_accurate(out, logits(own(x)), exact)
 
 
-@pytest.mark.parametrize("backend", ["composed", "onednn"])
 @every_model
-def test_a_block_is_one_operator_on_a_cpu(make, backend):
+def test_a_composed_block_is_one_operator_on_a_cpu(make):
     own, x = make().eval(), inputs(make)
     exact = logits(in_float64(copy.deepcopy(own))(x.double()))
-    with noted_backends() as asked, ck.use_backend(backend, "cpu", "sdpa", "reference"):
+    with noted_backends() as asked, ck.use_backend("composed", "cpu", "sdpa", "reference"):
         out = logits(frozen(own)(x))
-    assert asked.count(("transformer_block", backend)) == MODELS[make][1]
+    assert asked.count(("transformer_block", "composed")) == MODELS[make][1]
     assert_accurate(out, logits(own(x)), exact, floor=4)
 
 
@@ -351,13 +350,6 @@ CHANGES_OF_LAYERS = {
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("onednn", marks=pytest.mark.skipif(not_built(), reason="there is no C++ compiler")),
-        "cpu",
-    ],
-)
-@pytest.mark.parametrize(
     ("make", "change"),
     [
         *(pytest.param(microsoft, change, id=name) for name, change in CHANGES.items()),
@@ -367,10 +359,10 @@ CHANGES_OF_LAYERS = {
         ),
     ],
 )
-def test_changes_are_noticed(make, change, backend, served):
+def test_changes_are_noticed(make, change, served):
     own, x = make().eval(), images()
     fused = frozen(own)
-    with ck.use_backend(backend, "cpu", "sdpa", "reference"):
+    with ck.use_backend("cpu", "sdpa", "reference"):
         for _ in range(2):  # the second time by packed weights, where there are any
             before = logits(fused(x))
         change(fused)

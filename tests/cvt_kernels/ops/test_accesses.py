@@ -25,7 +25,6 @@ from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
 from cvt_kernels.ops.linear.card import BIAS_GRADIENT
 from cvt_kernels.ops.transformer_blocks import attention_add
-from cvt_kernels.records import PositionBias
 from cvt_kernels.tuning import tuner
 from tests.accesses import Accesses, recorded_accesses, tensors_of
 from tests.cvt_kernels.test_reference import random_conv
@@ -75,16 +74,6 @@ def attend(queries, keys, *, batch=1, heads=2, dim=7, bias=None, dtype=FLOAT32, 
     return gradients(out, q, k, v, *biases) if grad else out
 
 
-def attend_by_position(rows=None, *, tokens=0):
-    grid, key_grid, heads = (3, 5), (2, 3), 2
-    queries = tokens + grid[0] * grid[1] if rows is None else rows.shape[1]
-    keys = tokens + key_grid[0] * key_grid[1]
-    q, k, v = (randn(2, n, heads, 7, grad=True) for n in (queries, keys, keys))
-    table = randn(heads, *(n + 2 * (m - 1) for n, m in zip(grid, key_grid, strict=True)), grad=True)
-    bias = PositionBias(table, grid, key_grid, 2, rows)
-    return gradients(ck.attention(q, k, v, position=bias), q, k, v, table)
-
-
 AT_ONCE, IN_TWO = "attention_bwd", "attention_bwd_dq attention_bwd_dkdv"
 ATTENTION = {
     "one token": Case(lambda: attend(1, 1, dim=1), f"attention_fwd {AT_ONCE}"),
@@ -98,12 +87,6 @@ ATTENTION = {
     ),
     "a bias of keys": Case(
         lambda: attend(37, 35, batch=3, bias=(3, 1, 1, 35)), f"attention_fwd {AT_ONCE} attention_bwd_bias"
-    ),
-    "by position": Case(attend_by_position, f"attention_fwd {AT_ONCE} attention_bwd_table"),
-    "of chosen tokens": Case(
-        lambda: attend_by_position(torch.tensor([[0, 3, 7], [0, 15, -1]]), tokens=1),
-        f"attention_fwd {AT_ONCE} attention_bwd_table",
-        is_dense=False,
     ),
 }
 
@@ -126,17 +109,6 @@ def project_with_averages(grid, channels, dtype=FLOAT32):
     convs = [random_conv(channels, dtype=dtype, padding=1, momentum=None) for _ in range(2)]
     with torch.no_grad():
         return ck.conv_projection(x, grid, convs, training=True)
-
-
-def project_sums(grid, channels, dtype):
-    x = randn(1, 1 + grid[0] * grid[1], channels, dtype=dtype, grad=True)
-    settings = {"dtype": dtype, "grad": True, "stride": 2}
-    convs = [
-        random_conv(channels, 3, padding=1, **settings),
-        random_conv(channels, 5, padding=4, dilation=2, **settings),
-    ]
-    (out,) = ck.conv_projection(x, grid, [tuple(convs)], training=True)
-    return gradients(out, x, *(t for conv in convs for t in conv[:3]))
 
 
 def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32, gap=4):
@@ -210,7 +182,6 @@ def names(prefix: str, kernels: str) -> str:
 MERGED = "merge_stats sum_regions"
 STEPS = "fwd stats bwd_sums bwd_conv bwd_input"
 SLIDING = f"{names('conv_projection_sliding_', STEPS)} {MERGED}"
-REGIONS = f"{names('conv_projection_', STEPS)} {MERGED}"
 CONVOLUTIONS = {
     "sliding": Case(lambda: project((5, 3), 5, (3, 3), (1, 2), batch=2), SLIDING),
     "sliding of pairs": Case(lambda: project((3, 5), 6, (3,), (1,), batch=2, dtype=BFLOAT16), SLIDING),
@@ -219,12 +190,10 @@ CONVOLUTIONS = {
         lambda: project((3, 2), 3, (3, 3), (2, 1), batch=2, training=False),
         f"{names('conv_projection_sliding_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
     ),
-    "regions": Case(lambda: project((5, 4), 5, (3, 1), (3, 1), batch=2), REGIONS),
     "averages over all batches": Case(
         lambda: project_with_averages((3, 4), 6),
         f"{names('conv_projection_sliding_', 'fwd stats')} merge_stats update_running",
     ),
-    "sums of convolutions": Case(lambda: project_sums((3, 3), 6, FLOAT16), REGIONS),
     "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
@@ -529,9 +498,6 @@ def test_what_pytorch_reads_and_writes_counts_too():
         ("convolution and GELU", "depthwise_conv_gelu_fwd", "groups", -1, "where program"),
         ("sum", "linear_add", "rows", 1, "outside of its tensors"),
         ("MLP", "layer_norm_mlp_fwd", "rows", -1, "are never written"),
-        ("gather", "gather_rows", "count", -1, "are never written"),
-        ("gather", "gather_rows", "tiles", 2, "are never written"),
-        ("scatter in place", "scatter_rows_inplace", "count", 1, "outside of its tensors"),
     ],
 )
 def test_a_wrong_size_is_found(name, kernel, argument, by, fault):

@@ -160,59 +160,6 @@ def _asks_for_none(statement):
     return "None" in ast.unparse(statement.test) and not statement.orelse
 
 
-ONE_REGION = """
-import torch
-from cvt.tools.commands.compile import launches, triton_kernels
-from cvt_kernels.launching import Chip
-
-stage = launches.Stage((4, 4), 64, 0, None)
-hybrid = launches.TRITON_OPERATORS["conv_projection_hybrid"]
-launch = hybrid(stage, torch.bfloat16, Chip(90, 132), batch=1)[0]
-assert launch.arguments["regions"] == 1
-triton_kernels.specialize(launch, 90).examine()
-print(launch.kernel.__name__)
-"""
-
-
-def test_a_kernel_compiles_for_one_region():
-    assert printed_by(ONE_REGION) == ["_conv_projection_stats_kernel"]
-
-
-#: Compiles the product of 8 bits for sm_90 in every configuration; prints what the assembler says of each.
-PRODUCTS = """
-import torch
-from cvt.tools.commands.compile import triton_kernels
-from cvt_kernels import launching
-from cvt_kernels.ops.linear_int8.triton import common, forward
-
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-def configuration_for(*arguments):
-    seen.add(config := common.configuration_for(*arguments))
-    return config
-
-seen, forward.configuration_for = set(), configuration_for
-for number in (torch.int8, torch.float8_e4m3fn):
-    for inputs, outputs, dtype in (
-        (192, 768, torch.bfloat16), (100, 50, torch.bfloat16), (768, 384, torch.float32),
-        (768, 192, torch.bfloat16), (192, 448, torch.float16),
-    ):
-        with launching.recorded_launches(launching.Chip(90, 132)) as launches:
-            x, weight = meta(10**5, inputs, dtype=number), meta(outputs, inputs, dtype=number)
-            scales = meta(10**5, 1), meta(outputs)
-            forward.linear_int8_forward(x, scales[0], weight, scales[1], meta(outputs), None, None, dtype)
-        resources = triton_kernels.specialize(launches[0], 90).examine()
-        print(*[message.split(":")[0] for message in resources.messages])
-print(len(seen))
-"""
-
-
-@pytest.mark.slow
-def test_products_of_8_bits_are_not_serialized():
-    assert printed_by(PRODUCTS) == ["5"]  # configurations, and no message
-
-
 #: The oldest Triton that is supported, which torch 2.11 brings along, and the newest, of torch 2.15.
 OLDEST, NEWEST = "3.6.0", "3.9.0"
 

@@ -7,13 +7,9 @@ With δ = Σ_j p_j dp_j:
 - all keys in one tile: one launch. A program owns one head of one image and goes over its queries; δ comes
   from p and dp, and ``out`` is not read.
 - otherwise: dq, looping over keys (and δ = Σ_d out · dout), then dk and dv, looping over queries. A row of dq
-  has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end. On sm_90
-  a kernel in Gluon computes dk and dv of most calls (``attention/gluon.py``).
+  has one exponent for its sum, m + log2 Σ p; what that rounds off is a factor of the row at the end.
 - dbias: a program owns a tile of the bias and goes over the images, heads and queries that share it, so
   nothing of size (B, h, Nq, Nkv) is written unless the bias has it.
-- dtable, of a bias by position: a program owns one offset down and goes over the images and the pairs of a
-  row of queries and a row of keys that lie so. It sums ds in a tile (queries across, keys across), whose
-  diagonals are summed last. Chosen queries are found by ``slots``, the query that each token is.
 """
 
 from __future__ import annotations
@@ -24,16 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
-from .... import launching, machine
-from ....records import PositionBias
+from .... import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     LaunchArguments,
     Place,
-    PositionSpec,
-    biased_scores,
     configuration_for,
     contiguous_rows,
     dot,
@@ -119,7 +111,7 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, out_ptr, dout_ptr, stats_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, dout_ptr, stats_ptr, delta_ptr, dq_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +119,7 @@ def _attention_bwd_dq_kernel(
     grid_dependency_synchronize()
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     dout = load_rows(strided_rows(dout_ptr, dout_strides, place, queries), row, True, SPEC)
     out = load_rows(contiguous_rows(out_ptr, place, queries, heads, SPEC), row, True, SPEC)
@@ -181,7 +173,7 @@ def _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPE
 
 @triton.jit(do_not_specialize=["blocks"])
 def _attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, dout_ptr, stats_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, stats_ptr, delta_ptr, dk_ptr, dv_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +181,7 @@ def _attention_bwd_dkdv_kernel(
     grid_dependency_synchronize()
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
     dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
     stats_ptr += place.plane * 2 * queries
     delta_ptr += place.plane * queries
@@ -209,14 +201,8 @@ def _attention_bwd_dkdv_kernel(
 
 
 def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
-    is_compiled = not machine.INTERPRETING or dk.is_meta  # Gluon has no interpreter
-    if is_compiled and machine.why_not_importable("cvt_kernels.ops.attention.gluon") is None:
-        from ..gluon import launch_streamed
-
-        if launch_streamed(arguments, dk, dv):
-            return
     batch, keys, heads, _ = dk.shape
-    config = configuration_for("bwd_dkdv", dk, arguments["SPEC"])
+    config = configuration_for("bwd_dkdv", dk)
     blocks = -(-keys // config.block_kv)
     launching.launch(
         _attention_bwd_dkdv_kernel, (batch * heads * blocks,), on=dk, options=config.options,
@@ -229,7 +215,7 @@ def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
 
 @triton.jit
 def _attention_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, dout_ptr, stats_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, stats_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +223,7 @@ def _attention_bwd_kernel(
     grid_dependency_synchronize()
     BLOCK_D: tl.constexpr = SPEC.block_d
     place = locate(1, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
     dout_rows = strided_rows(dout_ptr, dout_strides, place, queries)
     dq_rows = contiguous_rows(dq_ptr, place, queries, heads, SPEC)
     stats_ptr += place.plane * 2 * queries
@@ -280,7 +266,7 @@ def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tenso
     ]
 )  # fmt: skip
 def _attention_bwd_bias_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, dout_ptr, stats_ptr, delta_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, dout_ptr, stats_ptr, delta_ptr, dbias_ptr,
     strides, dout_strides, scale, log2_scale, heads, queries, keys, splits, query_blocks, key_blocks,
     bias_images, bias_heads, bias_queries, shared_images, shared_heads, shared_blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SUM_QUERIES: tl.constexpr, SPEC: tl.constexpr,
@@ -305,7 +291,7 @@ def _attention_bwd_bias_kernel(
         index = (bias_plane % bias_heads + part // shared_blocks % shared_heads).to(tl.int64)
         place = Place(image, index, plane=image * heads + index, block=own_block + part % shared_blocks)
         row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
+        head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
         q = _load_queries(head.q, row, SPEC)
         k = load_rows(head.k, key, True, SPEC)
         scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
@@ -351,128 +337,14 @@ def _launch_bias(arguments: dict[str, Any], q: Tensor, keys: int, bias: Tensor) 
     return (dbias.squeeze(0) if splits == 1 else dbias.sum(0).to(bias.dtype)).view(bias.shape)
 
 
-# dtable ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _table_rows(bias_ptrs, line, across, mask, SPEC: tl.constexpr):
-    """Returns biases of one line of the table of all heads."""
-    _, table_ptr, _ = bias_ptrs
-    table_ptr += line * SPEC.position.table_width
-    return tl.load(table_ptr + across, mask=mask, other=0.0).to(SPEC.accumulator)
-
-
-@triton.jit(do_not_specialize=["splits", "images"])
-def _attention_bwd_table_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, dout_ptr, stats_ptr, delta_ptr, slots_ptr, dtiles_ptr,
-    strides, dout_strides, scale, log2_scale, heads, queries, keys, splits, images,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Sums ds over one offset down and a split's images: part of dtiles (splits, h, offsets down, W, Wk)."""
-    grid_dependency_synchronize()
-    PLACES: tl.constexpr = SPEC.position
-    STRIDE: tl.constexpr = PLACES.stride
-    BLOCKS: tl.constexpr = (PLACES.width + BLOCK_Q - 1) // BLOCK_Q
-    KEY_BLOCKS: tl.constexpr = (PLACES.key_width + BLOCK_KV - 1) // BLOCK_KV
-    TOKENS: tl.constexpr = PLACES.class_tokens + PLACES.height * PLACES.width
-    program = tl.program_id(0)
-    column = program // KEY_BLOCKS % BLOCKS * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    key_column = program % KEY_BLOCKS * BLOCK_KV + tl.arange(0, BLOCK_KV)
-    line = program // (KEY_BLOCKS * BLOCKS)  # of dtiles
-    down = line % PLACES.table_height - STRIDE * (PLACES.key_height - 1)
-    index = (line // PLACES.table_height % heads).to(tl.int64)
-    split = line // PLACES.table_height // heads
-    first_key_row = (tl.maximum(-down, 0) + STRIDE - 1) // STRIDE
-    key_rows = tl.minimum((PLACES.height - 1 - down) // STRIDE + 1, PLACES.key_height)
-    pairs = tl.maximum(key_rows - first_key_row, 0)
-    share = tl.cdiv(images, splits)
-    mask = (column < PLACES.width)[:, None] & (key_column < PLACES.key_width)[None, :]
-    across = column[:, None] + STRIDE * (PLACES.key_width - 1 - key_column)[None, :]
-    biases = _table_rows(bias_ptrs, line % (heads * PLACES.table_height), across, mask, SPEC)
-    acc = tl.zeros([BLOCK_Q, BLOCK_KV], SPEC.accumulator)
-    for part in range(tl.minimum(images - split * share, share) * pairs):
-        image = (split * share + part // pairs).to(tl.int64)
-        key_row = first_key_row + part % pairs
-        place = Place(image, index, plane=image * heads + index, block=0)
-        token = PLACES.class_tokens + (down + STRIDE * key_row) * PLACES.width + column
-        row = tl.where(column < PLACES.width, token, queries)
-        if PLACES.has_rows:
-            is_token = column < PLACES.width
-            row = tl.load(slots_ptr + image * TOKENS + token, mask=is_token, other=queries).to(tl.int32)
-        key = PLACES.class_tokens + key_row * PLACES.key_width + key_column
-        key = tl.where(key_column < PLACES.key_width, key, keys)
-        head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
-        q = _load_queries(head.q, row, SPEC)
-        k = load_rows(head.k, key, True, SPEC)
-        scores, factor = biased_scores(q, tl.trans(k), biases, row[:, None], key[None, :], head, SPEC)
-        stats = _load_stats(stats_ptr + place.plane * 2 * queries, row, queries)
-        p = _probabilities(scores, factor, stats, 1)
-        v = load_rows(head.v, key, True, SPEC)
-        dout = load_rows(strided_rows(dout_ptr, dout_strides, place, queries), row, True, SPEC)
-        delta = tl.load(delta_ptr + place.plane * queries + row, mask=row < queries, other=0.0)
-        acc += p * (dot(dout, tl.trans(v), SPEC) - delta[:, None])
-    dtiles_ptr += line.to(tl.int64) * (PLACES.width * PLACES.key_width)
-    tl.store(dtiles_ptr + column[:, None] * PLACES.key_width + key_column[None, :], acc, mask=mask)
-
-
-def _launch_table(arguments: dict[str, Any], q: Tensor, position: PositionBias) -> Tensor:
-    """Returns the gradient of the table of a bias by position."""
-    batch, _, heads, _ = q.shape
-    places = arguments["SPEC"].position
-    config = configuration_for("bwd_table", q)
-    block_q, block_kv = (
-        min(padded(places.width), config.block_q),
-        min(padded(places.key_width), config.block_kv),
-    )
-    warps = block_q // 16 if q.element_size() == 2 else block_q * block_kv // 256  # small tiles need few
-    options = config.options | {"num_warps": min(config.num_warps, warps)}
-    tiles = heads * places.table_height * -(-places.width // block_q) * -(-places.key_width // block_kv)
-    enough = ENOUGH_BIAS_PROGRAMS * launching.chip(q.device).multiprocessors
-    splits = min(-(-enough // tiles), batch)
-    dtiles = q.new_empty(
-        splits, heads, places.table_height, places.width, places.key_width, dtype=accumulator_dtype(q)
-    )
-    slots = q if position.rows is None else _slots(position.rows, places)
-    launching.launch(
-        _attention_bwd_table_kernel, (splits * tiles,), on=q, options=options,
-        **arguments, slots_ptr=slots, dtiles_ptr=dtiles, splits=splits, images=batch,
-        BLOCK_Q=block_q, BLOCK_KV=block_kv,
-    )  # fmt: skip
-    return _sum_diagonals(dtiles.sum(0), places).to(position.table.dtype)
-
-
-def _slots(rows: Tensor, places: PositionSpec) -> Tensor:
-    """Returns (B, T): the index of each token's query, or the number of queries where it is none."""
-    batch, queries = rows.shape
-    tokens = places.class_tokens + places.height * places.width
-    slots = rows.new_full((batch, tokens + 1), queries)
-    slots.scatter_(
-        1, torch.where(rows < 0, tokens, rows), torch.arange(queries, device=rows.device).expand_as(rows)
-    )
-    return slots[:, :tokens].contiguous()
-
-
-def _sum_diagonals(tiles: Tensor, places: PositionSpec) -> Tensor:
-    """Sums tiles (…, W, Wk) along the diagonals of equal offset j − s·b: (…, W + s·(Wk − 1))."""
-    reach = places.stride * (places.key_width - 1)
-    tiles = F.pad(tiles, (0, 0, reach, reach))
-    *others, row, column = tiles.stride()
-    diagonals = tiles.as_strided(
-        (*tiles.shape[:-2], places.table_width, places.key_width),
-        (*others, row, places.stride * row + column),
-    )
-    return diagonals.sum(-1)
-
-
 # All launches of a backward -------------------------------------------------------------------------------
 
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, stats: Tensor, dout: Tensor,
     scale: float, *, need_kv: bool = True, need_bias: bool = False,
-    position: PositionBias | None = None, need_table: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns the gradients of q, k, v, the bias and the table of a bias by position, contiguous.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Returns the gradients of q, k, v and the bias, contiguous.
 
     A gradient that is not needed is None unless it comes for free.
     """
@@ -480,7 +352,7 @@ def attention_backward(
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    arguments = LaunchArguments.of(q, k, v, bias, scale, position)._asdict()
+    arguments = LaunchArguments.of(q, k, v, bias, scale)._asdict()
     arguments |= {"dout_ptr": dout, "dout_strides": token_strides(dout)}
     arguments |= {"stats_ptr": stats, "delta_ptr": stats.new_empty(batch, heads, queries)}
     if keys <= configuration_for("bwd", q).block_kv:
@@ -492,5 +364,4 @@ def attention_backward(
         else:
             dk = dv = None
     dbias = _launch_bias(arguments, q, keys, bias) if need_bias and bias is not None else None
-    dtable = _launch_table(arguments, q, position) if need_table and position is not None else None
-    return dq, dk, dv, dbias, dtable
+    return dq, dk, dv, dbias

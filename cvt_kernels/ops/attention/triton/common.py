@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .... import launch, launching
 from ....launch import formulas
-from ....launch.records import Attention, Ring
-from ....records import PositionBias
+from ....launch.records import Attention
 from ...triton_launch import product_types
 
 #: The most channels of a head; there is no configuration for more.
@@ -23,15 +22,12 @@ MAX_HEAD_DIM = 128
 launch.register(
     Attention, formulas.attention, *(f"attention_{kernel}" for kernel in formulas.ATTENTION_KERNELS)
 )
-launch.register(Ring, formulas.bwd_dkdv_streamed, "attention_bwd_dkdv_streamed")
 
 
-def configuration_for(kernel: str, q: Tensor, spec: KernelSpec | None = None) -> Attention:
+def configuration_for(kernel: str, q: Tensor) -> Attention:
     """Returns the configuration of a kernel for a tensor (B, N, h, D), on its device."""
     batch, tokens, heads, head_dim = q.shape
     name = f"attention_{kernel}"
-    if spec is not None and spec.position is not None:  # whose registers leave less for tiles
-        name += "_by_position"
     return launch.configuration(name, q.dtype, (head_dim,), batch * tokens * heads, launching.chip(q.device))
 
 
@@ -53,42 +49,6 @@ def tail_width(keys: int, block_kv: int, element_size: int) -> int:
 # Kernel specification -------------------------------------------------------------------------------------
 
 
-class PositionSpec(NamedTuple):
-    """The places of queries and keys for a bias by position, see :class:`cvt_kernels.PositionBias`.
-
-    Attributes:
-        height, width: Of the grid of the tokens.
-        key_height, key_width: Of the grid of the keys.
-        stride: Tokens between two keys.
-        class_tokens: Class tokens before the tokens, and keys, of the grid.
-        has_rows: Whether the queries are chosen tokens.
-        table_height, table_width: The offsets down and across of a head's table.
-    """
-
-    height: int
-    width: int
-    key_height: int
-    key_width: int
-    stride: int
-    class_tokens: int
-    has_rows: bool
-    table_height: int
-    table_width: int
-
-    @classmethod
-    def of(cls, position: PositionBias, keys: int) -> PositionSpec:
-        """Returns the places of a bias for calls of so many keys."""
-        (height, width), (key_height, key_width) = position.query_grid, position.key_grid
-        stride = position.stride
-        return cls(
-            height, width, key_height, key_width, stride,
-            class_tokens=keys - key_height * key_width,
-            has_rows=position.rows is not None,
-            table_height=height + stride * (key_height - 1),
-            table_width=width + stride * (key_width - 1),
-        )  # fmt: skip
-
-
 class KernelSpec(NamedTuple):
     """The compile-time constants of a kernel besides its tiles.
 
@@ -98,7 +58,6 @@ class KernelSpec(NamedTuple):
         has_bias: Whether there is a bias.
         is_negative: Whether the scale is negative.
         element, operand, accumulator, precision: See :func:`product_types`.
-        position: The places of queries and keys; None without a bias by position.
     """
 
     head_dim: int
@@ -109,12 +68,9 @@ class KernelSpec(NamedTuple):
     operand: Any
     accumulator: Any
     precision: str
-    position: PositionSpec | None
 
     @classmethod
-    def of(
-        cls, q: Tensor, bias: Tensor | None, scale: float, position: PositionSpec | None = None
-    ) -> KernelSpec:
+    def of(cls, q: Tensor, bias: Tensor | None, scale: float) -> KernelSpec:
         """Returns the specification for queries ``q`` (B, Nq, h, D) and PyTorch's TF32 setting."""
         tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
@@ -122,7 +78,6 @@ class KernelSpec(NamedTuple):
             block_d=padded(q.shape[3]),
             has_bias=bias is not None,
             is_negative=scale < 0,
-            position=position,
             **product_types(q.dtype, tf32=tf32, exact=True),
         )
 
@@ -143,8 +98,7 @@ class LaunchArguments(NamedTuple):
 
     Attributes:
         q_ptr, k_ptr, v_ptr: Tensors whose strides the kernels can read.
-        bias_ptrs: The bias, the table of a bias by position, and its rows; a placeholder for any that is
-            absent.
+        bias_ptr: The bias; a placeholder if it is absent.
         strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where
             it broadcasts. Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
         scale: The factor on scores.
@@ -157,7 +111,7 @@ class LaunchArguments(NamedTuple):
     q_ptr: Tensor
     k_ptr: Tensor
     v_ptr: Tensor
-    bias_ptrs: tuple[Tensor, Tensor, Tensor]
+    bias_ptr: Tensor
     strides: tuple[tuple[int, ...], ...]
     scale: float
     log2_scale: float
@@ -167,15 +121,7 @@ class LaunchArguments(NamedTuple):
     SPEC: KernelSpec
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        scale: float,
-        position: PositionBias | None = None,
-    ) -> LaunchArguments:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> LaunchArguments:
         """Returns the arguments for a call; a tensor whose strides the kernels cannot read is copied."""
         q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
         _, queries, heads, _ = q.shape
@@ -186,28 +132,18 @@ class LaunchArguments(NamedTuple):
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
             )
             bias_strides = (0, 0, 0, 0)[bias.ndim :] + tuple(strides)
-        table = rows = None
-        if position is not None:
-            table = position.table.contiguous()
-            rows = None if position.rows is None else position.rows.contiguous()
         return cls(
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
-            bias_ptrs=(
-                q if bias is None else bias,
-                q if table is None else table,
-                q if rows is None else rows,
-            ),
+            bias_ptr=q if bias is None else bias,
             strides=(token_strides(q), token_strides(k), token_strides(v), bias_strides),
             scale=scale,
             log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
             heads=heads,
             queries=queries,
             keys=k.shape[1],
-            SPEC=KernelSpec.of(
-                q, bias, scale, None if position is None else PositionSpec.of(position, k.shape[1])
-            ),
+            SPEC=KernelSpec.of(q, bias, scale),
         )
 
 
@@ -257,7 +193,7 @@ class Rows(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's inputs: its tokens, its biases, and the factor that makes scores exponents of two."""
+    """One head's inputs: its tokens, its bias, and the factor that makes scores exponents of two."""
 
     q: Rows
     k: Rows
@@ -265,8 +201,6 @@ class Head(NamedTuple):
     bias_ptr: tl.tensor
     bias_query_stride: tl.tensor
     bias_key_stride: tl.tensor
-    table_ptr: tl.tensor
-    rows_ptr: tl.tensor
     log2_scale: tl.tensor
 
 
@@ -304,12 +238,8 @@ def rows_from(rows, first):
 
 
 @triton.jit
-def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC: tl.constexpr):
+def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC: tl.constexpr):
     """Returns the Head at a Place, without loading anything."""
-    bias_ptr, table_ptr, rows_ptr = bias_ptrs
-    if SPEC.position is not None:
-        table_ptr += place.head * (SPEC.position.table_height * SPEC.position.table_width)
-        rows_ptr += place.image * queries
     q_strides, k_strides, v_strides, bias_strides = strides
     image_stride, head_stride, query_stride, key_stride = bias_strides
     return Head(
@@ -319,8 +249,6 @@ def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries,
         bias_ptr=bias_ptr + place.image * image_stride + place.head * head_stride,
         bias_query_stride=query_stride,
         bias_key_stride=key_stride,
-        table_ptr=table_ptr,
-        rows_ptr=rows_ptr,
         log2_scale=log2_scale,
     )
 
@@ -356,54 +284,21 @@ def dot(a, b, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _bias_by_position(query, key, head, SPEC: tl.constexpr):
-    """Returns a tile of biases from the table; 0 for a query or key outside the grid."""
-    PLACES: tl.constexpr = SPEC.position
-    token = query
-    if PLACES.has_rows:
-        token = tl.load(head.rows_ptr + query, mask=query < head.q.count, other=-1).to(tl.int32)
-    token -= PLACES.class_tokens
-    key -= PLACES.class_tokens
-    is_token = (token >= 0) & (token < PLACES.height * PLACES.width)
-    is_key = (key >= 0) & (key < PLACES.key_height * PLACES.key_width)
-    last_key = (PLACES.key_height - 1) * PLACES.table_width + PLACES.key_width - 1
-    token = token // PLACES.width * PLACES.table_width + token % PLACES.width
-    key = key // PLACES.key_width * PLACES.table_width + key % PLACES.key_width
-    offset = token + PLACES.stride * (last_key - key)
-    return tl.load(head.table_ptr + offset, mask=is_token & is_key, other=0.0).to(SPEC.accumulator)
-
-
-@triton.jit
 def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
     """Returns the scores a·b, −∞ beyond the last key if MASKED, and the factor making them exponents of two.
 
     Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied.
     ``query`` and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
     """
-    by_position = 0.0
-    if SPEC.position is not None:
-        by_position = _bias_by_position(query, key, head, SPEC)
-    scores, factor = biased_scores(a, b, by_position, query, key, head, SPEC)
-    if MASKED:
-        scores = tl.where(key < head.k.count, scores, float("-inf"))
-    return scores, factor
-
-
-@triton.jit
-def biased_scores(a, b, by_position, query, key, head, SPEC: tl.constexpr):
-    """Returns scores and factor as ``scores_of``, unmasked, with biases by position that are already loaded.
-
-    They are divided by the factor before they are added, so that zeros leave the scores as they are.
-    """
     scores = dot(a, b, SPEC)
     if SPEC.is_negative:
         scores = -scores
-    if SPEC.position is not None:
-        scores += by_position * (_LOG2E / head.log2_scale)
     if SPEC.has_bias:
         offset = query * head.bias_query_stride + key * head.bias_key_stride
         mask = (query < head.q.count) & (key < head.k.count)
         bias = tl.load(head.bias_ptr + offset, mask=mask, other=0.0)
         scores = scores * head.log2_scale + bias.to(SPEC.accumulator) * _LOG2E
+    if MASKED:
+        scores = tl.where(key < head.k.count, scores, float("-inf"))
     # Named before it is returned, the factor would be float32 in Triton's interpreter, also for float64.
     return scores, 1.0 if SPEC.has_bias else head.log2_scale

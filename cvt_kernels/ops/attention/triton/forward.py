@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .... import launching
 from ....launch.records import Attention
-from ....records import PositionBias
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     LaunchArguments,
@@ -137,14 +136,14 @@ def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, S
 
 @triton.jit(do_not_specialize=["blocks", "rows"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
     strides, scale, log2_scale, heads, queries, keys, blocks, rows,
     BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
     grid_dependency_synchronize()
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
     stats_ptr += place.plane * 2 * queries
     ks, vs = (), ()
@@ -193,7 +192,7 @@ def _loop_step(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _attention_fwd_loop_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptrs, out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
     strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, STORE_STATS: tl.constexpr,
     SPEC: tl.constexpr,
@@ -204,7 +203,7 @@ def _attention_fwd_loop_kernel(
     """
     grid_dependency_synchronize()
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptrs, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = load_rows(head.q, row, True, SPEC)
     maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
@@ -241,16 +240,15 @@ def attention_forward(
     scale: float,
     *,
     need_stats: bool = True,
-    position: PositionBias | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the output (B, Nq, h, D) and, if needed, ``lse`` (B, h, 2, Nq)."""
     batch, queries, heads, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     stats = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q)) if need_stats else None
-    arguments = LaunchArguments.of(q, k, v, bias, scale, position)
+    arguments = LaunchArguments.of(q, k, v, bias, scale)
     kernel: Any = _attention_fwd_loop_kernel
     if arguments.keys <= keys_on_chip(out.shape[3], out.element_size(), arguments.SPEC.has_bias):
-        kernel, config = _attention_fwd_kernel, configuration_for("fwd", out, arguments.SPEC)
+        kernel, config = _attention_fwd_kernel, configuration_for("fwd", out)
         settings = _settings_on_chip(config, arguments, batch)
     else:
         config = configuration_for("fwd_loop", out)

@@ -2,11 +2,8 @@
 
 Layout: x (B, T, C) and every yᵢ (B, Tᵢ, C), channels contiguous, spatial tokens row-major, class token first.
 
-Branches with 3×3 kernels, padding 1 and strides 1 or 2, such as CvT's, have sliding-row kernels
-(``sliding.py``).
-For other convolutions, a program takes one image, one region of its grid (a strip of rows × a block of
-columns) and BC channels, in tiles of P pixels × BC channels. Each lane of P holds R consecutive output rows
-in registers, so that a loaded input row serves all of them.
+Branches have 3×3 kernels, padding 1 and strides 1 or 2, such as CvT's (``sliding.py``). Other convolutions
+and sums of several are PyTorch's.
 
 Launches, in units of one B·T·C activation (read + written), for CvT's q (stride 1), k and v (stride 2):
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .... import modes, reference
 from ....backends import Record
-from ....records import ConvBatchNorm, flattened, unflattened
+from ....records import ConvBatchNorm
 from ...autograd import gradients_again
 from ...graph_operators import graph_operator
 from ...triton_launch import accumulator_dtype
@@ -30,6 +30,7 @@ from .forward import (
     projection_forward,
     update_running_statistics,
 )
+from .sliding import MAX_BRANCHES, has_sliding_kernel
 
 # A batch spread over processes ----------------------------------------------------------------------------
 
@@ -112,8 +113,7 @@ def _formula(
             *_divided(tensors, 5), geometry.convolutions, geometry.epss, strict=True
         )
     ]  # fmt: skip
-    branches = unflattened(convs, geometry.lengths)
-    return reference.conv_projection(x, geometry.grid, branches, training=batch_stats)
+    return reference.conv_projection(x, geometry.grid, convs, training=batch_stats)
 
 
 def _gradients(
@@ -122,7 +122,7 @@ def _gradients(
     batch_stats: bool, synchronized: _Synchronized | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns [dx, *dweights, *dgammas, *dbetas]; parameters' gradients are this process's share."""
-    dys = geometry.of_each([dy.contiguous() for dy in dys])
+    dys = [dy.contiguous() for dy in dys]
     sums = backward_sums(x, geometry, weights, means, variances, dys)
     all_sums, counts = sums, [float(n) for n in _counts(x.shape[0], geometry)]
     if batch_stats and synchronized is not None:
@@ -171,14 +171,14 @@ def _divided(sequence: Sequence[Any], parts: int) -> list[Sequence[Any]]:
 
 def _pack_geometry(geometry: Geometry) -> list[int]:
     """Returns a geometry as the integers that an operator takes; its epsilons are a separate argument."""
-    grid, *columns, _, _ = geometry
-    return [*grid, *(number for column in (*columns, geometry.lengths) for number in column)]
+    grid, *columns, _ = geometry
+    return [*grid, *(number for column in columns for number in column)]
 
 
 def _unpack_geometry(numbers: Sequence[int], epss: Sequence[float]) -> Geometry:
     height, width, *columns = numbers
-    kernel_sizes, strides, paddings, dilations, summands = map(tuple, _divided(columns, 5))
-    return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss), summands)
+    kernel_sizes, strides, paddings, dilations = map(tuple, _divided(columns, 4))
+    return Geometry((height, width), kernel_sizes, strides, paddings, dilations, tuple(epss))
 
 
 #: What changes the running statistics writes to.
@@ -210,7 +210,7 @@ def _backward_op(
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of x, of all weights, and of all norms: outputs may not share memory."""
     unpacked = _unpack_geometry(geometry, epss)
-    dys = unpacked.of_each([dy.contiguous() for dy in dys])
+    dys = [dy.contiguous() for dy in dys]
     sums = backward_sums(x, unpacked, weights, means, variances, dys)
     counts = [float(n) for n in _counts(x.shape[0], unpacked)]
     used = sums if batch_stats else None
@@ -268,8 +268,11 @@ def _update_op(
 
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
-    x, _, convs, training = call
-    convs, _ = flattened(convs)
+    x, grid, convs, training = call
+    if any(type(conv) is not ConvBatchNorm for conv in convs):
+        return "a branch is a sum of convolutions"
+    if not has_sliding_kernel(Geometry.of(grid, convs)):
+        return f"serves at most {MAX_BRANCHES} convolutions of 3×3 with padding 1 and stride 1 or 2"
     if x.numel() == 0:
         return "the batch is empty"
     if x.shape[1] * x.shape[2] >= 2**31:
@@ -298,7 +301,6 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     """
     x, grid, convs, training = call
     geometry = Geometry.of(grid, convs)
-    convs, _ = flattened(convs)
     weights = [conv.weight for conv in convs]
     if (dtype := modes.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]

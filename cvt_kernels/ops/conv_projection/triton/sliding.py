@@ -6,8 +6,7 @@ own, two are the halo), converts them once and adds them to every output that th
 the weights of all branches stay in registers, and so does the sum of the output row that the next two rows
 complete.
 
-They serve branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2; the general kernels serve all
-others.
+They serve branches with 3×3 kernels, padding 1, dilation 1 and stride 1 or 2.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 from .... import launching
 from ....launch.records import Sliding
 from ...triton_launch import ELEMENTS
-from .common import Geometry, configuration, is_of_sliding_kernel
+from .common import Geometry, configuration
 
 # Tilings ---------------------------------------------------------------------------------------------
 
@@ -98,11 +97,10 @@ def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
 
 
 def has_sliding_kernel(geometry: Geometry) -> bool:
-    """Returns whether sliding-row kernels serve all branches of a geometry, none of them a sum."""
-    return (
-        len(geometry.strides) <= MAX_BRANCHES
-        and set(geometry.lengths) == {1}
-        and all(is_of_sliding_kernel(*each) for each in geometry.convolutions)
+    """Returns whether sliding-row kernels serve all branches of a geometry."""
+    return len(geometry.strides) <= MAX_BRANCHES and all(
+        (kernel_size, padding, dilation) == (3, 1, 1) and stride in (1, 2)
+        for kernel_size, stride, padding, dilation in geometry.convolutions
     )
 
 

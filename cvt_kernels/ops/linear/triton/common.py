@@ -62,10 +62,7 @@ class KernelSpec(NamedTuple):
         residual_first: Whether the products are added to the residual, not the residual to the products.
         specialized: See ``Product``.
         operand: Triton's dtype of the factors of a product: the dtype of x, but float32 for bfloat16 in
-            Triton's interpreter, whose product of bfloat16 is wrong, and float16 for float8 with results in
-            float32, since sm_90 adds products of float8 in 14 bits.
-        sum: The dtype in which products are added up: int32 for int8, else ``accumulator``.
-        adds_steps: Whether each step's products are summed separately, then added to the sums.
+            Triton's interpreter, whose product of bfloat16 is wrong.
         accumulator: float32, or float64 for float64.
         precision: ``input_precision`` of ``tl.dot``.
         is_half: Whether the result has 16 bits.
@@ -86,8 +83,6 @@ class KernelSpec(NamedTuple):
     residual_first: bool
     specialized: bool
     operand: Any
-    sum: Any
-    adds_steps: bool
     accumulator: Any
     precision: str
     is_half: bool
@@ -100,10 +95,7 @@ ELEMENTS = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
-    torch.int8: tl.int8,
-    torch.float8_e4m3fn: tl.float8e4nv,
 }
-_PRECISE = 128  # products of float8, which sm_90 adds in 14 bits, are added up in float32 after as many
 
 
 class LinearTiling(NamedTuple):
@@ -131,7 +123,7 @@ class LinearTiling(NamedTuple):
 
     @classmethod
     def by(cls, config: Product, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> LinearTiling:
-        """Returns the tiling of a configuration; x and weight may have 8 bits."""
+        """Returns the tiling of a configuration."""
         chip = launching.chip(x.device)
         (rows, inputs), outputs = x.shape, weight.shape[0]
         width = part_width(outputs, config.width, config.parts)
@@ -146,11 +138,7 @@ class LinearTiling(NamedTuple):
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
         is_half = results[0].element_size() == 2
-        is_float8 = x.dtype == torch.float8_e4m3fn
-        # For results in float32, numbers of 8 bits are multiplied as float16, which has all of them.
-        widens = is_float8 and not is_half
-        block_k = min(config.block_k, padded(inputs, 32 if x.element_size() == 1 else 16))
-        block_k = min(block_k, _PRECISE) if is_float8 else block_k
+        block_k = min(config.block_k, padded(inputs, 16))
         spec = KernelSpec(
             inputs=inputs,
             outputs=outputs,
@@ -165,9 +153,7 @@ class LinearTiling(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=tl.float32 if upcast else tl.float16 if widens else ELEMENTS[x.dtype],
-            sum=tl.int32 if x.dtype == torch.int8 else accumulator,
-            adds_steps=is_float8 and is_half,
+            operand=tl.float32 if upcast else ELEMENTS[x.dtype],
             accumulator=accumulator,
             precision="tf32" if tf32 else "ieee",
             is_half=is_half,
@@ -196,7 +182,7 @@ def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _may_be_described(matrix: Tensor) -> bool:
-    """Returns whether a contiguous 16- or 8-bit matrix may have a descriptor: rows aligned to 16 bytes."""
+    """Returns whether a contiguous 16-bit matrix may have a descriptor: rows aligned to 16 bytes."""
     row = matrix.shape[1] * matrix.element_size()
     return matrix.element_size() <= 2 and row % 16 == 0 and matrix.data_ptr() % 16 == 0
 
@@ -255,7 +241,7 @@ def zero_sums(SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.parts
     sums = ()
     for _ in tl.static_range(PARTS):
-        sums = sums + (tl.zeros([BLOCK_M, WIDTH], SPEC.sum),)
+        sums = sums + (tl.zeros([BLOCK_M, WIDTH], SPEC.accumulator),)
     return sums
 
 
@@ -271,13 +257,9 @@ def add_products(sums, x, weight, first_row, first_column, rows, SPEC: tl.conste
         new_sums = ()
         for part in tl.static_range(PARTS):
             b = _load_tile(weight, first_column + part * WIDTH, first_k, SPEC.outputs, WIDTH, SPEC)
-            if SPEC.adds_steps:
-                # max_num_imprecise_acc would add before Triton's wait, so that ptxas inserts another (C7517).
-                total = sums[part] + tl.dot(a, b.T, out_dtype=SPEC.sum)
-            else:
-                total = tl.dot(
-                    a, rounded(b, SPEC).T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.sum
-                )
+            total = tl.dot(
+                a, rounded(b, SPEC).T, sums[part], input_precision=SPEC.precision, out_dtype=SPEC.accumulator
+            )
             new_sums = new_sums + (total,)
         sums = new_sums
     return sums

@@ -1,4 +1,4 @@
-"""Launch configurations and compile-time constants of the 8-bit kernels."""
+"""Launch configurations and compile-time constants of the kernels that round."""
 
 from __future__ import annotations
 
@@ -10,29 +10,14 @@ from torch import Tensor
 
 from .... import launch, launching, machine
 from ....launch import formulas
-from ....launch.records import Product, Rows
+from ....launch.records import Rows
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts
 
 #: The most channels of a row that is rounded: it is held in the registers of a program.
 MAX_CHANNELS = 8192
-#: The most inputs of a product, whose sum fits into 32 bits.
-MAX_INPUTS = 2**16
 
-launch.register(Product, formulas.linear_int8, "linear_int8", "linear_int8_add", "linear_int8_float32")
 launch.register(Rows, formulas.quantize, "quantize_rows")
-
-
-def configuration_for(x: Tensor, out: Tensor, residual: Tensor | None) -> Product:
-    """Returns the configuration of a product of x (M, K) of 8 bits with the result ``out``, on its device."""
-    kernel = "linear_int8"
-    if out.element_size() > 2:  # which takes more registers, as a residual does
-        kernel += "_float32"
-    elif residual is not None:
-        kernel += "_add"
-    (rows, inputs), outputs = x.shape, out.shape[1]
-    found: Product = launch.configuration(kernel, x.dtype, (inputs, outputs), rows, launching.chip(x.device))
-    return found
 
 
 # Specification of the kernels that round ------------------------------------------------------------------

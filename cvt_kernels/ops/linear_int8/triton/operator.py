@@ -1,4 +1,4 @@
-"""Backend functions of the 8-bit Triton kernels."""
+"""Backend functions of the Triton kernels that round to 8 bits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from .... import launching
 from ....backends import Record
 from ....records import QuantizedRows
 from ...triton_launch import contiguous
-from .common import MAX_CHANNELS, MAX_INPUTS
-from .forward import linear_int8_forward
+from .common import MAX_CHANNELS
 from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_rows_forward
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -20,10 +19,7 @@ from .rows import gelu_quantize_forward, layer_norm_quantize_forward, quantize_r
 
 def why_rows_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot round the rows of a call, or None."""
-    return _why_not_rounded(call.x, call.dtype)
-
-
-def _why_not_rounded(x: Tensor, dtype: torch.dtype) -> str | None:
+    x, dtype = call.x, call.dtype
     if x.numel() == 0:
         return "the batch is empty"
     if x.dtype == torch.float64:
@@ -32,29 +28,9 @@ def _why_not_rounded(x: Tensor, dtype: torch.dtype) -> str | None:
         return f"rows of {x.shape[-1]} channels, more than {MAX_CHANNELS}, do not fit on the chip"
     if x.numel() // x.shape[-1] >= 2**31 - 2**10:
         return "there are 2³¹ rows or more"
-    return _why_dtype_unsupported(x, dtype)
-
-
-def _why_dtype_unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
     if dtype == torch.float8_e4m3fn and (capability := launching.chip(x.device).capability) < 89:
         return f"float8_e4m3fn needs compute capability 8.9, got {capability / 10}"
     return None
-
-
-def why_linear_unsupported(call: Record) -> str | None:
-    """Returns why these kernels cannot serve a call of ``linear_int8``, or None."""
-    x, weight, _, _, x_scales, _, _, _, dtype = call
-    if x.numel() == 0 or weight.numel() == 0:
-        return "the batch is empty" if weight.numel() else "the weight is empty"
-    if torch.float64 in (x.dtype, dtype):
-        return "float64 is not rounded, but for checks of accuracy, by the reference"
-    if weight.shape[1] > MAX_INPUTS:
-        return f"sums of {weight.shape[1]} products, more than {MAX_INPUTS}, may not fit into 32 bits"
-    if weight.numel() >= 2**31 or x.numel() // x.shape[-1] >= 2**31 - 2**10:
-        return "there are 2³¹ rows, or as many elements of the weight, or more"
-    if x_scales is None:
-        return _why_not_rounded(x, weight.dtype)
-    return _why_dtype_unsupported(x, weight.dtype)
 
 
 def quantize_rows(call: Record) -> QuantizedRows:
@@ -81,22 +57,3 @@ def _served(forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     values, scales = forward(rows, *others)
     return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))
-
-
-def linear_int8(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
-    x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
-    if x_scales is None:
-        x, x_scales = _served(quantize_rows_forward, x, input_scale, weight.dtype)
-    shape = (*x.shape[:-1], weight.shape[0])
-    out = linear_int8_forward(
-        x.reshape(-1, x.shape[-1]).contiguous(),
-        x_scales.contiguous(),
-        weight.contiguous(),
-        weight_scale.contiguous(),
-        contiguous(bias),
-        approximate,
-        contiguous(residual),
-        dtype,
-    )
-    return out.view(shape)

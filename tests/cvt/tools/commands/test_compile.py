@@ -275,7 +275,7 @@ SPECIALIZATIONS = {
         "_attention_fwd_loop_kernel": 1,
         "_attention_bwd_kernel": 1,
         "_attention_bwd_dq_kernel": 2,
-        "_attention_bwd_dkdv_streamed_kernel": 1,
+        "_attention_bwd_dkdv_kernel": 2,
     },
 }
 COUNTING = """

@@ -17,7 +17,7 @@ from tests.checks import (
 from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORWARD = ["triton", "sdpa", CPU_KERNELS]
+FORWARD = ["sdpa", CPU_KERNELS]
 #: Grid of the tokens, grid of the keys, stride, class tokens.
 GRIDS = [
     ((4, 6), (2, 3), 2, 0),
@@ -98,11 +98,10 @@ def test_forward_agrees_with_the_matrix_by_hand(backend, grids):
 
 
 @pytest.mark.parametrize("grids", GRIDS, ids=str)
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_gradients_agree_with_the_matrix_by_hand(backend, grids):
+def test_gradients_agree_with_the_matrix_by_hand(grids):
     tensors = make(grids)
     expected = run("reference", *tensors, matrix=lambda position: by_hand(position, grids[3]))
-    torch.testing.assert_close(run(backend, *tensors), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run("sdpa", *tensors), expected, rtol=1e-10, atol=1e-10)
 
 
 #: Tokens of two images of 3×5 and a class token; the second image has fewer.
@@ -120,18 +119,16 @@ def test_chosen_queries_are_those_of_all_tokens(backend):
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_gradients_of_chosen_queries(backend):
+def test_gradients_of_chosen_queries():
     """Nothing reads the results of what is no token, so their gradients are 0."""
     tensors = make(GRIDS[1], rows=ROWS)
-    (_, *ours), (_, *expected) = (run(name, *tensors, valid=ROWS >= 0) for name in (backend, "reference"))
+    (_, *ours), (_, *expected) = (run(name, *tensors, valid=ROWS >= 0) for name in ("sdpa", "reference"))
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
     assert ours[3].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("backend", ["triton", "sdpa"])
-def test_a_table_and_another_bias_together(backend):
-    assert_agrees("attention", backend, **SIZES, bias="matrix")
+def test_a_table_and_another_bias_together():
+    assert_agrees("attention", "sdpa", **SIZES, bias="matrix")
 
 
 # Zeros, and accuracy --------------------------------------------------------------------------------------
@@ -148,18 +145,8 @@ def test_zeros_leave_every_bit(backend, dtype, scale):
     assert not torch.equal(attend(backend, q, k, v, scale=scale, position=other), plain)
 
 
-@pytest.mark.parametrize("width", [5, 70])  # the backward in one launch, and in two
-def test_zeros_leave_every_bit_of_the_gradients(width):
-    q, k, v, position = make(((1, width), (1, width), 1, 0), batch=1, heads=1, dtype=torch.float32, table=0.0)
-    live = [t.requires_grad_() for t in (q, k, v)]
-    *ours, _ = run("triton", q, k, v, position)
-    with ck.use_backend("triton"):
-        out = ck.attention(*live, scale=0.4)
-    assert all(map(torch.equal, ours, [out, *torch.autograd.grad(out, live, pattern_like(out))]))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("backend", ["triton", CPU_KERNELS])
+@pytest.mark.parametrize("backend", FORWARD)
 def test_accuracy(backend, dtype):
     """At the second stage's width, with scores that the bias dominates."""
     shape = SIZES | {"width": 28, "key_width": 14, "channels": 64, "batch": 1}
@@ -183,11 +170,11 @@ def test_any_number_of_threads_and_blocks_of_keys():
 # The rest of the interface --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["triton", CPU_KERNELS])
-def test_a_scale_of_zero_is_left_to_others(backend):
+@needs_extension
+def test_a_scale_of_zero_is_left_to_others():
     q, k, v, position = make(GRIDS[1])
     with pytest.raises(ck.BackendUnavailable, match="too close to 0 to divide"):
-        attend(backend, q, k, v, scale=0.0, position=position)
+        attend("cpu", q, k, v, scale=0.0, position=position)
     out = attend("sdpa", q, k, v, scale=0.0, position=position)
     probabilities = by_hand(position, 1).softmax(-1)
     torch.testing.assert_close(out, torch.einsum("hqk,bkhd->bqhd", probabilities, v))
@@ -201,7 +188,7 @@ def test_gradients_of_the_table_alone_are_left_to_others():
         ck.attention(q, k, v, position=live)
 
 
-@pytest.mark.parametrize("backend", ["triton", "sdpa", CPU_KERNELS])
+@pytest.mark.parametrize("backend", FORWARD)
 def test_autocast_reads_a_table_in_float32(backend):
     """Keys are of another dtype than queries, as they may be there."""
     q, k, v, position = make(GRIDS[1], dtype=torch.float32)
@@ -217,7 +204,7 @@ def test_autocast_reads_a_table_in_float32(backend):
 def test_a_compiled_call_has_the_gradients():
     tensors = make(((2, 3), (1, 2), 2, 0), dtype=torch.float32, batch=1, heads=1)
     compiled = torch.compile(ck.attention, fullgraph=True, backend="aot_eager")
-    results = [run("triton", *tensors, attention=function) for function in (ck.attention, compiled)]
+    results = [run("sdpa", *tensors, attention=function) for function in (ck.attention, compiled)]
     assert all(map(torch.equal, *results))
 
 

@@ -10,8 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import read_checkpoint
-from cvt.tools.commands.compile.launches import TRITON_OPERATORS, stages
-from cvt_kernels import backends, launching, reference
+from cvt_kernels import backends, reference
 from cvt_kernels.ops.conv_projection import geometry_of, modules
 from tests.checks import CPU_KERNELS, needs_extension, not_built, recorded_operators
 from tests.cvt.models import small
@@ -19,19 +18,14 @@ from tests.cvt_kernels.ops.agreement import assert_agrees
 
 HYBRID = (3, 1, 1), (5, 4, 2)  # kernel size, padding and dilation of each summand
 GRID = (4, 5)
-OURS = [CPU_KERNELS, "triton"]
 
 
-def device_of(backend):
-    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-
-
-def make_conv(channels, kernel_size, padding, dilation, *, stride=1, dtype=torch.float32, device="cpu"):
+def make_conv(channels, kernel_size, padding, dilation, *, stride=1, dtype=torch.float32):
     weight = torch.randn(channels, 1, kernel_size, kernel_size) / kernel_size
     gamma, variance = torch.rand(2, channels).add(0.5).unbind()
     beta, mean = torch.randn(2, channels).unbind()
-    tensors = [t.to(device, dtype) for t in (weight, gamma, beta, mean, variance)]
-    tracked = torch.tensor(3, device=device)
+    tensors = [t.to(dtype) for t in (weight, gamma, beta, mean, variance)]
+    tracked = torch.tensor(3)
     return ck.ConvBatchNorm(*tensors, tracked, stride=stride, padding=padding, dilation=dilation)
 
 
@@ -41,8 +35,8 @@ def make_branches(channels, *, strides=(1, 2), **settings):
     ]
 
 
-def make_x(grid, channels, *, dtype=torch.float32, device="cpu"):
-    return torch.randn(2, grid[0] * grid[1] + 1, channels).to(device, dtype)
+def make_x(grid, channels, *, dtype=torch.float32):
+    return torch.randn(2, grid[0] * grid[1] + 1, channels).to(dtype)
 
 
 def project(x, branches, grid=GRID):
@@ -60,11 +54,11 @@ def test_the_reference_sums_normalized_maps_and_has_the_class_token_once():
     assert torch.equal(y[:, 0], x[:, 0])
 
 
-@pytest.mark.parametrize("backend", OURS)
+@needs_extension
 @pytest.mark.parametrize(("training", "dtype"), [(True, "float32"), (False, "bfloat16")], ids=str)
-def test_results_and_gradients(backend, training, dtype):
+def test_results_and_gradients(training, dtype):
     sizes = {"height": 4, "width": 3, "channels": 5, "dilation": 2, "padding": 2, "summands": 2}
-    assert_agrees("conv_projection", backend, **sizes, training=training, dtype=dtype)
+    assert_agrees("conv_projection", "cpu", **sizes, training=training, dtype=dtype)
 
 
 @needs_extension
@@ -80,11 +74,10 @@ def test_cpu_rows_of_every_width(grid, kinds):
         torch.testing.assert_close(project(x, branches, grid), expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", *OURS])
+@pytest.mark.parametrize("backend", ["reference", CPU_KERNELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_summand_of_zeros_changes_no_bit(backend, dtype):
-    settings = {"dtype": dtype, "device": device_of(backend)}
-    x, branches = make_x((5, 7), 20, **settings), make_branches(20, **settings)
+    x, branches = make_x((5, 7), 20, dtype=dtype), make_branches(20, dtype=dtype)
     for _, other in branches:
         other.bn_weight.zero_()
         other.bn_bias.zero_()
@@ -101,13 +94,6 @@ def test_cpu_evaluates_all_in_one_pass():
     with ck.use_backend("cpu"), recorded_operators() as called:
         project(x, branches)
     assert called == ["cvt_kernels.conv_projection_inference.default"]
-
-
-def test_triton_evaluates_all_in_one_launch():
-    stage, chip = stages("cvt_13")[2], launching.Chip(90, 132)
-    hybrid = TRITON_OPERATORS["conv_projection_hybrid"]
-    (launch,) = hybrid(stage, torch.bfloat16, chip, training=False)
-    assert [branch.summands for branch in launch.arguments["BRANCHES"]] == [2, 0] * 3
 
 
 @needs_extension

@@ -1,4 +1,4 @@
-"""The sliding-row kernels of conv_projection, and the general kernels on the same convolutions."""
+"""The sliding-row kernels of conv_projection."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 
 from cvt.tools.commands.compile import launches
 from cvt_kernels import launching
-from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
+from cvt_kernels.ops.conv_projection.triton import common, sliding
 from tests.contract.examples import assert_right, run, same_bits
 from tests.contract.test_contract import run_guarded
 from tests.cvt_kernels.ops.conv_projection.test_triton import made_with, name_of, replaced, sizes
@@ -159,12 +159,3 @@ def test_rows_of_a_view_of_other_tokens():
         assert not view.is_contiguous()
         viewed = replaced(made, x=view.detach().requires_grad_())
         assert same_bits(run(viewed), expected)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_general_kernels_of_3x3(monkeypatch, dtype):
-    """They serve these geometries no more, but their strides of 1 and 2 beside others."""
-    for module in (backward, forward):
-        monkeypatch.setattr(module, "has_sliding_kernel", lambda geometry: False)
-    made = made_with((1, 2, 2), **sizes((3, 4), 6, dtype=dtype), training=True)
-    assert_launches(made, "bwd_sums", "bwd_conv", "bwd_input")

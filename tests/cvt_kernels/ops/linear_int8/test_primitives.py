@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 exact = pytest.mark.skipif(
     primitives.why_int_mm_unavailable("cpu") is not None, reason="PyTorch has no exact products of int8 here"
 )
-BACKENDS = [pytest.param("int_mm", marks=exact), pytest.param("onednn", marks=exact), "dequantized"]
+BACKENDS = [pytest.param("int_mm", marks=exact), pytest.param("onednn", marks=exact)]
 
 bind = backends.operators["linear_int8"].bind
 
@@ -65,7 +65,7 @@ def test_weights_of_other_strides(backend):
     for view in (weight.t().contiguous().t(), torch.stack([weight, weight], -1)[..., 1]):
         got = call(backend, x, view, scales)
         expected = reference.linear_int8(x, weight, scales)
-        torch.testing.assert_close(got, expected, rtol=0, atol=5e-2 if backend == "dequantized" else 1e-5)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 def test_scaled_mm_scales_rows_and_outputs(monkeypatch):
@@ -111,8 +111,6 @@ def test_reasons_of_calls():
         (primitives.why_scaled_mm_unsupported, tensors(), torch.bfloat16, "multiplies float8_e4m3fn only"),
         (primitives.why_scaled_mm_unsupported, tensors(dtype=float8), torch.half, "results of bfloat16 only"),
         (primitives.why_scaled_mm_unsupported, tensors(outputs=8, dtype=float8), torch.bfloat16, "of 16"),
-        (primitives.why_dequantized_unsupported, tensors(), torch.half, None),
-        (primitives.why_dequantized_unsupported, tensors(), torch.float64, "no advantage in float64"),
     ):
         reason = ask(bind(*args, dtype=dtype))
         assert reason is None if expected is None else expected in reason

@@ -13,7 +13,6 @@ from tests.cvt_kernels.test_reference import random_conv
 BACKENDS = {
     "reference": ("reference",),
     "composed": ("composed", "cpu", "reference"),
-    "onednn": ("onednn", "cpu", "reference"),
     "cpu": ("cpu",),
 }
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
