@@ -32,8 +32,8 @@ _RAISING = ("cvt_kernels", "torch", "triton", "numpy", "filelock", "jinja2")
 def is_foreign(error: Exception) -> bool:
     """Returns whether an error is none of a kernel or of PyTorch, such as a signal handler's time limit.
 
-    It must reach the caller, whatever was computed when it came. A handler may raise any class, so its code is
-    looked for among the frames of the error.
+    It must reach the caller, whatever was computed when it came. A handler may raise any class, so its code
+    is looked for among the frames of the error.
     """
     package = type(error).__module__.partition(".")[0]
     if not (package in _RAISING or package in sys.stdlib_module_names):
