@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import traceback
 from types import FrameType
 
 #: Packages whose frames may lie between this package and its caller: what models are made of and called by.
@@ -30,11 +32,14 @@ _RAISING = ("cvt_kernels", "torch", "triton", "numpy", "filelock", "jinja2")
 def is_foreign(error: Exception) -> bool:
     """Returns whether an error is none of a kernel or of PyTorch, such as a signal handler's time limit.
 
-    It must reach the caller, whatever was computed when it came.
+    It must reach the caller, whatever was computed when it came. A handler may raise any class, so its code
+    is looked for among the frames of the error.
     """
-    kind = type(error)
-    package = kind.__module__.partition(".")[0]
-    return kind is TimeoutError or not (package in _RAISING or package in sys.stdlib_module_names)
+    package = type(error).__module__.partition(".")[0]
+    if not (package in _RAISING or package in sys.stdlib_module_names):
+        return True
+    codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _package_of(frame: FrameType) -> str:

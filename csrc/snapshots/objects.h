@@ -160,8 +160,7 @@ class Version {
 // Where a tensor lies. What torch's stable ABI takes for a tensor is the address of a pointer to what Python calls
 // _cdata; holds_pointer() says whether that is still so in this torch.
 struct Layout {
-  Layout(Attribute& implementation, PyObject* object) {
-    int64_t pointer = implementation.of(object);
+  explicit Layout(int64_t pointer) {
     const auto tensor = reinterpret_cast<AtenTensorHandle>(&pointer);
     TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(tensor, &address));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
@@ -188,9 +187,11 @@ inline py::bytes layouts(const py::list& tensors) {
   std::vector<int64_t> found;
   found.reserve(8 * tensors.size());
   Attribute implementation("_cdata");
-  for (const py::handle each : tensors) Layout(implementation, each.ptr()).append_to(found);
+  for (const py::handle each : tensors) Layout(implementation.of(each.ptr())).append_to(found);
   return bytes_of(found);
 }
+
+constexpr int64_t kLinesOfTensor = 4;  // of the cache, that the object of a tensor in C++ spans
 
 // Version and layout of each tensor or None, and a hash of a part of the numbers of each.
 inline py::tuple contents(const py::list& tensors) {
@@ -200,13 +201,23 @@ inline py::tuple contents(const py::list& tensors) {
   samples.reserve(tensors.size());
   Attribute implementation("_cdata");
   Version version;
+  std::vector<int64_t> pointers;
+  pointers.reserve(tensors.size());
+  // Where the caches are cold, objects are loaded together rather than each when it is asked.
+  for (const py::handle each : tensors) __builtin_prefetch(each.ptr());
   for (const py::handle each : tensors) {
+    pointers.push_back(each.is_none() ? 0 : implementation.of(each.ptr()));
+    const auto* object = reinterpret_cast<const char*>(pointers.back());
+    for (int64_t i = 0; i < kLinesOfTensor; i++) __builtin_prefetch(object + i * Sample::kLine);
+  }
+  for (size_t i = 0; i < pointers.size(); i++) {
+    const py::handle each = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
     if (each.is_none()) {
       found.push_back(std::numeric_limits<int64_t>::min());
       continue;
     }
     found.push_back(version.of(each.ptr()));
-    const Layout layout(implementation, each.ptr());
+    const Layout layout(pointers[i]);
     layout.append_to(found);
     if (layout.device != aoti_torch_device_type_cpu()) continue;
     const auto item = static_cast<int64_t>(aoti_torch_dtype_element_size(layout.dtype));

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import choose, modes
 from ..classes import is_fused, original_class
 from ..ops import weight_cache
+from ..ops.conv_embedding import needs_channels_first
 from ..ops.depth_head import depth_head
 from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported
 
@@ -67,7 +68,13 @@ def _is_served(model: Any) -> bool:
 
 def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
     """Computes the maps of all stages, the last one not upsampled."""
-    if torch.compiler.is_compiling() or not is_handing(decoder):
+    if torch.compiler.is_compiling():
+        return NotImplemented
+    if needs_channels_first(hidden_states[-1], next(decoder.parameters(), None)):
+        # Upstream's maps have them first, in which order PyTorch's sums over pixels have smaller errors.
+        hidden_states = [state.contiguous() for state in hidden_states]
+        return original_class(type(decoder)).forward(decoder, hidden_states)
+    if not is_handing(decoder):
         return NotImplemented
     *stages, last = decoder.stages
     if len(hidden_states) != len(stages) + 1:

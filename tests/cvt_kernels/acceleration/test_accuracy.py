@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from tests.checks import needs_extension
+from tests.checks import instruction_sets_here, needs_extension
 from tests.upstream import KERNELS_FIRST, glpn, huggingface, images, logits, pvt, pvt_v2, segformer
 
 _SEEDS = 4
@@ -32,15 +32,26 @@ def mean_square_error(model, x, exact):
     return (error.square().mean() / exact.square().mean()).item()
 
 
+#: bfloat16 on CPUs that multiply it; without that, kernels and PyTorch compute in float32 and only round.
+_BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    id="bfloat16",
+    marks=pytest.mark.skipif(
+        "avx512_bf16" not in instruction_sets_here(), reason="this CPU has no products of bfloat16"
+    ),
+)
+
+
 @needs_extension
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float32"), _BFLOAT16])
 @pytest.mark.parametrize("make", FAMILIES)
-def test_served_models_are_as_accurate_as_upstreams(make):
+def test_served_models_are_as_accurate_as_upstreams(make, dtype):
     ours = upstreams = 0.0
     for seed in range(_SEEDS):
         torch.manual_seed(seed)
-        model = make(**FAMILIES[make]).eval()
+        model = make(**FAMILIES[make]).eval().to(dtype)
         size = {pvt: 70}.get(make, 64)
-        x = images(2, size, size) + 0.1 * torch.randn(2, 3, size, size)
+        x = (images(2, size, size) + 0.1 * torch.randn(2, 3, size, size)).to(dtype)
         with torch.no_grad():
             exact = logits(copy.deepcopy(model).double()(x.double()))
         upstreams += mean_square_error(model, x, exact)
