@@ -40,7 +40,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Row(NamedTuple):
-    """Which backends serve a class of calls, in order of preference; the operator's defaults come after.
+    """A row: the backends for a class of calls, in order of preference; the operator's defaults come after.
 
     Attributes:
         operators: Names of operators; none for all.
@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
     @property
     def is_for_all(self) -> bool:
-        """Whether it is for every call of its operators on its processor."""
+        """True if it is for every call of its operators on its processor."""
         return not (self.dtypes or self.where) and self.gradient is None
 
 
