@@ -85,12 +85,8 @@ def _of_every_dtype() -> dict[str, Call]:
             f"{name}: attention, bias": _call(tests.attend, 67, 35, bias=(2, 67, 35), dim=32, dtype=dtype),
             f"{name}: projection": _call(_project_only, (14, 14), 64, dtype),
             f"{name}: projection, training": _call(tests.project, (14, 13), 40, (3, 3, 3), dtype=dtype),
-            f"{name}: projection, regions": _call(
-                tests.project, (9, 10), 34, (3, 5), (1, 2), batch=2, dtype=dtype
-            ),
             f"{name}: projection, averages": _call(tests.project_with_averages, (9, 10), 34, dtype),
             f"{name}: sums of several tensors": _call(tests.sum_together, dtype),
-            f"{name}: projection, sums": _call(tests.project_sums, (19, 33), 6, dtype),
             f"{name}: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), dtype=dtype),
             f"{name}: conv_linear in two launches": _call(
                 tests.project_linearly, (7, 9), 200, (72,) * 3, dtype=dtype
