@@ -515,7 +515,7 @@ def _attend(
     if projected is None:
         tokens = _tokens_of_heads(parts, y, grid)
         if rows is not None:
-            tokens[0] = _chosen(tokens[0], rows, first_only)
+            tokens[0] = _chosen(tokens[0], rows, first_only).contiguous()  # for a product with its bias
         projected = _projected(parts.linears, tokens)
     q, k, v = (each.unflatten(2, (parts.num_heads, -1)) for each in projected)
     dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
