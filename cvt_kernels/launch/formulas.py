@@ -386,18 +386,6 @@ def normalize(need: Need) -> list[Rows]:
     return [Rows(elements=4096 if need.numbers == "single" else 8192, num_warps=4)]
 
 
-def rows(need: Need) -> list[Rows]:
-    """Returns tiles of whole rows."""
-    return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 1024 else Rows(elements=8192, num_warps=8)]
-
-
-def rows_backward(need: Need) -> list[Rows]:
-    """Returns the configuration of a kernel that has its gradients of γ and β in registers too."""
-    if need.sizes[0] <= 1024:
-        return [Rows(elements=1024, num_warps=4, resident_programs=3)]
-    return [Rows(elements=2048, num_warps=8, resident_programs=2)]
-
-
 def linear_rows(need: Need) -> list[Rows]:
     """Returns the configuration of a pass beside the products of a linear layer.
 

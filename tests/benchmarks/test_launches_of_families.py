@@ -48,10 +48,10 @@ def allowed(family, freeze, dtype, batch):
         expected["conv_embedding: clone"] += 1  # the images, with channels last for cuDNN
     if family == "cvt":
         if not freeze:
-            # Upstream puts the class token before the last stage's tokens; the last block has it alone, by
-            # an index.
+            # Upstream puts the class token before the last stage's tokens; a block that computes it alone is
+            # told so by an index.
             expected.update({"PyTorch: cat": 1, "PyTorch: zeros": 1})
-        elif batch > 1:
+        if batch > 1:
             # The last block takes the class token out of its tokens, if it computes it alone.
             expected["PyTorch: clone"] += 1
     if family == "glpn":

@@ -15,9 +15,18 @@ def _depth_head(m: Any) -> Any:
     return (x, weight, bias, last, m.optional(1), m.max_depth), {}
 
 
+def _depth_head_stage(step: cards.Step) -> None:
+    """Runs GLPN's head for a map of 64 channels, upsampled to the size of the image."""
+    if step.stage.decoder and not step.training:
+        weight, last = step.tensor(64, 64, 3, 3), step.tensor(1, 64, 3, 3)
+        x = step.tensor(step.batch, 64, *step.stage.grid)
+        step.call("depth_head", x, weight, step.tensor(64), last, step.tensor(1), 10.0)
+
+
 CARDS = {
     "depth_head": cards.Card(
         call=_depth_head,
+        stages={"depth_head": cards.Launches(_depth_head_stage, of_pyramids=True)},
         choices=cards.COMMON
         | cards.GRID
         | {

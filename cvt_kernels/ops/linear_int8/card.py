@@ -66,6 +66,20 @@ def _gelu_quantize_stage(step: cards.Step) -> None:
         step.call("gelu_quantize", hidden, approximate="quick")
 
 
+def _linear_int8_stage(step: cards.Step) -> None:
+    """Runs a CvT block's linear layers by 8-bit integers, one of each kind.
+
+    These are Q, the layer after attention and the two of the MLP, the second and the last with a residual.
+    """
+    for inputs, outputs, adds in () if step.training else ((1, 1, 0), (1, 1, 1), (1, 4, 0), (4, 1, 1)):
+        x, weight, bias, residual = step.linear(inputs, outputs)
+        step.call(
+            "linear_int8", x.to(torch.int8), weight.to(torch.int8), bias.float(), bias,
+            x_scales=step.tensor(len(x), 1, dtype=torch.float32), residual=residual if adds else None,
+            dtype=step.dtype,
+        )  # fmt: skip
+
+
 _ROUNDING = functools.partial(cards.once, names="x scales values")
 
 
@@ -110,6 +124,7 @@ CARDS = {
     ),
     "linear_int8": cards.Card(
         call=_linear_int8,
+        stages={"linear_int8": cards.Launches(_linear_int8_stage)},
         choices=_QUANTIZED
         | cards.OUTPUTS
         | dict.fromkeys(("rounded", "bare", "added"), cards.BOTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import cards
@@ -40,15 +41,44 @@ def _scatter_rows(m: Any) -> Any:
     return (x, index, values, branch), {"inplace": m.inplace}
 
 
+def _rows(step: cards.Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a stage's tokens, the index of 7 of 10, and values for these."""
+    kept = -(-7 * step.tokens // 10)
+    values = step.tensor(step.batch, kept, step.channels)
+    rows = torch.arange(kept, device=step.device).expand(step.batch, kept).contiguous()
+    return step.x(), rows, values
+
+
+def _gather_rows_stage(step: cards.Step) -> None:
+    """Gathers 7 of 10 tokens of a stage."""
+    x, rows, _ = _rows(step)
+    step.call("gather_rows", x, rows)
+
+
+def _gather_add_layer_norm_stage(step: cards.Step) -> None:
+    """Gathers 7 of 10 tokens, adds and normalizes."""
+    vector = step.tensor(step.channels)
+    step.call("gather_add_layer_norm", *_rows(step), vector, vector)
+
+
+def _scatter_rows_stage(step: cards.Step) -> None:
+    """Puts 7 of 10 tokens back with a branch, in inference once more in place."""
+    x, rows, values = _rows(step)
+    for inplace in (False,) if step.training else (False, True):
+        step.call("scatter_rows", x, rows, values, values, inplace=inplace)
+
+
 CARDS = {
     "gather_rows": cards.Card(
         call=_gather_rows,
+        stages={"gather_rows": cards.Launches(_gather_rows_stage)},
         choices=cards.COMMON | cards.TOKENS | cards.ABSENT | {"count": (*cards.SIZES, 0)},
         examples=_EXAMPLES,
         multiplies=False,
     ),
     "gather_add_layer_norm": cards.Card(
         call=_gather_add_layer_norm,
+        stages={"gather_add_layer_norm": cards.Launches(_gather_add_layer_norm_stage)},
         choices=cards.COMMON
         | cards.TOKENS
         | cards.ABSENT
@@ -62,6 +92,7 @@ CARDS = {
     ),
     "scatter_rows": cards.Card(
         call=_scatter_rows,
+        stages={"scatter_rows": cards.Launches(_scatter_rows_stage)},
         choices=cards.COMMON
         | cards.TOKENS
         | cards.ABSENT
