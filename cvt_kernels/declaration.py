@@ -94,27 +94,25 @@ class Declaration(backends.Operator):
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self._serve(call)[0]
         table = backends.dispatch_cache
-        key = self._key_of(call)
-        serve = None if key is None else table.get(key)
+        key, serve = self._known(call, table)
         if serve is None:
             return self._first(call, key, table)
         if self.check_numbers is not None and getattr(call, self.check_numbers[0]) is not None:
             self.check_numbers[1](call)
         return serve(call)
 
-    def _key_of(self, call: Record) -> Any:
-        """Returns the key of a call, or None for a call that must not be kept."""
+    def _known(self, call: Record, table: dict[Any, _Backend]) -> tuple[Any, _Backend | None]:
+        """Returns the key of a call, None for a call that must not be kept, and what serves it, if known."""
         grad = torch.is_grad_enabled()
         try:
             state = _state(grad, call[0])
             if state is None:
-                return None
+                return None, None
             also = None if self.key_also is None else self.key_also(call)
             key = self.name, state, also, *[facts_of(value, grad) for value in call]
-            hash(key)
+            return key, table.get(key)
         except _NO_KEY:
-            return None
-        return key
+            return None, None
 
     def _first(self, call: Record, key: Any, table: dict[Any, Any]) -> Any:
         """Serves a call that is not in the dispatch cache, and adds what serves later calls of its key."""
