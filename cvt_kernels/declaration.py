@@ -258,6 +258,7 @@ def extension_kernels(
 _NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
+_SEQUENCES = tuple, list
 
 
 def facts_of(value: Any, grad: bool) -> Any:
@@ -268,12 +269,12 @@ def facts_of(value: Any, grad: bool) -> Any:
         grad: Whether gradients are enabled.
     """
     kind = value.__class__
+    if kind in _VALUES:
+        return kind, value
     if kind in _TENSORS or isinstance(value, Tensor):
         wants_gradient = grad and value.requires_grad
         return kind, value.dtype, value.layout, value.device, value.shape, value.stride(), wants_gradient
-    if kind in _VALUES:
-        return kind, value
-    if isinstance(value, tuple | list):
+    if isinstance(value, _SEQUENCES):
         return kind, *[facts_of(each, grad) for each in value]
     return (kind, value) if isinstance(value, str | numbers.Number) else kind
 
