@@ -175,7 +175,7 @@ def _public(declared: Declaration, function: Function) -> Function:
         return declared.call(*args, **kwargs)
 
     # Dynamo limits how often it compiles a code object, which all public functions would share.
-    public.__code__ = public.__code__.replace(co_name=declared.name)
+    public.__code__ = public.__code__.replace(co_name=declared.name)  # type: ignore[attr-defined]
     return typing.cast(Function, public)
 
 
@@ -221,7 +221,7 @@ def operator(
         )  # fmt: skip
         setattr(reference, declared.name, function)
         _register(declared, backends)
-        return declared.public
+        return typing.cast(Function, declared.public)
 
     return declare
 
