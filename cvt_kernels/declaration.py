@@ -94,27 +94,25 @@ class Declaration(backends.Operator):
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self._serve(call)[0]
         table = backends.dispatch_cache
-        key = self._key_of(call)
-        serve = None if key is None else table.get(key)
+        key, serve = self._known(call, table)
         if serve is None:
             return self._first(call, key, table)
         if self.check_numbers is not None and getattr(call, self.check_numbers[0]) is not None:
             self.check_numbers[1](call)
         return serve(call)
 
-    def _key_of(self, call: Record) -> Any:
-        """Returns the key of a call, or None for a call that must not be kept."""
+    def _known(self, call: Record, table: dict[Any, _Backend]) -> tuple[Any, _Backend | None]:
+        """Returns the key of a call, None for a call that must not be kept, and what serves it, if known."""
         grad = torch.is_grad_enabled()
         try:
             state = _state(grad, call[0])
             if state is None:
-                return None
+                return None, None
             also = None if self.key_also is None else self.key_also(call)
             key = self.name, state, also, *[facts_of(value, grad) for value in call]
-            hash(key)
+            return key, table.get(key)
         except _NO_KEY:
-            return None
-        return key
+            return None, None
 
     def _first(self, call: Record, key: Any, table: dict[Any, Any]) -> Any:
         """Serves a call that is not in the dispatch cache, and adds what serves later calls of its key."""
@@ -173,7 +171,7 @@ def _public(declared: Declaration, function: Function) -> Function:
         return declared.call(*args, **kwargs)
 
     # Dynamo limits how often it compiles a code object, which all public functions would share.
-    public.__code__ = public.__code__.replace(co_name=declared.name)
+    public.__code__ = public.__code__.replace(co_name=declared.name)  # type: ignore[attr-defined]
     return typing.cast(Function, public)
 
 
@@ -219,7 +217,7 @@ def operator(
         )  # fmt: skip
         setattr(reference, declared.name, function)
         _register(declared, backends)
-        return declared.public
+        return typing.cast(Function, declared.public)
 
     return declare
 
@@ -256,6 +254,7 @@ def extension_kernels(
 _NO_KEY = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _VALUES = frozenset((NoneType, bool, int, float, str, torch.dtype))
+_SEQUENCES = tuple, list
 
 
 def facts_of(value: Any, grad: bool) -> Any:
@@ -266,12 +265,12 @@ def facts_of(value: Any, grad: bool) -> Any:
         grad: Whether gradients are enabled.
     """
     kind = value.__class__
+    if kind in _VALUES:
+        return kind, value
     if kind in _TENSORS or isinstance(value, Tensor):
         wants_gradient = grad and value.requires_grad
         return kind, value.dtype, value.layout, value.device, value.shape, value.stride(), wants_gradient
-    if kind in _VALUES:
-        return kind, value
-    if isinstance(value, tuple | list):
+    if isinstance(value, _SEQUENCES):
         return kind, *[facts_of(each, grad) for each in value]
     return (kind, value) if isinstance(value, str | numbers.Number) else kind
 

@@ -68,6 +68,8 @@ def is_transformed() -> bool:
 
 def autocast_enabled(x: Tensor) -> bool:
     """Returns whether autocast is on for the device of ``x``."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return False  # which torch.compile cannot trace, and is known sooner
     device_type = _type_of(x)
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 

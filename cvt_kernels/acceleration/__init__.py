@@ -321,7 +321,7 @@ def _traceable(run: Any, own: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(args) is not tuple:  # fx has made parameters of the variables; the last are own's kwargs
             return own(self, *map(locals().get, _VARIABLES[: count - 1]))
-        for _a, _b, _c, _d, _e, _f, _g, _h, _i, _j in ():
+        for _a, _b, _c, _d, _e, _f, _g, _h, _i, _j in _NONE:
             pass
         return run(self, *args, **kwargs)
 
@@ -331,6 +331,7 @@ def _traceable(run: Any, own: Any) -> Any:
 
 #: The first variables of such a forward after the module.
 _VARIABLES = ("args", "kwargs", "_a", "_b", "_c", "_d", "_e", "_f", "_g", "_h", "_i", "_j")
+_NONE: tuple[Any, ...] = ()
 
 
 def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -237,8 +237,6 @@ def _bound(
 
     ``stream`` are tokens like those that the embedding makes of images that have been served.
     """
-    if stage.are_one:
-        return None
     operators: Any = backends.operators
     embedding, block = operators["conv_embedding"], operators["transformer_block"]
     steps = [

@@ -1,4 +1,4 @@
-"""Operators bound to packed parameters, which serve repeated calls of a frozen module without gradients."""
+"""Operators bound to packed parameters, which serve repeated calls of a module on a CPU without gradients."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class BoundSteps:
 
     def run(self, x: Tensor, *settings: Any) -> Tensor | None:
         """Runs the cached steps for a tensor like an earlier one; returns None if there are none."""
+        if x.device.type != "cpu":
+            return None
         found = self._known.get((key_of_serving(x), settings))
         steps = None if found is None or not found.is_current() else found.steps
         if steps is None or is_noting():  # such as a CUDA graph that must know the copies that it reads
@@ -78,6 +80,8 @@ class BoundSteps:
             bind: Returns the steps in order, or None.
             settings: The rest of the key.
         """
+        if x.device.type != "cpu":
+            return
         state = key_of_serving(x)
         known = self._known.get((state, settings))
         if state is None or (known is not None and known.is_current()):

@@ -31,6 +31,8 @@ WeightAndBias = tuple[Tensor, Tensor | None]
 
 
 def _with_tuples(call: Any) -> Any:
+    if type(call.convs) is type(call.linears) is tuple:
+        return call
     convs = checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm")
     linears = checks.as_tuple("linears", call.linears, "a sequence of pairs (weight, bias)")
     return call._replace(convs=convs, linears=linears)

@@ -11,7 +11,7 @@ of the product.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,36 +25,34 @@ from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
 from . import WeightAndBias, few_rows
 from .few_rows import GROUP_ROWS
 
-
-class Projection(NamedTuple):
-    """The launches of a call.
-
-    Attributes:
-        x, grid, convs: As of ``conv_linear``.
-        weight: (branches · outputs, C), the weights of the linear layers below one another.
-        bias: (branches · outputs,), or None for 0.
-        norm: LayerNorm of x before the convolutions, if any.
-        taps: See :func:`few_rows.packed_taps`, for one launch; None for two.
-    """
-
-    x: Tensor
-    grid: tuple[int, int]
-    convs: tuple[ConvBatchNorm, ...]
-    weight: Tensor
-    bias: Tensor | None
-    norm: NormOfRows | None = None
-    taps: Tensor | None = None
-
-
 #: Writes the product of groups of rows, each by a weight and a bias of its own: takes x (M, C), the weights
 #: (groups · N, C), the biases (groups · N,) or None, the result (M, N), and where the second and third group
 #: begin.
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, ...]], Any]
 
 
-def project(multiply: Multiply, call: Projection) -> Tensor:
-    """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it."""
-    x, grid, convs, weight, bias, norm, taps = call
+def project(
+    multiply: Multiply,
+    x: Tensor,
+    grid: tuple[int, int],
+    convs: Sequence[ConvBatchNorm],
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: NormOfRows | None = None,
+    taps: Tensor | None = None,
+) -> Tensor:
+    """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it.
+
+    Args:
+        multiply: Computes the product.
+        x: As of ``conv_linear``.
+        grid: Likewise.
+        convs: Likewise.
+        weight: (branches · outputs, C), the weights of the linear layers below one another.
+        bias: (branches · outputs,), or None for 0.
+        norm: LayerNorm of x before the convolutions, if any.
+        taps: See :func:`few_rows.packed_taps`, for one launch; None for two.
+    """
     x, geometry = maybe_contiguous(x), Geometry.of(grid, convs)
     first_rows, rows = _rows_of(x, geometry)
     out = x.new_empty(rows, weight.shape[0] // len(convs))
@@ -148,7 +146,7 @@ def serve(multiply: Multiply, call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear``."""
     x, grid, convs, linears = call
     taps = taps_of(x, grid, convs, linears)
-    out = project(multiply, Projection(x, grid, convs, *packed_linears(linears), taps=taps))
+    out = project(multiply, x, grid, convs, *packed_linears(linears), taps=taps)
     return tuple(branches_of(out, x, grid, convs))
 
 

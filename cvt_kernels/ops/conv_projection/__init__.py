@@ -76,6 +76,8 @@ def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
 
 
 def _with_tuple(call: Any) -> Any:
+    if type(call.convs) is tuple:
+        return call
     return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
 
 

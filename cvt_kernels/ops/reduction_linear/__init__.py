@@ -27,6 +27,8 @@ _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, channels, k, k)"
 
 
 def _with_tuple(call: Any) -> Any:
+    if type(call.linears) is tuple:
+        return call
     return call._replace(
         linears=checks.as_tuple("linears", call.linears, "a sequence of pairs (weight, bias)")
     )

@@ -24,6 +24,8 @@ _SAMPLE = 2**16  # numbers of the sum
 
 
 def _with_tuples(call: Any) -> Any:
+    if type(call.others) is tuple:
+        return call
     return call._replace(others=checks.as_tuple("others", call.others, "a sequence of pairs (map, weight)"))
 
 

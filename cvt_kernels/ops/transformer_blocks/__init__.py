@@ -45,6 +45,8 @@ def _check(call: Any) -> None:
 
 
 def _with_tuple(call: Any) -> Any:
+    if type(call.blocks) is tuple:
+        return call
     return call._replace(blocks=checks.as_tuple("blocks", call.blocks, "a sequence of TransformerBlock"))
 
 

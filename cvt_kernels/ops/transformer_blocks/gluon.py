@@ -20,7 +20,7 @@ of fc1, 6 of fc2.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
 from ..conv_linear.stacked import (
-    Projection,
     branches_of,
     packed_linears,
     project,
@@ -47,62 +46,46 @@ from . import attention_add
 # The second half of a block ---------------------------------------------------------------------------------
 
 
-class SecondHalf(NamedTuple):
-    """The launches from the result of attention to the end of a block.
+def _finish(
+    heads: tuple[Tensor, Tensor, Tensor], stream: Tensor, block: TransformerBlock, *, has_statistics: bool
+) -> Tensor:
+    """Overwrites the stream (M, C) by all from attention to the end of a block.
 
-    Attributes:
-        y: (M, channels of all heads), the result of attention; or queries, keys and values (B, N, h, D), of
-            few tokens, which one launch attends and projects.
-        scale: Of the scores.
-        stream: (M, C), the tokens, which are overwritten.
-        proj_weight, proj_bias: The linear layer after attention.
-        fc1_weight, fc1_bias, column_sums: The first layer of the MLP, with LayerNorm folded into it.
-        fc2_weight, fc2_bias: The second layer of the MLP.
-        eps: LayerNorm's.
-        approximate: GELU's variant.
-        has_statistics: Whether the statistics of the result are written, for a next block.
+    Returns:
+        The statistics of the result for a next block, or the stream without ``has_statistics``.
     """
-
-    y: Tensor | tuple[Tensor, Tensor, Tensor]
-    scale: float
-    stream: Tensor
-    proj_weight: Tensor
-    proj_bias: Tensor | None
-    fc1_weight: Tensor
-    fc1_bias: Tensor
-    column_sums: Tensor
-    fc2_weight: Tensor
-    fc2_bias: Tensor | None
-    eps: float
-    approximate: str
-    has_statistics: bool
-
-
-def finish(call: SecondHalf) -> Tensor:
-    """Overwrites the stream; returns its statistics, or itself without them."""
-    stream, fc2 = call.stream, gluon.aligned(call.fc2_weight)
-    hidden = stream.new_empty(stream.shape[0], call.fc1_weight.shape[0])
-    norm = gluon.FoldedNorm(_project_attended(call), call.column_sums, call.eps)
-    gluon.product(stream, call.fc1_weight, call.fc1_bias, hidden, approximate=call.approximate, norm=norm)
+    written = _attend_and_project(heads, stream, block)
+    fc1, bias, column_sums = _folded_fc1(block)
+    fc2, fc2_bias = block.fc2[:2]
+    hidden = stream.new_empty(stream.shape[0], fc1.shape[0])
+    norm = gluon.FoldedNorm(written, column_sums, block.norm2.eps)
+    gluon.product(stream, fc1, bias, hidden, approximate=block.approximate, norm=norm)
     statistics = gluon.product(
-        hidden, fc2, call.fc2_bias, stream, residual=stream, has_statistics=call.has_statistics
+        hidden, gluon.aligned(fc2), fc2_bias, stream, residual=stream, has_statistics=has_statistics
     )
     return stream if statistics is None else statistics.sums
 
 
-def _project_attended(call: SecondHalf) -> gluon.Statistics:
-    """Adds the layer after attention to the stream; returns the statistics of its rows."""
-    proj, bias, stream = call.proj_weight, call.proj_bias, call.stream
-    if isinstance(call.y, Tensor):
-        y, proj = gluon.aligned(call.y), gluon.aligned(proj)
-        written = gluon.product(y, proj, bias, stream, residual=stream, has_statistics=True)
-        assert written is not None
-        return written
-    q, k, v = call.y
+def _attend_and_project(
+    heads: tuple[Tensor, Tensor, Tensor], stream: Tensor, block: TransformerBlock
+) -> gluon.Statistics:
+    """Adds attention and the layer after it to the stream; returns the statistics of its rows.
+
+    Of few tokens, both are one launch.
+    """
+    q, k, v = heads
+    proj, bias = block.proj[:2]
     block_m = attention_add.tile_rows(q.shape, k.shape[1], len(proj), _multiprocessors(stream))
-    assert block_m is not None
-    sums = attention_add.attention_add(q, k, v, call.scale, proj, bias, stream, stream, block_m)
-    return gluon.Statistics(sums, attention_add.COLUMNS)
+    if block_m is not None:
+        scale = q.shape[3] ** -0.5 if block.scale is None else block.scale
+        sums = attention_add.attention_add(q, k, v, scale, proj, bias, stream, stream, block_m)
+        return gluon.Statistics(sums, attention_add.COLUMNS)
+    y = attention(q, k, v, scale=block.scale).reshape(stream.shape[0], -1)
+    written = gluon.product(
+        gluon.aligned(y), gluon.aligned(proj), bias, stream, residual=stream, has_statistics=True
+    )
+    assert written is not None
+    return written
 
 
 def _multiprocessors(x: Tensor) -> int:
@@ -133,22 +116,22 @@ def _taps_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tenso
     return taps_of(x, grid, block.convs, block.linears)  # type: ignore[arg-type]
 
 
-def _projection(
+def _project(
     x: Tensor,
     grid: tuple[int, int],
     block: TransformerBlock,
     sums: Tensor | None,
     width: int,
     taps: Tensor | None,
-) -> Projection:
-    """Returns the launches of Q, K and V; x is normalized if it has neither statistics nor one launch."""
+) -> Tensor:
+    """Computes Q, K and V; x is normalized if it has neither statistics nor one launch."""
     norm, linears = None, packed_linears(block.linears)  # type: ignore[arg-type]
     if sums is not None or taps is not None:
         weight, bias, eps = block.norm1
         assert weight is not None
         assert bias is not None
         norm = NormOfRows(sums, width, weight, bias, eps)
-    return Projection(x, grid, block.convs, *linears, norm, taps)
+    return project(multiply, x, grid, block.convs, *linears, norm, taps)
 
 
 def _heads_of(
@@ -163,24 +146,6 @@ def _by_head(tokens: Tensor, block: TransformerBlock) -> Tensor:
     return tokens.unflatten(2, (block.num_heads, -1))
 
 
-def _attends_in_one(heads: tuple[Tensor, Tensor, Tensor], block: TransformerBlock) -> bool:
-    """Returns whether attention and the layer behind it are one launch."""
-    q, k, _ = heads
-    outputs, multiprocessors = block.proj.weight.shape[0], _multiprocessors(q)
-    return attention_add.tile_rows(q.shape, k.shape[1], outputs, multiprocessors) is not None
-
-
-def _second_half(
-    y: Tensor | tuple[Tensor, Tensor, Tensor], stream: Tensor, block: TransformerBlock, has_statistics: bool
-) -> SecondHalf:
-    heads, outputs = block.num_heads, block.linears[0].weight.shape[0]
-    scale = (outputs // heads) ** -0.5 if block.scale is None else block.scale
-    return SecondHalf(
-        y, scale, stream, *block.proj[:2], *_folded_fc1(block), *block.fc2[:2],
-        eps=block.norm2.eps, approximate=block.approximate, has_statistics=has_statistics,
-    )  # fmt: skip
-
-
 def transformer_blocks(call: Record) -> Tensor:
     """Computes ``cvt_kernels.transformer_blocks`` for checked arguments."""
     x, grid, blocks, inplace = call
@@ -191,12 +156,9 @@ def transformer_blocks(call: Record) -> Tensor:
         tokens, taps = stream, _taps_of(stream, grid, block)
         if sums is None and taps is None:
             tokens = layer_norm(stream, weight, bias, eps=eps)
-        out = project(multiply, _projection(tokens, grid, block, sums, width, taps))
-        y: Any = _heads_of(out, stream, grid, block)
-        if not _attends_in_one(y, block):
-            y = attention(*y, scale=block.scale).reshape(rows.shape[0], -1)
-        is_last = i + 1 == len(blocks)
-        sums, width = finish(_second_half(y, rows, block, not is_last)), _width(x, block)
+        heads = _heads_of(_project(tokens, grid, block, sums, width, taps), stream, grid, block)
+        sums = _finish(heads, rows, block, has_statistics=i + 1 < len(blocks))
+        width = _width(x, block)
     if not inplace:
         return stream
     if stream is not x:
