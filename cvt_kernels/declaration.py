@@ -9,6 +9,7 @@ backend, whose function the dispatch cache keeps for later calls.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import inspect
 import numbers
@@ -25,6 +26,7 @@ from torch.autograd import forward_ad
 from . import backends, checks, choose, launching, machine, reference
 from .backends import Implementation, Record
 
+_NOT_GIVEN = inspect.Parameter.empty
 Function = TypeVar("Function", bound=Callable[..., Any])
 #: A backend's function of a record, and its question; ``backends.lazy`` gives their paths in their place.
 _Backend = Callable[[Record], Any]
@@ -55,9 +57,13 @@ class Declaration(backends.Operator):
         self.signature = inspect.signature(function)
         self.check, self.check_numbers, self.composition = check, check_numbers, composition
         self.arguments, self.key_also = arguments, key_also
-        parameters = self.signature.parameters.values()
+        parameters = [*self.signature.parameters.values()]
         self._positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
-        defaults = [each.default for each in parameters if each.default is not each.empty]
+        # Keyword arguments without a default may come behind arguments with one; a NamedTuple's may not.
+        given = [each.default for each in parameters]
+        first = next((i for i, each in enumerate(given) if each is not _NOT_GIVEN), len(given))
+        defaults = given[first:]
+        self._needed = [i for i in range(first, len(given)) if given[i] is _NOT_GIVEN]
         self._record: Any = collections.namedtuple(  # type: ignore[misc]
             f"{name}_call", self.signature.parameters, defaults=defaults
         )
@@ -68,10 +74,10 @@ class Declaration(backends.Operator):
     def _bind(self, *args: Any, **kwargs: Any) -> Record:
         """Returns the record of a call with these arguments; raises TypeError as Python does."""
         if len(args) <= self._positional:
-            try:
-                return self._record(*args, **kwargs)
-            except TypeError:
-                pass
+            with contextlib.suppress(TypeError):
+                call = self._record(*args, **kwargs)
+                if not any(call[i] is _NOT_GIVEN for i in self._needed):
+                    return call
         reason = "got arguments that make no call"
         try:
             self.signature.bind(*args, **kwargs)

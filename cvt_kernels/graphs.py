@@ -247,12 +247,16 @@ class _Graphs:
 
     def call(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Computes a call, by a graph unless :meth:`why_not` returns a reason."""
-        if _why_not_of_call(model, call) is None:
-            with self._lock:
-                outputs = self._replayed(model, forward, call)
-            if outputs is not _NOTHING:
-                return outputs
-        return forward(*call.args, **call.kwargs)
+        before, _thread.is_graphed = getattr(_thread, "is_graphed", False), True
+        try:
+            if _why_not_of_call(model, call) is None:
+                with self._lock:
+                    outputs = self._replayed(model, forward, call)
+                if outputs is not _NOTHING:
+                    return outputs
+            return forward(*call.args, **call.kwargs)
+        finally:
+            _thread.is_graphed = before
 
     def _replayed(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Returns the outputs of a replay, after a capture if need be, or ``_NOTHING``."""
@@ -413,6 +417,26 @@ _LEAVES = {Tensor, nn.Parameter, type(None), bool, int, float, str}
 #: Types of arguments that are compared by value.
 _SETTINGS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 _SETTINGS += (torch.dtype, torch.device, torch.memory_format, torch.layout)  # type: ignore[assignment]
+
+
+#: Elements of a block's tokens from which on an H200 computes for longer than the host needs for launches by
+#: Triton: about 200 images of CvT-13.
+_FEW = 2**24
+
+
+def is_bound_by_host(x: Any) -> bool:
+    """Returns whether a call outside of graphs is so small that the host takes longer than the GPU.
+
+    Upstream's own modules then take the host less time than ours, whose kernels Triton launches from Python.
+    Models that :func:`graphed` wraps, captures, ``torch.compile`` and requested backends have our kernels at
+    any size, and so has what activation checkpointing computes twice.
+    """
+    x = x[0] if isinstance(x, list | tuple) and x else x
+    if not (isinstance(x, Tensor) and x.is_cuda) or x.numel() >= _FEW or not backends.is_auto():
+        return False
+    if getattr(_thread, "is_graphed", False) or torch.compiler.is_compiling() or machine.is_capturing(x):
+        return False
+    return not modes.saved_tensors_hooked()
 
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:

@@ -25,7 +25,7 @@ from torch.fx import _symbolic_trace
 
 from .. import checks, choose, modes
 from ..classes import UNFUSED, cached, derived, is_fused, original_class
-from ..graphs import change_class, ungraphed
+from ..graphs import change_class, is_bound_by_host, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import class_token, freezing, maps
@@ -222,6 +222,8 @@ def _run_fused(
     block: nn.Module, entry: BlockEntry, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Runs the fused forward of a block, an embedding or a head."""
+    if args and is_bound_by_host(args[0]):
+        return own(block, *args, **kwargs)
     parts = parts_if_fused(block, entry)
     result = NotImplemented
     if parts is not None and entry.forward is not None:

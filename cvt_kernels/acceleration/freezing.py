@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import modes
 from ..caller import stacklevel_of_caller
+from ..graphs import is_bound_by_host
 from ..ops.bound_steps import BoundSteps
 from ..ops.graph_operators import graph_operator
 from ..ops.weight_cache import is_fake, kept_on_gpu, note_read, stream_of
@@ -152,8 +153,9 @@ def run_frozen(
                 RuntimeWarning,
                 stacklevel=stacklevel_of_caller(),
             )
-        elif call is not None and (served := tokens_served(stage, entry, *call)) is not None:
-            result = entry.result(stage, *served)
+        elif call is not None and not is_bound_by_host(call[0]):
+            served = tokens_served(stage, entry, *call)
+            result = None if served is None else entry.result(stage, *served)
     return own(stage, *args, **kwargs) if result is None else result
 
 

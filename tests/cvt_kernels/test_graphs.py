@@ -16,16 +16,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import graphs, structure
+from cvt_kernels import acceleration, backends, graphs, structure
 from cvt_kernels.acceleration import freezing, stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8 import primitives
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
-from tests.checks import precision_of
+from tests.checks import implementation, precision_of
 from tests.tape import FakeCapture, Tape
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
@@ -1048,3 +1049,65 @@ def test_gpu_memory_is_given_back(on_gpu):
     ck.restore(model)
     torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() <= before
+
+
+# Small calls on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _not_capturing(monkeypatch):
+    """Lets machines without a GPU answer whether a graph is captured."""
+    monkeypatch.setattr(graphs.machine, "is_capturing", lambda x: False)
+
+
+def on_a_gpu(*shape):
+    """Returns a tensor on a GPU that this machine need not have."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return torch.empty(*shape, device="cuda")
+
+
+@pytest.mark.usefixtures("_not_capturing")
+def test_small_calls_are_left_to_upstreams_modules():
+    few, many = on_a_gpu(1, 197, 384), on_a_gpu(1, graphs._FEW)
+    with ck.use_backend("auto"):
+        assert graphs.is_bound_by_host(few)
+        assert graphs.is_bound_by_host([few, many])
+        assert not graphs.is_bound_by_host(many)
+        assert not graphs.is_bound_by_host(torch.empty(1, 197, 384))
+        assert not graphs.is_bound_by_host(None)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # checkpointing's
+            assert not graphs.is_bound_by_host(few)
+    with ck.use_backend("triton", "reference"):
+        assert not graphs.is_bound_by_host(few)
+
+
+@pytest.mark.usefixtures("_not_capturing")
+def test_a_graphed_model_has_our_kernels_in_small_calls():
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append(graphs.is_bound_by_host(on_a_gpu(2)))
+            return x
+
+    asks = Asks()
+    with ck.use_backend("auto"):
+        asks(torch.ones(2))
+        ck.graphed(asks)(torch.ones(2))
+        asks.forward(torch.ones(2))
+    assert seen == [True, False, False]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_block_that_is_left_runs_upstreams_own_forward(monkeypatch, freeze):
+    own = huggingface().eval()
+    model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    monkeypatch.setattr(acceleration, "is_bound_by_host", lambda x: True)
+    monkeypatch.setattr(freezing, "is_bound_by_host", lambda x: True)
+    monkeypatch.setattr(freezing, "serves_on", lambda device: False)  # as on a GPU
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad(), ck.use_backend("auto"):
+        for operator in ("attention", "conv_projection", "transformer_block", "conv_embedding"):
+            served = implementation(operator, lambda *_, **__: pytest.fail("a kernel serves"))
+            backends.register(operator, "cpu", served)
+        torch.testing.assert_close(model(x).logits, own(x).logits)

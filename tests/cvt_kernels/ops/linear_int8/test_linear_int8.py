@@ -72,21 +72,22 @@ def test_rows_that_are_not_finite_or_tiny(dtype, scale):
 
 @every_dtype
 def test_norms_and_gelu_are_rounded_once(dtype):
-    x, vector = randn(4, 16, dtype=torch.bfloat16), randn(16, seed=3, dtype=torch.bfloat16)
-    wide, row = x.float(), vector.float()
-    norm = ck.quantize_rows(reference.layer_norm(wide, row, row), dtype=dtype)
-    shifted = (x + vector).float()
-    expected = {
-        "norm": (ck.layer_norm_quantize(x, vector, vector, dtype=dtype), norm),
-        "shift": (
-            ck.layer_norm_quantize(x, shift=vector, eps=1e-3, dtype=dtype),
-            ck.quantize_rows(reference.layer_norm(shifted, eps=1e-3), dtype=dtype),
-        ),
-        "gelu": (
-            ck.gelu_quantize(x, vector, approximate="quick", dtype=dtype),
-            ck.quantize_rows(reference.gelu(wide + row, approximate="quick"), dtype=dtype),
-        ),
-    }
+    with ck.use_backend("reference"):
+        x, vector = randn(4, 16, dtype=torch.bfloat16), randn(16, seed=3, dtype=torch.bfloat16)
+        wide, row = x.float(), vector.float()
+        norm = ck.quantize_rows(reference.layer_norm(wide, row, row), dtype=dtype)
+        shifted = (x + vector).float()
+        expected = {
+            "norm": (ck.layer_norm_quantize(x, vector, vector, dtype=dtype), norm),
+            "shift": (
+                ck.layer_norm_quantize(x, shift=vector, eps=1e-3, dtype=dtype),
+                ck.quantize_rows(reference.layer_norm(shifted, eps=1e-3), dtype=dtype),
+            ),
+            "gelu": (
+                ck.gelu_quantize(x, vector, approximate="quick", dtype=dtype),
+                ck.quantize_rows(reference.gelu(wide + row, approximate="quick"), dtype=dtype),
+            ),
+        }
     for rows, same in expected.values():
         assert torch.equal(rows.values.float(), same.values.float())
         assert torch.equal(rows.scales, same.scales)

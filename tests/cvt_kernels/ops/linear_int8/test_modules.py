@@ -179,9 +179,10 @@ def test_gradients_are_those_of_the_dequantized_layer(dtype, bias):
     _, made = make(bias, static=True)
     made.to(dtype)
     x = rows(dtype).requires_grad_()
-    out = made(x)
-    with torch.no_grad():
-        assert torch.equal(out, made(x))
+    with ck.use_backend("reference"):
+        out = made(x)
+        with torch.no_grad():
+            assert torch.equal(out, made(x))
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     wanted = [x, *made.parameters()]
     gradients = torch.autograd.grad(out, wanted, dout)
