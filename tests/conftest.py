@@ -21,13 +21,10 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarni
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
 from cvt_kernels import backends, machine, missing
-from cvt_kernels.quantization import calibration
 from cvt_kernels.tuning import choices
 from tests import tiers
 
 missing._said = True
-if machine.INTERPRETING:  # which takes a hundred times as long as the kernels that calibration has on a CPU
-    calibration.requesting = lambda triton, *others: backends.requesting(*others)
 if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
     from tests import interpreter
 

@@ -114,7 +114,9 @@ class _Errors:
         self.signal = self.signal + _sum_of_squares(y)
         for i, scale in enumerate(self.scales):
             self.made.input_scale = scale
-            with requesting("triton", "cuda", "cpu", "reference"):  # others may not round what they multiply
+            with requesting(
+                "cpu", "int_mm", "scaled_mm", "reference"
+            ):  # others may not round what they multiply
                 out = self.made(x)
             self.noise[i] = self.noise[i] + _sum_of_squares(out - y)
 

@@ -50,7 +50,7 @@ def test_classes_of_the_same_name_are_told_apart_by_their_modules():
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_autocast_leaves_float64(backend):
     x, ones = torch.randn(1, 16, 8, dtype=torch.float64), torch.ones(4, 8, dtype=torch.float64)
-    conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3, dtype=torch.float64), *ones)
+    conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3, dtype=torch.float64), *ones, padding=1)
     with ck.use_backend(backend):
         (expected,) = ck.conv_projection(x, (4, 4), [conv], training=False)
         with torch.autocast("cpu", dtype=torch.bfloat16):

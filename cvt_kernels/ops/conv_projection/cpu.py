@@ -30,6 +30,7 @@ machine.load_extension()
 _ops = torch.ops.cvt_kernels
 
 _MAX_KERNEL = 16  # kMaxKernel in csrc/conv_projection/cpu_loops.h
+_MAX_PADDING = 64  # more is for rows of many more zeros than tokens
 _MAX_SUMMANDS = 4  # kMaxSummands, likewise
 
 
@@ -191,6 +192,9 @@ def why_unsupported(call: Record) -> str | None:
     kernel = max(conv.weight.shape[3] for conv in convs)
     if kernel > _MAX_KERNEL:
         return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
+    padding = max(conv.padding for conv in convs)
+    if padding > _MAX_PADDING:
+        return f"has paddings of up to {_MAX_PADDING}, not {padding}"
     if training and any(conv.process_group is not None for conv in convs):
         return "does not take the statistics of a batch over processes"
     if x.shape[0] == 0 and (_wants_gradient(x, convs) or any(_takes_statistics(c, training) for c in convs)):

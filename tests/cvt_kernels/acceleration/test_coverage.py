@@ -83,7 +83,6 @@ def test_blocks_behind_one_that_drops_tokens_compute_on_rows(keeps):
         for row in rows
     }
     expected: dict[str, list[str]] = {path: [] for path in found}
-    expected["stage2.blocks.3"] = ["gather_rows", "gather_add_layer_norm"]  # the last, for its class token
     if keeps != 1.0:
         expected["stage2.blocks.2"] = ["gather_rows", "gather_add_layer_norm", "scatter_rows"]
     assert found == expected
@@ -192,7 +191,7 @@ def test_an_aligned_table():
     assert table[0].split()[:4] == ["block", "class", "fused", "operators,"]
     for start in (table[0].index(word) for word in ("class", "fused", "operators")):
         assert all(line[start - 2 : start] == "  " and line[start] != " " for line in table)
-    assert len(table) == 1 + 7
+    assert len(table) == 1 + 6  # two of equal rows are one
     assert table[2].split()[:5] == ["stage0.blocks.0", "Block", "yes", "layer_norm,", "conv_projection,"]
     (no,) = [line for line in table if " no " in line]
     assert " ".join(no.split()) == "stage1.blocks.0 Block no attn.conv_proj_k.bn has forward hooks"
@@ -220,7 +219,7 @@ def test_the_backends_of_every_operator_once():
     heading, *lines = served.splitlines()
     assert heading == "served by"
     assert "  attention: reference (4 calls)" in lines
-    assert len(lines) == len({line.split(":")[0] for line in lines}) == 8
+    assert len(lines) == len({line.split(":")[0] for line in lines}) == 6
     rows = Coverage([], {"gelu": {"cpu": 9, "reference": 3}, "attention": {"sdpa": 1}})
     assert "  gelu: cpu (9 calls), reference (3)\n  attention: sdpa (1 call)\n" in str(rows)
 

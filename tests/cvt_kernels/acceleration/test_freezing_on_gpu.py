@@ -95,7 +95,7 @@ def test_stages_whose_blocks_are_one_operator(monkeypatch):
 
 BY_TRITON = {"conv_embedding", "attention"}
 BY_TRITON_IN_FLOAT = {"conv_linear", "linear_add", "layer_norm_mlp", "linear_add_layer_norm", "linear_gelu"}
-BY_TRITON_QUANTIZED = {"conv_projection", "linear_int8", "layer_norm_quantize", "gelu_quantize"}
+BY_TRITON_QUANTIZED = {"conv_projection", "layer_norm_quantize", "gelu_quantize"}
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])

@@ -78,10 +78,13 @@ def test_gradients_under_autocast(make, dtype):
     exact = gradients_of(copy.deepcopy(own).double(), inputs(make).double())
     theirs, ours = (gradients_of(model, inputs(make), dtype) for model in (own, accelerated))
     largest = max(each.abs().max() for each in exact.values())
+    # The gradients of keys' biases are zero but for rounding: the worst of upstream's says how much that is.
+    zero = [name for name, each in exact.items() if each.norm() < 1e-9 * largest]
+    noise = max(((theirs[name] - exact[name]).norm() for name in zero), default=0.0)
     for name, each in exact.items():
         assert ours[name].dtype == torch.float32
         error, allowed = ((got[name] - each).norm() for got in (ours, theirs))
-        # The gradient of the keys' bias is zero but for rounding.
+        allowed = noise if name in zero else allowed
         assert error <= 3 * allowed + torch.finfo(dtype).eps * max(largest * 1e-2, each.norm()), name
 
 
