@@ -106,7 +106,7 @@ def test_tritons_kernels_serve_whole_stages(is_quantized, served):
     with noted_backends() as asked, ck.use_backend("triton", "cpu", "reference"):
         out = logits(fused(x))
     by_triton = BY_TRITON | (BY_TRITON_QUANTIZED if is_quantized else BY_TRITON_IN_FLOAT)
-    others = {("layer_norm", "cpu")} if is_quantized else {("layer_norm", "cpu"), ("linear", "reference")}
+    others = {("layer_norm", "cpu"), ("linear_int8", "cpu") if is_quantized else ("linear", "reference")}
     assert set(asked) == {(operator, "triton") for operator in by_triton} | others
     assert len(served) == 3
     if is_quantized:
