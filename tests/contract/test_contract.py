@@ -395,7 +395,7 @@ def test_compiled(operator, backend, monkeypatch):
 
 @pytest.mark.parametrize("operator", EXAMPLES)
 def test_compiled_without_a_request(operator):
-    """What serves a traced call may be PyTorch's where the compiler fuses it, and computes the same."""
+    """PyTorch's operators may serve where the compiler fuses them, and compute the same."""
     torch.compiler.reset()
     made = served(operator, "reference", "usual")._replace(backend="auto")
     compiled = torch.compile(made.public, fullgraph=True, backend="eager", dynamic=False)

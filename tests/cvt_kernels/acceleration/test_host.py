@@ -1,4 +1,4 @@
-"""What the host does for a call without a graph, counted over kernels that do nothing.
+"""The work of the host for a call without a graph, counted over kernels that do nothing.
 
 On a GPU the host's time is the business of ``graphed``; these counts keep what is left from growing.
 """

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -204,20 +203,6 @@ def test_the_first_result_is_timed(asked):
     assert head == ["first result, batch 2", "seconds", "conversion before"]
     assert [row[0] for row in rows] == list(firsts)
     assert rows[0][1:] == [f"{firsts['hf']['seconds']:.2f}", ""]
-
-
-def test_a_cache_of_its_own(tmp_path):
-    """The process takes the folder for its cache, and the user's stays as it is."""
-    worker = workers.Worker("hf", job_of(Behaving(_write_cache), tmp_path), str(tmp_path / "own"))
-    worker.ask("first", 1)
-    worker.end()
-    assert (tmp_path / "own" / "seen").exists()
-
-
-def _write_cache():
-    folder = Path(os.environ["XDG_CACHE_HOME"])
-    folder.mkdir(exist_ok=True)
-    (folder / "seen").touch()
 
 
 # Runtimes -------------------------------------------------------------------------------------------------
