@@ -89,6 +89,15 @@ def test_linear_layers_by_instruction_set(on, processor, dtype, rows, inputs, gr
     assert linear_row(dtype, rows, inputs, gradient) == (expected,)
 
 
+def test_a_call_takes_the_row_of_its_size(on):
+    on("amx_bf16")
+    weight = torch.empty(8, 64, dtype=torch.bfloat16)
+    for rows, expected in ((1023, ("cpu", "reference")), (1024, ("convolution", "reference"))):
+        x = torch.empty(rows, 64, dtype=torch.bfloat16)
+        call = backends.operators["linear"].bind(x, weight, None)
+        assert choose._names_for("linear", call)[0] == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_h200_has_what_it_has_run(on, dtype):
     on("9.0")
