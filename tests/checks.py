@@ -162,6 +162,18 @@ def remember_entry(backend: str, operator: str, *args: Any, **kwargs: Any) -> No
     backends.forget()
 
 
+def leave_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test run commands as without ``TRITON_INTERPRET``.
+
+    Kernels are imported before: those that a command imports then would not be interpreted in later tests.
+    """
+    for known in backends.implementations.values():
+        for each in known.values():
+            with contextlib.suppress(ImportError):
+                each.load()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
 def record_calls(operator: str) -> list[tuple[tuple, dict]]:
     """Registers a backend ``cpu`` that notes its arguments before the reference serves the call."""
     calls = []

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from cvt.tools.commands import COMMANDS, main
-from tests.checks import bad
+from tests.checks import bad, leave_the_interpreter
 
 _NUMBERS = ("0", "-1", "99999999999999999999", "1e3", "x")
 _FRACTIONS = ("nan", "inf", "-1", "2", "x")
@@ -127,7 +127,7 @@ def _values(command, action):
 @pytest.mark.parametrize("command", list(_GOOD))
 def test_no_value_of_any_option_is_too_absurd(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    leave_the_interpreter(monkeypatch)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "file").write_text("{")
     for action in _actions(command):

@@ -14,6 +14,7 @@ from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.tools.commands.compile.dependencies import overwritten, unordered
 from cvt.tools.commands.compile.report import SCHEMA, VERSION
 from cvt.tools.commands.compile.resources import Resources, Usage
+from tests.checks import leave_the_interpreter
 from tests.processes import run_python
 
 
@@ -89,7 +90,7 @@ def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
         )
         for i, name in enumerate(("attention_fwd", "attention_bwd"))
     ]
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    leave_the_interpreter(monkeypatch)
     monkeypatch.setattr(jobs, "triton_jobs", lambda selection: rows)
     monkeypatch.setattr(jobs, "compile_all", lambda plan, count: plan)
     assert cli.main(["compile"]) == bool(flawed)
@@ -140,7 +141,7 @@ _NOTHING = "--model, --operator, --stage: none of these models has such an opera
     ],
 )
 def test_bad_arguments(arguments, messages, capsys, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    leave_the_interpreter(monkeypatch)
     assert cli.main(["compile", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
