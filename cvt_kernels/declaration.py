@@ -9,7 +9,6 @@ backend, whose function the dispatch cache keeps for later calls.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import inspect
 import numbers
@@ -74,10 +73,13 @@ class Declaration(backends.Operator):
     def _bind(self, *args: Any, **kwargs: Any) -> Record:
         """Returns the record of a call with these arguments; raises TypeError as Python does."""
         if len(args) <= self._positional:
-            with contextlib.suppress(TypeError):
+            try:
                 call = self._record(*args, **kwargs)
-                if not any(call[i] is _NOT_GIVEN for i in self._needed):
-                    return call
+            except TypeError:
+                call = None
+            # Most operators need none: every call comes here, so no generator is made for nothing.
+            if call is not None and not (self._needed and any(call[i] is _NOT_GIVEN for i in self._needed)):
+                return call
         reason = "got arguments that make no call"
         try:
             self.signature.bind(*args, **kwargs)

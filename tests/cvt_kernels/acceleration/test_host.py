@@ -70,9 +70,9 @@ def ratio(family, step, mode):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", DEEP)
 def test_a_live_forward(family):
-    """Measured: 3.0 (cvt) to 4.1 (pvt_v2)."""
+    """Measured: 3.0 (cvt) to 3.9 (pvt_v2)."""
     with torch.inference_mode():
-        assert ratio(family, lambda model, x: model(x), "eval") <= 4.3
+        assert ratio(family, lambda model, x: model(x), "eval") <= 4.1
 
 
 @pytest.mark.usefixtures("kernels")
@@ -84,4 +84,4 @@ def test_a_training_step(family):
         with torch.autograd.set_multithreading_enabled(False):
             upstream.logits(model(x)).sum().backward()
 
-    assert ratio(family, step, "train") <= 8.4
+    assert ratio(family, step, "train") <= 8.2
