@@ -7,6 +7,7 @@ from . import reference
 from .acceleration import accelerate, restore
 from .acceleration.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
+from .changes import refresh
 from .graphs import graphed
 from .kernelized.registration import register_layers
 from .ops.attention import attention
@@ -28,7 +29,7 @@ from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
 from .ops.transformer_block import transformer_block
 from .ops.transformer_blocks import transformer_blocks
-from .ops.weight_cache import refresh, release_memory
+from .ops.weight_cache import release_memory
 from .quantization import quantize
 from .records import (
     ConvBatchNorm,

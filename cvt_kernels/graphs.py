@@ -37,9 +37,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, caller, checks, machine, modes
+from .changes import State, note_written
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
-from .structure import Structure, looks
 from .training_graph import TrainingGraph, Turn
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -231,7 +231,7 @@ class _Graphs:
         with self._lock:
             with_gradients = snapshot.wants_gradient(call)
             known, key = self._snapshot, _key(model, snapshot, call, with_gradients)
-            if known is not None and not (known.holds() and known.has_keys_of(model, with_gradients)):
+            if known is not None and not known.serves_as_before(model, with_gradients):
                 return "weights or modules were replaced; the call after this one is captured"
             if with_gradients:
                 if key not in self._seen:
@@ -269,13 +269,13 @@ class _Graphs:
             self._graphs.move_to_end(key)
         # Where it does not hold, this call runs without a graph, so that a model with other weights in every
         # call is never captured.
-        if not snapshot.holds():
+        if not snapshot.has_same_modules():
             self.forget()
             self._snapshot = _Snapshot(model)
             return _NOTHING
         if not snapshot.holds_for(model, with_gradients, graph):
             self._forget_kind(with_gradients)
-            snapshot.take_keys(model, with_gradients)
+            snapshot.take_forms(model, with_gradients)
             return _NOTHING
         if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
             return _NOTHING
@@ -316,7 +316,7 @@ class _Graphs:
                 # As the user called it: this raises the user's errors.
                 outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
-                if not (snapshot.holds() and snapshot.has_keys_of(model, with_gradients)):
+                if not snapshot.serves_as_before(model, with_gradients):
                     return outputs
             while len(self._graphs) >= self.most:
                 self._drop(next(iter(self._graphs)))
@@ -504,13 +504,12 @@ _CONFIG = ("output_hidden_states", "output_attentions", "return_dict", "_attn_im
 # Snapshots of the model -----------------------------------------------------------------------------------
 
 
-class _Snapshot(Structure):
+class _Snapshot(State):
     """A snapshot of a model's modules, parameters and buffers, whose memory it keeps alive."""
 
     def __init__(self, model: nn.Module):
         inner = list(itertools.islice(model.modules(), 1, None))
         scripted = [module for module in inner if isinstance(module, torch.jit.ScriptModule)]
-        super().__init__(model, [] if scripted else inner)
         tensors = [*model.parameters(), *model.buffers()]
         # Changes of these cannot be detected.
         self._why_unknown: str | None = None
@@ -523,68 +522,64 @@ class _Snapshot(Structure):
             self._why_unknown = "a parameter or buffer of the model is on the meta device"
         self._tensors = tensors
         self._placed = [] if self._why_unknown else tensors
+        self._inner = [] if scripted else inner
+        super().__init__(self._placed, model, self._inner)
         with torch.no_grad():
             self._memory = [tensor.detach() for tensor in self._placed]
-        self._layouts = looks().layouts(self._memory)
         self._devices = {tensor.device for tensor in tensors}
-        self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
-        self._backward_hooks = [space[kind] for space in self.spaces for kind in _BACKWARD_HOOKS]
-        self._keyed = [module for module in inner if hasattr(module, _KEY)]
-        self._keys: dict[bool, list[Any]] = {}  # with or without gradients
+        self._spaces = [vars(module) for module in self._inner]
+        self._hooks = [hook for space in self._spaces for kind in _HOOKS for hook in space[kind].values()]
+        self._has_backward_hooks = any(space[kind] for space in self._spaces for kind in _BACKWARD_HOOKS)
+        self._has_own_forward = any("forward" in space for space in self._spaces)
+        self._served = [module for module in inner if hasattr(module, _SERVED)]
+        self._forms: dict[bool, list[Any]] = {}  # with or without gradients
+        #: What changes whenever a number of a tensor may have changed.
+        self.values = object()
 
-    def take_keys(self, model: nn.Module, with_gradients: bool) -> list[Any]:
-        """Takes the keys of modules that have one of their own (``_KEY``) as what they should be."""
-        self._keys[with_gradients] = keys = self._keys_of(model, with_gradients)
-        return keys
+    def take_forms(self, model: nn.Module, with_gradients: bool) -> None:
+        """Takes what serves stages and layers (``_SERVED``) as what should."""
+        self._forms[with_gradients] = self._forms_of(model, with_gradients)
 
-    def _keys_of(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+    def _forms_of(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+        served = [model, *self._served] if hasattr(model, _SERVED) else self._served
         with torch.set_grad_enabled(with_gradients):  # as in the capture
-            return [getattr(module, _KEY)() for module in self._keyed_of(model)]
+            return [getattr(module, _SERVED)() for module in served]
 
-    def _keyed_of(self, model: nn.Module) -> list[nn.Module]:
-        return [model, *self._keyed] if hasattr(model, _KEY) else self._keyed
-
-    def has_keys_of(self, model: nn.Module, with_gradients: bool) -> bool:
-        """Returns whether modules with a key of their own still have it; any will do if none was taken."""
-        known = self._keys.get(with_gradients)
-        return known is None or self._keys_of(model, with_gradients) == known
+    def has_forms_of(self, model: nn.Module, with_gradients: bool) -> bool:
+        """Returns whether the same serves stages and layers; anything may if nothing was taken."""
+        known = self._forms.get(with_gradients)
+        return known is None or self._forms_of(model, with_gradients) == known
 
     def holds_for(self, model: nn.Module, with_gradients: bool, graph: Any) -> bool:
         """Returns whether the same modules and tensors still compute as they did for a graph, or None.
 
-        Where no tensor has changed since the graph was asked last, frozen stages and packed copies need not
-        look at theirs.
+        Where no tensor has changed since the graph was asked last, no other question is asked.
         """
-        keys = self._keys.get(with_gradients)
-        if keys is None:
-            keys = self.take_keys(model, with_gradients)
+        if with_gradients not in self._forms:
+            self.take_forms(model, with_gradients)
         if graph is None:
-            return self.has_keys_of(model, with_gradients)
-        if graph.values is not None and graph.values.holds(self._tensors):
-            return self._has_keys_for_same_tensors(model, keys, with_gradients) and (
-                graph.copies.hold_for_same_tensors()
-            )
-        if not self.has_keys_of(model, with_gradients) or not graph.copies.hold():
+            return self.has_forms_of(model, with_gradients)
+        if graph.values is self.values and graph.copies.hold_for_same_tensors():
+            return True
+        if not self.has_forms_of(model, with_gradients) or not graph.copies.hold():
             return False
-        graph.values = self._snapshot_of_values()
+        graph.values = self.values
         return True
 
-    def _has_keys_for_same_tensors(self, model: nn.Module, keys: list[Any], with_gradients: bool) -> bool:
-        with torch.set_grad_enabled(with_gradients):
-            return all(
-                key.holds_for_same_tensors()
-                if hasattr(key, "holds_for_same_tensors")
-                else getattr(module, _KEY)() == key
-                for module, key in zip(self._keyed_of(model), keys, strict=True)
-            )
+    def serves_as_before(self, model: nn.Module, with_gradients: bool) -> bool:
+        """Returns whether the model still has the same modules and tensors, and the same serves it."""
+        return self.has_same_modules() and self.has_forms_of(model, with_gradients)
 
-    def _snapshot_of_values(self) -> weight_cache.Snapshot | None:
-        """Returns a snapshot of all tensors; None where changes cannot be detected."""
-        return None if self._why_unknown is not None else weight_cache.Snapshot(self._tensors)
-
-    def holds(self) -> bool:
+    def has_same_modules(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""
-        return not self.is_changed() and bool(looks().layouts(self._placed) == self._layouts)
+        found = self.ask(self._placed)
+        if found[:2] != self.found[:2]:
+            return False
+        if self.is_outdated or found != self.found:
+            if found[:3] == self.found[:3]:
+                note_written(self._placed)
+            self.found, self.is_outdated, self.values = found, False, object()
+        return True
 
     def wants_gradient(self, call: _Call) -> bool:
         """Returns whether autograd has to record a call."""
@@ -596,7 +591,7 @@ class _Snapshot(Structure):
         """Returns what decides how the model is differentiated: modules in training mode, and parameters."""
         return (
             model.training,
-            *(space["training"] for space in self.spaces),
+            *(space["training"] for space in self._spaces),
             *(tensor.requires_grad for tensor in self._tensors),
         )
 
@@ -614,26 +609,23 @@ class _Snapshot(Structure):
                 return reason
         elif model.training:
             return "the model is in training mode, and no gradient is wanted; call its eval() before"
-        elif self.is_training():
+        elif any(space["training"] for space in self._spaces):
             return "a module of the model is in training mode, and no gradient is wanted"
-        if looks().any_full(self._hooks) and not all(map(_is_idle, self._every_hook())):
+        if not all(map(_is_idle, self._hooks)):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
-        if self.has_own_forward():
+        if self._has_own_forward:
             return "a module of the model has a forward of its own on the object"
         return None
 
-    def _every_hook(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(hooks.values() for hooks in self._hooks)
-
     def _why_no_gradients(self, model: nn.Module) -> str | None:
         """Returns why calls of the model with gradients cannot be replayed, or None."""
-        if any(self._backward_hooks) or any(tensor._backward_hooks for tensor in self._tensors):
+        if self._has_backward_hooks or any(tensor._backward_hooks for tensor in self._tensors):
             return "a module or a parameter of the model has backward hooks"
-        if any(space.get("gradient_checkpointing") for space in (vars(model), *self.spaces)):
+        if any(space.get("gradient_checkpointing") for space in (vars(model), *self._spaces)):
             return "the model computes activations again in the backward (gradient checkpointing)"
-        if any(isinstance(module, nn.SyncBatchNorm) for module in (model, *self.modules)):
+        if any(isinstance(module, nn.SyncBatchNorm) for module in (model, *self._inner)):
             return "a SyncBatchNorm communicates with other processes"
         if torch.is_anomaly_enabled():
             return "autograd's anomaly detection is on"
@@ -642,8 +634,8 @@ class _Snapshot(Structure):
         return None
 
 
-#: The method that returns what else a module computes from; results are compared by ``==``.
-_KEY = "_cvt_kernels_graph_key"
+#: The method that returns what serves a stage or a layer.
+_SERVED = "_cvt_kernels_served"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -669,12 +661,12 @@ class _Graph:
         copies: The packed copies of weights that the captured call has read.
         recorded: The graph.
         leaves: The leaves of the results, with the tensors of the graph.
-        values: The model's tensors when the graph was last found up to date.
+        values: The snapshot's, when the graph was last found up to date.
         why_not: Why a replay would not do the same as the call, or None.
     """
 
     has_backward = False
-    values: weight_cache.Snapshot | None = None
+    values: object = None
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
         self.cuda = cuda

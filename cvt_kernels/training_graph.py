@@ -36,12 +36,12 @@ class TrainingGraph:
         recorded: The graphs of the forward and the backward.
         leaves: The leaves of the results, with the tensors of the graph.
         has_gradient: For each tensor among these, whether it has a gradient.
-        values: The model's tensors when the graphs were last found up to date.
+        values: The snapshot's, when the graphs were last found up to date.
         why_not: Why a replay would not do the same as the call, or None.
     """
 
     has_backward = True
-    values: weight_cache.Snapshot | None = None
+    values: object = None
     _gradients: _Gradients | None = None
 
     def __init__(

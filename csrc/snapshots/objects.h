@@ -1,5 +1,6 @@
-// What hundreds of Python objects were, in one call each: as bytes that are equal as long as nothing has changed, or as a
-// flag. cvt_kernels/structure.py has the same functions in Python, for where this extension was not built.
+// What something was made from, asked in one call: modules, hooks and settings by their dicts, and tensors. The answers are
+// bytes that are equal as long as nothing has changed. cvt_kernels/changes.py has the same function in Python, for where
+// this extension was not built.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,8 @@
 namespace cvt_kernels::snapshots {
 
 namespace py = pybind11;
+
+using Facts = std::vector<int64_t>;
 
 template <class Number>
 py::bytes bytes_of(const std::vector<Number>& numbers) {
@@ -32,75 +35,74 @@ inline PyObject* item_of(py::handle dict, py::handle name) {
 }
 
 // The number of values of each dict, and the identity of each value.
-inline py::bytes identities(const py::list& dicts) {
-  std::vector<uintptr_t> found;
-  found.reserve(2 * dicts.size());
+inline void add_identities(const py::list& dicts, Facts& found) {
   for (const py::handle dict : dicts) {
-    found.push_back(static_cast<uintptr_t>(PyDict_GET_SIZE(dict_of(dict))));
+    found.push_back(PyDict_GET_SIZE(dict_of(dict)));
     PyObject* value;
     for (Py_ssize_t place = 0; PyDict_Next(dict.ptr(), &place, nullptr, &value);) {
-      found.push_back(reinterpret_cast<uintptr_t>(value));
+      found.push_back(reinterpret_cast<int64_t>(value));
     }
   }
-  return bytes_of(found);
 }
 
-// The class of each object.
-inline py::bytes classes(const py::list& objects) {
-  std::vector<PyTypeObject*> found;
-  found.reserve(objects.size());
-  for (const py::handle object : objects) found.push_back(Py_TYPE(object.ptr()));
-  return bytes_of(found);
-}
-
-// The number of items of each dict.
-inline py::bytes sizes(const py::list& dicts) {
-  std::vector<Py_ssize_t> found;
-  found.reserve(dicts.size());
-  for (const py::handle dict : dicts) found.push_back(PyDict_GET_SIZE(dict_of(dict)));
-  return bytes_of(found);
-}
-
-// Whether one of the dicts has an item.
-inline bool any_full(const py::list& dicts) {
-  for (const py::handle dict : dicts) {
-    if (PyDict_GET_SIZE(dict_of(dict)) != 0) return true;
+// The number of attributes of each module besides the package's own, and whether a forward is among them.
+inline void add_attributes(const py::list& spaces, py::handle own, Facts& found) {
+  static const py::str& forward = *new py::str("forward");  // never freed, since Python may end before
+  for (const py::handle space : spaces) {
+    found.push_back(PyDict_GET_SIZE(dict_of(space)) - (item_of(space, own) != nullptr));
+    found.push_back(item_of(space, forward) != nullptr);
   }
-  return false;
 }
 
-// Whether each dict has an item of that name, a byte each.
-inline py::bytes having(const py::list& dicts, const py::str& name) {
-  std::vector<char> found;
-  found.reserve(dicts.size());
-  for (const py::handle dict : dicts) found.push_back(item_of(dict, name) != nullptr);
-  return bytes_of(found);
-}
-
-// Whether one of the dicts has a true item of that name.
-inline bool any_item(const py::list& dicts, const py::str& name) {
-  for (const py::handle dict : dicts) {
-    PyObject* item = item_of(dict, name);
-    const int is_true = item == nullptr ? 0 : PyObject_IsTrue(item);
-    if (is_true < 0) throw py::error_already_set();
-    if (is_true != 0) return true;
+// The numbers of the hooks in each dict; PyTorch gives no number twice.
+inline void add_hooks(const py::list& dicts, Facts& found) {
+  for (size_t i = 0; i < dicts.size(); i++) {
+    PyObject* dict = dict_of(PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i)));
+    if (PyDict_GET_SIZE(dict) == 0) continue;
+    found.push_back(static_cast<int64_t>(i));
+    PyObject* key;
+    for (Py_ssize_t place = 0; PyDict_Next(dict, &place, &key, nullptr);) {
+      const int64_t number = PyLong_AsLongLong(key);
+      if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+      found.push_back(number);
+    }
   }
-  return false;
 }
 
-// Whether the items of these dicts and names are, or equal, these values; None stands for an item that is not there.
-inline bool same_items(const py::list& dicts, const py::list& names, const py::list& values) {
-  if (names.size() != dicts.size() || values.size() != dicts.size()) throw py::value_error("expected lists of one length");
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts.ptr()); i++) {
-    PyObject* value = PyList_GET_ITEM(values.ptr(), i);
-    PyObject* item = item_of(PyList_GET_ITEM(dicts.ptr(), i), PyList_GET_ITEM(names.ptr(), i));
-    if (item == value || (item == nullptr && value == Py_None)) continue;
-    const py::object held = py::reinterpret_borrow<py::object>(item == nullptr ? Py_None : item);
-    const int is_same = PyObject_RichCompareBool(held.ptr(), value, Py_EQ);
-    if (is_same < 0) throw py::error_already_set();
-    if (is_same == 0) return false;
+// Objects, names, and the values that were found by them; None where there was none.
+struct Settings {
+  explicit Settings(const py::tuple& given) : objects(given[0]), names(given[1]), values(given[2]) {
+    if (names.size() != objects.size() || values.size() != objects.size()) {
+      throw py::value_error("expected lists of one length");
+    }
   }
-  return true;
+
+  // Whether all values are, or equal, what `look_up` finds.
+  template <class LookUp>
+  bool are_same(LookUp look_up) const {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()); i++) {
+      const py::object found = look_up(PyList_GET_ITEM(objects.ptr(), i), PyList_GET_ITEM(names.ptr(), i));
+      const int is_same = PyObject_RichCompareBool(found.ptr(), PyList_GET_ITEM(values.ptr(), i), Py_EQ);
+      if (is_same < 0) throw py::error_already_set();
+      if (is_same == 0) return false;
+    }
+    return true;
+  }
+
+  py::list objects, names, values;
+};
+
+inline py::object item_or_none(py::handle dict, py::handle name) {
+  PyObject* item = item_of(dict, name);
+  return py::reinterpret_borrow<py::object>(item == nullptr ? Py_None : item);
+}
+
+inline py::object attribute_or_none(py::handle object, py::handle name) {
+  PyObject* found = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (found != nullptr) return py::reinterpret_steal<py::object>(found);
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+  PyErr_Clear();
+  return py::none();
 }
 
 // An attribute of tensors that Python computes, of one tensor after the other: looked up once for tensors of a class, then
@@ -182,51 +184,60 @@ struct Layout {
   int64_t *sizes, *strides;
 };
 
-// Address, dtype, sizes and strides of each tensor, one after the other.
-inline py::bytes layouts(const py::list& tensors) {
-  std::vector<int64_t> found;
-  found.reserve(8 * tensors.size());
-  Attribute implementation("_cdata");
-  for (const py::handle each : tensors) Layout(implementation.of(each.ptr())).append_to(found);
-  return bytes_of(found);
-}
-
 constexpr int64_t kLinesOfTensor = 4;  // of the cache, that the object of a tensor in C++ spans
 
-// Version and layout of each tensor or None, and a hash of a part of the numbers of each.
-inline py::tuple contents(const py::list& tensors) {
-  std::vector<int64_t> found;
-  std::vector<Sample> samples;
-  found.reserve(8 * tensors.size());
-  samples.reserve(tensors.size());
-  Attribute implementation("_cdata");
-  Version version;
-  std::vector<int64_t> pointers;
-  pointers.reserve(tensors.size());
-  // Where the caches are cold, objects are loaded together rather than each when it is asked.
-  for (const py::handle each : tensors) __builtin_prefetch(each.ptr());
-  for (const py::handle each : tensors) {
-    pointers.push_back(each.is_none() ? 0 : implementation.of(each.ptr()));
-    const auto* object = reinterpret_cast<const char*>(pointers.back());
-    for (int64_t i = 0; i < kLinesOfTensor; i++) __builtin_prefetch(object + i * Sample::kLine);
-  }
-  for (size_t i = 0; i < pointers.size(); i++) {
-    const py::handle each = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
-    if (each.is_none()) {
-      found.push_back(std::numeric_limits<int64_t>::min());
-      continue;
+// Versions and layouts of tensors, and hashes of a part of the numbers of each on a CPU; of None a mark.
+struct Contents {
+  explicit Contents(const py::list& tensors) {
+    layouts.reserve(8 * tensors.size());
+    versions.reserve(tensors.size());
+    std::vector<Sample> samples;
+    samples.reserve(tensors.size());
+    Attribute implementation("_cdata");
+    Version version;
+    std::vector<int64_t> pointers;
+    pointers.reserve(tensors.size());
+    // Where the caches are cold, objects are loaded together rather than each when it is asked.
+    for (const py::handle each : tensors) __builtin_prefetch(each.ptr());
+    for (const py::handle each : tensors) {
+      pointers.push_back(each.is_none() ? 0 : implementation.of(each.ptr()));
+      const auto* object = reinterpret_cast<const char*>(pointers.back());
+      for (int64_t i = 0; i < kLinesOfTensor; i++) __builtin_prefetch(object + i * Sample::kLine);
     }
-    found.push_back(version.of(each.ptr()));
-    const Layout layout(pointers[i]);
-    layout.append_to(found);
-    if (layout.device != aoti_torch_device_type_cpu()) continue;
-    const auto item = static_cast<int64_t>(aoti_torch_dtype_element_size(layout.dtype));
-    samples.emplace_back(layout.address, item, layout.dim, layout.sizes, layout.strides, samples.size());
+    for (size_t i = 0; i < pointers.size(); i++) {
+      const py::handle each = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+      if (each.is_none()) {
+        layouts.push_back(std::numeric_limits<int64_t>::min());
+        continue;
+      }
+      versions.push_back(version.of(each.ptr()));
+      const Layout layout(pointers[i]);
+      layout.append_to(layouts);
+      if (layout.device != aoti_torch_device_type_cpu()) continue;
+      const auto item = static_cast<int64_t>(aoti_torch_dtype_element_size(layout.dtype));
+      samples.emplace_back(layout.address, item, layout.dim, layout.sizes, layout.strides, samples.size());
+    }
+    hashes.reserve(samples.size());
+    for (const Sample& sample : samples) hashes.push_back(sample.hash());
   }
+
+  Facts layouts, versions;
   std::vector<uint64_t> hashes;
-  hashes.reserve(samples.size());
-  for (const Sample& sample : samples) hashes.push_back(sample.hash());
-  return py::make_tuple(bytes_of(found), bytes_of(hashes));
+};
+
+// The state of modules and tensors; see state_in_python in cvt_kernels/changes.py.
+inline py::tuple state(const py::list& members, const py::list& modules, const py::list& spaces, const py::str& own,
+                       const py::list& hooks, const py::tuple& items, const py::tuple& attributes, const py::list& tensors) {
+  Facts facts;
+  facts.reserve(4 * members.size() + 3 * modules.size());
+  add_identities(members, facts);
+  for (const py::handle module : modules) facts.push_back(reinterpret_cast<int64_t>(Py_TYPE(module.ptr())));
+  add_attributes(spaces, own, facts);
+  add_hooks(hooks, facts);
+  facts.push_back(Settings(items).are_same(&item_or_none));
+  facts.push_back(Settings(attributes).are_same(&attribute_or_none));
+  const Contents contents(tensors);
+  return py::make_tuple(bytes_of(facts), bytes_of(contents.layouts), bytes_of(contents.versions), bytes_of(contents.hashes));
 }
 
 // Whether a tensor of the stable ABI is the address of such a pointer.
@@ -234,16 +245,6 @@ inline bool holds_pointer(int64_t pointer, const Tensor& tensor) {
   return *reinterpret_cast<const int64_t*>(tensor.get()) == pointer;
 }
 
-inline void define(py::module_& m) {
-  m.def("identities", &identities, "Returns the identities of the values of dicts.");
-  m.def("classes", &classes, "Returns the classes of objects.");
-  m.def("sizes", &sizes, "Returns the numbers of items of dicts.");
-  m.def("any_full", &any_full, "Returns whether one of the dicts is not empty.");
-  m.def("having", &having, "Returns which dicts have an item of a name.");
-  m.def("any_item", &any_item, "Returns whether one of the dicts has a true item of a name.");
-  m.def("same_items", &same_items, "Returns whether items of dicts are what they were.");
-  m.def("layouts", &layouts, "Returns address, dtype, sizes and strides of tensors.");
-  m.def("contents", &contents, "Returns versions and layouts of tensors, and hashes of parts of their numbers.");
-}
+inline void define(py::module_& m) { m.def("state", &state, "Returns the state of modules and tensors."); }
 
 }  // namespace cvt_kernels::snapshots

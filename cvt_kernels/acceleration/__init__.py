@@ -8,7 +8,7 @@ The files, from the bottom up: ``watching`` (hooks and patches on modules that a
 (the modules of a block, the form of an entry), ``fused`` (the fused forward), ``stages`` (whole stages and
 layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's), ``maps``
 (what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and checks
-blocks), ``freezable`` (finds and checks stages and layers), ``freezing`` (runs them), this file (swaps
+blocks), ``freezable`` (finds and checks stages and layers), ``served`` (serves them), this file (swaps
 classes), ``coverage`` and ``verify``.
 """
 
@@ -28,7 +28,7 @@ from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, is_bound_by_host, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
-from . import class_token, freezing, maps
+from . import class_token, maps, served
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, MODELS, SERVED, TABLE
@@ -108,14 +108,14 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         if classifier is not None:
             _swap(module, classifier.name)
     for stage, key in [] if freeze is False else _servable_stages(model):
-        if not (freezing.is_serving(stage) or freezing.is_frozen(stage)):
+        if not (served.is_serving(stage) or served.is_frozen(stage)):
             _swap(stage, key + _IN_EVALUATION)
     for module, key in maps.find_models(model):
         _swap(module, key)
     for stage, key in stages:
-        if not freezing.is_frozen(stage):
+        if not served.is_frozen(stage):
             _swap(stage, key)
-            freezing.give_number(stage)
+            served.give_number(stage)
     return model
 
 
@@ -133,7 +133,7 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
     keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
     if not keys:
         return None
-    forward = functools.reduce(_swapped_class, keys, original).forward
+    forward = _swapped_class(original, *keys).forward
     setattr(forward, LENT, True)
     return forward
 
@@ -211,7 +211,7 @@ def give_classes_back(model: _Model) -> _Model:
         forget(module)
         if is_fused(module):
             module.__class__ = original_class(type(module))
-            freezing.take_number(module)
+            served.take_number(module)
     return model
 
 
@@ -243,16 +243,18 @@ def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
 
 
 class _Behavior(NamedTuple):
-    """The behavior of a class that is swapped in.
+    """A behavior of a class that is swapped in.
 
     Attributes:
-        run: Takes a module, an entry, the forward of the class beneath and the arguments of a call; returns
+        run: Takes a module, an entry, the forward without this behavior and the arguments of a call; returns
             the result of the call.
         members: Returns other members of the class for an entry.
+        may_be_upstreams: Whether upstream's forward may take its place where the host is what takes long.
     """
 
     run: Callable[..., Any]
     members: Callable[[Any], dict[str, Any]] = lambda entry: {}
+    may_be_upstreams: bool = False
 
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
@@ -263,48 +265,75 @@ _MAPS = {
     end: {name: (first, end == maps.WITHIN) for name, first in maps.MODELS.items()}
     for end in (maps.OUTERMOST, maps.WITHIN)
 }
-#: What the classes of a key, which pickles have, do, and the entry. A layer may be a block too, and the class
-#: beneath then the one with its fused forward.
+#: What the classes of a key, which pickles have, do, and the entry. A layer may be a block too, whose fused
+#: forward then runs where it is not served as one.
 _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
     key + end: (behavior, entry)
     for behavior, entries, end in (
-        (_Behavior(_run_fused), TABLE, ""),
+        (_Behavior(_run_fused, may_be_upstreams=True), TABLE, ""),
         (_Behavior(class_token.run), CLASSIFIERS, ""),
         *(
             (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
             for end, entries in _MAPS.items()
         ),
-        (_Behavior(freezing.run_frozen, freezing.members_of_frozen), SERVED, ""),
-        (_Behavior(freezing.run_in_evaluation, freezing.members_in_evaluation), SERVED, _IN_EVALUATION),
+        (_Behavior(served.run_served, served.members_of_frozen), SERVED, ""),
+        (
+            _Behavior(served.run_served, served.members_in_evaluation, may_be_upstreams=True),
+            SERVED,
+            _IN_EVALUATION,
+        ),
     )
     for key, entry in entries.items()
 }
 
 
 @cached
-def _swapped_class(original: Any, key: str) -> Any:
-    """Returns the subclass of ``original`` that looks the same and does what ``_BEHAVIORS`` says."""
-    (run, members), entry = _BEHAVIORS[key]
-    first, *keys = vars(original).get(_MADE_OF, (original,))
-    made_of = first, *keys, key
+def _swapped_class(original: Any, *keys: str) -> Any:
+    """Returns the subclass of ``original`` that looks the same and behaves as ``_BEHAVIORS`` says."""
+    first, *before = vars(original).get(_MADE_OF, (original,))
+    keys = _together(*before, *keys)
+    run, members = _own_forward_of(first), {_MADE_OF: (first, *keys)}
+    for key in keys:
+        behavior, entry = _BEHAVIORS[key]
+        run = _with_behavior(behavior.run, entry, run)
+        members |= behavior.members(entry)
+    may_be_upstreams = all(_BEHAVIORS[key][0].may_be_upstreams for key in keys)
 
-    @functools.wraps(original.forward)
+    @functools.wraps(first.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = original.forward  # which somebody may have patched since
-        if _is_recorded(args, kwargs):
-            return own(self, *args, **kwargs)
-        return run(self, entry, own, args, kwargs)
+        if _is_recorded(args, kwargs) or (may_be_upstreams and args and is_bound_by_host(args[0])):
+            return first.forward(self, *args, **kwargs)
+        return run(self, *args, **kwargs)
 
     # Dynamo limits how often it compiles a code object, which all functions of this definition would share.
     forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # Pickle finds classes by name, and under this name it would find the original.
-        return _new_module, made_of, freezing.without_number(object.__reduce_ex__(self, 2)[2])
+        return _new_module, (first, *keys), served.without_number(object.__reduce_ex__(self, 2)[2])
 
-    forward = _traceable(forward, original_class(original).forward)
-    own_members = {"forward": forward, "__reduce_ex__": __reduce_ex__, _MADE_OF: made_of}
-    return derived(original, UNFUSED, **own_members, **members(entry))
+    forward = _traceable(forward, original_class(first).forward)
+    return derived(first, UNFUSED, **members, forward=forward, __reduce_ex__=__reduce_ex__)
+
+
+def _together(*keys: str) -> tuple[str, ...]:
+    """Returns the keys without those of stages that are served in evaluation and frozen too."""
+    frozen = {key + _IN_EVALUATION for key in keys}
+    return tuple(key for key in keys if key not in frozen)
+
+
+def _own_forward_of(original: Any) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original.forward(self, *args, **kwargs)  # which somebody may have patched since
+
+    return forward
+
+
+def _with_behavior(run: Callable[..., Any], entry: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, entry, own, args, kwargs)
+
+    return forward
 
 
 def _traceable(run: Any, own: Any) -> Any:
@@ -352,8 +381,8 @@ def _is_proxy(value: Any) -> bool:
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:
     """Returns an accelerated block, a frozen stage or layer without state, for pickle and ``copy``."""
-    made = functools.reduce(_swapped_class, keys, original)
+    made = _swapped_class(original, *keys)
     module: nn.Module = made.__new__(made)
-    if freezing.is_frozen(module):
-        freezing.give_number(module)
+    if served.is_frozen(module):
+        served.give_number(module)
     return module

@@ -33,7 +33,6 @@ from ..records import (
     TransformerBlock,
     is_frozen_batch_norm,
     is_shadowed,
-    written_of,
 )
 from .class_token import ClassifierEntry
 from .watching import is_plain_linear, is_watched
@@ -247,13 +246,6 @@ class BlockParts(NamedTuple):
         first, second = (getattr(scale, "gamma", None) for scale in self.layer_scales)
         return first, second
 
-    def folded(self) -> list[Tensor | None]:
-        """Returns the tensors that folding copies or combines."""
-        sources = [self.proj.bias, self.fc2.bias, *self.factors()]
-        if any(factor is not None for factor in self.factors()):
-            sources += [_factor_of(self.proj), _factor_of(self.fc2)]
-        return sources
-
     def as_operator(self) -> TransformerBlock:
         """Returns the arguments of ``transformer_block``: live tensors, but layers with a scale folded in."""
         of_proj, of_fc2 = self.factors()
@@ -309,15 +301,6 @@ class StageParts(NamedTuple):
             *(module for block in self.blocks for module in block.modules()),
         ]
 
-    def folded(self) -> list[Tensor]:
-        """Returns the tensors that folding copies or combines."""
-        sources = [self.norm.bias, self.class_token, self.conv.weight, self.conv.bias]
-        if self.batch_norm is not None:
-            norm = self.batch_norm
-            sources += [norm.weight, norm.bias, *written_of(norm)]
-        sources += [tensor for block in self.blocks for tensor in block.folded()]
-        return [tensor for tensor in sources if tensor is not None]
-
 
 def _prepared_linear(module: Any) -> Any:
     """Returns the tensors of a linear layer, or the layer itself if it is watched."""
@@ -343,11 +326,6 @@ def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
     if isinstance(linear, LinearInt8):
         return linear.parameters_of_operator()
     return Linear(linear.weight, linear.bias)
-
-
-def _factor_of(linear: nn.Linear | LinearInt8) -> Tensor:
-    """Returns the tensor of a linear layer by which its outputs are scaled."""
-    return linear.weight_scale if isinstance(linear, LinearInt8) else linear.weight
 
 
 def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear:

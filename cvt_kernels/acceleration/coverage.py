@@ -22,8 +22,8 @@ from ..graphs import ungraphed
 from ..tables import aligned
 from .blocks import BlockEntry
 from .freezable import find_stages
-from .freezing import is_frozen, is_serving, serves_on, why_not_served
 from .matching import find_blocks, why_mismatched, why_not_now
+from .served import is_frozen, is_serving, serves_on, why_not_served
 from .watching import LENT
 
 #: A path with a number; the last one, if there are some.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import choose, modes
+from ..changes import is_plain
 from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
-from ..ops.weight_cache import is_plain
 from ..records import written_of
 from .blocks import class_name
 from .fused import as_map, drop, tokens_of

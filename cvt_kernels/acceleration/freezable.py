@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
@@ -153,8 +153,3 @@ def _why_tensors_unsupported(stage: nn.Module) -> str | None:
     if any(t.is_cuda and t.is_inference() for t in tensors):
         return "its parameters were made in inference mode, where changes on a GPU cannot be noticed"
     return None
-
-
-def folded_of(parts: StageParts | BlockParts) -> list[Tensor]:
-    """Returns the tensors that folding copies or combines."""
-    return parts.folded() if isinstance(parts, StageParts) else []

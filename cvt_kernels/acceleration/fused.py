@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import backends, choose, modes
+from ..changes import is_plain
 from ..ops.attention import attention
 from ..ops.autograd import cast_together
 from ..ops.conv_embedding import conv_embedding, needs_channels_first
@@ -25,7 +26,6 @@ from ..ops.reduction_linear import reduction_linear
 from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
-from ..ops.weight_cache import is_plain
 from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
 from .blocks import BlockParts, gelu_variant, is_stochastic_depth
 from .watching import is_plain_linear, is_watched

@@ -30,7 +30,6 @@ from .families.cvt import MODULE
 from .watching import (
     BYPASSED,
     Examined,
-    Watch,
     is_only_recorded,
     is_watched,
     known_of,
@@ -199,13 +198,13 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 
 class ExaminedBlock(Examined):
-    """The parts of a block that was called; None for one that does not run fused."""
+    """A block that was called.
 
-    attribute = "_cvt_kernels_parts"
+    Attributes:
+        parts: Its parts; None if it does not run fused.
+    """
 
-    def __init__(self, block: nn.Module, watch: Watch, parts: Parts | None):
-        super().__init__(block, watch)
-        self.parts = parts
+    parts: Parts | None = None
 
 
 def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
@@ -231,7 +230,7 @@ def _examined(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
         known = examine(block, entry)
         # A transform and a mode have put tensors in the places of parameters, which must not be kept.
         if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
-            vars(block)[known.attribute] = known
+            known.keep()
     return known
 
 
@@ -241,10 +240,10 @@ def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
     modules = list(itertools.islice(block.modules(), 1, None))
     if isinstance(parts, BypassedParts):
         modules = [module for module, _ in parts.modules]
-    watch = Watch(block, modules)  # first: what changes meanwhile is noticed
-    if isinstance(parts, str) or _why_other_parts(block, entry, parts) is not None:
-        return ExaminedBlock(block, watch, None)
-    return ExaminedBlock(block, watch, parts.prepared())
+    known = ExaminedBlock(block, modules)  # first: what changes meanwhile is noticed
+    if not isinstance(parts, str) and _why_other_parts(block, entry, parts) is None:
+        known.parts = parts.prepared()
+    return known
 
 
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .. import backends, modes
 from ..ops.attention import attention
-from ..ops.bound_steps import BoundSteps
 from ..ops.conv_embedding import conv_embedding
 from ..ops.conv_linear import conv_linear
 from ..ops.conv_projection import conv_projection
@@ -51,6 +50,10 @@ _MLP_CHANNELS = 64
 #: tokens. That takes up to four launches fewer than the class token alone, of 3 µs or more on an H200, and
 #: 6.6 ns more for each token of 384 channels.
 _FEW_PRODUCTS = 2**27
+
+
+#: Operators that run one after the other.
+Steps = Sequence[Callable[[Tensor], Tensor]]
 
 
 class FoldedBlock(NamedTuple):
@@ -84,11 +87,6 @@ class FoldedStage(NamedTuple):
     class_token: Tensor | None
     blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
     are_one: bool = False
-
-    def tensors(self) -> list[Tensor | None]:
-        """Returns the tensors that are packed where each block is one operator."""
-        own = [self.conv_weight, self.conv_bias, self.parts.norm.weight, self.norm_bias, self.class_token]
-        return own + [t for block in self.operators() for t in block.packed_tensors()]
 
     def operators(self) -> list[TransformerBlock]:
         """Returns the blocks that are one operator."""
@@ -197,7 +195,7 @@ def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
     return conv_embedding(image, **_embedding_of(stage))
 
 
-def are_images(stage: FoldedStage, x: Tensor) -> bool:
+def _are_images(stage: FoldedStage, x: Tensor) -> bool:
     """Returns whether a stage takes images or maps (B, C, H, W) like these."""
     weight = stage.conv_weight
     if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
@@ -206,23 +204,10 @@ def are_images(stage: FoldedStage, x: Tensor) -> bool:
     return min(output_grid(x, stage.parts.conv)) >= max(ratios, default=1)
 
 
-def serve(
-    stage: FoldedStage, image: Tensor, bound_steps: BoundSteps, *, class_token_only: bool
-) -> tuple[Tensor, tuple[int, int]]:
-    """Turns images or maps (B, C, H, W) into the tokens of a stage (B, T, C) and their grid.
-
-    With ``class_token_only`` nobody reads other tokens behind the last block. ``bound_steps`` are the
-    operators as they serve images like earlier ones; those for images like these are added.
-    """
-    grid = output_grid(image, stage.parts.conv)
-    served = bound_steps.run(image, class_token_only)
-    if served is not None:
-        return served, grid
-    stream = _serve_blocks(stage, _embed(stage, image), grid, class_token_only)
-    bound_steps.add(
-        image, stage.tensors, lambda: _bound(stage, image, stream, grid, class_token_only), class_token_only
-    )
-    return _normalize_last(stage, stream), grid
+def _compute_stage(
+    stage: FoldedStage, image: Tensor, grid: tuple[int, int], class_token_only: bool
+) -> Tensor:
+    return _normalize_last(stage, _serve_blocks(stage, _embed(stage, image), grid, class_token_only))
 
 
 def _normalize_last(stage: FoldedStage, stream: Tensor) -> Tensor:
@@ -230,13 +215,9 @@ def _normalize_last(stage: FoldedStage, stream: Tensor) -> Tensor:
     return stream if norm is None else layer_norm(stream, norm.weight, norm.bias, eps=norm.eps)
 
 
-def _bound(
+def _bound_stage(
     stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int], class_token_only: bool
-) -> list[Callable[[Tensor], Tensor]] | None:
-    """Returns the operators of a stage, bound to their parameters; None if one cannot be.
-
-    ``stream`` are tokens like those that the embedding makes of images that have been served.
-    """
+) -> Steps | None:
     operators: Any = backends.operators
     embedding, block = operators["conv_embedding"], operators["transformer_block"]
     steps = [
@@ -397,30 +378,52 @@ def _add_and_normalize(
     return stream, layer_norm(stream, norm.weight, norm.bias, eps=norm.eps, shift=shift)
 
 
-# A layer of a pyramid -----------------------------------------------------------------------------------
+# A stage, or a layer of a pyramid -------------------------------------------------------------------------
 
 
-def serve_layer(
-    block: TransformerBlock, x: Tensor, grid: tuple[Any, Any], bound_steps: BoundSteps
-) -> tuple[Tensor, tuple[int, int]] | None:
-    """Computes a layer; None for other tokens, so that its own forward says what is wrong.
+def grid_of(
+    form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[Any, Any] | None
+) -> tuple[int, int] | None:
+    """Returns the grid of the result; None where x is not what a stage, or a layer with this grid, takes."""
+    if isinstance(form, FoldedStage):
+        return output_grid(x, form.parts.conv) if _are_images(form, x) else None
+    assert grid is not None
+    return grid if _are_tokens(form, x, grid) else None
 
-    The result is a tensor of its own, since others may hold ``x``.
+
+def compute(
+    form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[int, int], class_token_only: bool
+) -> Tensor:
+    """Turns images or maps into the tokens of a stage (B, T, C), or computes the tokens of a layer.
+
+    With ``class_token_only`` nobody reads other tokens behind the last block of a stage. The result is a
+    tensor of its own, since others may hold ``x``.
     """
-    if not _are_tokens(block, x, grid):
-        return None
-    out = bound_steps.run(x, grid)
-    if out is None:
-        out = transformer_block(x, grid, block)
-        bound_steps.add(x, block.tensors, lambda: _bound_layer(block, x, grid), grid)
-    return out, grid
+    if isinstance(form, FoldedStage):
+        return _compute_stage(form, x, grid, class_token_only)
+    return transformer_block(x, grid, form)
 
 
-def _bound_layer(
-    block: TransformerBlock, x: Tensor, grid: tuple[int, int]
-) -> list[Callable[[Tensor], Tensor]] | None:
+def bound(
+    form: FoldedStage | TransformerBlock,
+    x: Tensor,
+    out: Tensor,
+    grid: tuple[int, int],
+    class_token_only: bool,
+) -> Steps | None:
+    """Returns the operators of a stage or layer, bound to their parameters; None if one cannot be.
+
+    Args:
+        form: The stage or the layer.
+        x: An input that has been served.
+        out: Tokens like its result.
+        grid: Their grid.
+        class_token_only: As for :func:`compute`.
+    """
+    if isinstance(form, FoldedStage):
+        return _bound_stage(form, x, out, grid, class_token_only)
     operator: Any = backends.operators["transformer_block"]
-    step = operator.bound(operator.bind(x, grid, block))
+    step = operator.bound(operator.bind(x, grid, form))
     return None if step is None else [step]
 
 

@@ -23,8 +23,8 @@ from ..tuning.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from . import accelerate, give_classes_back
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
 from .freezable import find_stages
-from .freezing import is_frozen, is_serving
 from .matching import find_blocks
+from .served import is_frozen, is_serving
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is
 #: not known. Other random numbers would make it larger by orders of magnitude.

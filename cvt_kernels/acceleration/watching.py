@@ -1,19 +1,17 @@
-"""Watches modules that are replaced instead of called: hooks, patches, and all that results depend on."""
+"""Modules that are replaced instead of called: who else watches them, and what is known until they change."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from ..changes import KNOWN, State, is_plain
 from ..ops.linear_int8.modules import LinearInt8
-from ..ops.weight_cache import Snapshot, is_plain
-from ..structure import Structure, looks
 
 # One module -----------------------------------------------------------------------------------------------
 
@@ -130,89 +128,42 @@ def _is_patched(cls: Any) -> bool:
     return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]
 
 
-# Many modules ---------------------------------------------------------------------------------------------
-
-#: The settings that the results of a block depend on; for convolutions see below.
-_SETTINGS = (
-    *("eps", "num_heads", "num_attention_heads", "attention_head_size", "head_dim", "scale", "scaling"),
-    *("is_causal",),
-    *("approximate", "act", "momentum", "process_group", "track_running_stats"),
-    *("token_keep", "token_keep_bounds", "pool", "stride_kv", "linear_attention"),
-    *("reshape", "image_size", "num_channels", "scale_factor", "mode", "align_corners"),
-    *("sequence_reduction_ratio", "sequences_reduction_ratio", "spatial_reduction_ratio", "sr_ratio"),
-)
-_CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
-#: The name of a configuration's setting, and its default, for ``map``.
-_IMPLEMENTATION: Any = itertools.repeat("_attn_implementation"), itertools.repeat(None)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# A module that was examined -------------------------------------------------------------------------------
 
 
-class Watch(Structure):
-    """The state of a module when it was examined: its members, and all else that its results depend on.
+class Examined(State):
+    """The result of examining a module, valid until something changes that it depends on.
 
-    Changes of the values of the tensors ``folded`` are detected too, because copies of them are used.
+    It is kept in an attribute of the module: a dictionary with weak keys would keep a module alive if its
+    parts or hooks refer to it. A copy or a pickle of the module has None instead.
+
+    Args:
+        owner: The module.
+        modules: The modules within it that matter.
+        tensors: The tensors whose values matter.
+        training: Whether modules within it in training mode matter.
     """
 
-    def __init__(self, owner: nn.Module, modules: Sequence[nn.Module], folded: Sequence[Tensor] = ()):
-        super().__init__(owner, modules)
-        self._hooks = [space[kind] for space in self.spaces for kind in _HOOKS]
-        self._folded = folded
-        self._snapshot = Snapshot(folded)
-        spaces = [vars(owner), *self.spaces]
-        settings = [(space, name) for space in spaces for name in _SETTINGS if name in space]
-        settings += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
-        self._settings_of, self._settings = [space for space, _ in settings], [name for _, name in settings]
-        self._configs = [space["config"] for space in spaces if "config" in space]
-        self._values = [space.get(name) for space, name in settings]
-        self._is_shadowed = any(map(_hides_members, (owner, *modules)))
-        self._hooked = self._hook_numbers()
-        self._before = self._attributes()
+    def __init__(
+        self,
+        owner: nn.Module,
+        modules: Sequence[nn.Module],
+        tensors: Sequence[Tensor] = (),
+        *,
+        training: bool = False,
+    ):
+        super().__init__(tensors, owner, modules, training=training)
+        self._owner, self._tensors = weakref.ref(owner), tensors
 
-    def _attributes(self) -> tuple[Any, ...]:
-        return (
-            looks().sizes(self.spaces),  # an attribute may shadow a parameter
-            looks().having(self.spaces, "forward"),
-            [*map(getattr, self._configs, *_IMPLEMENTATION)],
-        )
+    def is_current(self, module: nn.Module) -> bool:
+        """Returns whether it is the result of examining this module as it is now."""
+        return self._owner() is module and self.holds(self._tensors)
 
-    def _hook_numbers(self) -> list[list[int]]:
-        """Returns the numbers of all hooks; PyTorch gives no number twice."""
-        return [list(hooks) for hooks in self._hooks if hooks and _is_noticed(hooks)]
-
-    def is_changed(self) -> bool:
-        """Returns whether the module must be examined again."""
-        return self.are_settings_changed() or super().is_changed() or not self._snapshot.holds(self._folded)
-
-    def is_plain(self) -> bool:
-        """Returns whether no hook gets something from a module, and no attribute is in a member's place."""
-        return not (self._hooked or self._is_shadowed)
-
-    def are_settings_changed(self) -> bool:
-        """Returns whether hooks or attributes have changed, other than modules and tensors."""
-        if (self._hooked or looks().any_full(self._hooks)) and self._hook_numbers() != self._hooked:
-            return True
-        if not looks().same_items(self._settings_of, self._settings, self._values):
-            return True
-        return self._attributes() != self._before
-
-
-def _hides_members(module: nn.Module) -> bool:
-    """Returns whether attributes of a module are in the place of its parameters, buffers or modules."""
-    members = *module._parameters, *module._buffers, *module._modules
-    return not vars(module).keys().isdisjoint(members)
-
-
-class Examined:
-    """The result of examining a module, valid until ``watch`` detects a change.
-
-    It is an attribute of the module: a dictionary with weak keys would keep a module alive if its parts or
-    hooks refer to it. A copy or a pickle of the module has None instead.
-    """
-
-    attribute: ClassVar[str]
-
-    def __init__(self, module: nn.Module, watch: Watch):
-        self.owner, self.watch = weakref.ref(module), watch
+    def keep(self) -> None:
+        """Keeps it until the module is examined again."""
+        owner = self._owner()
+        if owner is not None:  # in a new dict: a shallow copy of the module has the same one
+            vars(owner)[KNOWN] = {**vars(owner).get(KNOWN, {}), type(self): self}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -222,14 +173,11 @@ _Examined = TypeVar("_Examined", bound=Examined)
 
 
 def known_of(module: nn.Module, kind: type[_Examined]) -> _Examined | None:
-    """Returns the result of examining a module, or None if there is none or the module has changed."""
-    known: _Examined | None = vars(module).get(kind.attribute)
-    if known is None or known.owner() is not module or known.watch.is_changed():
-        return None
-    return known
+    """Returns the result of examining a module, or None if there is none or something has changed."""
+    known: _Examined | None = vars(module).get(KNOWN, {}).get(kind)
+    return known if known is not None and known.is_current(module) else None
 
 
 def forget(module: nn.Module) -> None:
     """Removes all results of examining a module."""
-    for kind in Examined.__subclasses__():
-        vars(module).pop(kind.attribute, None)
+    vars(module).pop(KNOWN, None)

@@ -1,188 +1,27 @@
-"""Packed copies of weights that kernels cache, invalidated when the weights change.
-
-Most changes show in the tensors: the version counter, or another address, shape, layout or dtype. Writes that
-do not bump the counter, as those through ``.data``, show in a sample of the numbers of each tensor on a CPU
-(``csrc/snapshots/sample.h``). Reported to :func:`note_written` are optimizer steps, which may change few
-numbers and, if fused, bump no counter, and what the user reports by :func:`refresh`.
-"""
+"""Packed copies of weights that kernels cache, until the weights change (``changes``)."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import itertools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from types import NoneType
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from .. import modes
-from ..structure import looks
+from ..changes import State, is_fake, states
 
 _Packed = TypeVar("_Packed")
-
-# Noticing changes -----------------------------------------------------------------------------------------
-
-
-class Snapshot:
-    """The state of tensors from which something was derived, to detect later changes.
-
-    It keeps neither the tensors nor their memory alive. It refers only to storages: a weak reference to a
-    tensor would make ``torch.utils.swap_tensors`` fail.
-
-    Args:
-        tensors: The tensors.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor | None]):
-        self.is_outdated = False
-        self._facts, self._sample = _contents_of(tensors)
-        for storage in {id(s): s for s in (t.untyped_storage() for t in tensors if t is not None)}.values():
-            _dependents_of(storage).add(self)
-
-    def holds(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Returns whether these are the same tensors, unchanged.
-
-        Where only the sample has changed, everything derived from any of them is outdated, since such a write
-        reaches many tensors at a time, and the sample may miss it in some.
-        """
-        if self.is_outdated:
-            return False
-        facts, sample = _contents_of(tensors)
-        if facts == self._facts and sample != self._sample:
-            note_written(t for t in tensors if t is not None)
-        return bool(facts == self._facts) and bool(sample == self._sample)
-
-    def outdate(self) -> None:
-        """Marks the snapshot as outdated: a tensor was written, or its memory is gone."""
-        self.is_outdated = True
-
-    def release(self) -> None:
-        """Frees what can be rebuilt."""
-
-
-def _contents_of(tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
-    """Returns what changes visibly with tensors, and a sample of their numbers where these can be read."""
-    kinds = {*map(_kind, tensors)}
-    if all(map(_has_memory, kinds)):
-        facts, sample = looks().contents(tensors if type(tensors) is list else [*tensors])
-        return facts, sample
-    facts, sample = looks().contents([t if _has_memory(_kind(t)) else None for t in tensors])
-    others = [t for t in tensors if t is not None and not _has_memory(_kind(t))]
-    versions = [t.is_inference() or t._version for t in others]
-    # Fake tensors have no address.
-    layouts = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype) for t in others]
-    return (facts, versions, layouts), sample
-
-
-_kind: Callable[[Any], Any] = type
-_PLAIN = {Tensor, nn.Parameter, NoneType}
-
-
-def is_plain(tensor: Tensor | None) -> bool:
-    """Returns whether a tensor is none that computes in its own way, such as a quantized or a sharded one.
-
-    Fake tensors, which stand for plain ones, count too.
-    """
-    return type(tensor) in _PLAIN or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
-
-
-def is_fake(made: Any) -> bool:
-    """Returns whether something was made of fake tensors, in whose mode a real model may run."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    return any(type(leaf).__name__ in ("FakeTensor", "FunctionalTensor") for leaf in pytree.tree_leaves(made))
-
-
-@functools.cache
-def _has_memory(kind: Any) -> bool:
-    """Returns whether tensors of a class, or None, have the memory that they say, unlike fake tensors."""
-    return kind is NoneType or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-#: The snapshots that depend on a storage, by its identity: its Python object lives as long as the memory.
-_dependents: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.WeakSet[Snapshot]]] = {}
-
-
-def _dependents_of(storage: torch.UntypedStorage) -> weakref.WeakSet[Snapshot]:
-    _notice_optimizers()
-    known = _dependents.get(id(storage))
-    if known is None:
-        place = id(storage)
-        reference = weakref.ref(storage, lambda dead: _outdate(_dependents.pop(place)[1]))
-        known = _dependents[place] = reference, weakref.WeakSet()
-    return known[1]
-
-
-def note_written(tensors: Iterable[Tensor]) -> None:
-    """Invalidates everything derived from the memory of some tensors."""
-    for tensor in tensors:
-        known = _dependents.get(id(tensor.untyped_storage()))
-        if known is not None:
-            _outdate(known[1])
-
-
-def _outdate(snapshots: Iterable[Snapshot]) -> None:
-    for snapshot in list(snapshots):
-        snapshot.outdate()
-
-
-@functools.cache
-def _notice_optimizers() -> None:
-    """Registers a hook on optimizer steps, once, at the first snapshot."""
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Optimizer hook: invalidates everything derived from the optimizer's parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(map(_is_sharded, parameters)):
-        note_written(parameters)
-        return
-    for _, snapshots in list(_dependents.values()):
-        _outdate(snapshots)
-
-
-# Like torch.compiler.disable, without importing Dynamo: a compiled step ends with it.
-_after_step._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    """Returns whether modules compute with a gathered copy of a parameter; FSDP writes it without a count."""
-    return type(parameter) not in (Tensor, nn.Parameter) or hasattr(parameter, "_fsdp_flattened")
-
-
-def refresh(model: nn.Module) -> None:
-    """Makes kernels reread the weights of a model in its next call.
-
-    Kernels keep packed and folded copies of weights. Changes through PyTorch are noticed: assignments,
-    ``load_state_dict``, operations in place, steps of any optimizer. Other writes, such as those through
-    ``tensor.data`` or NumPy, show in a sample of the numbers on a CPU. Call this after one that changed few
-    numbers, and on a GPU after any of a model that is frozen.
-
-    Args:
-        model: Any module, accelerated or not. Copies of other tensors that share its memory are rebuilt too.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__qualname__}, expected a torch.nn.Module")
-    note_written(t for t in itertools.chain(model.parameters(), model.buffers()) if not _is_sharded(t))
-
 
 # Packed copies --------------------------------------------------------------------------------------------
 
 
-class _Copy(Snapshot):
+class _Copy(State):
     """A packed copy of a weight.
 
     Args:
@@ -390,9 +229,8 @@ def release_memory() -> None:
     the system.
     """
     with _lock:
-        for _, snapshots in list(_dependents.values()):
-            for snapshot in list(snapshots):
-                snapshot.release()
+        for state in states():
+            state.release()
         _known.clear()
     extension = sys.modules.get("cvt_kernels._C")
     if extension is not None:

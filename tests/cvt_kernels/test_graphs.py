@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import acceleration, backends, graphs, structure
-from cvt_kernels.acceleration import freezing, stages
+from cvt_kernels.acceleration import served, stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8 import primitives
 from cvt_kernels.ops.linear_int8.modules import LinearInt8

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezing
+from cvt_kernels.acceleration import served
 from tests.upstream import KERNELS_FIRST
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezable, freezing, matching
+from cvt_kernels.acceleration import freezable, served, matching
 from tests.cvt_kernels.acceleration.served import inputs
 from tests.upstream import glpn, huggingface, microsoft_plain, ours, pvt, pvt_v2, pvt_v2_linear, segformer
 

@@ -12,7 +12,7 @@ import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
 from cvt_kernels import graphs
-from cvt_kernels.acceleration import freezing
+from cvt_kernels.acceleration import served
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built
 from tests.cvt_kernels.acceleration.served import (

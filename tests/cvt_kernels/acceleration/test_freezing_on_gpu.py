@@ -8,7 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.acceleration import freezing, stages
+from cvt_kernels.acceleration import served, stages
 from tests.checks import assert_accurate
 from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
 from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized, small

@@ -11,7 +11,7 @@ import cvt.model
 import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
-from cvt_kernels.acceleration import families, freezing, stages
+from cvt_kernels.acceleration import families, served, stages
 from cvt_kernels.ops import token_selection
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import assert_accurate, not_built

@@ -10,7 +10,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
-from cvt_kernels.acceleration import freezing
+from cvt_kernels.acceleration import served
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
 from tests.upstream import (

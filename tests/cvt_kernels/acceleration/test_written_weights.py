@@ -13,7 +13,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt_kernels.acceleration import freezing
+from cvt_kernels.acceleration import served
 from cvt_kernels.ops import weight_cache
 from tests import tape
 from tests.upstream import (

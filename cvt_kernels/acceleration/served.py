@@ -1,8 +1,7 @@
 """Stages of a CvT, SegFormer or PVT v2, and layers of pyramids, as they run as one.
 
-Every call compares the module with its state when it was examined: modules, parameters and buffers by
-identity, folded tensors by version, memory and layout, settings by value. After a change the module is
-examined and folded again (``stages``).
+Every call asks whether anything has changed since the module was examined (:class:`Served`). After a change
+it is examined and folded again (``stages``).
 
 Under ``torch.compile`` on a CPU each is one operator of the graph, which works as without ``torch.compile``:
 it detects changed weights. The graph identifies the stage by a number, an
@@ -22,94 +21,108 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from .. import modes
+from .. import backends, modes
 from ..caller import stacklevel_of_caller
+from ..changes import is_fake, is_plain
+from ..declaration import key_of_serving
 from ..graphs import is_bound_by_host
-from ..ops.bound_steps import BoundSteps
 from ..ops.graph_operators import graph_operator
-from ..ops.weight_cache import is_fake, kept_on_gpu, note_read, stream_of
+from ..ops.weight_cache import is_noting, kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
-from .freezable import folded_of, why_not_freezable
+from .freezable import why_not_freezable
 from .fused import output_grid
-from .stages import FoldedStage, are_images, fold, serve, serve_layer
-from .watching import Examined, Watch, known_of
+from .stages import FoldedStage, bound, compute, fold, grid_of
+from .watching import Examined, known_of
 
 #: The attribute of the class of a stage or layer that runs as one in evaluation.
 _SERVES = "_cvt_kernels_serves"
+#: The most kinds of inputs whose steps are kept.
+MOST = 32
 
 
-class _Frozen(Examined):
-    """A stage or a layer as it is served.
+class Served(Examined):
+    """A stage or a layer as it is served, until its one question says that something has changed.
 
     Attributes:
-        folded: The stage, or the layer; or why it cannot be served.
-        bound_steps: Its operators as they serve calls like earlier ones.
+        form: Its folded parameters; or why it cannot be served.
         stream: Where it was folded on a GPU.
+        steps: Its operators bound to packed parameters, by what inputs they serve; None for inputs that no
+            steps serve.
     """
 
-    attribute = "_cvt_kernels_frozen"
+    form: FoldedStage | TransformerBlock | str
+    stream: torch.cuda.Stream | None = None
 
-    def __init__(self, stage: nn.Module, watch: Watch, folded: FoldedStage | TransformerBlock | str):
-        super().__init__(stage, watch)
-        self.folded, self.bound_steps = folded, BoundSteps()
-        self.stream = stream_of(folded)
+    def __init__(self, stage: nn.Module, modules: Sequence[nn.Module], tensors: Sequence[Tensor]):
+        super().__init__(stage, modules, tensors, training=True)
+        self._choices, self.steps = backends.dispatch_cache, dict[Any, Sequence[Callable[..., Any]] | None]()
 
-    def holds_for_same_tensors(self) -> bool:
-        """Returns whether it is up to date if no module and no tensor of the model has changed."""
-        return not self.watch.are_settings_changed()
+    def run(self, x: Tensor, grid: tuple[int, int], class_token_only: bool) -> Tensor:
+        """Computes the tokens, on a CPU by the steps for inputs like earlier ones."""
+        assert not isinstance(self.form, str)
+        choices = backends.dispatch_cache
+        if self._choices is not choices:  # other backends may serve
+            self._choices, self.steps = choices, {}
+        # A CUDA graph must know the copies that it reads.
+        state = None if x.is_cuda or is_noting() else key_of_serving(x)
+        if state is None:
+            return compute(self.form, x, grid, class_token_only)
+        key, known = (state, grid, class_token_only), self.steps
+        steps = known.get(key)
+        if steps is not None:
+            for step in steps:
+                x = step(x)
+            return x
+        out = compute(self.form, x, grid, class_token_only)
+        if key not in known:
+            if len(known) >= MOST:
+                known.clear()
+            known[key] = bound(self.form, x, out, grid, class_token_only)
+        return out
+
+    def outdate(self) -> None:
+        """Marks it as outdated, and frees packed parameters."""
+        super().outdate()
+        self.release()
+
+    def release(self) -> None:
+        """Frees packed parameters, so that the next call binds them again."""
+        self.steps.clear()
 
 
-def _frozen_or_why_not(stage: nn.Module, entry: ServedEntry) -> _Frozen | str:
+def _served_or_why_not(stage: nn.Module, entry: ServedEntry) -> Served | str:
     """Returns a stage as it is served, folded again after a change; or why it cannot be."""
-    known = known_of(stage, _Frozen)
+    known = known_of(stage, Served)
     if known is None:
-        vars(stage)[_Frozen.attribute] = None
-        reason = why_not_freezable(stage, entry)
-        known = _examined(stage, entry) if reason is None else _refused(stage, reason)
-        if known is None:
-            assert reason is not None
-            return reason
-        if not is_fake(known.folded):
-            vars(stage)[_Frozen.attribute] = known
-    if isinstance(known.folded, str):
-        return known.folded
-    if known.watch.is_training():
-        return "a module within it is in training mode"
-    return known
+        return _examined(stage, entry)
+    return known.form if isinstance(known.form, str) else known
 
 
-def _examined(stage: nn.Module, entry: ServedEntry) -> _Frozen:
-    """Folds a stage that can be served."""
-    parts: Any = entry.parts(stage)
-    watch = _watch(stage, folded_of(parts))  # first: what changes while it folds is noticed
-    if isinstance(parts, BlockParts):
-        return _Frozen(stage, watch, parts.as_operator())
-    return _Frozen(stage, watch, fold(parts, parts.conv.weight.device.type))
+def _examined(stage: nn.Module, entry: ServedEntry) -> Served | str:
+    """Folds a stage that can be served, and keeps it; or returns why it cannot be.
 
-
-def _refused(stage: nn.Module, reason: str) -> _Frozen | None:
-    """Keeps the reason why a stage cannot be served, which takes milliseconds to find, until a change.
-
-    None where it may change unnoticed: by training mode, a hook on all modules, or tensors of other classes.
+    The reason, which takes milliseconds to find, is kept too where a change of it would be noticed.
     """
     tensors = [*stage.parameters(), *stage.buffers()]
-    if torch_module._has_any_global_hook() or any(module.training for module in stage.modules()):
-        return None
-    if any(type(t) not in (Tensor, nn.Parameter) for t in tensors):
-        return None
-    return _Frozen(stage, _watch(stage, tensors), reason)
-
-
-def _watch(stage: nn.Module, tensors: Sequence[Tensor]) -> Watch:
+    if not all(map(is_plain, tensors)):
+        return why_not_freezable(stage, entry) or "its parameters are not plain tensors"
     modules = list(itertools.islice(stage.modules(), 1, None))
-    for module in modules:
-        if is_frozen(module) or is_serving(module):
-            vars(module).setdefault(
-                _Frozen.attribute, None
-            )  # a layer examined later is no change of its stage
-    return Watch(stage, modules, tensors)
+    known = Served(stage, modules, tensors)  # first: what changes while it folds is noticed
+    reason = why_not_freezable(stage, entry)
+    if reason is None and any(module.training for module in modules):
+        reason = "a module within it is in training mode"
+    if reason is None:
+        parts: Any = entry.parts(stage)
+        is_layer = isinstance(parts, BlockParts)
+        known.form = parts.as_operator() if is_layer else fold(parts, tensors[0].device.type)
+        known.stream = stream_of(known.form)
+    else:
+        known.form = reason
+    if not (is_fake(known.form) or torch_module._has_any_global_hook()):
+        known.keep()
+    return known.form if isinstance(known.form, str) else known
 
 
 def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
@@ -118,65 +131,51 @@ def why_not_served(stage: nn.Module, entry: ServedEntry) -> str | None:
         return "is in training mode"
     if torch_module._has_any_global_hook():
         return "is seen by a hook on all modules"
-    known = vars(stage).get(_Frozen.attribute)
-    if known is not None and isinstance(known.folded, str):
-        vars(stage)[_Frozen.attribute] = None  # the present reason, even if no change was noticed
-    found = _frozen_or_why_not(stage, entry)
+    found = _served_or_why_not(stage, entry)
+    if isinstance(found, str):  # the present reason, even if no change was noticed
+        found = _examined(stage, entry)
     return found if isinstance(found, str) else None
 
 
 # The forward ----------------------------------------------------------------------------------------------
 
 
-def run_frozen(
+def run_served(
     stage: nn.Module,
     entry: ServedEntry,
     own: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Runs a frozen stage or layer as one, or by its ``own`` forward where it has to run.
+    """Runs a stage or layer as one in evaluation without gradients, or by its ``own`` forward.
 
     Raises:
-        RuntimeError: It is in training mode.
+        RuntimeError: It is frozen and in training mode.
     """
-    result = None
+    frozen, result = is_frozen(stage), None
     if torch.compiler.is_compiling():
-        result = _try_to_trace(stage, entry, args, kwargs)
-    else:
+        if frozen:
+            result = _try_to_trace(stage, entry, args, kwargs)
+    elif not stage.training or frozen:
         refuse_to_train(stage)
         call = entry.call_of(args, kwargs)
-        if call is not None and has_gradient(stage, call[0]):
-            warnings.warn(
-                "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
-                "run one by one; call it within torch.inference_mode() or torch.no_grad()",
-                RuntimeWarning,
-                stacklevel=stacklevel_of_caller(),
-            )
-        elif call is not None and not is_bound_by_host(call[0]):
-            served = tokens_served(stage, entry, *call)
-            result = None if served is None else entry.result(stage, *served)
+        if call is not None and (frozen or serves_on(call[0].device)):
+            if has_gradient(stage, call[0]):
+                _warn_of_gradients(frozen)
+            elif not is_bound_by_host(call[0]):
+                served = tokens_served(stage, entry, *call)
+                result = None if served is None else entry.result(stage, *served)
     return own(stage, *args, **kwargs) if result is None else result
 
 
-def run_in_evaluation(
-    stage: nn.Module,
-    entry: ServedEntry,
-    own: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Runs a stage or layer as one without gradients, or by its ``own`` forward.
-
-    ``torch.compile`` traces the modules.
-    """
-    if not torch.compiler.is_compiling() and not stage.training:
-        call = entry.call_of(args, kwargs)
-        if call is not None and serves_on(call[0].device) and not has_gradient(stage, call[0]):
-            served = tokens_served(stage, entry, *call)
-            if served is not None:
-                return entry.result(stage, *served)
-    return own(stage, *args, **kwargs)
+def _warn_of_gradients(frozen: bool) -> None:
+    if frozen:
+        warnings.warn(
+            "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
+            "run one by one; call it within torch.inference_mode() or torch.no_grad()",
+            RuntimeWarning,
+            stacklevel=stacklevel_of_caller(),
+        )
 
 
 def serves_on(device: torch.device) -> bool:
@@ -204,21 +203,19 @@ def refuse_to_train(stage: nn.Module) -> None:
 def tokens_served(
     stage: nn.Module, entry: ServedEntry, x: Any, grid: Any = None
 ) -> tuple[Tensor, tuple[int, int]] | None:
-    """Returns the tokens of a frozen stage or layer and their grid; None where its own forward has to run."""
+    """Returns the tokens of a stage or layer and their grid; None where its own forward has to run."""
     if torch_module._has_any_global_hook() or modes.autocast_enabled(x) or modes.is_transformed():
         return None
     with kept_on_gpu() if x.is_cuda else contextlib.nullcontext():
-        found = _frozen_or_why_not(stage, entry)
+        found = _served_or_why_not(stage, entry)
         if isinstance(found, str):
             return None
-        folded = found.folded
-        if isinstance(folded, TransformerBlock):
-            return serve_layer(folded, x, grid, found.bound_steps)
-        assert isinstance(folded, FoldedStage)
-        if not are_images(folded, x):
+        assert not isinstance(found.form, str)
+        grid = grid_of(found.form, x, grid)
+        if grid is None:
             return None  # its own forward raises the error
-        note_read(folded, found.stream)
-        return serve(folded, x, found.bound_steps, class_token_only=is_stage_wanted(stage))
+        note_read(found.form, found.stream)
+        return found.run(x, grid, is_stage_wanted(stage)), grid
 
 
 def has_gradient(stage: nn.Module, x: Any) -> bool:
@@ -233,26 +230,23 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
 def members_of_frozen(entry: ServedEntry) -> dict[str, Any]:
     """Returns the members of the class of a frozen stage or layer, besides its forward."""
 
-    def graph_key(stage: nn.Module) -> Any:
-        """Returns a key that changes when a captured graph becomes outdated.
+    def served(stage: nn.Module) -> Any:
+        """Returns what a captured graph has read, which is another object after a change."""
+        return _served_or_why_not(stage, entry)
 
-        It keeps the folded weights, which the graph reads.
-        """
-        return _frozen_or_why_not(stage, entry)
-
-    return {"_cvt_kernels_graph_key": graph_key, ENTRY: entry, NUMBER: None}
+    return {"_cvt_kernels_served": served, ENTRY: entry, NUMBER: None}
 
 
 def members_in_evaluation(entry: ServedEntry) -> dict[str, Any]:
     """Returns the same of a stage or layer that is served as one in evaluation."""
 
-    def graph_key(stage: nn.Module) -> Any:
-        """Returns such a key; None where blocks run one by one, whose graph reads weights where they lie."""
+    def served(stage: nn.Module) -> Any:
+        """Returns the same; None where blocks run one by one, whose graph reads weights where they lie."""
         if stage.training or torch.is_grad_enabled() or not serves_on(next(stage.parameters()).device):
             return None
-        return _frozen_or_why_not(stage, entry)
+        return _served_or_why_not(stage, entry)
 
-    return {"_cvt_kernels_graph_key": graph_key, _SERVES: True}
+    return {"_cvt_kernels_served": served, _SERVES: True}
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------
