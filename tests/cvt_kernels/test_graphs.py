@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import acceleration, backends, graphs, structure
-from cvt_kernels.acceleration import served, stages
+from cvt_kernels import acceleration, backends, changes, graphs
+from cvt_kernels.acceleration import served as served_module
+from cvt_kernels.acceleration import stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8 import primitives
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
@@ -328,8 +329,7 @@ REPLACED = {
 @pytest.mark.parametrize("look", ["extension", "python"])
 def test_what_is_replaced_is_captured_again(cuda, monkeypatch, name, look):
     if look == "python":
-        monkeypatch.setattr(structure, "looks", lambda: structure.InPython)
-        monkeypatch.setattr(graphs, "looks", structure.looks)
+        monkeypatch.setattr(changes, "question", lambda: changes.state_in_python)
     model, x = toy(), torch.randn(2, 4)
     before = model(x)
     REPLACED[name](model)
@@ -456,7 +456,7 @@ def test_a_graph_that_reads_a_packed_weight_is_captured_again_when_that_changes(
 def test_served_stages_are_captured_again_when_they_are_folded_again(
     cuda, monkeypatch, is_graphed_first, freeze, make
 ):
-    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+    monkeypatch.setattr(served_module, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
     model = make()
     x = torch.randn(1, 3, 32, 32) if hasattr(model, "stage1") else torch.randn(1, 16, 8, 8)
     first = ck.graphed if is_graphed_first else functools.partial(ck.accelerate, freeze=freeze)
@@ -493,7 +493,7 @@ def test_every_graph_notices_that_a_packed_weight_has_changed(cuda):
 
 
 def test_evaluation_between_steps_keeps_the_graphs_of_training(cuda, monkeypatch):
-    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+    monkeypatch.setattr(served_module, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
     model, x = ck.graphed(ck.accelerate(ours())), torch.randn(2, 3, 32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
@@ -1103,8 +1103,8 @@ def test_a_block_that_is_left_runs_upstreams_own_forward(monkeypatch, freeze):
     own = huggingface().eval()
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
     monkeypatch.setattr(acceleration, "is_bound_by_host", lambda x: True)
-    monkeypatch.setattr(freezing, "is_bound_by_host", lambda x: True)
-    monkeypatch.setattr(freezing, "serves_on", lambda device: False)  # as on a GPU
+    monkeypatch.setattr(served_module, "is_bound_by_host", lambda x: True)
+    monkeypatch.setattr(served_module, "serves_on", lambda device: False)  # as on a GPU
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad(), ck.use_backend("auto"):
         for operator in ("attention", "conv_projection", "transformer_block", "conv_embedding"):

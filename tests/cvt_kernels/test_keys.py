@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cvt_kernels.ops.bound_steps import BoundSteps
 from torch import Tensor, nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, choose, declaration, graphs, launching, machine
 from cvt_kernels.ops import weight_cache
-from cvt_kernels.ops.bound_steps import BoundSteps
 from tests.checks import recorded_operators
 from tests.contract.examples import EXAMPLES, example
 from tests.fuzz.judge import call_public

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import served
+from cvt_kernels.acceleration import served as served_module
 from tests.upstream import KERNELS_FIRST
 
 
@@ -30,12 +30,12 @@ def without_gradients() -> Iterator[None]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Lists the calls of stages and layers that are served as one."""
     calls: list[Any] = []
-    serve = freezing.tokens_served
+    serve = served_module.tokens_served
 
     def tokens_served(*args: Any) -> Any:
         out = serve(*args)
         calls.extend([] if out is None else [args])
         return out
 
-    monkeypatch.setattr(freezing, "tokens_served", tokens_served)
+    monkeypatch.setattr(served_module, "tokens_served", tokens_served)
     return calls

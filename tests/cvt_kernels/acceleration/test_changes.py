@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezable, served, matching
+from cvt_kernels.acceleration import freezable, matching
 from tests.cvt_kernels.acceleration.served import inputs
 from tests.upstream import glpn, huggingface, microsoft_plain, ours, pvt, pvt_v2, pvt_v2_linear, segformer
 
@@ -401,7 +401,9 @@ def test_every_attribute(make, freeze):
             own, fused = part.at(path)
             for name, value in list(vars(own).items()):
                 is_free = (
-                    name[0] == "_" or name in _SIZES or (name == "training" and freezing.is_frozen(fused))
+                    name[0] == "_"
+                    or name in _SIZES
+                    or (name == "training" and served_module.is_frozen(fused))
                 )
                 for other in others(value) if not is_free else ():
                     change = functools.partial(attribute, name=name, value=other)

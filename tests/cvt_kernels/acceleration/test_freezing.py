@@ -12,7 +12,7 @@ import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
 from cvt_kernels import graphs
-from cvt_kernels.acceleration import served
+from cvt_kernels.acceleration import served as served_module
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built
 from tests.cvt_kernels.acceleration.served import (
@@ -547,14 +547,14 @@ def test_hooks_on_a_stage_and_on_all_modules_fire(make, served):
 def test_the_key_of_a_graph_is_that_of_a_state():
     fused = frozen(pvt_v2())
     first, second, _ = stages_of(fused)
-    keys = [layer._cvt_kernels_graph_key() for layer in (first, second)]
+    keys = [layer._cvt_kernels_served() for layer in (first, second)]
     fused(images(2, 32, 48))
     first.mlp.dense1.weight.mul_(2)  # a graph reads the live tensors
-    assert [layer._cvt_kernels_graph_key() for layer in (first, second)] == keys
+    assert [layer._cvt_kernels_served() for layer in (first, second)] == keys
     first.layer_norm_1.eps = 1.0
-    assert first._cvt_kernels_graph_key() != keys[0] != second._cvt_kernels_graph_key() == keys[1]
+    assert first._cvt_kernels_served() != keys[0] != second._cvt_kernels_served() == keys[1]
     hook(first.mlp.dwconv)
-    assert "has forward hooks" in first._cvt_kernels_graph_key()
+    assert "has forward hooks" in first._cvt_kernels_served()
 
 
 def test_a_segmenter_is_replayed_as_a_graph(monkeypatch):
@@ -689,7 +689,7 @@ def test_what_cannot_be_frozen_is_refused_and_left_alone(make, message):
 
 
 def test_copies_of_state_that_is_no_dictionary_are_as_they_are():
-    assert freezing.without_number((1, 2)) == (1, 2)
+    assert served_module.without_number((1, 2)) == (1, 2)
 
 
 # Reports ---------------------------------------------------------------------------------------------------
@@ -731,13 +731,13 @@ def test_verify_compares_what_is_frozen(make, served):
     ("make", "path"), [(ours, "stage0"), (pvt_v2, "pvt_v2.encoder.layers.0.blocks.0")], ids=["ours", "pvt_v2"]
 )
 def test_verify_finds_what_is_frozen_and_wrong(make, path, monkeypatch):
-    model, serve = frozen(make()), freezing.tokens_served
+    model, serve = frozen(make()), served_module.tokens_served
 
     def wrong(*args):
         out = serve(*args)
         return None if out is None else (out[0] * 1.01, out[1])
 
-    monkeypatch.setattr(freezing, "tokens_served", wrong)
+    monkeypatch.setattr(served_module, "tokens_served", wrong)
     failures = ck.verify(model, inputs(make), rounds=1).failures
     assert any(failure.startswith(f"{path}, evaluation") for failure in failures)
     assert not any("training" in failure for failure in failures)

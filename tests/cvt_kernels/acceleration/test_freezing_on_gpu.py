@@ -8,7 +8,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.acceleration import served, stages
+from cvt_kernels.acceleration import served as served_module
+from cvt_kernels.acceleration import stages
 from tests.checks import assert_accurate
 from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
 from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized, small
@@ -23,7 +24,7 @@ KEPT = [sum(parts, ()) for n in range(5) for parts in itertools.combinations((QK
 @pytest.fixture(autouse=True)
 def _folded_for_a_gpu(monkeypatch, without_gradients):
     """Lets the biases be in the stream from its start."""
-    monkeypatch.setattr(freezing, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
+    monkeypatch.setattr(served_module, "fold", lambda parts, device_type: stages.fold(parts, "cuda"))
 
 
 def small_model(**settings):

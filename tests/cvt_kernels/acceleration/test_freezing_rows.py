@@ -11,7 +11,8 @@ import cvt.model
 import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
-from cvt_kernels.acceleration import families, served, stages
+from cvt_kernels.acceleration import families, stages
+from cvt_kernels.acceleration import served as served_module
 from cvt_kernels.ops import token_selection
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import assert_accurate, not_built
@@ -199,10 +200,10 @@ def test_changed_bounds_are_noticed(chosen):
 
 def test_elsewhere_the_blocks_run():
     own = make().to("meta")
-    assert freezing.why_not_freezable(own.stage1, families.SERVED["cvt Stage"]) == (
+    assert served_module.why_not_freezable(own.stage1, families.SERVED["cvt Stage"]) == (
         "drops tokens, which frozen stages do on a CPU only"
     )
-    assert freezing.why_not_freezable(own.stage0, families.SERVED["cvt Stage"]) is None
+    assert served_module.why_not_freezable(own.stage0, families.SERVED["cvt Stage"]) is None
 
 
 def test_coverage_names_the_operators():

@@ -10,7 +10,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
-from cvt_kernels.acceleration import served
+from cvt_kernels.acceleration import served as served_module
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of, stages_of
 from tests.upstream import (
@@ -176,8 +176,8 @@ def test_why_a_stage_is_not_served_is_found_once_until_a_change(monkeypatch, ser
     model, x = accelerated(ours), inputs(ours)
     stage = model.stage1
     handle = stage.blocks[0].norm1.register_forward_hook(lambda *args: None)
-    own, examined = freezing.why_not_freezable, []
-    monkeypatch.setattr(freezing, "why_not_freezable", lambda s, e: (examined.append(s), own(s, e))[1])
+    own, examined = served_module.why_not_freezable, []
+    monkeypatch.setattr(served_module, "why_not_freezable", lambda s, e: (examined.append(s), own(s, e))[1])
     with torch.no_grad():
         for _ in range(2):  # its blocks, which run alone, are examined in the first call
             model(x)

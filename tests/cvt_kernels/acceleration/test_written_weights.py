@@ -13,7 +13,8 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt_kernels.acceleration import served
+from cvt_kernels import changes
+from cvt_kernels.acceleration import served as served_module
 from cvt_kernels.ops import weight_cache
 from tests import tape
 from tests.upstream import (
@@ -130,8 +131,8 @@ def test_a_compiled_step():
 
 def test_steps_of_another_model_change_nothing(monkeypatch):
     folded = []
-    own_fold = freezing.fold
-    monkeypatch.setattr(freezing, "fold", lambda *args: folded.append(args) or own_fold(*args))
+    own_fold = served_module.fold
+    monkeypatch.setattr(served_module, "fold", lambda *args: folded.append(args) or own_fold(*args))
     teacher, student = Sharing(ours), nn.Linear(2, 2)
     assert len(folded) == 3
     known = dict(weight_cache._known)
@@ -370,7 +371,7 @@ def test_weights_of_numbers_that_are_none(served_model):
     tensors = [tensor for tensor in served_model.tensors if tensor.ndim > 1]
     for tensor in tensors:
         tensor.data.flatten()[0] = float("nan")
-    snapshot = weight_cache.Snapshot(served_model.tensors)
+    snapshot = changes.State(served_model.tensors)
     assert snapshot.holds(served_model.tensors)
     tensors[-1].data.flatten()[0] = 1.0
     assert not snapshot.holds(served_model.tensors)
@@ -510,7 +511,7 @@ def test_refresh_after_a_write_that_the_sample_misses(make):
     served = Served(make, "frozen")
     served.reset()
     tensors = [tensor for tensor in served.tensors if tensor.numel() > 4096]
-    snapshots = [weight_cache.Snapshot([tensor]) for tensor in tensors]
+    snapshots = [changes.State([tensor]) for tensor in tensors]
     for tensor, snapshot in zip(tensors, snapshots, strict=True):
         for place in range(100, tensor.numel()):
             number = tensor.detach().view(-1)[place]
@@ -519,7 +520,7 @@ def test_refresh_after_a_write_that_the_sample_misses(make):
             if snapshot.holds([tensor]):
                 break
             number.data.fill_(before)
-            snapshot = weight_cache.Snapshot([tensor])
+            snapshot = changes.State([tensor])
     ck.refresh(served.own)  # whose memory the other shares
     served.assert_followed()
 

@@ -1,4 +1,4 @@
-"""Tests of what snapshots of models ask: by the extension, and the same in Python."""
+"""Tests of the question whether something has changed: by the extension, and the same in Python."""
 
 import sys
 
@@ -7,22 +7,36 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cvt_kernels import machine, structure
+from cvt_kernels import changes, machine
+
+NONE = [], [], []
 
 
 @pytest.fixture(params=["extension", "python"])
-def look(request):
-    """Returns the functions of the extension, and those in Python."""
-    if request.param == "python":
-        return structure.InPython
-    assert structure.looks() is machine.load_extension()  # or both would be the same
-    return structure.looks()
+def ask(request):
+    """Returns a function that asks one of the two with some arguments, and nothing in the place of others."""
+    question = changes.state_in_python
+    if request.param == "extension":
+        question = changes.question()
+        assert question == machine.load_extension().state  # or both would be the same
+
+    def ask(*, members=(), modules=(), spaces=(), hooks=(), items=NONE, attributes=NONE, tensors=()):
+        lists = [*members], [*modules], [*spaces], changes.KNOWN, [*hooks]
+        return question(*lists, items, attributes, [*tensors])
+
+    return ask
 
 
-def test_the_first_look_may_be_among_fake_tensors():
-    structure.looks.cache_clear()
+def facts_of(ask, tensors):
+    """Returns layouts and versions, and the samples."""
+    _, layouts, versions, sample = ask(tensors=tensors)
+    return (layouts, versions), sample
+
+
+def test_the_first_question_may_be_of_fake_tensors():
+    changes.question.cache_clear()
     with FakeTensorMode():
-        assert structure.looks() is machine.load_extension()
+        assert changes.question() == machine.load_extension().state
 
 
 class Odd(torch.Tensor):
@@ -50,51 +64,77 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_identities(look, name):
+def test_members(ask, name):
     one, two = object(), object()
     dicts = [{"a": one, "b": two}, {"a": one, "b": two}, {}]
-    before = look.identities(dicts)
+    before = ask(members=dicts)
     dicts[0] |= {"a": one}
-    assert look.identities(dicts) == before
+    assert ask(members=dicts) == before
     CHANGES[name](dicts)
-    assert look.identities(dicts) != before
+    assert ask(members=dicts)[0] != before[0]
 
 
-def test_classes_and_sizes(look):
-    module, dicts = nn.Linear(2, 2), [{}, {"a": 1}]
-    assert look.classes([module]) == look.classes([nn.Linear(3, 3)]) != look.classes([nn.Identity()])
-    before = look.sizes(dicts)
-    dicts[1]["a"] = 2
-    assert look.sizes(dicts) == before
-    dicts[0]["a"] = 2
-    assert look.sizes(dicts) != before
-    assert look.any_full(dicts)
-    assert not look.any_full([{}, {}])
-    assert not look.any_full([])
+def test_classes_of_modules(ask):
+    linear, other, identity = (
+        ask(modules=[each]) for each in (nn.Linear(2, 2), nn.Linear(3, 3), nn.Identity())
+    )
+    assert linear == other
+    assert linear[0] != identity[0]
 
 
-def test_items_of_a_name(look):
-    dicts = [{"training": False}, {"training": True}, {"other": 1}]
-    assert look.having(dicts, "training") == b"\1\1\0"
-    assert look.any_item(dicts, "training")
-    assert not look.any_item(dicts[::2], "training")
+def test_attributes_of_modules(ask):
+    spaces = [{}, {"a": 1}]
+    before = ask(spaces=spaces)
+    spaces[1]["a"] = 2
+    spaces[0][changes.KNOWN] = {}
+    assert ask(spaces=spaces) == before
+    spaces[0]["a"] = 2
+    more = ask(spaces=spaces)
+    assert more[0] != before[0]
+    spaces[0]["forward"] = spaces[0].pop("a")
+    assert ask(spaces=spaces)[0] not in (more[0], before[0])
 
 
-def test_same_items(look):
+def test_hooks(ask):
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    hooks = [module._forward_hooks for module in modules]
+    seen = [ask(hooks=hooks)[0]]
+    for module in (*modules, modules[0]):
+        module.register_forward_hook(print)
+        seen.append(ask(hooks=hooks)[0])
+    assert all(seen[i] not in seen[:i] for i in range(1, 4))
+    assert ask(hooks=hooks)[0] == seen[-1]
+    modules[0]._forward_hooks.popitem()
+    assert ask(hooks=hooks)[0] == seen[2]
+    modules[0].register_forward_hook(print)  # in the place of the one before
+    assert ask(hooks=hooks)[0] not in seen
+
+
+def test_settings(ask):
     nan, odd = float("nan"), Unlike()
-    dicts, names = [{"a": 1}, {"a": nan}, {}, {"a": odd}, {"a": (2, 3)}], ["a", "a", "a", "a", "a"]
-    assert look.same_items(dicts, names, [1, nan, None, odd, (2, 3)])
-    assert look.same_items(dicts, names, [1.0, nan, None, odd, (2, 3)])
+    dicts, names = [{"a": 1}, {"a": nan}, {}, {"a": odd}, {"a": (2, 3)}], ["a"] * 5
+    values = [1, nan, None, odd, (2, 3)]
+    objects = [type("Any", (), each)() for each in dicts]
+
+    def asked(values):
+        return [
+            ask(items=(dicts, names, values)),
+            ask(attributes=(objects, names, values)),
+        ]
+
+    same = asked(values)
+    assert asked([1.0, nan, None, odd, (2, 3)]) == same
     for i, other in enumerate([2, 0.0, 5, None, (2, 4)]):
         if i != 3:
-            values = [1, nan, None, odd, (2, 3)]
-            values[i] = other
-            assert not look.same_items(dicts, names, values)
-    with pytest.raises(RuntimeError, match="is compared"):
-        look.same_items(dicts, names, [1, nan, None, object(), (2, 3)])
+            assert all(
+                a[0] != b[0] for a, b in zip(asked([*values[:i], other, *values[i + 1 :]]), same, strict=True)
+            )
+    for kind in ("items", "attributes"):
+        with pytest.raises(RuntimeError, match="is compared"):
+            ask(**{kind: (dicts if kind == "items" else objects, names, [1, nan, None, object(), (2, 3)])})
 
 
-def test_versions(look):
+def test_versions(ask):
     tensors = [
         torch.zeros(2),
         nn.Parameter(torch.zeros(2)),
@@ -102,25 +142,25 @@ def test_versions(look):
         torch.zeros(2).as_subclass(Odd),
         torch.zeros(1),
     ]
-    before = look.contents(tensors)[0]
-    assert look.contents(tensors)[0] == before
+    before = facts_of(ask, tensors)[0]
+    assert facts_of(ask, tensors)[0] == before
     for tensor in filter(lambda tensor: tensor is not None, tensors):
         tensor.detach().add_(1)
-        assert look.contents(tensors)[0] != before
-        before = look.contents(tensors)[0]
+        assert facts_of(ask, tensors)[0] != before
+        before = facts_of(ask, tensors)[0]
     tensors[2] = torch.zeros(1)
-    assert look.contents(tensors)[0] != before
+    assert facts_of(ask, tensors)[0] != before
 
 
-def test_inference_tensors(look):
+def test_inference_tensors(ask):
     with torch.inference_mode():
         tensors = [torch.zeros(1), torch.zeros(1, 2)]
-    before = look.contents([torch.zeros(1), *tensors]), look.contents(tensors)
-    assert look.contents(tensors) == before[1]
+    before = facts_of(ask, [torch.zeros(1), *tensors]), facts_of(ask, tensors)
+    assert facts_of(ask, tensors) == before[1]
     with torch.inference_mode():
         tensors[1].add_(1)
-    assert look.contents(tensors)[0] == before[1][0]
-    assert look.contents(tensors)[1] != before[1][1]
+    assert facts_of(ask, tensors)[0] == before[1][0]
+    assert facts_of(ask, tensors)[1] != before[1][1]
 
 
 DTYPES = [
@@ -144,7 +184,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_written_numbers(look, name, dtype):
+def test_written_numbers(ask, name, dtype):
     """All numbers, the first, and the last; the same bits are no change, those of NaN neither."""
     numbers = torch.randn(8200).mul(40).clamp(-99, 99)
     if dtype.is_floating_point and dtype.itemsize > 1:
@@ -152,54 +192,54 @@ def test_written_numbers(look, name, dtype):
     numbers = numbers.abs() if dtype in (torch.bool, torch.uint8) else numbers
     tensor = LAYOUTS[name](numbers.to(dtype))
     tensors = [torch.zeros(3), tensor, None, torch.zeros(700)]
-    before = look.contents(tensors)
-    assert look.contents(tensors) == before
+    before = facts_of(ask, tensors)
+    assert facts_of(ask, tensors) == before
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     first = tensor.storage_offset()
     last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     for written in (memory, memory[first * dtype.itemsize], memory[last * dtype.itemsize]):
         written.bitwise_xor_(1)
-        facts, sample = look.contents(tensors)
+        facts, sample = facts_of(ask, tensors)
         assert facts == before[0]
         assert sample != before[1]
         written.bitwise_xor_(1)
-        assert look.contents(tensors) == before
+        assert facts_of(ask, tensors) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_turned_signs(look, dtype):
+def test_turned_signs(ask, dtype):
     """Each number has the same bit has changed."""
     tensor = torch.randn(5000, dtype=dtype)
-    before = look.contents([tensor])
+    before = facts_of(ask, [tensor])
     tensor.data.neg_()
-    assert look.contents([tensor]) != before
+    assert facts_of(ask, [tensor]) != before
 
 
-def test_tensors_without_numbers(look):
+def test_tensors_without_numbers(ask):
     tensors = [torch.zeros(0), torch.zeros(3, 0, 2), torch.zeros(2, 3, device="meta"), torch.tensor(1.0)]
-    before = look.contents(tensors)
-    assert look.contents(tensors) == before
+    before = facts_of(ask, tensors)
+    assert facts_of(ask, tensors) == before
     tensors[-1].data.add_(1)
-    assert look.contents(tensors)[1] != before[1]
-    assert look.contents([]) == look.contents([])
+    assert facts_of(ask, tensors)[1] != before[1]
+    assert facts_of(ask, []) == facts_of(ask, [])
 
 
 @pytest.mark.parametrize(("share", "most_missed"), [(0.01, 0.33), (0.1, 0.01), (1.0, 0.0)])
-def test_how_often_the_sample_misses_a_change(look, share, most_missed):
+def test_how_often_the_sample_misses_a_change(ask, share, most_missed):
     """Numbers at random: 0.99¹²⁸ = 28 % are expected for one in a hundred."""
     tensors = [torch.randn(10_000 + 400 * i) for i in range(400)]
-    before = samples_of(look, tensors)
+    before = samples_of(ask, tensors)
     for tensor in tensors:
         places = torch.randperm(tensor.numel())[: int(share * tensor.numel())]
         tensor.data[places] += 1
-    missed = [after == each for after, each in zip(samples_of(look, tensors), before, strict=True)]
+    missed = [after == each for after, each in zip(samples_of(ask, tensors), before, strict=True)]
     assert len(missed) == 400
     assert sum(missed) <= 400 * most_missed
 
 
-def samples_of(look, tensors):
+def samples_of(ask, tensors):
     """Returns the sample of each tensor."""
-    sample = look.contents(tensors)[1]
+    sample = facts_of(ask, tensors)[1]
     return [sample[i : i + 8] for i in range(0, len(sample), 8)] if isinstance(sample, bytes) else sample
 
 
@@ -217,47 +257,47 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_layouts(look, name):
+def test_layouts(ask, name):
     tensors = [torch.zeros(3), torch.zeros(4, 4), torch.zeros(0, 2), torch.tensor(1.0)]
     kept = [tensor.detach() for tensor in tensors]
-    before = look.layouts(tensors)
+    before = ask(tensors=tensors)[1]
     tensors[1].add_(1)
-    assert look.layouts(tensors) == before == look.layouts(kept)
+    assert ask(tensors=tensors)[1] == before == ask(tensors=kept)[1]
     MOVES[name](tensors[1])
-    assert look.layouts(tensors) != before
+    assert ask(tensors=tensors)[1] != before
 
 
 def test_arguments_of_the_extension():
-    extension = machine.load_extension()
-    for function in (extension.identities, extension.sizes, extension.any_full):
+    state = machine.load_extension().state
+    for i in (0, 2, 4):
+        lists = [[], [], [], "", []]
+        lists[i] = [{}, 1]
         with pytest.raises(TypeError, match="expected a list of dicts"):
-            function([{}, 1])
+            state(*lists, NONE, NONE, [])
     with pytest.raises(TypeError, match="expected a list of dicts"):
-        extension.having([()], "a")
+        state([], [], [], "", [], ([()], ["a"], [1]), NONE, [])
     with pytest.raises(ValueError, match="expected lists of one length"):
-        extension.same_items([{}], ["a"], [])
-    for function in (extension.contents, extension.layouts):
-        with pytest.raises(AttributeError):
-            function([torch.zeros(1), 1])
+        state([], [], [], "", [], ([{}], ["a"], []), NONE, [])
+    with pytest.raises(AttributeError):
+        state([], [], [], "", [], NONE, NONE, [torch.zeros(1), 1])
 
 
 def test_without_an_extension_or_with_an_unknown_torch(monkeypatch):
     monkeypatch.setattr(machine, "has_extension", lambda: False)
-    assert structure.looks.__wrapped__() is structure.InPython
+    assert changes.question.__wrapped__() is changes.state_in_python
     monkeypatch.undo()
     assert torch.ops.cvt_kernels.holds_pointer(0, torch.zeros(1)) is False
     monkeypatch.setattr(torch.Tensor, "_cdata", 0, raising=False)
-    assert structure.looks.__wrapped__() is structure.InPython
+    assert changes.question.__wrapped__() is changes.state_in_python
 
 
 def test_asking_keeps_no_reference():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    watched, weight = structure.Structure(module, list(module)), module[0].weight
+    weight, bias = module[0].weight, module[0].bias
+    state = changes.State([weight, bias], module, list(module))
     count = sys.getrefcount(weight), sys.getrefcount(module[0])
     for _ in range(100):
-        assert not watched.is_changed()
-        structure.looks().layouts([weight])
-        structure.looks().contents([weight])
+        assert state.holds([weight, bias])
     assert (sys.getrefcount(weight), sys.getrefcount(module[0])) == count
     module[0].weight = nn.Parameter(torch.zeros(2, 2))
-    assert watched.is_changed()
+    assert not state.holds([weight, bias])
