@@ -428,15 +428,21 @@ def is_bound_by_host(x: Any) -> bool:
     """Returns whether a call outside of graphs is so small that the host takes longer than the GPU.
 
     Upstream's own modules then take the host less time than ours, whose kernels Triton launches from Python.
-    Models that :func:`graphed` wraps, captures, ``torch.compile`` and requested backends have our kernels at
-    any size, and so has what activation checkpointing computes twice.
+    Where it holds for a model, it holds for all within it. Models that :func:`graphed` wraps, captures,
+    ``torch.compile`` and requested backends have our kernels at any size, and so has what activation
+    checkpointing computes twice.
     """
     x = x[0] if isinstance(x, list | tuple) and x else x
     if not (isinstance(x, Tensor) and x.is_cuda) or x.numel() >= _FEW or not backends.is_auto():
         return False
-    if getattr(_thread, "is_graphed", False) or torch.compiler.is_compiling() or machine.is_capturing(x):
+    if is_within_graphed() or torch.compiler.is_compiling() or machine.is_capturing(x):
         return False
     return not modes.saved_tensors_hooked()
+
+
+def is_within_graphed() -> bool:
+    """Returns whether a model that :func:`graphed` wraps runs in this thread."""
+    return getattr(_thread, "is_graphed", False)
 
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:

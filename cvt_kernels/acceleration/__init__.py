@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from torch.fx import _symbolic_trace
 
 from .. import checks, choose, modes
 from ..classes import UNFUSED, cached, derived, is_fused, original_class
-from ..graphs import change_class, is_bound_by_host, ungraphed
+from ..graphs import change_class, is_bound_by_host, is_within_graphed, ungraphed
 from ..missing import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import class_token, maps, served
@@ -222,8 +223,6 @@ def _run_fused(
     block: nn.Module, entry: BlockEntry, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Runs the fused forward of a block, an embedding or a head."""
-    if args and is_bound_by_host(args[0]):
-        return own(block, *args, **kwargs)
     parts = parts_if_fused(block, entry)
     result = NotImplemented
     if parts is not None and entry.forward is not None:
@@ -242,6 +241,15 @@ def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
     return modes.is_known(grid[0] < least) or modes.is_known(grid[1] < least)
 
 
+class _Here(threading.local):
+    """Whether upstream's own forwards run in this thread, since the host takes longer than the GPU."""
+
+    is_upstreams = False
+
+
+_here = _Here()
+
+
 class _Behavior(NamedTuple):
     """A behavior of a class that is swapped in.
 
@@ -249,12 +257,10 @@ class _Behavior(NamedTuple):
         run: Takes a module, an entry, the forward without this behavior and the arguments of a call; returns
             the result of the call.
         members: Returns other members of the class for an entry.
-        may_be_upstreams: Whether upstream's forward may take its place where the host is what takes long.
     """
 
     run: Callable[..., Any]
     members: Callable[[Any], dict[str, Any]] = lambda entry: {}
-    may_be_upstreams: bool = False
 
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
@@ -270,18 +276,14 @@ _MAPS = {
 _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
     key + end: (behavior, entry)
     for behavior, entries, end in (
-        (_Behavior(_run_fused, may_be_upstreams=True), TABLE, ""),
+        (_Behavior(_run_fused), TABLE, ""),
         (_Behavior(class_token.run), CLASSIFIERS, ""),
         *(
             (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
             for end, entries in _MAPS.items()
         ),
         (_Behavior(served.run_served, served.members_of_frozen), SERVED, ""),
-        (
-            _Behavior(served.run_served, served.members_in_evaluation, may_be_upstreams=True),
-            SERVED,
-            _IN_EVALUATION,
-        ),
+        (_Behavior(served.run_served, served.members_in_evaluation), SERVED, _IN_EVALUATION),
     )
     for key, entry in entries.items()
 }
@@ -297,13 +299,26 @@ def _swapped_class(original: Any, *keys: str) -> Any:
         behavior, entry = _BEHAVIORS[key]
         run = _with_behavior(behavior.run, entry, run)
         members |= behavior.members(entry)
-    may_be_upstreams = all(_BEHAVIORS[key][0].may_be_upstreams for key in keys)
+    is_frozen = any(key in SERVED for key in keys)
 
     @functools.wraps(first.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _is_recorded(args, kwargs) or (may_be_upstreams and args and is_bound_by_host(args[0])):
+        if _is_recorded(args, kwargs):
             return first.forward(self, *args, **kwargs)
-        return run(self, *args, **kwargs)
+        if torch.compiler.is_compiling():  # which traces no state of a thread
+            return run(self, *args, **kwargs)
+        if is_frozen:
+            served.refuse_to_train(self)
+        if _here.is_upstreams:
+            is_upstreams = not (is_within_graphed() or modes.saved_tensors_hooked())
+            return (first.forward if is_upstreams else run)(self, *args, **kwargs)
+        if not is_bound_by_host(next(iter((*args, *kwargs.values())), None)):
+            return run(self, *args, **kwargs)
+        _here.is_upstreams = True
+        try:
+            return first.forward(self, *args, **kwargs)
+        finally:
+            _here.is_upstreams = False
 
     # Dynamo limits how often it compiles a code object, which all functions of this definition would share.
     forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]

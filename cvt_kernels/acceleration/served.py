@@ -25,7 +25,6 @@ from .. import backends, modes
 from ..caller import stacklevel_of_caller
 from ..changes import is_fake, is_plain
 from ..declaration import key_of_serving
-from ..graphs import is_bound_by_host
 from ..ops.graph_operators import graph_operator
 from ..ops.weight_cache import is_noting, kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock
@@ -147,22 +146,17 @@ def run_served(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Runs a stage or layer as one in evaluation without gradients, or by its ``own`` forward.
-
-    Raises:
-        RuntimeError: It is frozen and in training mode.
-    """
+    """Runs a stage or layer as one in evaluation without gradients, or by its ``own`` forward."""
     frozen, result = is_frozen(stage), None
     if torch.compiler.is_compiling():
         if frozen:
             result = _try_to_trace(stage, entry, args, kwargs)
-    elif not stage.training or frozen:
-        refuse_to_train(stage)
+    elif not stage.training:
         call = entry.call_of(args, kwargs)
         if call is not None and (frozen or serves_on(call[0].device)):
             if has_gradient(stage, call[0]):
                 _warn_of_gradients(frozen)
-            elif not is_bound_by_host(call[0]):
+            else:
                 served = tokens_served(stage, entry, *call)
                 result = None if served is None else entry.result(stage, *served)
     return own(stage, *args, **kwargs) if result is None else result

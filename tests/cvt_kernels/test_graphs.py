@@ -1103,7 +1103,6 @@ def test_a_block_that_is_left_runs_upstreams_own_forward(monkeypatch, freeze):
     own = huggingface().eval()
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
     monkeypatch.setattr(acceleration, "is_bound_by_host", lambda x: True)
-    monkeypatch.setattr(served_module, "is_bound_by_host", lambda x: True)
     monkeypatch.setattr(served_module, "serves_on", lambda device: False)  # as on a GPU
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad(), ck.use_backend("auto"):
