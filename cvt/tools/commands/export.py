@@ -28,7 +28,7 @@ from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.backends import requesting
 
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
+from .common import MODEL, add, load_model, print_result
 from .onnx_nodes import with_nodes
 from .paths import add_json_argument, output_path, reporting
 
@@ -55,8 +55,7 @@ class Parity(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_model_arguments(parser)
-    add_token_keep_argument(parser)
+    add(parser, *MODEL, "--token-keep")
     parser.add_argument(
         "--format", required=True, choices=FORMATS, help="torch.export program (pt2) or ONNX model (onnx)"
     )

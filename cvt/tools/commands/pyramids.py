@@ -18,6 +18,8 @@ NAMES = (
     "cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 to _b5, "
     "pvt_v2_b2_linear, or glpn"
 )
+#: The help of ``--image-size``.
+SIZES = "side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
 
 
 class Pyramid(NamedTuple):

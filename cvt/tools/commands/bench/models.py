@@ -7,13 +7,11 @@ import tempfile
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
 from cvt.config import PRESETS, CvTConfig, default_image_size
 from cvt.factory import SEED, create_model, randomize
-from cvt.files import filling, making
 from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
 
@@ -28,7 +26,6 @@ class Subject(NamedTuple):
         weights: Where its weights are from.
         hf: Hugging Face's model; None where transformers has no such model.
         ours: The model of ``cvt`` with the same weights; None where it has no such model.
-        depths: The number of blocks of each stage.
         operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
         is_judged: Whether its errors tell what is wrong: not where tokens are dropped by their scores.
     """
@@ -52,17 +49,6 @@ class Subject(NamedTuple):
     def output(self) -> str:
         """The kind of the output's elements: ``"logit"`` or ``"depth"``."""
         return "depth" if "DepthEstimation" in type(self.plain).__name__ else "logit"
-
-    def save(self, directory: Any) -> None:
-        """Saves the weights as a directory of Hugging Face."""
-        if self.ours is not None:
-            save_huggingface(self.ours, directory)
-            return
-        with making(directory), filling(directory) as scratch:
-            try:
-                self.plain.save_pretrained(scratch)  # type: ignore[operator]
-            except SafetensorError as error:  # such as of a full disk
-                raise OSError(f"{directory}: cannot be written to: {error}") from error
 
 
 def build_subject(model: str | None, checkpoint: str | None, image_size: int | None) -> Subject:
@@ -88,16 +74,6 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
     size = image_size or default_image_size(name)
     count = 2 * cost(ours.config, size).multiply_adds
     return Subject(str(name), weights, build_huggingface(ours), ours, size, count)
-
-
-def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13", **overrides: Any) -> Subject:
-    """Builds a CvT with random weights that transformers does not have, such as one that drops tokens."""
-    ours = create_model(model, drop_path_rate=0.0, **overrides)
-    randomize(ours)
-    count = 2 * cost(ours.config, image_size).multiply_adds
-    return Subject(
-        name, f"random weights (seed {SEED})", None, ours, image_size, count, ours.config.token_keep == 1.0
-    )
 
 
 def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
