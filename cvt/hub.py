@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from .extras import require
 from .huggingface import CONFIGS, INDEX, WEIGHTS, CheckpointError
 
@@ -67,6 +69,13 @@ def parse(text: str) -> HubModel | None:
     return HubModel(match["name"], match["revision"])
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    """A bar that is drawn on a terminal alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": None})
+
+
 def fetch(model: HubModel, **options: Any) -> Path:
     """Downloads a model into the cache; returns the folder of its configuration and weights.
 
@@ -86,9 +95,8 @@ def fetch(model: HubModel, **options: Any) -> Path:
         for weights in WEIGHTS:  # the better format first
             stem, suffix = weights.split(".")
             files = [*CONFIGS, weights, weights + INDEX, f"{stem}-*.{suffix}"]
-            folder = hub.snapshot_download(
-                model.name, revision=model.revision, allow_patterns=files, **options
-            )
+            wanted = {"revision": model.revision, "allow_patterns": files, "tqdm_class": _Bar}
+            folder = hub.snapshot_download(model.name, **wanted, **options)
             if any(Path(folder, name).exists() for name in (weights, weights + INDEX)):
                 return Path(folder)
         reason: Exception = CheckpointError(f"it has neither {' nor '.join(WEIGHTS)}")

@@ -234,7 +234,9 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
     if isinstance(content, dict):
         keys, expected = set(content), set(map(str, range(count)))
         if keys != expected:
-            missing, others = (first_of(sorted(map(repr, rest))) for rest in (expected - keys, keys - expected))
+            missing, others = (
+                first_of(sorted(map(repr, rest))) for rest in (expected - keys, keys - expected)
+            )
             raise ValueError(
                 f"labels: {path} has other keys than 0 to {count - 1}, each once: missing are {missing}, "
                 f"not expected {others}"
