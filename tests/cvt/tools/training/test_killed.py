@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cvt.tools.training.locks import LOCK
 
 from cvt import files
-from cvt.tools.training.trainer import LAST
+from cvt.tools.training.trainer import LAST, LOCK
 from tests.cvt.tools.training.test_trainer import assert_same_bits, rows, trainer
 from tests.processes import Child
 
