@@ -33,7 +33,6 @@ from .huggingface import (
     INDEX,
     WEIGHTS,
     Preprocessing,
-    check_preprocessor,
     config_of_huggingface,
     from_huggingface,
     labels_of_huggingface,
@@ -207,8 +206,6 @@ class Checkpoint(NamedTuple):
             reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
             if reason is not None:
                 raise CheckpointError(reason)
-            if self.hf_preprocessor is not None:
-                check_preprocessor(self.hf_preprocessor)
             if self.hf_config is not None and self.num_classes is not None:
                 labels_of_huggingface(self.hf_config, self.num_classes)
             if self.config is not None:

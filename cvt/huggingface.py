@@ -26,7 +26,6 @@ from .card import check_names
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
-    as_number,
     check_images,
     default_image_size,
     preset_of,
@@ -84,17 +83,6 @@ CROP_FRACTION = 0.875
 UNCROPPED_SIZE = 384
 _NORMALIZATION = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
 _BICUBIC = 3
-# The fields of a preprocessor_config.json: type, smallest value, and what they must be below. Sizes are of
-# many forms, which are tried.
-_PREPROCESSOR = {
-    **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize"), (bool, 0, 2)),
-    "resample": (int, 0, 6),
-    "rescale_factor": (float, 0, math.inf),
-    "crop_pct": (float, 0, math.nextafter(1, 2)),
-    "image_mean": (float, -1000, 1000),
-    "image_std": (float, math.ulp(0), 1000),
-}
-_PER_CHANNEL = ("image_mean", "image_std")
 
 
 class Preprocessing(NamedTuple):
@@ -376,18 +364,6 @@ def _why_quantized(model: nn.Module) -> str | None:
 
 
 # preprocessor_config.json ---------------------------------------------------------------------------------
-
-
-def check_preprocessor(content: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a field of a ``preprocessor_config.json`` that cannot be what it is."""
-    for name, limits in _PREPROCESSOR.items():
-        value = content.get(name)
-        numbers = value if isinstance(value, list) and name in _PER_CHANNEL else [value]
-        try:
-            for number in numbers if value is not None else ():
-                as_number(name, number, *limits)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"preprocessor_config.json: {error}") from error
 
 
 def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:
