@@ -309,8 +309,7 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
 def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
     """Lists the files of a folder and its subfolders, sorted by name, without hidden ones; follows links.
 
-    Returns:
-        The files, and a sentence about each unusable entry, as which subfolders count without ``deep``.
+    Also returns a sentence about each entry of no use, as which subfolders count without ``deep``.
     """
     files: list[Path] = []
     unusable: list[str] = []

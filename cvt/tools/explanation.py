@@ -409,11 +409,7 @@ def plot_heads(explanations: Sequence[Explanation]) -> Any:
 
 
 def _draw_heads(axes: Any, values: NDArray[np.float64], largest: float, title: str) -> Any:
-    """Draws a cell for every head (row) of every block (column), empty where there is none.
-
-    Returns:
-        The bar that says what the colors mean.
-    """
+    """Draws a cell for every head (row) of every block (column), empty where there is none."""
     cells = axes.imshow(values, cmap="cividis", vmin=0, vmax=largest, aspect="auto")
     axes.set_title(title)
     axes.set_yticks(range(len(values)), [f"head {i}" for i in range(1, len(values) + 1)])
@@ -426,9 +422,5 @@ def _draw_heads(axes: Any, values: NDArray[np.float64], largest: float, title: s
 
 
 def figure_class() -> Any:
-    """Returns Matplotlib's ``Figure``.
-
-    Raises:
-        ModuleNotFoundError: The ``explain`` extra is not installed.
-    """
+    """Returns Matplotlib's ``Figure``."""
     return require("matplotlib.figure", "explain").Figure  # not pyplot, which asks for a window system

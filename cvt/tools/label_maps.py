@@ -90,11 +90,7 @@ class LabelMapDataset(ImageDataset):
         return pixels, torch.from_numpy(np.array(label_map)).long()
 
     def _label_map(self, path: Path, size: tuple[int, int]) -> Image.Image:
-        """Reads the label map of an image of that size.
-
-        Raises:
-            ImageError: It cannot be read, has another size, or a label that no class has.
-        """
+        """Reads the label map of an image of that size."""
         label_map = read_label_map(path)
         if label_map.size != size:
             theirs, ours = (f"{width}×{height}" for width, height in (size, label_map.size))
@@ -110,11 +106,7 @@ class LabelMapDataset(ImageDataset):
 
 
 def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
-    """Reads an image file whose pixels are class indices of at most 8 bits.
-
-    Raises:
-        ImageError: The file is not an image, is damaged, or has other pixels.
-    """
+    """Reads an image file whose pixels are class indices of at most 8 bits."""
     try:
         with naming_image(path), open_image(path) as file:
             stretched = _STRETCHED.get(str(file.tile[0][3])) if file.format == "PNG" else None

@@ -39,13 +39,7 @@ _DAMAGE = {
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Prints the report; returns 1 if something is wrong, else 0.
-
-    Raises:
-        ModuleNotFoundError: transformers is not installed.
-        ValueError: transformers has no class for the checkpoint.
-        OSError: The checkpoint or the photograph cannot be read.
-    """
+    """Prints the report; returns 1 if something is wrong, else 0."""
     name = arguments.checkpoint
     with reporting(arguments.json) as report_json:
         place = _place(name)

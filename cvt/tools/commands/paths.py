@@ -72,13 +72,7 @@ def reporting(
 def check_outputs(arguments: argparse.Namespace, names: Mapping[str, Iterable[str]]) -> None:
     """Checks, before a long run, that outputs can be written and are neither inputs nor the same file.
 
-    Args:
-        arguments: The command's.
-        names: The names of the files that it writes into folders, by the arguments for these.
-
-    Raises:
-        OSError: An output cannot be written.
-        ValueError: It is an input, or another output. Both errors name the options.
+    ``names`` are those of files that go into folders, by argument. OSError and ValueError name the options.
     """
     outputs: dict[Any, str] = {}
     for argument, path in _of_kind(arguments, OutputPath):

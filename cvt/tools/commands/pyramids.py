@@ -87,12 +87,7 @@ def quiet_transformers() -> Any:
 
 
 def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
-    """Builds a model of ``PYRAMIDS`` without dropout and drop path, by default with random weights.
-
-    Raises:
-        ValueError: There is no such model in this version of transformers, or the weights are of another one.
-        OSError: The weights are missing or unusable.
-    """
+    """Builds a model of ``PYRAMIDS`` without dropout and drop path, by default with random weights."""
     from cvt.factory import randomize
 
     transformers = quiet_transformers()

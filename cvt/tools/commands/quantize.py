@@ -144,11 +144,7 @@ class _Measurements:
         self._order = [row.path for row in rows if row.scheme != "float"]
 
     def within(self, least: float) -> tuple[QuantizationReport, Evaluation]:
-        """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``.
-
-        Raises:
-            ValueError: No such version has a quantized layer.
-        """
+        """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``."""
         evaluations: dict[int, Evaluation] = {}
 
         def is_enough(count: int) -> bool:

@@ -241,11 +241,7 @@ class Contest:
 
 
 def why_not(key: str, subject: Subject, job: Job) -> str | None:
-    """Returns why a contender cannot run, or None.
-
-    Raises:
-        ModuleNotFoundError: Its runtime is not installed.
-    """
+    """Returns why a contender cannot run, or None."""
     contender = CONTENDERS[key]
     if contender.model == "hf" and subject.hf is None:
         return "transformers has no such model"

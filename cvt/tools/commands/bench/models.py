@@ -52,13 +52,7 @@ class Subject(NamedTuple):
 
 
 def build_subject(model: str | None, checkpoint: str | None, image_size: int | None) -> Subject:
-    """Builds the model that is to be measured; the arguments are options of ``cvt bench``.
-
-    Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed.
-        FileNotFoundError, OSError, CheckpointError: The weights are missing or unusable.
-        ValueError: An unknown name, weights of another model, or images that the model does not take.
-    """
+    """Builds the model that is to be measured; the arguments are options of ``cvt bench``."""
     if model is not None and model not in (*PRESETS, *PYRAMIDS):
         raise ValueError(f"model: got {model!r}, expected one of {', '.join((*PRESETS, *PYRAMIDS))}")
     weights = f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint)
@@ -77,11 +71,7 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
 
 
 def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
-    """Builds our model with Hugging Face's activation and without drop path; returns its name and the model.
-
-    Raises:
-        CheckpointError: The weights are of a model that Hugging Face's cannot be.
-    """
+    """Returns our model's name, and the model with Hugging Face's activation and without drop path."""
     overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
     if checkpoint is None:
         built = create_model(model or "cvt_13", **overrides)
@@ -118,11 +108,7 @@ def _check_no_pyramid(checkpoint: Checkpoint) -> None:
 
 
 def operations(name: str, model: nn.Module, image_size: int) -> int:
-    """Counts the operations of a forward of one image with torch's own counter, a sum being one too.
-
-    Raises:
-        ValueError: The model does not take images of that size.
-    """
+    """Counts the operations of a forward of one image with torch's own counter, a sum being one too."""
     from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
 
     computing_nothing = copy.deepcopy(model).to("meta").eval()

@@ -150,11 +150,7 @@ RUNTIMES: dict[str, type[Runtime]] = {
 
 
 def why_not(key: str, *, device: torch.device, dtype: str, train: bool) -> str | None:
-    """Returns why a runtime is not measured in this way, or None.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Returns why a runtime is not measured in this way, or None."""
     for package in RUNTIMES[key].packages:
         require(package, "peers")
     if train:

@@ -275,12 +275,7 @@ class Worker:
         theirs.close()
 
     def ask(self, request: str, *arguments: Any) -> Any:
-        """Sends a request and returns the answer.
-
-        Raises:
-            ChildProcessError, TimeoutError: The process has ended, or does not answer.
-            Exception: What the request raised.
-        """
+        """Sends a request and returns the answer."""
         try:
             self._connection.send((request, arguments))
             if not self._connection.poll(PATIENCE):

@@ -54,11 +54,7 @@ class Row(NamedTuple):
 
 
 def triton_jobs(asked: Any) -> list[Job]:
-    """Returns every specialization of the Triton kernels once for each GPU, with the cases that it serves.
-
-    Args:
-        asked: The arguments of the command: every combination of them that there is.
-    """
+    """Returns every specialization that is asked for once for each GPU, with the cases that it serves."""
     jobs: dict[str, Job] = {}
     archs = [int(name.removeprefix("sm_")) for name in dict.fromkeys(asked.archs)]
     operators = [name for name in TRITON_OPERATORS if name in asked.operators]
