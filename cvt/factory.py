@@ -137,9 +137,6 @@ def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # 
     Args:
         filter: A pattern of the names, with wildcards, such as ``"cvt_2*"``; empty for all.
         pretrained: Only models with published weights.
-
-    Raises:
-        TypeError: An argument of the wrong type.
     """
     checks.check_kind("filter", filter, str)
     checks.check_flag("pretrained", pretrained)
@@ -152,10 +149,6 @@ def randomize(model: nn.Module, seed: int = SEED) -> None:
 
     A freshly initialized model has biases of 0, norms of 1 and logits that hardly depend on the image, which
     would hide errors.
-
-    Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: A seed below 0 or above 2⁶³ − 1.
     """
     checks.check_kind("model", model, nn.Module)
     checks.check_int("seed", seed, 0, MOST_SEED)

@@ -53,13 +53,7 @@ class HubModel(NamedTuple):
 
 
 def parse(text: str) -> HubModel | None:
-    """Returns the model that ``owner/name``, ``owner/name@revision`` or ``hf-hub:…`` names.
-
-    None means that it must be a path.
-
-    Raises:
-        ValueError: ``hf-hub:`` is followed by anything else.
-    """
+    """Returns the model that ``owner/name``, ``owner/name@revision`` or ``hf-hub:…`` names, or None."""
     match = _NAME.fullmatch(text.removeprefix(_PREFIX))
     if text.startswith(_PREFIX):
         if match is None:

@@ -187,11 +187,7 @@ def write_model(
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the names of the files that an index of weights lists, which lie beside it.
-
-    Raises:
-        CheckpointError: It is no such index, or names files elsewhere.
-    """
+    """Returns the names of the files that an index of weights lists, which lie beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no weight_map")
@@ -243,15 +239,7 @@ def architecture(config: CvTConfig) -> dict[str, Any]:
 
 
 def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConfig:
-    """Returns the :class:`CvTConfig` that Hugging Face's fields of a ``config.json`` describe.
-
-    Args:
-        content: The file's.
-        **changes: Fields of :class:`CvTConfig` that it does not have.
-
-    Raises:
-        CheckpointError: It describes no CvT that this package can build.
-    """
+    """Returns what Hugging Face's fields of a ``config.json`` describe, with changes of other fields."""
     if (kind := content.get("model_type")) != "cvt":  # the fields of others may have the same names
         raise CheckpointError(f"is a model of type {shown(kind)}, expected 'cvt'")
     fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
@@ -271,9 +259,6 @@ def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
     """Returns the whole :class:`CvTConfig` that a ``config.json`` holds, or None.
 
     What transformers has written again holds for what it ran, which is in its own fields.
-
-    Raises:
-        CheckpointError: It is of another version of this package.
     """
     if content is None or OWN_CONFIG not in content or "transformers_version" in content:
         return None
@@ -298,11 +283,7 @@ def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> s
 
 
 def labels_of_huggingface(content: Mapping[str, Any], classes: int) -> list[str] | None:
-    """Returns the class names of a ``config.json``, or None if it does not have one for each class.
-
-    Raises:
-        CheckpointError: They are no names.
-    """
+    """Returns the class names of a ``config.json``, or None if it does not have one for each class."""
     id2label = content.get("id2label")
     if not isinstance(id2label, dict) or len(id2label) != classes:
         return None

@@ -62,13 +62,7 @@ def naming_image(name: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Yields what Pillow's ``Image.open`` returns; nothing else in this project calls it.
-
-    Raises:
-        ImageError: The image has more pixels than Pillow opens, or is longer than any that can be resized.
-        UnidentifiedImageError: The file has none of :data:`FORMATS`.
-        Exception: Whatever else Pillow raises.
-    """
+    """Yields what Pillow's ``Image.open`` returns; nothing else in this project calls it."""
     try:
         file = Image.open(path, formats=_formats())
     except Image.DecompressionBombError:
@@ -265,10 +259,6 @@ def first_of(texts: Sequence[str], separator: str = ", ") -> str:
 
 
 def sample_photos() -> list[Path]:
-    """Returns the paths of the two photographs that come with scikit-learn.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
-    """
+    """Returns the paths of the two photographs that come with scikit-learn."""
     folder = folder_of("sklearn", "bench") / "datasets" / "images"
     return [folder / "china.jpg", folder / "flower.jpg"]

@@ -62,14 +62,8 @@ def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
 def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replaces the layers that are quantized in a checkpoint by quantized ones, still without weights.
 
-    Layers that the model does not have at all are passed over.
-
-    Args:
-        model: A ``CvT`` or ``CvTFeatures`` whose layers are in floating point.
-        tensors: The weights.
-
-    Raises:
-        ValueError: Such a layer is neither a linear layer nor the embedding of a stage.
+    Layers that the model does not have at all are passed over; one that is neither a linear layer nor the
+    embedding of a stage raises ValueError.
     """
     modules = dict(model.named_modules())
     for layer, scheme in quantized_layers(tensors).items():
