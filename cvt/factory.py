@@ -25,37 +25,18 @@ SEED = 0
 
 @overload
 def create_model(
-    model: str | CvTConfig | None = None,
-    *,
-    pretrained: bool = False,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[False] = False,
-    head: Literal["segment"],
-    **overrides: Any,
+    model: str | CvTConfig | None = None, *, features_only: Literal[True], **options: Any
+) -> CvTFeatures: ...
+
+
+@overload
+def create_model(
+    model: str | CvTConfig | None = None, *, head: Literal["segment"], **options: Any
 ) -> CvTSegmenter: ...
 
 
 @overload
-def create_model(
-    model: str | CvTConfig | None = None,
-    *,
-    pretrained: bool = False,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[False] = False,
-    **overrides: Any,
-) -> CvT: ...
-
-
-@overload
-def create_model(
-    model: str | CvTConfig | None = None,
-    *,
-    pretrained: bool = False,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[True],
-    out_indices: Sequence[int] | None = None,
-    **overrides: Any,
-) -> CvTFeatures: ...
+def create_model(model: str | CvTConfig | None = None, **options: Any) -> CvT: ...
 
 
 def create_model(

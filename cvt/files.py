@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 _PathLike = str | os.PathLike[str]
 
@@ -102,50 +101,6 @@ def _scratch_name(stem: str, suffix: str) -> str:
     if len(os.fsencode(name)) <= _LONGEST_NAME:
         return name
     return f".unfinished.{hashlib.sha256(os.fsencode(name)).hexdigest()}{suffix[:16]}"
-
-
-@contextmanager
-def writing(path: _PathLike) -> Iterator[BinaryIO]:
-    """Opens a file for what PyTorch writes in C++, where an exception from here would end the process.
-
-    So an exception, a full disk or a signal, waits until the block ends.
-    """
-    with open(path, "wb") as file:
-        patient = _Patient(file)
-        try:
-            yield cast(BinaryIO, patient)
-        finally:
-            if patient.error is not None:
-                raise patient.error
-
-
-class _Patient(io.RawIOBase):
-    """A file that remembers the first exception of a write, and ignores writes after it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: BaseException | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._try(self._file.write, data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._try(self._file.seek, offset, whence)
-
-    def _try(self, call: Callable[..., int], *arguments: Any) -> int:
-        if self.error is None:
-            try:
-                return call(*arguments)
-            except BaseException as error:
-                self.error = error
-        return 0
 
 
 def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | None = None) -> None:

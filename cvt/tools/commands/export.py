@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from cvt.extras import require
-from cvt.files import replacing, writing
+from cvt.files import replacing
 from cvt.model import CvT
 from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
@@ -192,8 +192,9 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
             node.metadata_props.clear()  # where in our source it comes from, at great length
         written.save(path, external_data=False)
     else:
-        with writing(path) as file:  # a name would have to end with .pt2
-            torch.export.save(program, file)
+        buffer = io.BytesIO()  # a name would have to end with .pt2
+        torch.export.save(program, buffer)
+        path.write_bytes(buffer.getbuffer())
 
 
 def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None) -> Tensor:

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from cvt.card import ModelCard
-from cvt.files import replacing, writing
+from cvt.files import replacing
 from cvt.huggingface import BEST
 from cvt.model import Block, CvT
 from cvt.reading import CheckpointError, load_pickle
@@ -420,8 +420,11 @@ def epoch_line(row: dict[str, float], epochs: int) -> str:
 
 def _write(content: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint atomically."""
-    with replacing(path) as scratch, writing(scratch) as file:
-        torch.save(content, file)
+    with replacing(path) as scratch:
+        try:
+            torch.save(content, scratch)
+        except RuntimeError as error:  # PyTorch's own writer does not say why
+            raise OSError(f"{path}: cannot be written to, perhaps the disk is full: {error}") from error
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
