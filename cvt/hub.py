@@ -63,7 +63,7 @@ def parse(text: str) -> HubModel | None:
     return HubModel(match["name"], match["revision"])
 
 
-class _Bar(tqdm):  # type: ignore[misc]
+class _Bar(tqdm):
     """A bar that is drawn on a terminal alone."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -238,8 +238,8 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
         sums = add_up(observer.forward, batches, observer.device, autocast=autocast, observe=observe)
     if not sums.images:
         raise ValueError("batches: got no images, expected at least one")
-    means = [part / sums.images for part in (sums.top1, sums.top5, sums.loss)]
-    return Evaluation(*means, confusion, *observer.cost())
+    top1, top5, loss = (part / sums.images for part in (sums.top1, sums.top5, sums.loss))
+    return Evaluation(top1, top5, loss, confusion, *observer.cost())
 
 
 @torch.inference_mode()

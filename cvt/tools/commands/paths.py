@@ -85,12 +85,13 @@ def check_outputs(arguments: argparse.Namespace, names: Mapping[str, Iterable[st
                 continue
             if (other := outputs.setdefault(_place(file), option)) != option:
                 raise ValueError(f"{option}: got {path!r} as {other}, expected another file")
-    existing = [place for place in outputs if isinstance(place, tuple)]
-    for argument, source in _of_kind(arguments, InputPath) if existing else ():
-        for file in _files_of(argument, source):
-            if (option := outputs.get(_place(file))) is not None:
+    is_any_there = any(isinstance(place, tuple) for place in outputs)
+    for argument, source in _of_kind(arguments, InputPath) if is_any_there else ():
+        for read in _files_of(argument, source):
+            if _place(read) in outputs:
                 raise ValueError(
-                    f"{option}: got {str(file)!r}, expected a file that is no part of {_option(argument)}"
+                    f"{outputs[_place(read)]}: got {str(read)!r}, expected a file that is no part of "
+                    f"{_option(argument)}"
                 )
 
 

@@ -24,6 +24,8 @@ _TOO_LARGE = (
 # Arguments that decide on how much memory is needed.
 _SIZES = ("image_size", "image_sizes", "batch_size", "batch_sizes", "workers", "jobs")
 
+_LONGEST = 400  # characters of an error of argparse, which lists all choices
+
 
 def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], int | None]) -> int:
     """Runs ``command``, which may return an exit code.
@@ -103,7 +105,7 @@ class Parser(argparse.ArgumentParser):
             from cvt_kernels.tables import printable_word
 
             message = printable_word(message)
-        super().error(message)
+        super().error(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…")
 
     def error_with_help(self, message: str) -> Any:
         """Prints the help, with a line per command, and the error, and exits with 2."""
@@ -147,8 +149,7 @@ def orderly() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if stderr is None:
             sys.stderr = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        if hasattr(stdout, "reconfigure"):
-            stdout.reconfigure(errors="backslashreplace")
+        _reconfigure(stdout, "backslashreplace")
         stack.enter_context(_ended_by_signals())
         try:
             yield
@@ -156,8 +157,13 @@ def orderly() -> Iterator[None]:
             _empty(sys.stdout)
             _empty(sys.stderr)
             sys.stderr = stderr
-            if hasattr(stdout, "reconfigure"):
-                stdout.reconfigure(errors=errors)
+            _reconfigure(stdout, errors)
+
+
+def _reconfigure(stream: Any, errors: str | None) -> None:
+    with contextlib.suppress(OSError):  # where stdout has become a pipe after Python began
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
 
 
 def _empty(stream: Any) -> None:

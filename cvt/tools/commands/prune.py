@@ -34,7 +34,7 @@ _ROUNDS = 10  # of the measurement of speed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    smaller.add_arguments(parser, "accuracy, size and speed before and after", calibrate=False)
+    smaller.add_shared_arguments(parser, "accuracy, size and speed before and after", calibrate=False)
     for option, what in (
         ("--mlp", "hidden units of every MLP"),
         ("--heads", "attention heads of every block"),
@@ -87,7 +87,10 @@ def _prune(arguments: argparse.Namespace) -> None:
         given = smaller.settings(arguments, loaded, device)
         report_json(given | {"held_out_images": held_out, "before": before, "after": after})
     heading = f"{arguments.output}: {arguments.checkpoint}, pruned by the "
-    heading += "magnitude of its weights" if batches is None else f"loss of {len(data[0].dataset)} images"
+    if data is None or batches is None:
+        heading += "magnitude of its weights"
+    else:
+        heading += f"loss of {len(data[0].dataset)} images"
     if data is not None:
         heading += f", measured on {held_out} held-out images of {arguments.calibrate}"
     if before["is_disturbed"] or after["is_disturbed"]:

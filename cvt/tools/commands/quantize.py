@@ -29,7 +29,7 @@ _ROUNDING = 1e-9  # of differences of fractions
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    smaller.add_arguments(parser, "accuracy, size and the error of every layer", calibrate=True)
+    smaller.add_shared_arguments(parser, "accuracy, size and the error of every layer", calibrate=True)
     parser.add_argument(
         "--scheme",
         choices=("dynamic", "static"),

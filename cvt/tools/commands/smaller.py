@@ -30,7 +30,7 @@ _SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
 
 
-def add_arguments(parser: argparse.ArgumentParser, report: str, *, calibrate: bool) -> None:
+def add_shared_arguments(parser: argparse.ArgumentParser, report: str, *, calibrate: bool) -> None:
     """Adds the arguments that both commands have; ``calibrate`` says whether they need images."""
     add(parser, *MODEL)
     add(parser, "--calibrate", required=calibrate)
