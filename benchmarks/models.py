@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from cvt.config import PRESETS, CvTConfig
-from cvt.factory import create_model, randomize
+from cvt.factory import SEED, create_model, randomize
 from cvt.tools.commands.bench.contenders import CONTENDERS
 from cvt.tools.commands.bench.contest import Contest, share_of_product
-from cvt.tools.commands.bench.models import Subject, build_subject, build_variant
+from cvt.tools.commands.bench.models import Subject, build_subject
 from cvt.tools.commands.pyramids import PYRAMIDS
+from cvt.tools.evaluation import cost
 from cvt.tools.weight_pruning import pruned_config
 from cvt_kernels import machine
 
@@ -70,6 +71,15 @@ MODELS = {
     ),
     "segmenter": _variant("cvt_13 with classes for pixels", head="segment", num_classes=150),
 }
+
+
+def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13", **overrides: Any) -> Subject:
+    """Builds a CvT with random weights that transformers does not have, such as one that drops tokens."""
+    ours = create_model(model, drop_path_rate=0.0, **overrides)
+    randomize(ours)
+    count = 2 * cost(ours.config, image_size).multiply_adds
+    is_judged = ours.config.token_keep == 1.0
+    return Subject(name, f"random weights (seed {SEED})", None, ours, image_size, count, is_judged)
 
 
 def _tiny() -> Subject:

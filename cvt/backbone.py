@@ -45,9 +45,6 @@ class CvtBackboneConfig(_mixins.BackboneConfigMixin, _transformers.CvtConfig):  
         out_indices: Their numbers from 0; None for the last stage.
         hidden_act: The activation of the MLPs, as transformers names it.
         **kwargs: Fields of ``transformers.CvtConfig``.
-
-    Raises:
-        ValueError: Another name or number, or the two differ.
     """
 
     model_type = "cvt_backbone"
@@ -144,10 +141,6 @@ def backbone_of(model: Stages, *, out_features: list[str] | None = None) -> CvtB
 
     Returns:
         A backbone on the same device, of the same dtype and in the same mode.
-
-    Raises:
-        TypeError: ``model`` is none of ours.
-        ValueError: Hugging Face's CvT cannot express its stages, or a name is not of a stage.
     """
     checks.check_kind("model", model, Stages)
     config = model.config

@@ -40,13 +40,7 @@ class ModelCard(NamedTuple):
 
     @classmethod
     def from_dict(cls, content: Any) -> ModelCard:
-        """Builds a card from what :meth:`to_dict` returned.
-
-        Raises:
-            TypeError: Not a mapping, or a value of the wrong type.
-            ValueError: A field is missing or unknown, a value is out of range, or there is not one name for
-                each class.
-        """
+        """Builds a card from what :meth:`to_dict` returned; TypeError or ValueError for anything else."""
         if not isinstance(content, Mapping):
             raise TypeError(f"card: got {shown(content)}, expected an object of fields")
         missing = [name for name in cls._fields if name not in content and name not in cls._field_defaults]
@@ -63,12 +57,7 @@ class ModelCard(NamedTuple):
 
 
 def check_names(field: str, names: Any, classes: int) -> None:
-    """Raises unless ``names`` is a list of one valid name per class.
-
-    Raises:
-        TypeError: Something else than a list of strings.
-        ValueError: Another number of names, or one that is too long or has half of a character.
-    """
+    """Raises unless ``names`` is a list of one text of moderate length per class."""
     if not isinstance(names, list):
         raise TypeError(f"got {field} {shown(names)}, expected a list of strings")
     if len(names) != classes:

@@ -33,7 +33,6 @@ from .huggingface import (
     INDEX,
     WEIGHTS,
     Preprocessing,
-    check_preprocessor,
     config_of_huggingface,
     from_huggingface,
     labels_of_huggingface,
@@ -178,11 +177,7 @@ class Checkpoint(NamedTuple):
         )
 
     def architecture(self) -> str | CvTConfig:
-        """Returns :attr:`config`, or else :attr:`preset`, or else what Hugging Face's ``config.json`` says.
-
-        Raises:
-            CheckpointError: The architecture is unknown, or no CvT that this package can build.
-        """
+        """Returns :attr:`config`, or else :attr:`preset`, or else what ``config.json`` says."""
         if self.config is not None:
             return self.config
         preset, hf_config = self.preset, self.hf_config
@@ -198,17 +193,11 @@ class Checkpoint(NamedTuple):
         return config
 
     def check(self) -> None:
-        """Checks that everything saved with the weights is valid and agrees with them.
-
-        Raises:
-            CheckpointError: It is not.
-        """
+        """Raises CheckpointError unless everything saved with the weights is valid and agrees with them."""
         with _naming(self.path):
             reason = why_damaged(self.tensors) or why_not_finite(self.tensors)
             if reason is not None:
                 raise CheckpointError(reason)
-            if self.hf_preprocessor is not None:
-                check_preprocessor(self.hf_preprocessor)
             if self.hf_config is not None and self.num_classes is not None:
                 labels_of_huggingface(self.hf_config, self.num_classes)
             if self.config is not None:
@@ -233,11 +222,6 @@ class Checkpoint(NamedTuple):
             model: A configuration; or the name of a model of the paper, whose choices are overridden by
                 the ones saved with the weights; or None for :meth:`architecture`.
             **overrides: Fields of :class:`CvTConfig` to change.
-
-        Raises:
-            TypeError: An override that is not a field, or of the wrong type.
-            ValueError: A wrong name or value.
-            CheckpointError: ``model`` is None, and these are not the weights of a CvT.
         """
         if isinstance(model, CvTConfig):
             return resolve_config(model, **overrides)
@@ -269,12 +253,7 @@ def warn_of_activation(checkpoint: Checkpoint) -> None:
 def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Module:
     """Builds a model for a checkpoint; checks that the weights fit before it allocates memory.
 
-    Args:
-        checkpoint: The weights, which are not loaded. The model gets quantized layers where they have some.
-        build: Builds the ``CvT``, ``CvTFeatures`` or ``CvTSegmenter``.
-
-    Raises:
-        CheckpointError: They do not fit.
+    They are not loaded. The model gets quantized layers where the weights have some.
     """
     try:
         with torch.device("meta"):
@@ -356,11 +335,7 @@ def read_checkpoint(path: _PathLike | Checkpoint, **download: Any) -> Checkpoint
 
 
 def local_place(given: _PathLike) -> Path | hub.HubModel:
-    """Returns the path that a user means, which need not exist, or the model of the Hub.
-
-    Raises:
-        ValueError: ``hf-hub:`` is followed by anything else than ``owner/name``.
-    """
+    """Returns the path that a user means, which need not exist, or the model of the Hub."""
     path = Path(given)
     model = hub.parse(given) if isinstance(given, str) else None
     if path.exists():

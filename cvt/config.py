@@ -250,12 +250,7 @@ class CvTConfig:
 
     @classmethod
     def from_dict(cls, content: Any) -> CvTConfig:
-        """Builds a configuration from ``dataclasses.asdict`` of one.
-
-        Raises:
-            TypeError: Not a mapping, or a value of the wrong type.
-            ValueError: An unknown field, or a value out of range.
-        """
+        """Builds a configuration from ``dataclasses.asdict`` of one."""
         if not isinstance(content, Mapping):
             raise TypeError(f"config: got {shown(content)}, expected an object of fields")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -449,12 +444,7 @@ def default_image_size(model: str | CvTConfig) -> int:
 
 
 def resolve_config(model: str | CvTConfig, **overrides: Any) -> CvTConfig:
-    """Returns the preset of that name, or the given configuration, with some fields replaced.
-
-    Raises:
-        TypeError: An override that is not a field, or of the wrong type.
-        ValueError: An unknown name, or an override out of range.
-    """
+    """Returns the preset of that name, or the given configuration, with some fields replaced."""
     if isinstance(model, str):
         if model not in PRESETS:
             raise ValueError(f"model: got {model!r}, expected one of {', '.join(PRESETS)}")

@@ -11,17 +11,9 @@ _ON_PYPI = {"sklearn": "scikit-learn"}
 
 
 def require(module: str, extra: str) -> Any:
-    """Imports a module of an optional package.
+    """Imports a module such as ``"sklearn.datasets"`` of a package that an extra of this project installs.
 
-    Args:
-        module: Its name, such as ``"sklearn.datasets"``.
-        extra: The extra of this project that installs it.
-
-    Returns:
-        The module.
-
-    Raises:
-        ModuleNotFoundError: It is not installed; the message says what installs it.
+    Where it is not installed, ModuleNotFoundError says what installs it.
     """
     try:
         return importlib.import_module(module)
@@ -36,12 +28,7 @@ def require(module: str, extra: str) -> Any:
 
 
 def folder_of(module: str, extra: str) -> Path:
-    """Returns the folder of an optional package, for the files in it; the package is not imported.
-
-    Args:
-        module: The name of the package, such as ``"sklearn"``.
-        extra: As of :func:`require`, whose error it raises.
-    """
+    """Returns the folder of an optional package, for the files in it; the package is not imported."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return Path(require(module, extra).__file__).parent

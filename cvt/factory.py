@@ -25,37 +25,18 @@ SEED = 0
 
 @overload
 def create_model(
-    model: str | CvTConfig | None = None,
-    *,
-    pretrained: bool = False,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[False] = False,
-    head: Literal["segment"],
-    **overrides: Any,
+    model: str | CvTConfig | None = None, *, features_only: Literal[True], **options: Any
+) -> CvTFeatures: ...
+
+
+@overload
+def create_model(
+    model: str | CvTConfig | None = None, *, head: Literal["segment"], **options: Any
 ) -> CvTSegmenter: ...
 
 
 @overload
-def create_model(
-    model: str | CvTConfig | None = None,
-    *,
-    pretrained: bool = False,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[False] = False,
-    **overrides: Any,
-) -> CvT: ...
-
-
-@overload
-def create_model(
-    model: str | CvTConfig | None = None,
-    *,
-    pretrained: bool = False,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    features_only: Literal[True],
-    out_indices: Sequence[int] | None = None,
-    **overrides: Any,
-) -> CvTFeatures: ...
+def create_model(model: str | CvTConfig | None = None, **options: Any) -> CvT: ...
 
 
 def create_model(
@@ -137,9 +118,6 @@ def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # 
     Args:
         filter: A pattern of the names, with wildcards, such as ``"cvt_2*"``; empty for all.
         pretrained: Only models with published weights.
-
-    Raises:
-        TypeError: An argument of the wrong type.
     """
     checks.check_kind("filter", filter, str)
     checks.check_flag("pretrained", pretrained)
@@ -152,10 +130,6 @@ def randomize(model: nn.Module, seed: int = SEED) -> None:
 
     A freshly initialized model has biases of 0, norms of 1 and logits that hardly depend on the image, which
     would hide errors.
-
-    Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: A seed below 0 or above 2⁶³ − 1.
     """
     checks.check_kind("model", model, nn.Module)
     checks.check_int("seed", seed, 0, MOST_SEED)

@@ -1,29 +1,26 @@
 """Atomic writes: a file is written completely or not at all, even if the process or the machine dies.
 
-A symbolic link is followed: its target is replaced, and the link stays. A device, a pipe or an open file,
-such as ``/dev/stdout``, is written to at the end.
+A symbolic link is followed: its target is replaced, and the link stays. A device or a pipe, such as
+``/dev/stdout``, is written to at the end.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import os
 import shutil
-import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 _PathLike = str | os.PathLike[str]
 
 # A disk, a quota or a limit of this process is full.
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-_MOST_LINKS = 40  # that Linux follows
 _LONGEST_NAME = 143  # bytes that every file system takes; most take 255
 
 
@@ -45,11 +42,7 @@ def making(directory: _PathLike) -> Iterator[None]:
 def filling(directory: _PathLike) -> Iterator[Path]:
     """Yields an empty folder; its files replace those in ``directory`` when the block ends without an error.
 
-    Args:
-        directory: Must exist.
-
-    Raises:
-        OSError: Nothing can be written there; before the block starts.
+    The directory must exist. OSError is raised before the block starts where nothing can be written there.
     """
     try:
         scratch = tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished.")
@@ -67,7 +60,7 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     """Yields a temporary path to write to; the file replaces ``path`` when the block ends without an error.
 
     The temporary file is always the same one beside ``path``: the next writer overwrites a killed one's.
-    A device, a pipe or an open file gets the content of a temporary file at the end.
+    A device or a pipe gets the content of a temporary file at the end.
 
     Raises:
         OSError: It cannot be written; before the block starts, or where a disk is full, which names ``path``.
@@ -75,15 +68,16 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, expected a file")
-    if _is_written_to(path):
-        if (reason := _why_not_written_to(path)) is not None:
-            raise OSError(f"{path}: {reason}")
-        with tempfile.TemporaryDirectory() as folder:
+    if path.exists() and not path.is_file():
+        with tempfile.TemporaryDirectory() as folder, _naming(path, Path(folder)):
             content = Path(folder, f"content{path.suffix}")
             content.touch()
-            with _naming(path, content):
-                yield content
-                _pour(content, path)
+            yield content
+            try:
+                with open(content, "rb") as source, open(path, "wb") as file:
+                    shutil.copyfileobj(source, file)
+            except OSError as error:
+                raise _UnwritableError(path, error) from error
         return
     place = Path(os.path.realpath(path))
     if place.is_symlink():
@@ -109,50 +103,6 @@ def _scratch_name(stem: str, suffix: str) -> str:
     return f".unfinished.{hashlib.sha256(os.fsencode(name)).hexdigest()}{suffix[:16]}"
 
 
-@contextmanager
-def writing(path: _PathLike) -> Iterator[BinaryIO]:
-    """Opens a file for what PyTorch writes in C++, where an exception from here would end the process.
-
-    So an exception, a full disk or a signal, waits until the block ends.
-    """
-    with open(path, "wb") as file:
-        patient = _Patient(file)
-        try:
-            yield cast(BinaryIO, patient)
-        finally:
-            if patient.error is not None:
-                raise patient.error
-
-
-class _Patient(io.RawIOBase):
-    """A file that remembers the first exception of a write, and ignores writes after it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: BaseException | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._try(self._file.write, data)
-        return len(data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._try(self._file.seek, offset, whence)
-
-    def _try(self, call: Callable[..., int], *arguments: Any) -> int:
-        if self.error is None:
-            try:
-                return call(*arguments)
-            except BaseException as error:
-                self.error = error
-        return 0
-
-
 def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | None = None) -> None:
     """Writes an object as strict JSON: NaN and infinity raise ``ValueError``."""
     text = json.dumps(content, indent=indent, allow_nan=False)
@@ -164,19 +114,16 @@ def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | Non
 
 
 def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
-    """Checks that ``path`` can be written, or files in it if it is a directory; creates nothing.
+    """Raises OSError, which begins with ``option``, where a file or files in a folder cannot be written.
 
-    Missing parents are allowed above a directory, not above a file.
-
-    Raises:
-        OSError: None can; the message begins with ``option``.
+    Nothing is created. Missing parents are allowed above a directory, not above a file.
     """
     path = Path(path).absolute()
     if not directory and path.is_dir():
         raise OSError(f"{option}: {path} is a directory, expected a file")
-    if not directory and _is_written_to(path):
-        if (reason := _why_not_written_to(path)) is not None:
-            raise OSError(f"{option}: {path} {reason}")
+    if not directory and path.exists() and not path.is_file():
+        if not os.access(path, os.W_OK):
+            raise OSError(f"{option}: {path} cannot be written to: permission denied")
         return
     if path.is_symlink() and not path.exists() and (directory or Path(os.path.realpath(path)).is_symlink()):
         raise OSError(f"{option}: {path} is a link that leads nowhere")
@@ -185,45 +132,6 @@ def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise OSError(f"{option}: {path} cannot be written: {folder} is no directory that takes files")
-
-
-# What is not replaced -------------------------------------------------------------------------------------
-
-
-def _is_written_to(path: Path) -> bool:
-    return _descriptor(path) is not None or (path.exists() and not path.is_file())
-
-
-def _why_not_written_to(path: Path) -> str | None:
-    """Returns why a device, a pipe or an open file cannot be written to, or None."""
-    if _descriptor(path) is None and stat.S_ISSOCK(path.stat().st_mode):
-        return "is a socket, expected a file"
-    if not path.exists():
-        return "is no open file"
-    return None if os.access(path, os.W_OK) else "cannot be written to: permission denied"
-
-
-def _descriptor(path: Path) -> int | None:
-    """Returns the number of the open file that a path such as ``/dev/stdout`` means; None for others."""
-    for _ in range(_MOST_LINKS):
-        folder = os.path.realpath(path.parent)
-        is_ours = folder.startswith(f"/proc/{os.getpid()}/") and folder.endswith("/fd")
-        if path.name.isdecimal() and (is_ours or folder == "/dev/fd"):
-            return int(path.name)
-        if not path.is_symlink():
-            return None
-        path = Path(folder, os.readlink(path))
-    return None
-
-
-def _pour(source: Path, target: Path) -> None:
-    """Writes the content of a file to what is not replaced, to an open file from where it stands."""
-    number = _descriptor(target)
-    try:
-        with open(source, "rb") as content, open(target if number is None else os.dup(number), "wb") as file:
-            shutil.copyfileobj(content, file)
-    except OSError as error:
-        raise _UnwritableError(target, error) from error
 
 
 # Errors, and what replaces --------------------------------------------------------------------------------
@@ -256,8 +164,6 @@ def _move(source: Path, target: Path) -> None:
     with open(source, "r+b") as file:
         os.fsync(file.fileno())
     os.replace(source, target)
-    if os.name == "nt":  # Windows opens no folders
-        return
     folder = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -26,7 +26,6 @@ from .card import check_names
 from .config import (
     LARGEST_IMAGE,
     CvTConfig,
-    as_number,
     check_images,
     default_image_size,
     preset_of,
@@ -84,17 +83,6 @@ CROP_FRACTION = 0.875
 UNCROPPED_SIZE = 384
 _NORMALIZATION = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
 _BICUBIC = 3
-# The fields of a preprocessor_config.json: type, smallest value, and what they must be below. Sizes are of
-# many forms, which are tried.
-_PREPROCESSOR = {
-    **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize"), (bool, 0, 2)),
-    "resample": (int, 0, 6),
-    "rescale_factor": (float, 0, math.inf),
-    "crop_pct": (float, 0, math.nextafter(1, 2)),
-    "image_mean": (float, -1000, 1000),
-    "image_std": (float, math.ulp(0), 1000),
-}
-_PER_CHANNEL = ("image_mean", "image_std")
 
 
 class Preprocessing(NamedTuple):
@@ -199,11 +187,7 @@ def write_model(
 
 
 def shards(index: Path) -> list[str]:
-    """Returns the names of the files that an index of weights lists, which lie beside it.
-
-    Raises:
-        CheckpointError: It is no such index, or names files elsewhere.
-    """
+    """Returns the names of the files that an index of weights lists, which lie beside it."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: has no weight_map")
@@ -255,15 +239,7 @@ def architecture(config: CvTConfig) -> dict[str, Any]:
 
 
 def config_of_huggingface(content: Mapping[str, Any], **changes: Any) -> CvTConfig:
-    """Returns the :class:`CvTConfig` that Hugging Face's fields of a ``config.json`` describe.
-
-    Args:
-        content: The file's.
-        **changes: Fields of :class:`CvTConfig` that it does not have.
-
-    Raises:
-        CheckpointError: It describes no CvT that this package can build.
-    """
+    """Returns what Hugging Face's fields of a ``config.json`` describe, with changes of other fields."""
     if (kind := content.get("model_type")) != "cvt":  # the fields of others may have the same names
         raise CheckpointError(f"is a model of type {shown(kind)}, expected 'cvt'")
     fields = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
@@ -283,9 +259,6 @@ def own_config(content: Mapping[str, Any] | None) -> CvTConfig | None:
     """Returns the whole :class:`CvTConfig` that a ``config.json`` holds, or None.
 
     What transformers has written again holds for what it ran, which is in its own fields.
-
-    Raises:
-        CheckpointError: It is of another version of this package.
     """
     if content is None or OWN_CONFIG not in content or "transformers_version" in content:
         return None
@@ -310,11 +283,7 @@ def why_another_architecture(content: Mapping[str, Any], config: CvTConfig) -> s
 
 
 def labels_of_huggingface(content: Mapping[str, Any], classes: int) -> list[str] | None:
-    """Returns the class names of a ``config.json``, or None if it does not have one for each class.
-
-    Raises:
-        CheckpointError: They are no names.
-    """
+    """Returns the class names of a ``config.json``, or None if it does not have one for each class."""
     id2label = content.get("id2label")
     if not isinstance(id2label, dict) or len(id2label) != classes:
         return None
@@ -376,18 +345,6 @@ def _why_quantized(model: nn.Module) -> str | None:
 
 
 # preprocessor_config.json ---------------------------------------------------------------------------------
-
-
-def check_preprocessor(content: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a field of a ``preprocessor_config.json`` that cannot be what it is."""
-    for name, limits in _PREPROCESSOR.items():
-        value = content.get(name)
-        numbers = value if isinstance(value, list) and name in _PER_CHANNEL else [value]
-        try:
-            for number in numbers if value is not None else ():
-                as_number(name, number, *limits)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"preprocessor_config.json: {error}") from error
 
 
 def preprocessing_of_huggingface(content: Mapping[str, Any]) -> Preprocessing:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +25,7 @@ from .huggingface import CROP_FRACTION, IMAGENET_MEAN, IMAGENET_STD, UNCROPPED_S
 #: starts other programs for some formats, as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 
-_WHOLE = 2**24  # pixels; of an image that would have more after resizing, the crop alone is resized
-_MOST = 2**27  # pixels of what Pillow makes on the way, when it has changed the width alone: half a gibibyte
+_MOST = 2**27  # pixels of a resized image, whose crop is taken: half a gibibyte
 _LONGEST = 2**20  # pixels of a side; Pillow's filters take 32 bytes for each, and some places are of 24 bits
 _EXIF_ORIENTATION = 0x0112
 #: EXIF orientation → what turns the stored picture upright.
@@ -65,13 +62,7 @@ def naming_image(name: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_image(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Yields what Pillow's ``Image.open`` returns; nothing else in this project calls it.
-
-    Raises:
-        ImageError: The image has more pixels than Pillow opens, or is longer than any that can be resized.
-        UnidentifiedImageError: The file has none of :data:`FORMATS`.
-        Exception: Whatever else Pillow raises.
-    """
+    """Yields what Pillow's ``Image.open`` returns; nothing else in this project calls it."""
     try:
         file = Image.open(path, formats=_formats())
     except Image.DecompressionBombError:
@@ -157,8 +148,8 @@ def preprocess(
 
     Raises:
         TypeError: A size or a fraction of the wrong type.
-        ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop, or so
-            long that to resize the whole would take more than half a gibibyte.
+        ValueError: One out of range; or an :class:`ImageError`: the image is smaller than the crop, or would
+            take more than half a gibibyte after resizing.
     """
     check_images(image_size, crop_fraction)
     width, height = image.size
@@ -167,37 +158,16 @@ def preprocess(
     if crop_fraction is None:
         crop_fraction = CROP_FRACTION if image_size < UNCROPPED_SIZE else 1.0
     if crop_fraction == 1.0:
-        if image_size * height > max(_MOST, image_size**2):
-            raise ImageError(
-                f"is {width}×{height} pixels, too long to be resized to {image_size}×{image_size}"
-            )
-        image = image.resize((image_size, image_size), Image.Resampling.BICUBIC)
+        resized = [image_size, image_size]
     else:
-        image = _central(image, int(image_size / crop_fraction), image_size)
+        shorter = int(image_size / crop_fraction)
+        resized = [int(shorter * side / min(image.size)) for side in image.size]
+    if resized[0] * max(height, resized[1]) > max(_MOST, image_size**2):  # the width changes first
+        raise ImageError(f"is {width}×{height} pixels, too long to be resized to {resized[0]}×{resized[1]}")
+    image = image.resize((resized[0], resized[1]), Image.Resampling.BICUBIC)
+    left, top = (round((side - image_size) / 2) for side in resized)
+    image = image.crop((left, top, left + image_size, top + image_size))
     return normalize(to_tensor(image) / 255)
-
-
-def _central(image: Image.Image, shorter: int, size: int) -> Image.Image:
-    """Returns the central square of an image whose shorter side was resized to so many pixels.
-
-    Of a very long image the square alone is resized. Its pixels are the same to rounding, a level of 255.
-    """
-    resized = [int(shorter * side / min(image.size)) for side in image.size]
-    starts = [round((side - size) / 2) for side in resized]
-    if math.prod(resized) <= _WHOLE:
-        left, top = starts
-        whole = image.resize((resized[0], resized[1]), Image.Resampling.BICUBIC)
-        return whole.crop((left, top, left + size, top + size))
-    scale_x, scale_y = (side / new for side, new in zip(image.size, resized, strict=True))
-    box = starts[0] * scale_x, starts[1] * scale_y, (starts[0] + size) * scale_x, (starts[1] + size) * scale_y
-    # Cut out before, with all that the filter reaches: Pillow has too few digits for places in a long image.
-    x, y = 2 * max(scale_x, 1) + 1, 2 * max(scale_y, 1) + 1
-    left, top = max(math.floor(box[0] - x), 0), max(math.floor(box[1] - y), 0)
-    part = image.crop(
-        (left, top, min(math.ceil(box[2] + x), image.width), min(math.ceil(box[3] + y), image.height))
-    )
-    box = box[0] - left, box[1] - top, box[2] - left, box[3] - top
-    return part.resize((size, size), Image.Resampling.BICUBIC, box=box)
 
 
 def normalize(pixels: Tensor) -> Tensor:
@@ -252,18 +222,20 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
     is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8-sig")
-        content = json.loads(text, object_pairs_hook=_Pairs) if is_json else text.splitlines()
+        content = json.loads(text, object_pairs_hook=_object) if is_json else text.splitlines()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"labels: {path} is not {'JSON' if is_json else 'UTF-8 text'}: {error}") from error
-    if isinstance(content, _Pairs):
-        keys, expected = Counter(key for key, _ in content), Counter(map(str, range(count)))
-        missing, others = (first_of([*map(repr, rest)]) for rest in (expected - keys, keys - expected))
+    if isinstance(content, dict):
+        keys, expected = set(content), set(map(str, range(count)))
         if keys != expected:
+            missing, others = (
+                first_of(sorted(map(repr, rest))) for rest in (expected - keys, keys - expected)
+            )
             raise ValueError(
                 f"labels: {path} has other keys than 0 to {count - 1}, each once: missing are {missing}, "
                 f"not expected {others}"
             )
-        content = [name for _, name in sorted(content, key=lambda pair: int(pair[0]))]
+        content = [content[str(i)] for i in range(count)]
     if not isinstance(content, list) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"labels: {path} has no list of names and no object of index: name")
     if len(content) != count:
@@ -272,8 +244,12 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
     return content
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """An object of JSON, with every key that stands in it, even twice."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; raises ValueError for a key that stands in it twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return content
 
 
 def first_of(texts: Sequence[str], separator: str = ", ") -> str:
@@ -283,10 +259,6 @@ def first_of(texts: Sequence[str], separator: str = ", ") -> str:
 
 
 def sample_photos() -> list[Path]:
-    """Returns the paths of the two photographs that come with scikit-learn.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
-    """
+    """Returns the paths of the two photographs that come with scikit-learn."""
     folder = folder_of("sklearn", "bench") / "datasets" / "images"
     return [folder / "china.jpg", folder / "flower.jpg"]

@@ -310,12 +310,7 @@ class FeatureInfo(list[dict[str, Any]]):
 
 
 class Stages(nn.Module):
-    """The base class of all models: the stages ``stage0``, ``stage1``, …, the first ``count`` or all.
-
-    Raises:
-        TypeError: No configuration.
-        ValueError: The configuration is for another ``head``.
-    """
+    """The base class of all models: the stages ``stage0``, ``stage1``, …, the first ``count`` or all."""
 
     def __init__(self, config: CvTConfig, *, head: Head | None = None, count: int | None = None):
         check_kind("config", config, CvTConfig)
@@ -344,10 +339,6 @@ class Stages(nn.Module):
         Args:
             token_keep: As in :class:`CvTConfig`.
             bounds: ``token_keep_bounds``; None keeps the present ones.
-
-        Raises:
-            TypeError: A value that is neither a number nor ``"entropy"``.
-            ValueError: A value out of range.
         """
         bounds = self.config.token_keep_bounds if bounds is None else bounds
         config = dataclasses.replace(self.config, token_keep=cast(Any, token_keep), token_keep_bounds=bounds)
@@ -472,10 +463,6 @@ class CvT(Stages, PretrainedModel):
         Args:
             num_classes: Outputs of the new head; 0 for none.
             pool: ``"cls"`` or ``"avg"``; None keeps the present one.
-
-        Raises:
-            TypeError: ``num_classes`` is not an integer.
-            ValueError: A value out of range.
         """
         pool = self.config.pool if pool is None else pool
         self.config = dataclasses.replace(self.config, num_classes=num_classes, pool=pool)
@@ -512,9 +499,6 @@ class CvT(Stages, PretrainedModel):
 
         Returns:
             The tokens of ``forward_features`` and a list of maps, or the list.
-
-        Raises:
-            ValueError: An index out of range, or another format.
         """
         stages = self._built_stages()
         count = len(stages)
@@ -577,10 +561,6 @@ class CvTFeatures(Stages):
 
     Attributes:
         feature_info: Channels and reduction of each returned map, as in timm.
-
-    Raises:
-        TypeError: No configuration, or ``out_indices`` is no tuple or list of integers.
-        ValueError: An index is out of range, or there is none.
     """
 
     def __init__(self, config: CvTConfig, out_indices: Sequence[int] | None = None):

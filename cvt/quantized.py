@@ -30,28 +30,24 @@ def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
     """Returns what is wrong with the quantized layers of a checkpoint, or None."""
+    tiny = torch.finfo(torch.float32).tiny
     for layer in quantized_layers(tensors):
-        weight, scale = tensors[layer + _WEIGHT], tensors.get(layer + _WEIGHT_SCALE)
-        name, reason = layer + _WEIGHT, _why_no_weight(weight)
-        if reason is None and scale is None:
-            reason = f"is of {dtype_name(weight.dtype)}, but there is no {layer}{_WEIGHT_SCALE}"
-        if reason is None and scale is not None:
-            name, reason = layer + _WEIGHT_SCALE, _why_no_scale(scale, weight.shape[:1], least=0.0)
-        if reason is None and layer + _INPUT_SCALE in tensors:
-            name, least = layer + _INPUT_SCALE, torch.finfo(torch.float32).tiny
-            reason = _why_no_scale(tensors[name], torch.Size(), least)
-        if reason is not None:
-            return f"{name}: {reason}"
+        weight, dtype = tensors[layer + _WEIGHT], dtype_name(tensors[layer + _WEIGHT].dtype)
+        if weight.dtype not in LIMITS or weight.ndim < 2 or not is_plain(weight):
+            got = f"got shape {tuple(weight.shape)} of {dtype}, {weight.layout}"
+            kinds = " or ".join(map(dtype_name, LIMITS))
+            return f"{layer}{_WEIGHT}: {got}, expected (outputs, inputs) of {kinds}"
+        if layer + _WEIGHT_SCALE not in tensors:
+            return f"{layer}{_WEIGHT}: is of {dtype}, but there is no {layer}{_WEIGHT_SCALE}"
+        limit = LIMITS[weight.dtype]
+        if not (weight.float().abs() <= limit).all():
+            return f"{layer}{_WEIGHT}: has a number that is not from -{limit:g} to {limit:g}"
+        scales = ((_WEIGHT_SCALE, weight.shape[:1], 0.0), (_INPUT_SCALE, torch.Size(), tiny))
+        for name, shape, least in scales:
+            each = tensors.get(layer + name)
+            if each is not None and (reason := _why_no_scale(each, shape, least)) is not None:
+                return f"{layer}{name}: {reason}"
     return None
-
-
-def _why_no_weight(weight: Tensor) -> str | None:
-    if weight.dtype not in LIMITS:
-        return f"got dtype {dtype_name(weight.dtype)}, expected {' or '.join(map(dtype_name, LIMITS))}"
-    if weight.ndim < 2 or not is_plain(weight):
-        return f"got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
-    limit = LIMITS[weight.dtype]
-    return None if _is_within(weight, limit) else f"has a number that is not from -{limit:g} to {limit:g}"
 
 
 def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
@@ -63,23 +59,11 @@ def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
     return None
 
 
-def _is_within(weight: Tensor, limit: float) -> bool:
-    if weight.dtype == torch.int8:
-        return not weight.numel() or weight.min().item() >= -limit
-    return bool((weight.float().abs() <= limit).all())
-
-
 def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Replaces the layers that are quantized in a checkpoint by quantized ones, still without weights.
 
-    Layers that the model does not have at all are passed over.
-
-    Args:
-        model: A ``CvT`` or ``CvTFeatures`` whose layers are in floating point.
-        tensors: The weights.
-
-    Raises:
-        ValueError: Such a layer is neither a linear layer nor the embedding of a stage.
+    Layers that the model does not have at all are passed over; one that is neither a linear layer nor the
+    embedding of a stage raises ValueError.
     """
     modules = dict(model.named_modules())
     for layer, scheme in quantized_layers(tensors).items():

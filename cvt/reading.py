@@ -48,11 +48,7 @@ class CheckpointError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads an object of JSON.
-
-    Raises:
-        CheckpointError: There is none, or the file has more than :data:`MOST_JSON` bytes.
-    """
+    """Reads an object of JSON, of at most :data:`MOST_JSON` bytes."""
     _check_regular(path)
     try:
         if (size := path.stat().st_size) > MOST_JSON:
@@ -70,11 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads the tensors and the metadata of a file of safetensors.
-
-    Raises:
-        CheckpointError: The file is damaged or of another format, or has too many tensors.
-    """
+    """Reads the tensors and the metadata of a file of safetensors."""
     _check_regular(path)
     try:
         with safe_open(path, "pt") as file:
@@ -87,11 +79,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_pickle(path: Path) -> Any:
-    """Reads what ``torch.save`` wrote, onto the CPU, without running code from it.
-
-    Raises:
-        CheckpointError: The file is damaged, or holds pickled code, or would take more memory than its size.
-    """
+    """Reads what ``torch.save`` wrote, onto the CPU, without running code from it."""
     _check_regular(path)
     with open(path, "rb") as file:
         start = file.read(16)

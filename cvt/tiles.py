@@ -98,18 +98,9 @@ class Tiles(NamedTuple):
         return Counter((bottom - top, right - left) for top, bottom in rows for left, right in columns)
 
     def strips(self, model: Model, images: Tensor) -> Iterator[Tensor]:
-        """Yields the logits of images from top to bottom, a row of tiles at a time, on their device.
+        """Yields the logits (B, K, h, W) of rows of tiles from top to bottom, float32 on the images' device.
 
-        Args:
-            model: As of :func:`segment_in_tiles`.
-            images: (B, C, H, W).
-
-        Yields:
-            (B, K, h, W) float32; all h together are H.
-
-        Raises:
-            TypeError: The model returns no logits.
-            ValueError: It returns another shape.
+        The model and the images (B, C, H, W) are as of :func:`segment_in_tiles`; all h together are H.
         """
         height, width = images.shape[2:]
         rows, columns = (_spans(size, self.tile, self.overlap) for size in (height, width))

@@ -71,6 +71,8 @@ def serving(root: Path) -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             hub.requests.append(f"{self.command} {self.path}")
+            if self.path.startswith("/api/models/"):
+                return self.describe(*unquote(self.path.partition("?")[0]).split("/")[3:7])
             if "/resolve/" not in self.path:
                 return self.answer(404)
             owner, model, _, revision, file = unquote(self.path).lstrip("/").split("/", 4)
@@ -86,6 +88,22 @@ def serving(root: Path) -> Iterator[Hub]:
             if not path.is_file():
                 return self.answer(404, error="EntryNotFound", commit=commit)
             return self.answer(200, path.read_bytes(), commit=commit)
+
+        def describe(self, owner: str, model: str, what: str, revision: str) -> None:
+            """Answers what a revision is, or which files it has."""
+            folder = root / owner / model
+            if not folder.is_dir():
+                return self.answer(404, error="RepoNotFound")
+            commit = hub.commit(f"{owner}/{model}")
+            if revision not in ("main", "v1", commit):
+                return self.answer(404, error="RevisionNotFound")
+            files = [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
+                for path in sorted(folder.iterdir())
+            ]
+            names = [{"rfilename": file["path"]} for file in files]
+            described = {"id": f"{owner}/{model}", "sha": commit, "siblings": names}
+            return self.answer_json(files if what == "tree" else described)
 
         def do_POST(self) -> None:
             hub.requests.append(f"{self.command} {self.path}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import stat
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from cvt_kernels.caller import stacklevel_of_caller
 
 SPLITS = ("train", "val")
 DIGITS = "digits"
-_NO_FILE = "is no file"  # a pipe or a device
 _HELD_OUT = 5  # of so many images one, where a data set does not say which
 
 Corrupt = Literal["error", "skip"]
@@ -285,27 +283,24 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
         )
-    if (reason := _why_of_the_system(folder)) is not None:
-        raise ImageError(f"data: {folder} {reason}")
     classes: list[str] = []
     images: list[Path] = []
     labels: list[int] = []
     unusable: list[str] = []
-    for path, kind in _entries(folder):
-        if kind == "folder" and path.name[0] != ".":
+    for path in sorted(folder.glob("[!.]*")):
+        if path.is_dir():
             files, reasons = list_files(path)
+            if not files and not reasons:
+                raise ValueError(f"data: {path} has no images")
             labels += [len(classes)] * len(files)
             images += files
             unusable += reasons
             classes.append(path.name)
-        elif kind not in ("folder", "file", _NO_FILE):
-            unusable.append(f"{path} {kind}")
+        elif not path.exists():
+            unusable.append(f"{path} links to nothing")
         elif Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
             unusable.append(f"{path} is in no class folder")
     report_unusable(folder, unusable, corrupt)
-    empty = sorted(set(range(len(classes))) - set(labels))
-    if empty:
-        raise ValueError(f"data: {folder / classes[empty[0]]} has no images")
     if len(classes) < 2:
         raise ValueError(f"data: {folder} has {len(classes)} class folders, expected at least two")
     return images, labels, classes
@@ -314,62 +309,30 @@ def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], lis
 def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
     """Lists the files of a folder and its subfolders, sorted by name, without hidden ones; follows links.
 
-    Args:
-        folder: Where to look.
-        deep: False counts subfolders as unusable.
-
-    Returns:
-        The files, and a sentence about each unusable entry.
+    Also returns a sentence about each entry of no use, as which subfolders count without ``deep``.
     """
     files: list[Path] = []
     unusable: list[str] = []
-    listed: set[Path] = set()  # links may lead there again, or round and round
+    entered: set[str] = set()  # links may lead there again, or round and round
 
-    def visit(place: Path) -> None:
-        listed.add(place.resolve())
-        if (reason := _why_of_the_system(place)) is not None:
-            unusable.append(f"{place} {reason}")
-            return
-        try:
-            entries = _entries(place)
-        except OSError as error:
-            unusable.append(f"{place} cannot be listed: {error.strerror}")
-            return
-        for path, kind in entries:
-            if kind == "file":
+    def refused(error: OSError) -> None:
+        unusable.append(f"{error.filename} cannot be listed: {error.strerror}")
+
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=refused):
+        folders[:] = [name for name in folders if name[0] != "."]
+        if not deep:
+            unusable += [f"{Path(place, name)} is a folder" for name in folders]
+        if not deep or os.path.realpath(place) in entered:
+            folders.clear()
+        if os.path.realpath(place) in entered:
+            continue
+        entered.add(os.path.realpath(place))
+        for path in (Path(place, name) for name in names if name[0] != "."):
+            if path.is_file():
                 files.append(path)
-            elif kind != "folder":
-                unusable.append(f"{path} {kind}")
-            elif deep and path.resolve() not in listed:
-                visit(path)
-            elif not deep and path.name[0] != ".":
-                unusable.append(f"{path} is a folder")
-
-    visit(folder)
+            else:  # a pipe or a device, which nobody should wait for
+                unusable.append(f"{path} {'is no file' if path.exists() else 'links to nothing'}")
     return sorted(files), sorted(unusable)
-
-
-def _why_of_the_system(folder: Path) -> str | None:
-    """Says that a folder belongs to the kernel, whose files may be endless, or returns None."""
-    place = Path(os.path.realpath(folder))
-    is_made_up = any(place.is_relative_to(root) for root in ("/proc", "/sys", "/dev"))
-    return "belongs to the system, expected a folder of images" if is_made_up else None
-
-
-def _entries(folder: Path) -> list[tuple[Path, str]]:
-    """Lists the entries of a folder, except hidden ones, with ``"file"``, ``"folder"`` or what is wrong."""
-    found = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            try:
-                mode = entry.stat().st_mode
-                kind = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else _NO_FILE
-            except OSError as error:
-                is_broken = isinstance(error, FileNotFoundError) and entry.is_symlink()
-                kind = "links to nothing" if is_broken else f"cannot be used: {error.strerror}"
-            if kind == "folder" or entry.name[0] != ".":
-                found.append((folder / entry.name, kind))
-    return sorted(found)
 
 
 def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:

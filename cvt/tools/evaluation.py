@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
+import resource
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +40,26 @@ class Sums(NamedTuple):
     images: float
 
 
+class PixelSums(NamedTuple):
+    """The figures of a segmenter over labeled images, as torchmetrics counts them.
+
+    A class that is in neither the labels nor the predictions has an IoU of 0 and is left out of the mean.
+
+    Attributes:
+        loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
+        miou: Intersection over union (IoU), mean over the classes.
+        pixel_accuracy: The fraction of the labeled pixels whose class is the most probable one.
+        iou: (K,) float32, the IoU of each class.
+        confusion: (K, K) int64: pixels of class i that were classified as j.
+    """
+
+    loss: float
+    miou: float
+    pixel_accuracy: float
+    iou: Tensor
+    confusion: Tensor
+
+
 class Evaluation(NamedTuple):
     """The figures of a classifier that :func:`evaluate` measured.
 
@@ -50,7 +71,7 @@ class Evaluation(NamedTuple):
         images_per_second: The median speed of forward passes, of the most frequent size of batches. The first
             of them, in which kernels may be tuned, does not count; None with fewer than four others.
         peak_memory: Bytes. On CUDA, PyTorch's peak during the evaluation; elsewhere the largest resident size
-            that the process ever had, or None where the system does not tell.
+            that the process ever had.
         is_disturbed: Whether other work on the machine disturbed the forward passes, so that their speed is
             rough.
     """
@@ -60,7 +81,7 @@ class Evaluation(NamedTuple):
     loss: float
     confusion: Tensor
     images_per_second: float | None
-    peak_memory: int | None
+    peak_memory: int
     is_disturbed: bool = False
 
     @property
@@ -74,60 +95,18 @@ class Evaluation(NamedTuple):
         return self.confusion.diag() / self.confusion.sum(1).double()
 
 
-class PixelSums(NamedTuple):
-    """The figures of a segmenter over labeled images, as torchmetrics counts them.
+class PixelEvaluation(NamedTuple):
+    """The figures of a segmenter that :func:`evaluate_pixels` measured; see the other classes."""
 
-    A class that is in neither the labels nor the predictions has an IoU of 0 and is left out of the mean.
-
-    Attributes:
-        loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
-        miou: Intersection over union (IoU), mean over the classes.
-        iou: (K,) float32, the IoU of each class.
-        confusion: (K, K) int64: pixels of class i that were classified as j.
-    """
-
-    loss: float
     miou: float
+    pixel_accuracy: float
+    loss: float
     iou: Tensor
     confusion: Tensor
-
-    @property
-    def pixel_accuracy(self) -> float:
-        """The fraction of the labeled pixels whose class is the most probable one; NaN without any."""
-        return (self.confusion.diag().sum().double() / self.confusion.sum()).item()
-
-
-class PixelEvaluation(NamedTuple):
-    """The figures of a segmenter that :func:`evaluate_pixels` measured.
-
-    Attributes:
-        sums: Intersections over unions, loss and confusion, on the CPU.
-        images: Number of images.
-        images_per_second: As in :class:`Evaluation`.
-        peak_memory: Likewise.
-        is_disturbed: Likewise.
-    """
-
-    sums: PixelSums
     images: int
     images_per_second: float | None
-    peak_memory: int | None
+    peak_memory: int
     is_disturbed: bool = False
-
-    @property
-    def miou(self) -> float:
-        """The intersection over union, mean over the classes."""
-        return self.sums.miou
-
-    @property
-    def pixel_accuracy(self) -> float:
-        """The fraction of the labeled pixels whose class is the most probable one."""
-        return self.sums.pixel_accuracy
-
-    @property
-    def loss(self) -> float:
-        """The cross-entropy, mean over the labeled pixels."""
-        return self.sums.loss
 
 
 class Cost(NamedTuple):
@@ -166,6 +145,53 @@ def add_up(
         count += len(labels)
     loss_sum, top1, top5 = map(sum, zip(*torch.stack(parts).tolist(), strict=True))
     return Sums(loss_sum, top1, top5, count)
+
+
+@torch.no_grad()
+def add_up_pixels(
+    model: Callable[[Tensor], Tensor],
+    batches: LabeledImages,
+    device: torch.device,
+    classes: int,
+    *,
+    autocast: torch.dtype | None = None,
+    observe: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    together: bool = True,
+) -> PixelSums:
+    """Sums up the confusion of a segmenter's pixels by torchmetrics, which the extra ``train`` installs.
+
+    Args:
+        model: Images (B, …) to logits (B, K, H, W), in evaluation mode.
+        batches: Pairs of images (B, …) and labels (B, H, W): classes, or 255 for pixels that do not count.
+        device: The model's device.
+        classes: K.
+        autocast: As in :func:`evaluate`.
+        observe: Called with images, labels and logits of every batch before they are added.
+        together: With several processes, add up the pixels of all.
+    """
+    metrics = require("torchmetrics", "train")
+    kinds = metrics.classification
+    options = {"num_classes": classes, "ignore_index": IGNORED, "validate_args": False}
+    options |= {"sync_on_compute": together}
+    counts = metrics.MetricCollection(
+        {
+            "confusion": kinds.MulticlassConfusionMatrix(**options),
+            "iou": kinds.MulticlassJaccardIndex(average="none", **options),
+            "miou": kinds.MulticlassJaccardIndex(average="macro", **options),
+        },
+        compute_groups=[["confusion", "iou", "miou"]],  # which count the same
+    ).to(device)
+    loss = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device)
+    for images, labels, logits in _answers(model, batches, device, autocast):
+        if observe is not None:
+            observe(images, labels, logits)
+        counts.update(logits.argmax(1), labels)
+        loss.update(pixel_loss(logits, labels, reduction="sum"))
+    figures = counts.compute()
+    confusion = figures["confusion"].cpu()
+    mean_loss = (loss.compute().cpu() / confusion.sum()).item()
+    accuracy = (confusion.diag().sum().double() / confusion.sum()).item()
+    return PixelSums(mean_loss, figures["miou"].item(), accuracy, figures["iou"].cpu(), confusion)
 
 
 def _answers(
@@ -212,175 +238,8 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
         sums = add_up(observer.forward, batches, observer.device, autocast=autocast, observe=observe)
     if not sums.images:
         raise ValueError("batches: got no images, expected at least one")
-    return Evaluation(
-        top1=sums.top1 / sums.images,
-        top5=sums.top5 / sums.images,
-        loss=sums.loss / sums.images,
-        confusion=confusion,
-        images_per_second=observer.images_per_second,
-        peak_memory=observer.peak_memory,
-        is_disturbed=observer.is_disturbed,
-    )
-
-
-class _Observer:
-    """Times the forward passes of a model, and checks labels and logits.
-
-    Args:
-        model: Must have parameters.
-        autocast: A dtype, or None.
-        of_pixels: Whether logits are (B, K, H, W), and labels (B, H, W) or 255.
-    """
-
-    def __init__(self, model: nn.Module, autocast: torch.dtype | None, *, of_pixels: bool = False):
-        checks.check_kind("model", model, nn.Module)
-        if autocast is not None:
-            checks.check_float_dtype("autocast", autocast)
-        if next(model.parameters(), None) is None:
-            raise ValueError("model: has no parameters, expected a model with weights")
-        self.device = next(model.parameters()).device
-        self._model, self._autocast, self._of_pixels = model, autocast, of_pixels
-        self._times: dict[int, clock.Times] = defaultdict(clock.Times)  # by the size of batches
-        self._sizes: list[int] = []
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Runs the model."""
-        with self._times[len(images)].run(self.device):
-            logits = self._model(images)
-        self._sizes.append(len(images))
-        sizes = images.shape[2:] if self._of_pixels else ()
-        if logits.ndim != 2 + len(sizes) or (len(logits), *logits.shape[2:]) != (len(images), *sizes):
-            expected = ", ".join(map(str, (len(images), "classes", *sizes)))
-            raise ValueError(
-                f"{self._batch}: got logits of shape {tuple(logits.shape)}, expected ({expected})"
-            )
-        return logits
-
-    def strips(self, images: Tensor, labels: Tensor, tiles: Tiles) -> Iterator[tuple[Tensor, Tensor]]:
-        """Runs a model of pixels in tiles; yields the logits of rows of the images, with their labels."""
-        self._sizes.append(len(images))
-        times = clock.Times()
-        checks.check_rank(self._batch, images, 4, "(B, C, H, W)")
-        self._check_shape(labels, (len(images), *images.shape[2:]))
-        strips, top = tiles.strips(self._model, images), 0
-        while top < images.shape[2]:
-            autocast = torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
-            with times.run(self.device), autocast:
-                logits = next(strips)
-            yield logits, labels[:, top : top + logits.shape[2]]
-            top += logits.shape[2]
-        self._times[len(images)].add(sum(times.seconds), sum(times.waited))
-
-    def check(self, labels: Tensor, logits: Tensor, shape: Sequence[int]) -> None:
-        """Raises unless labels are classes of that shape, and logits finite."""
-        self._check_shape(labels, shape)
-        is_wrong = (labels < 0) | (labels >= logits.shape[1])
-        wrong = labels[is_wrong & (labels != IGNORED) if self._of_pixels else is_wrong]
-        if len(wrong):
-            others = f", or {IGNORED}, which is ignored" if self._of_pixels else ""
-            raise ValueError(
-                f"{self._batch}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's "
-                f"classes{others}"
-            )
-        if not logits.isfinite().all():
-            raise ValueError(f"{self._batch}: the model gives logits that are not finite")
-
-    def _check_shape(self, labels: Tensor, shape: Sequence[int]) -> None:
-        if labels.dtype != torch.int64 or labels.shape != shape:
-            raise ValueError(
-                f"{self._batch}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
-                f"expected {tuple(shape)} and torch.int64, one per {'pixel' if self._of_pixels else 'image'}"
-            )
-
-    @property
-    def images(self) -> int:
-        """The number of images."""
-        return sum(self._sizes)
-
-    @property
-    def _batch(self) -> str:
-        return f"batches[{len(self._sizes) - 1}]"
-
-    @property
-    def images_per_second(self) -> float | None:
-        """See :class:`Evaluation`."""
-        size, times = self._repeated
-        return size / times.median if len(times.seconds) >= clock.LEAST_RUNS else None
-
-    @property
-    def is_disturbed(self) -> bool:
-        """See :class:`Evaluation`."""
-        _, times = self._repeated
-        return len(times.seconds) >= clock.LEAST_RUNS and times.is_disturbed
-
-    @property
-    def _repeated(self) -> tuple[int, clock.Times]:
-        """The most frequent size of batches, and the times of all of them but the first."""
-        size = max(self._times, key=lambda size: len(self._times[size].seconds))
-        return size, self._times[size].without_first()
-
-    @property
-    def peak_memory(self) -> int | None:
-        """See :class:`Evaluation`."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        try:
-            import resource
-        except ModuleNotFoundError:  # Windows
-            return None
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@torch.no_grad()
-def add_up_pixels(
-    model: Callable[[Tensor], Tensor],
-    batches: LabeledImages,
-    device: torch.device,
-    classes: int,
-    *,
-    autocast: torch.dtype | None = None,
-    observe: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-    together: bool = True,
-) -> PixelSums:
-    """Sums up the confusion of a segmenter's pixels by torchmetrics.
-
-    Args:
-        model: Images (B, …) to logits (B, K, H, W), in evaluation mode.
-        batches: Pairs of images (B, …) and labels (B, H, W): classes, or 255 for pixels that do not count.
-        device: The model's device.
-        classes: K.
-        autocast: As in :func:`evaluate`.
-        observe: Called with images, labels and logits of every batch before they are added.
-        together: With several processes, add up the pixels of all.
-
-    Raises:
-        ModuleNotFoundError: torchmetrics is not installed.
-    """
-    metrics = require("torchmetrics", "train")
-    kinds = metrics.classification
-    options = {"num_classes": classes, "ignore_index": IGNORED, "validate_args": False}
-    options |= {"sync_on_compute": together}
-    counts = metrics.MetricCollection(
-        {
-            "confusion": kinds.MulticlassConfusionMatrix(**options),
-            "iou": kinds.MulticlassJaccardIndex(average="none", **options),
-            "miou": kinds.MulticlassJaccardIndex(average="macro", **options),
-        },
-        compute_groups=[["confusion", "iou", "miou"]],  # which count the same
-    ).to(device)
-    loss = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device)
-    for images, labels, logits in _answers(model, batches, device, autocast):
-        if observe is not None:
-            observe(images, labels, logits)
-        counts.update(logits.argmax(1), labels)
-        loss.update(pixel_loss(logits, labels, reduction="sum"))
-    figures = counts.compute()
-    confusion = figures["confusion"].cpu()
-    mean_loss = (loss.compute().cpu() / confusion.sum()).item()
-    return PixelSums(mean_loss, figures["miou"].item(), figures["iou"].cpu(), confusion)
+    top1, top5, loss = (part / sums.images for part in (sums.top1, sums.top5, sums.loss))
+    return Evaluation(top1, top5, loss, confusion, *observer.cost())
 
 
 @torch.inference_mode()
@@ -428,8 +287,100 @@ def evaluate_pixels(
         sums = add_up_pixels(forward, batches, observer.device, config.num_classes, **settings)
     if not sums.confusion.sum():
         raise ValueError("batches: got no labeled pixels, expected at least one")
-    speed = observer.images_per_second
-    return PixelEvaluation(sums, observer.images, speed, observer.peak_memory, observer.is_disturbed)
+    scores = sums.miou, sums.pixel_accuracy, sums.loss, sums.iou, sums.confusion
+    return PixelEvaluation(*scores, sum(observer.sizes), *observer.cost())
+
+
+class _Observer:
+    """Times the forward passes of a model, and checks labels and logits.
+
+    Args:
+        model: Must have parameters.
+        autocast: A dtype, or None.
+        of_pixels: Whether logits are (B, K, H, W), and labels (B, H, W) or 255.
+    """
+
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None, *, of_pixels: bool = False):
+        checks.check_kind("model", model, nn.Module)
+        if autocast is not None:
+            checks.check_float_dtype("autocast", autocast)
+        if next(model.parameters(), None) is None:
+            raise ValueError("model: has no parameters, expected a model with weights")
+        self.device = next(model.parameters()).device
+        self.sizes: list[int] = []  # of batches
+        self._model, self._autocast, self._of_pixels = model, autocast, of_pixels
+        self._times: dict[int, clock.Times] = defaultdict(clock.Times)  # by the size of batches
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Runs the model."""
+        with self._times[len(images)].run(self.device):
+            logits = self._model(images)
+        self.sizes.append(len(images))
+        sizes = images.shape[2:] if self._of_pixels else ()
+        if logits.ndim != 2 + len(sizes) or (len(logits), *logits.shape[2:]) != (len(images), *sizes):
+            expected = ", ".join(map(str, (len(images), "classes", *sizes)))
+            raise ValueError(
+                f"{self._batch}: got logits of shape {tuple(logits.shape)}, expected ({expected})"
+            )
+        return logits
+
+    def strips(self, images: Tensor, labels: Tensor, tiles: Tiles) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs a model of pixels in tiles; yields the logits of rows of the images, with their labels."""
+        self.sizes.append(len(images))
+        times = clock.Times()
+        checks.check_rank(self._batch, images, 4, "(B, C, H, W)")
+        self._check_shape(labels, (len(images), *images.shape[2:]))
+        strips, top = tiles.strips(self._model, images), 0
+        while top < images.shape[2]:
+            autocast = torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
+            with times.run(self.device), autocast:
+                logits = next(strips)
+            yield logits, labels[:, top : top + logits.shape[2]]
+            top += logits.shape[2]
+        self._times[len(images)].add(sum(times.seconds), sum(times.waited))
+
+    def check(self, labels: Tensor, logits: Tensor, shape: Sequence[int]) -> None:
+        """Raises unless labels are classes of that shape, and logits finite."""
+        self._check_shape(labels, shape)
+        is_wrong = (labels < 0) | (labels >= logits.shape[1])
+        wrong = labels[is_wrong & (labels != IGNORED) if self._of_pixels else is_wrong]
+        if len(wrong):
+            others = f", or {IGNORED}, which is ignored" if self._of_pixels else ""
+            raise ValueError(
+                f"{self._batch}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}, the model's "
+                f"classes{others}"
+            )
+        if not logits.isfinite().all():
+            raise ValueError(f"{self._batch}: the model gives logits that are not finite")
+
+    def _check_shape(self, labels: Tensor, shape: Sequence[int]) -> None:
+        if labels.dtype != torch.int64 or labels.shape != shape:
+            raise ValueError(
+                f"{self._batch}: got labels of shape {tuple(labels.shape)} and dtype {labels.dtype}, "
+                f"expected {tuple(shape)} and torch.int64, one per {'pixel' if self._of_pixels else 'image'}"
+            )
+
+    @property
+    def _batch(self) -> str:
+        return f"batches[{len(self.sizes) - 1}]"
+
+    def cost(self) -> tuple[float | None, int, bool]:
+        """Returns ``images_per_second``, ``peak_memory`` and ``is_disturbed`` of :class:`Evaluation`."""
+        size = max(self._times, key=lambda size: len(self._times[size].seconds))
+        times = self._times[size].without_first()
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if len(times.seconds) < clock.LEAST_RUNS:
+            return None, memory, False
+        return size / times.median, memory, times.is_disturbed
+
+
+# Cost -----------------------------------------------------------------------------------------------------
 
 
 def cost(
@@ -528,12 +479,11 @@ class TokenCounter:
         return saved
 
 
-def pairs(batches: LabeledImages) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the batches, each checked to be a pair of tensors.
+# Batches --------------------------------------------------------------------------------------------------
 
-    Raises:
-        TypeError: Not an iterable, or a batch that is no pair of tensors.
-    """
+
+def pairs(batches: LabeledImages) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the batches; raises TypeError for no iterable, or one that is no pair of tensors."""
     if isinstance(batches, str) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: got {checks.shown(batches)}, expected pairs of images and labels")
     return map(_pair, itertools.count(), batches)

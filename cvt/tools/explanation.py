@@ -7,19 +7,17 @@ is shared among its tokens likewise.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import math
-import os
-import unicodedata
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor, nn
 
 import cvt_kernels as ck
@@ -27,14 +25,12 @@ from cvt.config import CvTConfig
 from cvt.extras import require
 from cvt.huggingface import IMAGENET_MEAN, IMAGENET_STD
 from cvt.model import Attention, Block, CvT, Grid, Stage
-from cvt_kernels import checks
 from cvt_kernels.ops.rows import scatter_rows
 from cvt_kernels.ops.token_selection import interpolation, spread_keys
 from cvt_kernels.tables import printable
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
-_COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright
-_PANEL, _MARGIN, _TOP = 448, 24, 132  # pixels
+_LONGEST_TITLE = 80
 
 
 class BlockAttention(NamedTuple):
@@ -233,33 +229,21 @@ def photograph(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
-def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
-    """Draws a map in colors, from its least to its greatest value, each token where it is centered.
+def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int = 1) -> NDArray[np.float32]:
+    """Interpolates a map to the pixels of an image, with each token where it is centered.
 
     Args:
         size: (width, height) of the image that the model saw.
         heat: (H, W), on every ``stride``-th token of the last stage.
         config: Of the model.
         stride: 1 for tokens, ``config.stride_kv[-1]`` for keys.
-
-    Raises:
-        TypeError: An argument of the wrong type.
-        ValueError: A map or an image without pixels, or a stride that is not positive.
     """
-    checks.check_pair("size", size, least=1)
-    checks.check_float_tensor("heat", heat, "(H, W)")
-    checks.check_rank("heat", heat, 2, "(H, W)")
-    if not heat.numel():
-        raise ValueError(f"heat: got shape {tuple(heat.shape)}, expected some places")
-    checks.check_kind("config", config, CvTConfig)
-    checks.check_int("stride", stride, 1, max(size))
     center, step = _first_token(config)
-    heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp_min(torch.finfo(heat.dtype).tiny)
     down, across = (
         interpolation((torch.arange(pixels) - center) / (step * stride), tokens).to(heat)
         for pixels, tokens in zip(reversed(size), heat.shape, strict=True)
     )
-    return _colored((down @ heat @ across.T).cpu().numpy())
+    return (down @ heat @ across.T).cpu().numpy()
 
 
 def _first_token(config: CvTConfig) -> tuple[float, int]:
@@ -271,37 +255,28 @@ def _first_token(config: CvTConfig) -> tuple[float, int]:
     return center, step
 
 
-def _colored(values: NDArray[np.float32]) -> Image.Image:
-    """Returns the image of an array of values from 0 to 1."""
-    levels = np.linspace(0, 1, len(_COLORS))
-    colors = np.stack([np.interp(values, levels, channel) for channel in zip(*_COLORS, strict=True)], axis=-1)
-    return Image.fromarray(colors.round().astype(np.uint8))
+def pictures(explanation: Explanation, photo: Image.Image, config: CvTConfig, title: str) -> dict[str, Any]:
+    """Draws the maps ``attention`` and ``rollout`` of the first image, ``photo``, as Matplotlib's figures.
 
-
-def overlay(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1) -> Image.Image:
-    """Lays :func:`heat_map` over the photograph ``photo`` as the model saw it."""
-    return Image.blend(photo, heat_map(photo.size, heat, config, stride), 0.6)
-
-
-def pictures(
-    explanation: Explanation, photo: Image.Image, config: CvTConfig, title: str
-) -> dict[str, Image.Image]:
-    """Draws :func:`picture` of the maps ``attention`` and ``rollout`` of the first image, ``photo``.
-
-    If tokens dropped out, ``tokens`` is :func:`kept_tokens`.
+    If tokens dropped out, ``tokens`` shows which ones.
     """
     reader = "the class token" if config.pool == "cls" else "the mean token"
-    words = {
-        "attention": f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
-        "rollout": f"What reaches {reader} through all blocks of the last stage (attention rollout)",
-    }
-    maps = {
-        "attention": (explanation.attention[0].mean(0), config.stride_kv[-1]),
-        "rollout": (explanation.rollout[0], 1),
-    }
     drawn = {
-        kind: picture(photo, heat, config, stride, title=title, subtitle=words[kind])
-        for kind, (heat, stride) in maps.items()
+        "attention": picture(
+            photo,
+            explanation.attention[0].mean(0),
+            config,
+            config.stride_kv[-1],
+            title=title,
+            subtitle=f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
+        ),
+        "rollout": picture(
+            photo,
+            explanation.rollout[0],
+            config,
+            title=title,
+            subtitle=f"What reaches {reader} through all blocks of the last stage (attention rollout)",
+        ),
     }
     if not explanation.kept[0].all():
         drawn["tokens"] = kept_tokens(photo, explanation.kept[0], config, title=title)
@@ -310,39 +285,32 @@ def pictures(
 
 def picture(
     photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1, *, title: str, subtitle: str
-) -> Image.Image:
-    """Draws photograph, map and overlay side by side, each at least 448 pixels wide, and what colors mean.
+) -> Any:
+    """Draws photograph, map and overlay side by side, and what the colors mean.
 
     Args:
         photo: As the model saw it.
         heat: As for :func:`heat_map`: parts of a whole.
         config: Of the model.
         stride: As for :func:`heat_map`.
-        title: The largest line, above all. This and the subtitle are ASCII, as is Pillow's font.
+        title: The largest line, above all.
         subtitle: What the map shows.
     """
-    panels = {
-        "photograph, as the model saw it": photo,
-        "map": heat_map(photo.size, heat, config, stride),
-        "overlay: the map's colors over the photograph": overlay(photo, heat, config, stride),
-    }
-    page, (width, height) = _page(panels, 76, title=title, subtitle=subtitle)
-    draw, normal = ImageDraw.Draw(page), ImageFont.load_default(18)
-    total, top = page.width, _TOP
-    left, right, bar = 2 * _MARGIN + width, total - _MARGIN, top + height + 16
-    page.paste(_colored(np.tile(np.linspace(0, 1, right - left, dtype=np.float32), (18, 1))), (left, bar))
+    panels = "photograph, as the model saw it", "map", "overlay: the map's colors over the photograph"
+    figure, axes = _page(panels, photo, title=title, subtitle=subtitle)
+    values, limits = heat_map(photo.size, heat, config, stride), (heat.min().item(), heat.max().item())
+    for panel, alpha in ((axes[1], 1.0), (axes[2], 0.6)):
+        drawn = panel.imshow(values, cmap="inferno", vmin=limits[0], vmax=limits[1], alpha=alpha)
+        if alpha == 1.0:
+            bar = figure.colorbar(drawn, ax=axes, location="bottom", shrink=0.5, aspect=40)
     rows, columns = heat.shape
-    words = (
-        (left, "l", f"least: {heat.min():.2%}"),
-        ((left + right) // 2, "m", f"share of the attention, for each of {columns} x {rows} places"),
-        (right, "r", f"most: {heat.max():.2%}"),
-    )
-    for x, side, text in words:
-        draw.text((x, bar + 26), text, "black", normal, anchor=f"{side}a")
-    return page
+    least, most = (f"{limit:.2%}" for limit in limits)
+    bar.set_ticks(limits, labels=[f"least: {least}", f"most: {most}"])
+    bar.set_label(f"share of the attention, for each of {columns} x {rows} places")
+    return figure
 
 
-def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: str) -> Image.Image:
+def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: str) -> Any:
     """Draws which tokens each block of the last stage computed: where they had dropped out, all is pale.
 
     Args:
@@ -351,73 +319,47 @@ def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: s
         config: Of the model.
         title: As for :func:`picture`.
     """
-    panels = {}
-    first = 0
-    for i in range(len(kept)):
-        if i + 1 < len(kept) and torch.equal(kept[i], kept[i + 1]):
-            continue
-        blocks = f"block {i + 1}" if first == i else f"blocks {first + 1} to {i + 1}"
-        caption = f"{blocks}: {int(kept[i].sum())} of {kept[i].numel()} tokens"
-        panels[caption] = _without_dropped(photo, kept[i], config)
-        first = i + 1
-    subtitle = "Tokens that the blocks of the last stage compute; the others have dropped out"
-    return _page(panels, _MARGIN, title=title, subtitle=subtitle)[0]
-
-
-def _without_dropped(photo: Image.Image, kept: Tensor, config: CvTConfig) -> Image.Image:
-    """Returns the photograph, pale where the nearest token is not kept."""
     center, step = _first_token(config)
-    down, across = (
-        ((torch.arange(pixels) - center) / step).round().long().clamp(0, tokens - 1)
-        for pixels, tokens in zip(reversed(photo.size), kept.shape, strict=True)
-    )
-    mask = Image.fromarray((kept.cpu()[down][:, across].numpy() * 255).astype(np.uint8))
-    pale = Image.blend(photo, Image.new("RGB", photo.size, "white"), 0.8)
-    return Image.composite(photo, pale, mask)
+    panels = {}
+    for _, group in itertools.groupby(range(len(kept)), key=lambda i: kept[i].flatten().tolist()):
+        first, *others = group
+        blocks = f"blocks {first + 1} to {others[-1] + 1}" if others else f"block {first + 1}"
+        panels[f"{blocks}: {int(kept[first].sum())} of {kept[first].numel()} tokens"] = kept[first].cpu()
+    subtitle = "Tokens that the blocks of the last stage compute; the others have dropped out"
+    figure, axes = _page(panels, photo, title=title, subtitle=subtitle)
+    for panel, tokens in zip(axes, panels.values(), strict=True):
+        down, across = (
+            ((torch.arange(pixels) - center) / step).round().long().clamp(0, count - 1)
+            for pixels, count in zip(reversed(photo.size), tokens.shape, strict=True)
+        )
+        dropped = ~tokens[down][:, across].numpy()
+        panel.imshow(np.ones(dropped.shape), cmap="gray", vmin=0, vmax=1, alpha=0.8 * dropped)
+    return figure
 
 
-def _page(
-    panels: Mapping[str, Image.Image], bottom: int, *, title: str, subtitle: str
-) -> tuple[Image.Image, tuple[int, int]]:
-    """Draws images of one size side by side below their captions.
-
-    Returns:
-        The page, with ``bottom`` empty pixels below them, and the width and height of each.
-    """
-    first = next(iter(panels.values()))
-    zoom = max(1.0, _PANEL / first.width)
-    width, height = round(zoom * first.width), round(zoom * first.height)
-    page = Image.new("RGB", (_MARGIN + len(panels) * (width + _MARGIN), _TOP + height + bottom), "white")
-    draw = ImageDraw.Draw(page)
-    large, normal = ImageFont.load_default(30), ImageFont.load_default(18)
-    draw.text((_MARGIN, 14), _shortened(title, large, page.width - 2 * _MARGIN), "black", large)
-    draw.text((_MARGIN, 58), subtitle, "black", normal)
-    for i, (caption, panel) in enumerate(panels.items()):
-        left = _MARGIN + i * (width + _MARGIN)
-        draw.text((left, _TOP - 8), caption, "black", normal, anchor="ls")
-        page.paste(panel.resize((width, height), Image.Resampling.BICUBIC), (left, _TOP))
-    return page, (width, height)
-
-
-def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """Returns as much of a line as there is room for."""
-    if font.getlength(text) <= width:
-        return text
-    fitting = bisect.bisect_right(
-        range(len(text)), width, key=lambda n: math.ceil(font.getlength(f"{text[:n]}..."))
-    )
-    return f"{text[: fitting - 1]}..."
+def _page(captions: Iterable[str], photo: Image.Image, *, title: str, subtitle: str) -> tuple[Any, Any]:
+    """Returns a figure with the photograph below each caption, side by side, and its axes."""
+    captions = list(captions)
+    size = 5 * len(captions), 5 * photo.height / photo.width + 2
+    figure = figure_class()(figsize=size, dpi=100, layout="constrained")
+    figure.suptitle(f"{title}\n{subtitle}", parse_math=False)
+    axes = figure.subplots(1, len(captions), squeeze=False)[0]
+    for panel, caption in zip(axes, captions, strict=True):
+        panel.imshow(photo)
+        panel.set_title(caption, fontsize=10)
+        panel.set_axis_off()
+    return figure, axes
 
 
 def class_title(index: int, label: str | None, probability: float) -> str:
-    """Returns a line of ASCII that says what the model takes an image for.
+    """Returns a line that says what the model takes an image for.
 
-    Accents are left out, and so is a name in another alphabet, which Pillow's font could not draw.
+    A name beyond Latin-1 is left out, since Matplotlib's font could not draw it.
     """
-    plain = "".join(c for c in unicodedata.normalize("NFKD", label or "") if not unicodedata.combining(c))
-    plain = printable(" ".join(plain.split()))
-    name = f"{plain} (class {index})" if plain.isascii() and plain else f"class {index}"
-    return f"{probability:.1%}  {name}"  # first what must not be cut off
+    plain = printable(" ".join((label or "").split()))
+    is_drawn = plain.encode("latin-1", "ignore").decode("latin-1") == plain != ""
+    name = f"{textwrap.shorten(plain, _LONGEST_TITLE)} (class {index})" if is_drawn else f"class {index}"
+    return f"{probability:.1%}  {name}"
 
 
 def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> dict[str, Any]:
@@ -442,13 +384,8 @@ def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> di
     }
 
 
-def plot_heads(explanations: Sequence[Explanation], path: str | os.PathLike[str]) -> None:
-    """Writes a PNG of entropy and distance of every head in every block, mean over the images.
-
-    Raises:
-        ModuleNotFoundError: The ``explain`` extra is not installed.
-        OSError: The file cannot be written.
-    """
+def plot_heads(explanations: Sequence[Explanation]) -> Any:
+    """Draws entropy and distance of every head in every block, mean over the images, as a figure."""
     blocks = explanations[0].blocks
     heads = max(block.entropy.shape[1] for block in blocks)
     entropy, distance = np.full((2, heads, len(blocks)), np.nan)
@@ -468,15 +405,11 @@ def plot_heads(explanations: Sequence[Explanation], path: str | os.PathLike[str]
     bar.set_label("pixels")
     names = [f"stage {block.stage + 1}, block {block.block + 1}" for block in blocks]
     lower.set_xticks(range(len(blocks)), names, rotation=90)
-    figure.savefig(path, format="png")
+    return figure
 
 
 def _draw_heads(axes: Any, values: NDArray[np.float64], largest: float, title: str) -> Any:
-    """Draws a cell for every head (row) of every block (column), empty where there is none.
-
-    Returns:
-        The bar that says what the colors mean.
-    """
+    """Draws a cell for every head (row) of every block (column), empty where there is none."""
     cells = axes.imshow(values, cmap="cividis", vmin=0, vmax=largest, aspect="auto")
     axes.set_title(title)
     axes.set_yticks(range(len(values)), [f"head {i}" for i in range(1, len(values) + 1)])
@@ -489,9 +422,5 @@ def _draw_heads(axes: Any, values: NDArray[np.float64], largest: float, title: s
 
 
 def figure_class() -> Any:
-    """Returns Matplotlib's ``Figure``.
-
-    Raises:
-        ModuleNotFoundError: The ``explain`` extra is not installed.
-    """
+    """Returns Matplotlib's ``Figure``."""
     return require("matplotlib.figure", "explain").Figure  # not pyplot, which asks for a window system

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cvt.config import LARGEST_IMAGE, MOST_SEED
+from cvt.config import LARGEST_IMAGE
 from cvt.images import ImageError, naming_image, open_image, preprocess, read_image, sample_photos, to_tensor
 from cvt.segmentation import IGNORED
 from cvt_kernels import checks
@@ -90,11 +90,7 @@ class LabelMapDataset(ImageDataset):
         return pixels, torch.from_numpy(np.array(label_map)).long()
 
     def _label_map(self, path: Path, size: tuple[int, int]) -> Image.Image:
-        """Reads the label map of an image of that size.
-
-        Raises:
-            ImageError: It cannot be read, has another size, or a label that no class has.
-        """
+        """Reads the label map of an image of that size."""
         label_map = read_label_map(path)
         if label_map.size != size:
             theirs, ours = (f"{width}×{height}" for width, height in (size, label_map.size))
@@ -110,11 +106,7 @@ class LabelMapDataset(ImageDataset):
 
 
 def read_label_map(path: str | os.PathLike[str]) -> Image.Image:
-    """Reads an image file whose pixels are class indices of at most 8 bits.
-
-    Raises:
-        ImageError: The file is not an image, is damaged, or has other pixels.
-    """
+    """Reads an image file whose pixels are class indices of at most 8 bits."""
     try:
         with naming_image(path), open_image(path) as file:
             stretched = _STRETCHED.get(str(file.tile[0][3])) if file.format == "PNG" else None
@@ -174,7 +166,8 @@ def open_label_maps(
     report_unusable(source / split / "images", unusable, corrupt)
     file = source / _CLASSES
     if file.is_file():
-        classes = _read_classes(file)
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        classes = [line.strip() for line in lines if line.strip()]
     elif classes is None:
         classes = _numbered(source, corrupt)
     return LabelMapDataset(images, labels, classes, image_size, random_crop=random_crop)
@@ -203,22 +196,13 @@ def _files(folder: Path) -> tuple[list[Path], list[Path], list[str]]:
     return images, labels, unusable
 
 
-def _read_classes(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except ValueError as error:
-        raise ValueError(f"data: {file} is not UTF-8 text: {error}") from error
-    return [line.strip() for line in lines if line.strip()]
-
-
 def _numbered(source: Path, corrupt: Corrupt) -> list[str]:
     """Returns a name for each class up to the largest in the label maps of a folder."""
     files: list[Path] = []
     for folder in (source / split / "labels" for split in SPLITS):
-        if folder.is_dir():
-            listed, unusable = list_files(folder, deep=False)
-            report_unusable(folder, unusable, corrupt)
-            files += [file for file in listed if file.suffix == _SUFFIX]
+        listed, unusable = list_files(folder, deep=False) if folder.is_dir() else ([], [])
+        report_unusable(folder, unusable, corrupt)
+        files += [file for file in listed if file.suffix == _SUFFIX]
     largest, errors = 0, []
     for file in files:
         try:
@@ -265,23 +249,15 @@ def save_digit_scenes(
 
     Returns:
         The folder.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
-        TypeError: A number that is no integer.
-        ValueError: Fewer pixels than a digit needs, a split without images, or a seed out of range.
-        OSError: The folder cannot be made or written to.
     """
     for name, count in (("train", train), ("val", val)):
         checks.check_int(name, count, 1)
     checks.check_int("image_size", image_size, _SMALLEST_SCENE, LARGEST_IMAGE)
-    checks.check_int("seed", seed, 0, MOST_SEED)
-    folder = Path(folder)
     photos = [read_image(path) for path in sample_photos()]
     rng = np.random.default_rng(seed)
     for split, count in (("train", train), ("val", val)):
         digits = open_dataset(DIGITS, "train" if split == "train" else "val", image_size)
-        images, labels = (folder / split / name for name in ("images", "labels"))
+        images, labels = (Path(folder, split, name) for name in ("images", "labels"))
         images.mkdir(parents=True, exist_ok=True)
         labels.mkdir(parents=True, exist_ok=True)
         for i in range(count):
@@ -292,8 +268,8 @@ def save_digit_scenes(
             image.save(images / f"{i:05}.jpg", quality=95)
             label_map.save(labels / f"{i:05}{_SUFFIX}")
     names = ["photograph", *(digits.classes if apart else ["ink"])]
-    (folder / _CLASSES).write_text("\n".join(names) + "\n", encoding="utf-8")
-    return folder
+    Path(folder, _CLASSES).write_text("\n".join(names) + "\n", encoding="utf-8")
+    return Path(folder)
 
 
 def _background(photo: Image.Image, split: str, image_size: int, rng: np.random.Generator) -> Image.Image:

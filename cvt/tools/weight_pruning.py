@@ -118,10 +118,6 @@ def pruned_config(config: CvTConfig, *, mlp: float = 0.0, heads: float = 0.0) ->
     All blocks of a stage lose the same number. The number of hidden units that stay is rounded to a multiple
     of 8, or, if that would be all or none, to an integer. The number of removed heads is rounded down; the
     others keep their width, ``head_dim``.
-
-    Raises:
-        TypeError: A fraction that is not a number.
-        ValueError: A fraction that is out of range, leaves a stage nothing or removes nothing anywhere.
     """
     for name, fraction in (("mlp", mlp), ("heads", heads)):
         as_number(name, fraction, float, 0, 1)

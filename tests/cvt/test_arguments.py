@@ -15,7 +15,6 @@ from tests.arguments import (
     choice,
     dtype,
     flag,
-    integer,
     names_of,
     number,
     of_values,
@@ -142,16 +141,6 @@ CALLS = {
         lambda: {"model": model(), "images": images()},
         {"model": MODEL, "images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))},
         explanation.explain,
-    ),
-    "heat_map": Call(
-        lambda: {"size": (SIDE, SIDE), "heat": torch.rand(4, 4), "config": ONE_STAGE, "stride": 1},
-        {
-            "size": of_values(3, "ab", (1,), (0, 3), (1.5, 2), (True, 3), (-1, 3)),
-            "heat": tensor((4,), (0, 0), (1, 4, 4), first=True),
-            "config": CONFIG,
-            "stride": integer(0),
-        },
-        explanation.heat_map,
     ),
     "randomize": Call(
         lambda: {"model": nn.Linear(2, 2), "seed": 0},

@@ -165,25 +165,18 @@ def saved(tmp_path_factory):
         ("cvt_config", {"num_classes": 9000000}, "to have num_classes 9000000, but its weights 10"),
         ("cvt_config", {"mlp_ratio": 1000}, "does not fit this model: .* of another shape"),
         ("cvt_config", {"in_chans": 60000, "patch_sizes": 1000}, "does not fit this model: "),
-        ("preprocessor_config.json", {"image_mean": [0.4, float("nan"), 0.4]}, "image_mean: got nan"),
-        ("preprocessor_config.json", {"image_mean": "x"}, "image_mean: got 'x', expected float"),
-        ("preprocessor_config.json", {"image_std": [0.2, 0, 0.2]}, "image_std: got 0, expected at least"),
-        ("preprocessor_config.json", {"crop_pct": 1.5}, "crop_pct: got 1.5"),
-        ("preprocessor_config.json", {"do_resize": 1}, "do_resize: got 1, expected bool"),
-        ("preprocessor_config.json", {"rescale_factor": float("inf")}, "rescale_factor: got inf"),
     ],
 )  # fmt: skip
 def test_files_of_json_that_no_model_can_have(saved, tmp_path, place, changes, message):
     """No memory is taken for a model that the weights do not fit; in the first rows the model is given."""
-    file = "preprocessor_config.json" if place.startswith("pre") else "config.json"
     for name, content in saved.items():
-        if name.endswith(".json"):
+        if name == "config.json":
             whole = json.loads(content)
-            if place == "cvt_config" and name == file:
+            if place == "cvt_config":
                 whole[place] |= {"num_heads": [1, 1, 1], **changes}
             else:
                 whole.pop("cvt_config", None)
-                whole |= changes if name == file else {}
+                whole |= changes
             content = json.dumps(whole).encode()
         (tmp_path / name).write_bytes(content)
     builds = [lambda: create_model(SMALL if place == "given" else None, checkpoint=tmp_path)]

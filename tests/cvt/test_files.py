@@ -1,19 +1,16 @@
-"""Files that are whole whenever the writer dies; links, devices, pipes and open files; full disks."""
+"""Files that are whole whenever the writer dies; links, devices and pipes; full disks."""
 
 import json
 import math
 import os
 import re
 import signal
-import socket
 import warnings
 from pathlib import Path
 
 import pytest
 
 from cvt.files import check_writable, filling, making, replacing, write_json
-from cvt.tools.commands import main
-from tests.checks import bad
 from tests.processes import run_python
 
 
@@ -106,50 +103,29 @@ def test_json_has_no_numbers_that_json_does_not_have(tmp_path):
 
 
 def test_what_cannot_be_written_fails_before_the_block(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "astray").symlink_to("none/file")
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind("socket")
-        for context, message in (
-            (replacing(tmp_path), "is a directory, expected a file"),
-            (replacing(tmp_path / "none" / "file"), "none: cannot be written to: No such file"),
-            (replacing(tmp_path / "file" / "below"), "file: cannot be written to: Not a directory"),
-            (filling(tmp_path / "none"), "none: cannot be written to: No such file"),
-            (replacing(tmp_path / "loop"), "leads back to itself"),
-            (replacing(tmp_path / "astray"), "none: cannot be written to"),
-            (replacing("socket"), "socket: is a socket, expected a file"),
-            (replacing("/dev/fd/987"), "^/dev/fd/987: is no open file$"),
-        ):
-            with pytest.raises(OSError, match=message), context:
-                pytest.fail("the block was entered")
-        for path, directory, message in (
-            ("socket", False, "/socket is a socket"),
-            ("/dev/fd/987", False, "/dev/fd/987 is no open file$"),
-            ("loop", False, "leads nowhere"),
-            ("loop", True, "leads nowhere"),
-            ("astray", False, "cannot be written"),
-            ("astray", True, "leads nowhere"),
-        ):
-            with pytest.raises(OSError, match=f"^--option: .*{message}"):
-                check_writable("--option", path, directory=directory)
-    assert sorted(os.listdir(tmp_path)) == ["astray", "file", "loop", "socket"]
-
-
-def test_a_path_is_not_empty(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for arguments in (
-        ["explain", "a.png", "--checkpoint", "digits", "--output", ""],
-        ["explain", "", "--checkpoint", "digits", "--output", "out"],
-        ["classify", "a.png", "--checkpoint", ""],
-        ["classify", "a.png", "--labels", ""],
-        ["train", "--data", "digits", "--output", ""],
-        ["train", "--data", "", "--output", "out"],
-        ["train", "--data", "digits", "--output", "out", "--teacher", ""],
+    for context, message in (
+        (replacing(tmp_path), "is a directory, expected a file"),
+        (replacing(tmp_path / "none" / "file"), "none: cannot be written to: No such file"),
+        (replacing(tmp_path / "file" / "below"), "file: cannot be written to: Not a directory"),
+        (filling(tmp_path / "none"), "none: cannot be written to: No such file"),
+        (replacing(tmp_path / "loop"), "leads back to itself"),
+        (replacing(tmp_path / "astray"), "none: cannot be written to"),
     ):
-        assert "got '', expected a path" in bad(capsys, main, *arguments)
-    assert not list(tmp_path.iterdir())
+        with pytest.raises(OSError, match=message), context:
+            pytest.fail("the block was entered")
+    for path, directory, message in (
+        ("loop", False, "leads nowhere"),
+        ("loop", True, "leads nowhere"),
+        ("astray", False, "cannot be written"),
+        ("astray", True, "leads nowhere"),
+    ):
+        with pytest.raises(OSError, match=f"^--option: .*{message}"):
+            check_writable("--option", path, directory=directory)
+    assert sorted(os.listdir(tmp_path)) == ["astray", "file", "loop"]
 
 
 # What is not replaced -------------------------------------------------------------------------------------
@@ -172,21 +148,6 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced_in_one_piece(tmp_path):
         (folder / link.name).write_bytes(b"newer")
     assert link.is_symlink()
     assert target.read_bytes() == b"newer"
-
-
-@pytest.mark.parametrize("place", ["/dev/fd/{}", "/proc/self/fd/{}"])
-@pytest.mark.parametrize("through_link", [False, True])
-def test_an_open_file_is_written_to_from_where_it_stands(tmp_path, place, through_link):
-    with open(tmp_path / "file", "wb", buffering=0) as file:
-        file.write(b"before ")
-        place = place.format(file.fileno())
-        if through_link:
-            (tmp_path / "link").symlink_to(place)
-            place = tmp_path / "link"
-        check_writable("--json", place, directory=False)
-        replace(place, b"content")
-        file.write(b" after")
-    assert (tmp_path / "file").read_bytes() == b"before content after"
 
 
 def test_devices_and_pipes_are_written_to(tmp_path):
@@ -274,7 +235,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     result = run_python(FULL)
     assert result.returncode == 0, result.stderr
     for line, name in zip(result.stdout.splitlines(), [*names, "folder"], strict=True):
-        assert line.startswith(f"{name}: cannot be written to: File too large")
+        reason = ", perhaps the disk is full" if name == "last.pth" else ": File too large"
+        assert line.startswith(f"{name}: cannot be written to{reason}")
     assert sorted(os.listdir(tmp_path)) == sorted([*names, "folder"])
     assert not os.listdir(tmp_path / "folder")
     assert all((tmp_path / name).read_text() == "old" for name in names)

@@ -170,6 +170,8 @@ def test_preprocessor_configs(content, expected):
         ({"size": 10**9}, "size 1000000000"),
         ({"size": 96, "crop_pct": 1e-9}, "size 96, crop_pct 1e-09"),
         ({"size": True}, "size True"),
+        ({"image_mean": "x", "rescale_factor": None}, "image_mean 'x'"),
+        ({"image_std": [0.2, float("nan"), 0]}, "image_std [0.2, nan, 0]"),
         ({"size": {"shortest_edge": 20}, "do_center_crop": True, "crop_size": 24}, ", crop_size 24"),
     ],
 )

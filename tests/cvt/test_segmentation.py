@@ -381,7 +381,7 @@ def test_evaluation_of_pixels():
     assert evaluation.images == 3
     assert evaluation.images_per_second is None  # of one batch
     assert evaluate_pixels(model, [(x, labels)] * 5).images_per_second > 0
-    assert evaluation.sums.confusion.sum() == (labels != 255).sum()
+    assert evaluation.confusion.sum() == (labels != 255).sum()
     assert model.training
     for wrong, message in (
         (labels[:, :4], r"batches\[0\]: got labels of shape \(3, 4, 10\) .*expected \(3, 8, 10\)"),
@@ -409,7 +409,7 @@ def test_evaluation_in_tiles_is_that_of_the_logits_of_segment_in_tiles(autocast)
     evaluation = evaluate_pixels(model, batches, autocast=autocast, tiles=Tiles(**sizes))
     assert {shape[2:] for shape in shapes} == {(96, 96), (96, 65)}
     expected = add_up_pixels(lambda logits: logits, [(logits, labels)], CPU, 5)
-    assert torch.equal(evaluation.sums.confusion, expected.confusion)
+    assert torch.equal(evaluation.confusion, expected.confusion)
     assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert evaluation.miou == expected.miou
     assert evaluation.images == 3

@@ -42,7 +42,7 @@ _ABSURD = (
     "cuda", "meta", "cuda:99", "cvt_13",
 )  # fmt: skip
 _MUTATIONS = ("drop", "double", "swap", "absurd", "unknown", "cut", "onto")
-_OUTPUTS = ("--output", "--json", "--plot", "--save-weights")
+_OUTPUTS = ("--output", "--json", "--plot")
 #: Files that commands read, by several paths.
 _INPUTS = (
     "model.pth", "./model.pth", "model", "model/config.json", "model/../model/model.safetensors", "photo.png",

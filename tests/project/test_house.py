@@ -49,7 +49,6 @@ FLOORS = (
     {"cvt.card"},
     {"cvt.huggingface"},
     {"cvt.hub", "cvt.quantized"},
-    {"cvt.zoo"},
     {"cvt.checkpoints"},
     {"cvt.pretrained"},
     {"cvt.images", "cvt.model"},

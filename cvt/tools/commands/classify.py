@@ -12,29 +12,16 @@ from tqdm import tqdm
 from cvt.huggingface import CheckpointError
 from cvt_kernels.tables import printable_word
 
-from .common import (
-    add_device_argument,
-    add_labels_argument,
-    add_model_arguments,
-    add_photos_argument,
-    add_token_keep_argument,
-    batch_size,
-    load_model,
-    positive_int,
-    print_result,
-    resolve_device,
-)
+from .common import CHECKPOINT, MODEL, add, load_model, positive_int, print_result, resolve_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_photos_argument(parser)
-    add_model_arguments(parser, pretrained=True)
-    add_token_keep_argument(parser)
-    add_labels_argument(parser)
+    add(parser, "photos")
+    published = "microsoft/cvt-13, or Microsoft's for --model"
+    add(parser, "--checkpoint", required=False, help=f"{CHECKPOINT} (default: {published})")
+    add(parser, *MODEL[1:], "--token-keep", "--labels", "--batch-size", "--device")
     parser.add_argument("--top", type=positive_int, default=5, help="classes to print per photo (default: 5)")
-    parser.add_argument("--batch-size", type=batch_size, default=32, help="images per batch (default: 32)")
-    add_device_argument(parser)
     parser.set_defaults(run=_classify)
 
 
@@ -42,13 +29,12 @@ def _classify(arguments: argparse.Namespace) -> None:
     """Prints only when every photograph has been classified."""
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
-    model = loaded.classifier
-    labels, classes = loaded.labels(arguments.labels), model.num_classes
-    photos, batch_size = arguments.photos, arguments.batch_size
+    model, photos = loaded.classifier, arguments.photos
+    labels = loaded.labels(arguments.labels)
     batches = []
     with tqdm(total=len(photos), unit="photo", leave=False, disable=None) as progress:
-        for start in range(0, len(photos), batch_size):
-            images = loaded.read(photos[start : start + batch_size])
+        for start in range(0, len(photos), arguments.batch_size):
+            images = loaded.read(photos[start : start + arguments.batch_size])
             with torch.inference_mode():
                 batches.append(model(images.to(device)).softmax(dim=-1).cpu())
             progress.update(len(images))
@@ -58,7 +44,7 @@ def _classify(arguments: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{loaded.checkpoint.path}: these weights give probabilities that are not finite"
         )
-    lines = _table(photos, probabilities, min(arguments.top, classes), labels)
+    lines = _table(photos, probabilities, min(arguments.top, model.num_classes), labels)
     print_result(arguments, lines, loaded.remarks)
 
 

@@ -59,65 +59,6 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 positive_int = integer(1, 10**9)
 image_size = integer(1, LARGEST_IMAGE)
 batch_size = integer(1, MOST_IMAGES)
-worker_count = integer(0, 256)
-seed = integer(0, MOST_SEED)
-
-
-def add_photos_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the photographs, for :meth:`LoadedModel.read`."""
-    parser.add_argument(
-        "photos", nargs="+", type=input_path, metavar="PHOTO", help="image file (JPEG, PNG, WebP, …)"
-    )
-
-
-def add_labels_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--labels``, for :meth:`LoadedModel.labels`."""
-    parser.add_argument(
-        "--labels",
-        type=input_path,
-        metavar="FILE",
-        help="file of class names: one per line, or JSON: a list or {index: name}",
-    )
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, *, pretrained: bool = False) -> None:
-    """Adds the options for :func:`load_model`; ``--checkpoint`` is required if not ``pretrained``."""
-    text = (
-        "weights to load: an official .pth, a .safetensors file, a directory written by Hugging Face or cvt "
-        "train, owner/name on the Hub, or digits (a small bundled model)"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        type=input_path,
-        required=not pretrained,
-        help=f"{text} (default: microsoft/cvt-13, or Microsoft's for --model)" if pretrained else text,
-    )
-    parser.add_argument(
-        "--model", choices=tuple(PRESETS), help="architecture (default: detected from the checkpoint)"
-    )
-    parser.add_argument(
-        "--activation",
-        choices=tuple(ACTIVATIONS),
-        help="activation of the MLPs (default: quick_gelu for the published weights, gelu for other models "
-        "on the Hub)",
-    )
-    parser.add_argument(
-        "--image-size",
-        type=image_size,
-        help="side of the input images in pixels (default: as trained, or else 224, 384 for cvt_w24); no "
-        "center crop from 384 up",
-    )
-
-
-def add_token_keep_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--token-keep``, for :func:`load_model`."""
-    parser.add_argument(
-        "--token-keep",
-        type=token_keep,
-        metavar="KEEP",
-        help="prune unimportant tokens in the last stage: fraction to keep, such as 0.7, or entropy to "
-        "decide per image; comma-separated for one per block (default: as in the checkpoint, or keep all)",
-    )
 
 
 def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
@@ -131,41 +72,78 @@ def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
     return cast(tuple[TokenKeep, ...], values) if len(values) > 1 else cast(TokenKeep, values[0])
 
 
-def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--batch-size``, ``--workers`` and ``--corrupt``, for :class:`cvt.tools.datasets.Batches`."""
-    parser.add_argument("--batch-size", type=batch_size, default=32, help="images per batch (default: 32)")
-    add_loading_arguments(parser)
-
-
-def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--workers`` and ``--corrupt``, which say how images are loaded."""
-    parser.add_argument(
-        "--workers", type=worker_count, default=0, help="worker processes that load images (default: 0)"
-    )
-    parser.add_argument(
-        "--corrupt",
-        choices=("error", "skip"),
-        default="error",
-        help="stop at an unreadable image, or skip it (default: error)",
-    )
-
-
-def add_calibrate_argument(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Adds ``--calibrate``, for :func:`open_calibration`."""
-    parser.add_argument(
-        "--calibrate",
-        type=input_path,
-        required=required,
-        metavar="DATA",
-        help="calibration data: digits, or a folder with train/CLASS/IMAGE for calibration and "
+#: The help of ``--checkpoint``.
+CHECKPOINT = (
+    "weights to load: an official .pth, a .safetensors file, a directory written by Hugging Face or cvt "
+    "train, owner/name on the Hub, or digits (a small bundled model)"
+)
+# The arguments that several commands have, and the groups of them that go together.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "photos": {
+        "nargs": "+",
+        "type": input_path,
+        "metavar": "PHOTO",
+        "help": "image file (JPEG, PNG, WebP, …)",
+    },
+    "--checkpoint": {"type": input_path, "required": True, "help": CHECKPOINT},
+    "--model": {
+        "choices": tuple(PRESETS),
+        "help": "architecture (default: detected from the checkpoint)",
+    },
+    "--activation": {
+        "choices": tuple(ACTIVATIONS),
+        "help": "activation of the MLPs (default: quick_gelu for the published weights, gelu for other "
+        "models on the Hub)",
+    },
+    "--image-size": {
+        "type": image_size,
+        "help": "side of the input images in pixels (default: as trained, or else 224, 384 for cvt_w24); no "
+        "center crop from 384 up",
+    },
+    "--token-keep": {
+        "type": token_keep,
+        "metavar": "KEEP",
+        "help": "prune unimportant tokens in the last stage: fraction to keep, such as 0.7, or entropy to "
+        "decide per image; comma-separated for one per block (default: as in the checkpoint, or keep all)",
+    },
+    "--labels": {
+        "type": input_path,
+        "metavar": "FILE",
+        "help": "file of class names: one per line, or JSON: a list or {index: name}",
+    },
+    "--batch-size": {"type": batch_size, "default": 32, "help": "images per batch (default: 32)"},
+    "--workers": {
+        "type": integer(0, 256),
+        "default": 0,
+        "help": "worker processes that load images (default: 0)",
+    },
+    "--corrupt": {
+        "choices": ("error", "skip"),
+        "default": "error",
+        "help": "stop at an unreadable image, or skip it (default: error)",
+    },
+    "--calibrate": {
+        "type": input_path,
+        "metavar": "DATA",
+        "help": "calibration data: digits, or a folder with train/CLASS/IMAGE for calibration and "
         "val/CLASS/IMAGE for measuring accuracy; in a folder with only CLASS/IMAGE, every fifth image is "
         "held out for accuracy",
-    )
+    },
+    "--seed": {
+        "type": integer(0, MOST_SEED),
+        "default": 0,
+        "help": "seed for choosing the calibration images (default: 0)",
+    },
+    "--device": {"help": "cpu, cuda, cuda:1, … (default: cuda if available)"},
+}
+MODEL = ("--checkpoint", "--model", "--activation", "--image-size")
+BATCHES = ("--batch-size", "--workers", "--corrupt")
 
 
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--device``, for :func:`resolve_device`."""
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+def add(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
+    """Adds arguments that several commands have, with changes for all of them."""
+    for name in names:
+        parser.add_argument(name, **_ARGUMENTS[name] | changes)
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -178,10 +156,8 @@ def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ImportError) as error:
-        if is_cuda:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"--device: got {name!r}, but torch says: {reason}") from error
-        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N") from error
+        said = f"but torch says: {str(error).splitlines()[0]}" if is_cuda else "expected cpu, cuda or cuda:N"
+        raise ValueError(f"--device: got {name!r}, {said}") from error
     if device.type == "meta":
         raise ValueError("--device: got 'meta', which computes nothing; expected cpu, cuda or cuda:N")
     return device
@@ -254,7 +230,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:
-    """Loads the model that the arguments of :func:`add_model_arguments` and ``--token-keep`` name.
+    """Loads the model that the arguments of ``MODEL`` and ``--token-keep`` name.
 
     It raises FileNotFoundError or CheckpointError where that cannot be loaded.
     """
@@ -266,11 +242,12 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
     with naming_options("token_keep"):
         model, more = build_model(checkpoint, arguments.model, activation=arguments.activation, **overrides)
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
-    remarks += [*more, *preprocessing.remarks]
-    default_size = preprocessing.image_size or default_image_size(
-        arguments.model or checkpoint.architecture()
+    size = (
+        arguments.image_size
+        or preprocessing.image_size
+        or default_image_size(arguments.model or checkpoint.architecture())
     )
-    return LoadedModel(model.to(device).eval(), checkpoint, arguments.image_size or default_size, remarks)
+    return LoadedModel(model.to(device).eval(), checkpoint, size, [*remarks, *more, *preprocessing.remarks])
 
 
 def build_model(
@@ -310,11 +287,12 @@ def open_calibration(
     loaded.remarks.extend(unread)
     loaded.check_classes(fitted.classes, f"--calibrate {source}")
     drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(images, len(fitted)))
-    reading = {"workers": arguments.workers, "corrupt": arguments.corrupt}
-    fitted = fitted.part(sorted(drawn))
-    return Batches(fitted, arguments.batch_size, **reading), Batches(
-        held_out, arguments.batch_size, **reading
+    parts = (fitted.part(sorted(drawn)), held_out)
+    first, second = (
+        Batches(part, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
+        for part in parts
     )
+    return first, second
 
 
 def open_split(
@@ -336,22 +314,20 @@ def open_split(
     from ..datasets import DIGITS, open_dataset  # lazy: Pillow would slow down --help
     from ..label_maps import has_label_maps, open_label_maps
 
-    if head == "classify":
-        if has_label_maps(source, split):
+    options: dict[str, Any] = {"random_crop": random_crop, "corrupt": corrupt}
+    if head == "segment":
+        if source == DIGITS:
             raise ValueError(
-                f"--data: {source} has label maps, which are for models of train --task segment; expected "
-                f"{split}/CLASS/IMAGE for a classifier"
+                f"--data: got digits, which have no label maps; expected a folder with {split}/images and "
+                f"{split}/labels for head='segment'"
             )
-        crops: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
-        return open_dataset(source, split, image_size, **crops, corrupt=corrupt)
-    if source == DIGITS:
+        return open_label_maps(source, split, image_size, classes=classes, **options)
+    if has_label_maps(source, split):
         raise ValueError(
-            f"--data: got digits, which have no label maps; expected a folder with {split}/images and "
-            f"{split}/labels for head='segment'"
+            f"--data: {source} has label maps, which are for models of train --task segment; expected "
+            f"{split}/CLASS/IMAGE for a classifier"
         )
-    return open_label_maps(
-        source, split, image_size, classes=classes, random_crop=random_crop, corrupt=corrupt
-    )
+    return open_dataset(source, split, image_size, crop_fraction=crop_fraction, **options)
 
 
 # Output ---------------------------------------------------------------------------------------------------
@@ -388,14 +364,12 @@ def print_remarks(arguments: argparse.Namespace, remarks: Iterable[str]) -> None
         print(f"cvt {arguments.command}: {printable(remark)}", file=sys.stderr)
 
 
-def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: Iterable[str]) -> None:
-    """Prints the result, and before it on stderr the remarks; to be called when everything is done."""
+def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: Iterable[str] = ()) -> None:
+    """Prints a result on stdout, or on stderr where ``--json -`` takes it, after the remarks on stderr.
+
+    It is called when everything is done.
+    """
     print_remarks(arguments, remarks)
-    print_lines(arguments, lines)
-
-
-def print_lines(arguments: argparse.Namespace, lines: Iterable[str]) -> None:
-    """Prints lines on stdout, or on stderr where ``--json -`` takes it, with escapes for terminals."""
     stream = sys.stderr if getattr(arguments, "json", None) == STDOUT else sys.stdout
     try:
         print(printable("\n".join(lines)), file=stream, flush=True)

@@ -9,7 +9,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import diagnosis
 
-from .common import print_lines
+from .common import print_result
 from .paths import add_json_argument, reporting
 
 
@@ -34,7 +34,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         lines += [f"  {name}: {flaw}" for name, flaw in flaws.items()]
         lines += ["Please report these lines."] if flaws else []
     with reporting(arguments.json, indent=1) as report_json:
-        print_lines(arguments, lines)
+        print_result(arguments, lines)
         report_json({**diagnosis.as_json(), **({"check": flaws} if arguments.check else {})})
     return int(bool(flaws))
 

@@ -7,25 +7,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cvt.files import check_writable, filling, making, write_json
+from cvt.files import filling, making, write_json
 
-from .common import (
-    add_device_argument,
-    add_model_arguments,
-    add_photos_argument,
-    add_token_keep_argument,
-    load_model,
-    print_result,
-    resolve_device,
-)
+from .common import MODEL, add, load_model, print_result, resolve_device
 from .paths import output_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_photos_argument(parser)
-    add_model_arguments(parser)
-    add_token_keep_argument(parser)
+    add(parser, "photos", *MODEL, "--token-keep", "--device")
     parser.add_argument(
         "--output",
         type=output_path,
@@ -34,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write explain.json and, for each photo, NAME.attention.png and NAME.rollout.png (with "
         "token pruning also NAME.tokens.png)",
     )
-    parser.add_argument(
-        "--plot",
-        action="store_true",
-        help="also write heads.png, a plot of all heads (needs matplotlib)",
-    )
-    add_device_argument(parser)
+    parser.add_argument("--plot", action="store_true", help="also write heads.png, a plot of all heads")
     parser.set_defaults(run=_explain, written=_names_written)
 
 
@@ -59,9 +44,7 @@ def _explain(arguments: argparse.Namespace) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"photos: got two of the name {twice}, whose pictures would have one name")
-    check_writable("--output", output, directory=True)
-    if arguments.plot:
-        figure_class()
+    figure_class()  # where Matplotlib is missing, it fails now
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, config = loaded.classifier, loaded.model.config
@@ -75,10 +58,10 @@ def _explain(arguments: argparse.Namespace) -> None:
     with making(output), filling(output) as scratch:
         for name, image, explanation, entry in zip(names, images, explanations, content, strict=True):
             title = class_title(**entry["classes"][0])
-            for kind, picture in pictures(explanation, photograph(image), config, title).items():
-                picture.save(scratch / f"{name}.{kind}.png")
+            for kind, figure in pictures(explanation, photograph(image), config, title).items():
+                figure.savefig(scratch / f"{name}.{kind}.png")
         if arguments.plot:
-            plot_heads(explanations, scratch / "heads.png")
+            plot_heads(explanations).savefig(scratch / "heads.png")
         write_json(scratch / "explain.json", {"checkpoint": arguments.checkpoint, "photos": content})
         written = sorted(str(output / file.name) for file in scratch.iterdir())
     print_result(arguments, written, loaded.remarks)

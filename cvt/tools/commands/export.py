@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from cvt.extras import require
-from cvt.files import replacing, writing
+from cvt.files import replacing
 from cvt.model import CvT
 from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.backends import requesting
 
-from .common import add_model_arguments, add_token_keep_argument, load_model, print_result
+from .common import MODEL, add, load_model, print_result
 from .onnx_nodes import with_nodes
 from .paths import add_json_argument, output_path, reporting
 
@@ -55,8 +55,7 @@ class Parity(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_model_arguments(parser)
-    add_token_keep_argument(parser)
+    add(parser, *MODEL, "--token-keep")
     parser.add_argument(
         "--format", required=True, choices=FORMATS, help="torch.export program (pt2) or ONNX model (onnx)"
     )
@@ -193,8 +192,9 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
             node.metadata_props.clear()  # where in our source it comes from, at great length
         written.save(path, external_data=False)
     else:
-        with writing(path) as file:  # a name would have to end with .pt2
-            torch.export.save(program, file)
+        buffer = io.BytesIO()  # a name would have to end with .pt2
+        torch.export.save(program, buffer)
+        path.write_bytes(buffer.getbuffer())
 
 
 def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None) -> Tensor:

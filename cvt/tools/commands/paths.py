@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cvt.checkpoints import local_place
-from cvt.files import replacing, write_json
+from cvt.files import check_writable, replacing, write_json
 from cvt.hub import WEIGHT_SUFFIXES
 from cvt.huggingface import CONFIGS, INDEX
 
 STDOUT = "-"
-
-#: The arguments that name folders of images, and models.
-_DATA, _MODELS = ("data", "calibrate"), ("checkpoint", "teacher")
 
 
 class InputPath(str):
@@ -72,33 +69,29 @@ def reporting(
             yield lambda report: write_json(file, report, indent=indent)
 
 
-# Outputs that are inputs ----------------------------------------------------------------------------------
-
-
 def check_outputs(arguments: argparse.Namespace, names: Mapping[str, Iterable[str]]) -> None:
-    """Raises ValueError, naming the options, if an output is an input, or two outputs are the same file.
+    """Checks, before a long run, that outputs can be written and are neither inputs nor the same file.
 
-    Args:
-        arguments: The command's. Images are listed only if an output exists already.
-        names: The names of the files that it writes into folders, by the arguments for these.
+    ``names`` are those of files that go into folders, by argument. OSError and ValueError name the options.
     """
-    outputs = [(option, path) for option, path in _of_kind(arguments, OutputPath) if path != STDOUT]
-    inputs = list(_of_kind(arguments, InputPath))
-    for index, (argument, path) in enumerate(outputs):
-        for other, another in outputs[:index]:
-            if os.path.realpath(path) == os.path.realpath(another) and not _is_special(path):
+    outputs: dict[Any, str] = {}
+    for argument, path in _of_kind(arguments, OutputPath):
+        if path == STDOUT:
+            continue
+        option = _option(argument)
+        check_writable(option, path, directory=argument in names)
+        for file in [os.path.join(path, name) for name in names.get(argument, [])] or [path]:
+            if os.path.exists(file) and not os.path.isfile(file):  # a device or a pipe
+                continue
+            if (other := outputs.setdefault(_place(file), option)) != option:
+                raise ValueError(f"{option}: got {path!r} as {other}, expected another file")
+    is_any_there = any(isinstance(place, tuple) for place in outputs)
+    for argument, source in _of_kind(arguments, InputPath) if is_any_there else ():
+        for read in _files_of(argument, source):
+            if _place(read) in outputs:
                 raise ValueError(
-                    f"{_option(argument)}: got {path!r} as {_option(other)}, expected another file"
-                )
-        files = [os.path.join(path, name) for name in names[argument]] if argument in names else [path]
-        for other, source in inputs:
-            if argument in names and other in _MODELS and _is_within(source, path, names[argument]):
-                raise ValueError(
-                    f"{_option(argument)}: got {path!r}, which has {_option(other)}, expected another place"
-                )
-            if any(_is_read(file, other, source) for file in files):
-                raise ValueError(
-                    f"{_option(argument)}: got {path!r}, expected a file that is no part of {_option(other)}"
+                    f"{outputs[_place(read)]}: got {str(read)!r}, expected a file that is no part of "
+                    f"{_option(argument)}"
                 )
 
 
@@ -113,49 +106,25 @@ def _option(argument: str) -> str:
     return argument if argument == "photos" else f"--{argument.replace('_', '-')}"
 
 
-def _is_read(output: str, argument: str, source: str) -> bool:
-    """Returns whether a file is what an argument names, or one of its files."""
-    if argument in _DATA:
-        return os.path.isfile(output) and any(_is_same(output, file) for file in _images(source))
-    place = local_place(source) if argument in _MODELS else Path(source)
-    if not isinstance(place, Path):  # of the Hub
-        return False
-    if argument in _MODELS and os.path.isdir(place) and _is_of_model(os.path.basename(output)):
-        return _is_same(os.path.dirname(output) or ".", place)
-    return _is_same(output, place) and not _is_special(output)
-
-
-def _is_within(source: str, folder: str, names: Iterable[str]) -> bool:
-    """Returns whether a file of weights lies in the folder into which another model is written."""
-    place = local_place(source)
-    if not isinstance(place, Path) or not place.is_file() or not any(map(_is_of_model, names)):
-        return False
-    return _is_same(place.parent, folder)
-
-
-def _is_of_model(name: str) -> bool:
-    """Returns whether a folder with a model may be read by a file of this name."""
-    return name in CONFIGS or name.endswith((INDEX, *WEIGHT_SUFFIXES))
-
-
-def _images(source: str) -> Iterator[Path]:
-    """Yields the files of a folder of images; only the files of its splits, if it has any."""
-    from ..datasets import SPLITS, list_files  # Pillow, which the check of a new file need not wait for
-
-    folders = [Path(source, split) for split in SPLITS if os.path.isdir(Path(source, split))]
-    if not folders and os.path.isdir(source):
-        folders = [Path(entry.path) for entry in os.scandir(source) if entry.is_dir()]
-    for folder in folders:
-        yield from list_files(folder)[0]
-
-
-def _is_same(one: str | Path, another: str | Path) -> bool:
+def _place(path: str | Path) -> Any:
+    """Returns what is the same for all names of a file, links too."""
     try:
-        return os.path.samefile(one, another)
+        found = os.stat(path)
     except OSError:
-        return False
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
 
 
-def _is_special(path: str) -> bool:
-    """Returns whether something is neither a file nor a folder, but such as ``/dev/null``."""
-    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
+def _files_of(argument: str, source: str) -> Iterator[Path]:
+    """Yields the files that an argument names: itself, those of a model's folder, or images."""
+    if argument in ("data", "calibrate"):
+        from ..datasets import list_files  # Pillow, which the check of a new file need not wait for
+
+        files = list_files(Path(source))[0] if os.path.isdir(source) else []
+        yield from (file for file in files if file.parent != Path(source))  # in folders of splits or classes
+    elif argument not in ("checkpoint", "teacher"):
+        yield Path(source)
+    elif isinstance(place := local_place(source), Path):  # not of the Hub
+        files = sorted(place.iterdir()) if place.is_dir() else [place]
+        weights = (INDEX, *WEIGHT_SUFFIXES)
+        yield from (file for file in files if file == place or file.name.endswith((*weights, *CONFIGS)))

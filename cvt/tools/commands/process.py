@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -24,8 +23,8 @@ _TOO_LARGE = (
 )
 # Arguments that decide on how much memory is needed.
 _SIZES = ("image_size", "image_sizes", "batch_size", "batch_sizes", "workers", "jobs")
-_TWICE = 1.0  # seconds within which two signals are one: timeout sends its own twice
-_PATIENCE = 10.0  # seconds that a signal waits for Python, which may be within one long call of PyTorch
+
+_LONGEST = 400  # characters of an error of argparse, which lists all choices
 
 
 def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], int | None]) -> int:
@@ -106,7 +105,7 @@ class Parser(argparse.ArgumentParser):
             from cvt_kernels.tables import printable_word
 
             message = printable_word(message)
-        super().error(message)
+        super().error(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…")
 
     def error_with_help(self, message: str) -> Any:
         """Prints the help, with a line per command, and the error, and exits with 2."""
@@ -141,40 +140,30 @@ def temporary_files_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def orderly() -> Iterator[None]:
-    """Lets a command end cleanly, even with closed streams or on a signal."""
-    with _open_streams(), _ended_by_signals():
-        try:
-            yield
-        finally:
-            _empty(sys.stdout)
-            _empty(sys.stderr)
+    """Lets a command end cleanly, even with closed streams or on a signal.
 
-
-@contextlib.contextmanager
-def _open_streams() -> Iterator[None]:
-    """Opens what is closed, lest a file of the command take its number; escapes what stdout cannot encode."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the least number that is free, which is this one
+    What stdout cannot encode is escaped.
+    """
     stdout, stderr = sys.stdout, sys.stderr
     errors = getattr(stdout, "errors", None)
     with contextlib.ExitStack() as stack:
         if stderr is None:
             sys.stderr = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        if hasattr(stdout, "reconfigure"):
-            _reconfigure(stdout, "backslashreplace")
-            stack.callback(_reconfigure, stdout, errors)
+        _reconfigure(stdout, "backslashreplace")
+        stack.enter_context(_ended_by_signals())
         try:
             yield
         finally:
+            _empty(sys.stdout)
+            _empty(sys.stderr)
             sys.stderr = stderr
+            _reconfigure(stdout, errors)
 
 
 def _reconfigure(stream: Any, errors: str | None) -> None:
     with contextlib.suppress(OSError):  # where stdout has become a pipe after Python began
-        stream.reconfigure(errors=errors)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
 
 
 def _empty(stream: Any) -> None:
@@ -185,9 +174,8 @@ def _empty(stream: Any) -> None:
         stream.flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
-        if null != stream.fileno():
-            os.dup2(null, stream.fileno())
-            os.close(null)
+        os.dup2(null, stream.fileno())
+        os.close(null)
         stream.flush()
 
 
@@ -204,71 +192,21 @@ def _ended_by_signals() -> Iterator[None]:
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     numbers = [getattr(signal, name) for name in names]
     numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    begun: tuple[int, float] | None = None
+    begun: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        nonlocal begun
-        if begun is None:
-            begun = number, time.monotonic()
+        if not begun:  # timeout sends its own twice
+            begun.append(number)
             raise SystemExit(128 + number)
-        if time.monotonic() - begun[1] > _TWICE:  # somebody does not want to wait
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
 
     for number in numbers:
         signal.signal(number, end)
     try:
-        with _watched(numbers, lambda: begun is not None):
-            yield
+        yield
     except Exception as error:  # such as of a worker process, which got the signal too
-        if begun is None:
+        if not begun:
             raise
         raise SystemExit(128 + begun[0]) from error
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-
-
-_is_watched = False
-
-
-@contextlib.contextmanager
-def _watched(numbers: list[int], has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Ends the process where a signal of the block has not begun to end it after a while.
-
-    Python handles signals between two of its own instructions only; a thread learns of them at once.
-    """
-    global _is_watched
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while number := os.read(reader, 1)[0]:  # 0 at the end
-            if number in numbers and not is_over.wait(_PATIENCE) and not has_begun():
-                os._exit(128 + number)
-
-    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _is_watched = True
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        _is_watched = False
-        signal.set_wakeup_fd(previous)
-        is_over.set()
-        os.write(writer, b"\0")
-        thread.join()
-        os.close(reader)
-        os.close(writer)
-
-
-def _forget_the_watch() -> None:
-    """Lets a forked process, such as one that reads images, keep its signals to itself."""
-    if _is_watched:
-        signal.set_wakeup_fd(-1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_watch)

@@ -18,6 +18,8 @@ NAMES = (
     "cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 to _b5, "
     "pvt_v2_b2_linear, or glpn"
 )
+#: The help of ``--image-size``.
+SIZES = "side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
 
 
 class Pyramid(NamedTuple):
@@ -85,12 +87,7 @@ def quiet_transformers() -> Any:
 
 
 def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
-    """Builds a model of ``PYRAMIDS`` without dropout and drop path, by default with random weights.
-
-    Raises:
-        ValueError: There is no such model in this version of transformers, or the weights are of another one.
-        OSError: The weights are missing or unusable.
-    """
+    """Builds a model of ``PYRAMIDS`` without dropout and drop path, by default with random weights."""
     from cvt.factory import randomize
 
     transformers = quiet_transformers()

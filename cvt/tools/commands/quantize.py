@@ -3,58 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cvt_kernels as ck
 from cvt.card import ModelCard
-from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.factory import create_model
-from cvt.files import check_writable, replacing
 from cvt.model import CvT
 from cvt.quantized import compact
 from cvt_kernels.quantization import QuantizationReport
 
 from ..evaluation import Evaluation
-from .common import (
-    add_batch_arguments,
-    add_calibrate_argument,
-    add_device_argument,
-    add_labels_argument,
-    add_model_arguments,
-    load_model,
-    open_calibration,
-    positive_int,
-    print_result,
-    recorded_warnings,
-    resolve_device,
-    seed,
-)
-from .paths import add_json_argument, output_path, reporting
-from .smaller import SUFFIX, accuracy, card_of, evaluated, settings, size_of, table
+from . import smaller
+from .common import load_model, open_calibration, positive_int, print_result, resolve_device
+from .smaller import evaluated
 
 if TYPE_CHECKING:
     from ..datasets import Batches
 
-_SCHEMES = ("dynamic", "static")
 _ROUNDING = 1e-9  # of differences of fractions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    add_model_arguments(parser)
-    add_calibrate_argument(parser, required=True)
-    parser.add_argument(
-        "--output", type=output_path, required=True, metavar="FILE", help=f"{SUFFIX} file to write"
-    )
+    smaller.add_shared_arguments(parser, "accuracy, size and the error of every layer", calibrate=True)
     parser.add_argument(
         "--scheme",
-        choices=_SCHEMES,
+        choices=("dynamic", "static"),
         default="dynamic",
         help="activation scales: per token at run time (dynamic, the default), or one calibrated per layer "
         "(static)",
@@ -80,13 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images", type=positive_int, default=256, help="most images to calibrate with (default: 256)"
     )
-    parser.add_argument(
-        "--seed", type=seed, default=0, help="seed for choosing the calibration images (default: 0)"
-    )
-    add_labels_argument(parser)
-    add_batch_arguments(parser)
-    add_json_argument(parser, "accuracy, size and the error of every layer")
-    add_device_argument(parser)
     parser.set_defaults(run=_quantize)
 
 
@@ -101,25 +72,17 @@ def _points(text: str) -> float:
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
-    output = Path(arguments.output)
-    if output.suffix != SUFFIX:
-        raise ValueError(f"--output: got {arguments.output!r}, expected a name that ends with {SUFFIX}")
-    try:
-        os.fsencode(os.path.realpath(output)).decode()
-    except UnicodeDecodeError as error:  # the file is read again, and safetensors takes no such name
-        raise ValueError(f"--output: got {str(output)!r}, expected a name in UTF-8") from error
-    check_writable("--output", output, directory=False)
+    smaller.check_output(arguments.output)
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
     classifier = loaded.classifier
     images, answers = open_calibration(arguments, loaded, arguments.images)
-    card = card_of(loaded, classifier.config, loaded.labels(arguments.labels), images.dataset.classes)
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(replacing(output))
-        report_json = stack.enter_context(reporting(arguments.json))  # fails before --output is replaced
-        remarks = stack.enter_context(recorded_warnings())
+    labels = loaded.labels(arguments.labels)
+    card = smaller.card_of(loaded, classifier.config, labels, images.dataset.classes)
+    remarks: list[str] = []
+    with smaller.staged(arguments, remarks) as (file, report_json):
         model = copy.deepcopy(classifier)
         report = ck.quantize(
             model,
@@ -129,24 +92,25 @@ def _quantize(arguments: argparse.Namespace) -> None:
             embeddings=arguments.embeddings,
             progress=True,
         )
-        before = evaluated(classifier, answers, "before")
+        unquantized = evaluated(classifier, answers, "before")
         measurements = _Measurements(classifier, model, report, card, file, answers)
-        report, after = measurements.within(before.top1 - arguments.max_drop / 100)
-        figures = (before, size_of(classifier)), (after, file.stat().st_size)
-        given = settings(arguments, loaded, device) | {"calibration_images": len(images.dataset)}
-        report_json(given | _as_json(report, *figures))
+        report, quantized = measurements.within(unquantized.top1 - arguments.max_drop / 100)
+        before = smaller.accuracy(unquantized) | {"bytes": smaller.size_of(classifier)}
+        after = smaller.accuracy(quantized) | {"bytes": file.stat().st_size}
+        given = smaller.settings(arguments, loaded, device)
+        given |= {"calibration_images": len(images.dataset), "held_out_images": quantized.images}
+        report_json(given | {"before": before, "after": after, "layers": _layers(report)})
     heading = (
-        f"{output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
-        f"{arguments.calibrate}, measured on {after.images} others"
+        f"{arguments.output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
+        f"{arguments.calibrate}, measured on {quantized.images} others"
     )
     embeddings = "the first embedding" if arguments.embeddings else "embeddings"
     rest = (
         f"{embeddings}, depthwise convolutions, norms and the head stay in floating point, "
         "their matrices in float16"
     )
-    columns = [accuracy(each) | {"size": f"{size / 1e6:.2f} MB"} for each, size in figures]
-    lines = [heading, "", str(report), rest, "", *table(*columns)]
-    print_result(arguments, lines, [*loaded.remarks, *dict.fromkeys(remarks)])
+    lines = [heading, "", str(report), rest, "", *smaller.table(before, after)]
+    print_result(arguments, lines, [*loaded.remarks, *remarks])
 
 
 # Layers that stay in floating point -----------------------------------------------------------------------
@@ -176,20 +140,18 @@ class _Measurements:
         self._device = next(original.parameters()).device
         self._original, self._quantized = original.state_dict(), quantized.state_dict()
         self._report, self._card, self._path, self._batches = report, card, path, batches
-        unmeasured = [row for row in report if row.sqnr is None]
-        rows = [*report.worst(), *unmeasured]
+        rows = [*report.worst(), *(row for row in report if row.sqnr is None)]
         self._order = [row.path for row in rows if row.scheme != "float"]
 
     def within(self, least: float) -> tuple[QuantizationReport, Evaluation]:
-        """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``.
-
-        Raises:
-            ValueError: No such version has a quantized layer.
-        """
+        """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``."""
         evaluations: dict[int, Evaluation] = {}
 
         def is_enough(count: int) -> bool:
-            evaluations[count] = self._write_and_evaluate(count)
+            self._write(count)
+            model = create_model(checkpoint=self._path).to(self._device).eval()
+            title = f"{count} layers in floating point" if count else "after"
+            evaluations[count] = evaluated(model, self._batches, title)
             return evaluations[count].top1 >= least - _ROUNDING
 
         count = fewest(len(self._order), is_enough)
@@ -200,12 +162,11 @@ class _Measurements:
             )
         if count != list(evaluations)[-1]:
             self._write(count)
-        return self._report_on(count), evaluations[count]
-
-    def _write_and_evaluate(self, count: int) -> Evaluation:
-        self._write(count)
-        model = create_model(checkpoint=self._path).to(self._device).eval()
-        return evaluated(model, self._batches, f"{count} layers in floating point" if count else "after")
+        kept, reason = self._order[:count], "is kept, since it loses more than others, for the sake of top-1"
+        rows = (
+            row._replace(scheme="float", reason=reason) if row.path in kept else row for row in self._report
+        )
+        return QuantizationReport(rows), evaluations[count]
 
     def _write(self, count: int) -> None:
         kept = {
@@ -215,15 +176,7 @@ class _Measurements:
         }
         tensors = {name: t for name, t in self._quantized.items() if name not in kept}
         tensors |= {name: t for name, t in self._original.items() if name in kept}
-        tensors = {name: tensor.cpu() for name, tensor in compact(tensors).items()}
-        save_safetensors(Checkpoint(str(self._path), tensors, card=self._card), self._path)
-
-    def _report_on(self, count: int) -> QuantizationReport:
-        kept = self._order[:count]
-        reason = "is kept, since it loses more than others, for the sake of top-1"
-        return QuantizationReport(
-            row._replace(scheme="float", reason=reason) if row.path in kept else row for row in self._report
-        )
+        smaller.write(self._path, compact(tensors), self._card)
 
 
 def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
@@ -243,11 +196,7 @@ def fewest(most: int, is_enough: Callable[[int], bool]) -> int:
     return enough
 
 
-def _as_json(report: QuantizationReport, *figures: tuple[Evaluation, int]) -> dict[str, Any]:
-    """Returns the figures and bytes as numbers; an SQNR that is not known or not finite is null."""
-    before, after = (
-        {"top1": each.top1, "top5": each.top5, "loss": each.loss, "bytes": size} for each, size in figures
-    )
+def _layers(report: QuantizationReport) -> list[dict[str, Any]]:
+    """Returns the rows of a report for JSON; an SQNR that is not known or not finite is null."""
     rows = [row._asdict() for row in report]
-    layers = [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
-    return {"held_out_images": figures[-1][0].images, "before": before, "after": after, "layers": layers}
+    return [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]

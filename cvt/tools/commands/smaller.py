@@ -1,27 +1,77 @@
-"""Names of classes, settings, and figures before and after, for ``cvt prune`` and ``cvt quantize``."""
+"""The files of ``cvt prune`` and ``cvt quantize``, their settings, and figures before and after."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from cvt.card import ModelCard
+from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.config import CvTConfig
+from cvt.files import replacing
 from cvt.huggingface import made_up_labels
 from cvt_kernels.tables import aligned
 
 from ..evaluation import Evaluation, evaluate
-from .common import LoadedModel
+from .common import BATCHES, MODEL, LoadedModel, add, recorded_warnings
+from .paths import add_json_argument, output_path, reporting
 
 if TYPE_CHECKING:
     from ..datasets import Batches
 
-SUFFIX = ".safetensors"
+_SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser, report: str, *, calibrate: bool) -> None:
+    """Adds the arguments that both commands have; ``calibrate`` says whether they need images."""
+    add(parser, *MODEL)
+    add(parser, "--calibrate", required=calibrate)
+    parser.add_argument(
+        "--output", type=output_path, required=True, metavar="FILE", help=f"{_SUFFIX} file to write"
+    )
+    add(parser, "--seed", "--labels", *BATCHES, "--device")
+    add_json_argument(parser, report)
+
+
+def check_output(output: str) -> None:
+    """Raises ValueError for an output of another kind, or of a name that safetensors does not read."""
+    if Path(output).suffix != _SUFFIX:
+        raise ValueError(f"--output: got {output!r}, expected a name that ends with {_SUFFIX}")
+    try:
+        str(Path(output).resolve()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--output: got {output!r}, expected a name in UTF-8") from error
+
+
+@contextlib.contextmanager
+def staged(arguments: argparse.Namespace, remarks: list[str]) -> Iterator[tuple[Path, Any]]:
+    """Yields the file to write and what takes the report; both are there after the block, or neither.
+
+    Warnings of the block are added to the remarks, each once.
+    """
+    # The report ends first: where it cannot be written, --output stays as it was.
+    with (
+        replacing(arguments.output) as file,
+        reporting(arguments.json) as report_json,
+        recorded_warnings() as said,
+    ):
+        yield file, report_json
+    remarks += dict.fromkeys(said)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> int:
+    """Writes weights and their card; returns the bytes of the file."""
+    on_cpu = {name: tensor.cpu() for name, tensor in tensors.items()}
+    save_safetensors(Checkpoint(str(path), on_cpu, card=card), path)
+    return path.stat().st_size
 
 
 def card_of(
@@ -52,16 +102,24 @@ def settings(arguments: argparse.Namespace, loaded: LoadedModel, device: torch.d
     return given | {"image_size": loaded.image_size, "device": str(device)}
 
 
-def table(*columns: dict[str, str]) -> list[str]:
-    """Returns the lines of a table of the figures before and after."""
-    rows = [("", "before", "after"), *((name, *(each[name] for each in columns)) for name in columns[0])]
-    return aligned(rows, right=(1, 2))
+def accuracy(evaluation: Evaluation | None) -> dict[str, float | None]:
+    """Returns the accuracy and the loss as numbers, None without images."""
+    return {name: getattr(evaluation, name, None) for name in ("top1", "top5", "loss")}
 
 
-def accuracy(evaluation: Evaluation) -> dict[str, str]:
-    """Returns the accuracy and the loss for :func:`table`."""
-    return {
-        "top-1": f"{evaluation.top1:.2%}",
-        "top-5": f"{evaluation.top5:.2%}",
-        "loss": f"{evaluation.loss:.4f}",
+def table(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table of figures before and after, without those that are None."""
+    forms = {
+        "top1": ("top-1", "{:.2%}", 1),
+        "top5": ("top-5", "{:.2%}", 1),
+        "loss": ("loss", "{:.4f}", 1),
+        "parameters": ("parameters", "{:.2f} M", 1e-6),
+        "multiply_adds": ("multiply-adds", "{:.2f} M", 1e-6),
+        "bytes": ("size", "{:.2f} MB", 1e-6),
+        "images_per_second": ("images/s", "{:.1f}", 1),
     }
+    rows = [("", "before", "after")]
+    for name, (title, form, factor) in forms.items():
+        if before.get(name) is not None:
+            rows.append((title, form.format(before[name] * factor), form.format(after[name] * factor)))
+    return aligned(rows, right=(1, 2))

@@ -10,29 +10,25 @@ from typing import Any, get_args
 import torch
 
 from cvt.checkpoints import read_checkpoint
-from cvt.config import ACTIVATIONS, PRESETS, Head
+from cvt.config import PRESETS, Head
 from cvt.factory import create_model
-from cvt.files import check_writable
 from cvt.huggingface import BEST
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
 
 from ..training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
 from .common import (
-    add_device_argument,
-    add_loading_arguments,
-    add_token_keep_argument,
+    add,
     build_model,
-    image_size,
     integer,
     naming_options,
     open_split,
-    print_lines,
     print_remarks,
+    print_result,
     printed_warnings,
     resolve_device,
 )
-from .paths import STDOUT, add_json_argument, input_path, output_path, reporting
+from .paths import add_json_argument, input_path, output_path, reporting
 
 _MODEL_OPTIONS = ("drop_path_rate", "layer_scale", "token_keep")  # fields of CvTConfig
 
@@ -62,23 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", choices=tuple(MODELS), help="architecture (default: cvt_13; for digits cvt_nano)"
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=input_path,
-        help="weights to fine-tune; the head is replaced if the classes differ",
-    )
-    parser.add_argument(
-        "--activation",
-        choices=tuple(ACTIVATIONS),
-        help="activation of the MLPs (default: the checkpoint's, or else quick_gelu)",
-    )
+    weights = "weights to fine-tune; the head is replaced if the classes differ"
+    add(parser, "--checkpoint", required=False, help=weights)
+    text = "activation of the MLPs (default: the checkpoint's, or else quick_gelu)"
+    add(parser, "--activation", help=text)
+    add(parser, "--image-size", help="side of the input images in pixels (default: 224; for digits 16)")
     parser.add_argument(
         "--teacher", type=input_path, metavar="CHECKPOINT", help="teacher model for --distillation"
-    )
-    parser.add_argument(
-        "--image-size",
-        type=image_size,
-        help="side of the input images in pixels (default: 224; for digits 16)",
     )
     parser.add_argument(
         "--drop-path-rate", type=float, help="rate of stochastic depth (default: the model's)"
@@ -86,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer-scale", type=float, help="initial value of layer scale (default: no layer scale)"
     )
-    add_token_keep_argument(parser)
-    add_loading_arguments(parser)
-    add_device_argument(parser)
+    add(parser, "--token-keep", "--workers", "--corrupt", "--device")
     parser.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
@@ -129,8 +113,6 @@ def _differing(option: str, values: dict[str, Any]) -> str:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    if arguments.json not in (None, STDOUT):
-        check_writable("--json", arguments.json, directory=False)  # fails now rather than after hours
     # lazy: torch.distributed and Pillow would slow down --help
     from ..datasets import DIGITS, RandomCrop
     from ..training.trainer import Trainer, distributed, epoch_line
@@ -167,14 +149,14 @@ def _train(arguments: argparse.Namespace) -> None:
         )
         with reporting(arguments.json if trainer.rank == 0 else None) as report_json:
             history = trainer.fit(
-                report=lambda row: print_lines(arguments, [epoch_line(row, config.epochs)]), progress=True
+                report=lambda row: print_result(arguments, [epoch_line(row, config.epochs)]), progress=True
             )
             report_json({"output": arguments.output, **dataclasses.asdict(config), "epochs_done": history})
         if trainer.rank == 0:
             score, title = trainer.task.score, trainer.task.title
             best = max(history, key=lambda row: row[score])
             line = f"{title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}"
-            print_lines(arguments, [f"{arguments.output}: {line}"])
+            print_result(arguments, [f"{arguments.output}: {line}"])
 
 
 def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +14,11 @@ from torch import nn
 
 from cvt.config import DTYPES, PRESETS, default_image_size
 from cvt.factory import create_model
-from cvt.files import check_writable
 
-from .common import (
-    add_device_argument,
-    batch_size,
-    image_size,
-    integer,
-    print_lines,
-    resolve_device,
-    token_keep,
-)
-from .paths import STDOUT, add_json_argument, reporting
+from .common import add, batch_size, integer, print_result, resolve_device, token_keep
+from .paths import add_json_argument, reporting
 from .process import temporary_files_together
-from .pyramids import NAMES, PYRAMIDS, build_pyramid
+from .pyramids import NAMES, PYRAMIDS, SIZES, build_pyramid
 
 if TYPE_CHECKING:
     from cvt_kernels.tuning.calls import OperatorCall
@@ -68,11 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=batch_size,
         help="one or more batch sizes to tune for (default: 1 and 8; on a GPU 1 and 256)",
     )
-    parser.add_argument(
-        "--image-size",
-        type=image_size,
-        help="side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)",
-    )
+    add(parser, "--image-size", help=SIZES)
     parser.add_argument(
         "--train",
         action="store_true",
@@ -94,22 +80,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time limit for each kernel; one that takes longer counts as hanging (default: 60)",
     )
     add_json_argument(parser, "every result as JSON")
-    add_device_argument(parser)
+    add(parser, "--device")
     parser.set_defaults(run=_tune)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
     """Tunes and prints a table; returns 1 if a kernel failed or a call could not be tuned, else 0."""
     device = resolve_device(arguments.device)
-    if arguments.json not in (None, STDOUT):
-        check_writable("--json", arguments.json, directory=False)  # fails now rather than after minutes
-    if arguments.model in PYRAMIDS:
-        for option, given in (
-            ("--token-keep", arguments.token_keep != 1.0),
-            ("--quantized", arguments.quantized),
-        ):
-            if given:
-                raise ValueError(f"{option}: got it with {arguments.model}, expected a CvT")
+    of_cvt = {"--token-keep": arguments.token_keep != 1.0, "--quantized": arguments.quantized}
+    for option, is_given in of_cvt.items():
+        if is_given and arguments.model in PYRAMIDS:
+            raise ValueError(f"{option}: got it with {arguments.model}, expected a CvT")
     from tqdm import tqdm
 
     from cvt_kernels import backends
@@ -128,7 +109,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             finally:  # what is known when someone interrupts it is worth keeping too
                 with reporting(arguments.json, indent=1) as report_json:
                     report_json(_as_json(results, arguments, device))
-    print_lines(arguments, [*_table(results), "", *_summary(results, device, time.monotonic() - start)])
+    print_result(arguments, [*_table(results), "", *_summary(results, device, time.monotonic() - start)])
     return int(not all(result.is_good for result in results))
 
 
@@ -144,33 +125,25 @@ def _calls(arguments: argparse.Namespace, device: torch.device) -> dict[str, Ope
         default_image_size(arguments.model) if is_cvt else PYRAMIDS[arguments.model].image_size
     )
     calls: dict[str, OperatorCall] = {}
-    for (dtype, train), batch in itertools.product(_steps(dtypes, train=arguments.train), sizes):
+    modes = (False, True) if arguments.train else (False,)
+    for train, dtype, batch in itertools.product(modes, dtypes, sizes):
         weights = torch.float32 if train else DTYPES[dtype]
         images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(0))
-        place = functools.partial(_placed, device=device, dtype=weights, train=train)
+
+        def place(model: nn.Module, dtype: torch.dtype = weights, train: bool = train) -> nn.Module:
+            return model.to(device, dtype).train(train)
+
         for model in _models(arguments, side, place, train=train):
-            casts = torch.autocast(device.type, DTYPES[dtype], enabled=train and dtype != "float32")
-            with casts:
-                try:
+            try:
+                with torch.autocast(device.type, DTYPES[dtype], enabled=train and dtype != "float32"):
                     made = calls_of(model, images.to(device, weights))
-                except (RuntimeError, ValueError) as error:
-                    reason = (str(error).splitlines() or ["no reason given"])[0]
-                    raise ValueError(
-                        f"--image-size: {arguments.model} does not run on {side} pixels: {reason}"
-                    ) from error
+            except (RuntimeError, ValueError) as error:
+                reason = (str(error).splitlines() or ["no reason given"])[0]
+                raise ValueError(
+                    f"--image-size: {arguments.model} does not run on {side} pixels: {reason}"
+                ) from error
             calls |= {call.cache_key: call for call in made}
     return calls
-
-
-def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype, train: bool) -> nn.Module:
-    return model.to(device, dtype).train(train)
-
-
-def _steps(dtypes: Sequence[str], *, train: bool) -> Iterator[tuple[str, bool]]:
-    """Yields the dtypes of inference, then those of training."""
-    for is_train in (False, True) if train else (False,):
-        for dtype in dtypes:
-            yield dtype, is_train
 
 
 def _models(

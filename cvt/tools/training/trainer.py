@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,9 +31,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from cvt.card import ModelCard
-from cvt.files import replacing, writing
+from cvt.files import replacing
 from cvt.huggingface import BEST
 from cvt.model import Block, CvT
+from cvt.reading import CheckpointError, load_pickle
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels import graphed
 from cvt_kernels.checks import shown
@@ -40,13 +42,11 @@ from cvt_kernels.checks import shown
 from ..datasets import Batches, ImageDataset
 from ..label_maps import LabelMapDataset
 from .augment import Augment
-from .locks import locked
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
-from .states import load_optimizer, naming, read_state
 from .tasks import TASKS, check_options
 
-LAST = "last.pth"
+LAST, LOCK = "last.pth", ".lock"
 _UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
 
 
@@ -192,7 +192,7 @@ class Trainer:
             NonFiniteLossError: The loss is NaN or infinite; checkpoints stay as they were.
             ValueError: Another process trains in the same directory, or has done so in the meantime.
         """
-        with locked(self.output) if self.rank == 0 else contextlib.nullcontext():
+        with _locked(self.output) if self.rank == 0 else contextlib.nullcontext():
             if self.rank == 0:
                 self._begin()
             while self.epoch < self.config.epochs:
@@ -355,30 +355,53 @@ class Trainer:
         self._stamp = _stamp(self.output / LAST)
 
     def _load(self) -> None:
-        """Resumes from ``last.pth``."""
+        """Resumes from ``last.pth``; the settings of the optimizer stay those of the recipe."""
         path = self.output / LAST
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
-        state = read_state(path, self.task.score)
-        with naming(path):
+        state = load_pickle(path)
+        with _naming(path):
             different = _differences(state["same"], self._same)
         if different:
             raise ValueError(f"resume: {path} was trained with {'; '.join(different):.1000}")
-        with naming(path):
-            self._load_state(state)
-        self.epoch, self.history = state["epoch"], state["history"]
+        with _naming(path):
+            if self.config.shard:
+                whole = StateDictOptions(full_state_dict=True)
+                states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+                set_state_dict(self.model, self.optimizer, **states, options=whole)
+            else:
+                self.model.load_state_dict(state["model"])
+                own = self.optimizer.state_dict()["param_groups"]
+                self.optimizer.load_state_dict({**state["optimizer"], "param_groups": own})
+            self.scaler.load_state_dict(state["scaler"])
+            if self.ema is not None:
+                self.ema.load_state_dict(state["ema"])
+            self.epoch, self.history = state["epoch"], state["history"]
 
-    def _load_state(self, state: dict[str, Any]) -> None:
-        if self.config.shard:
-            whole = StateDictOptions(full_state_dict=True)
-            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            set_state_dict(self.model, self.optimizer, **states, options=whole)
-        else:
-            self.model.load_state_dict(state["model"])
-            load_optimizer(self.optimizer, state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            self.ema.load_state_dict(state["ema"])
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lets one process at a time train in a directory; the lock of one that dies is free."""
+    try:
+        with FileLock(directory / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(
+            f"output: another process trains in {directory}; wait for its end, or choose another directory"
+        ) from None
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Lets every error of the block say in one line that the state in a file is damaged.
+
+    Modules and optimizers of PyTorch raise errors of many classes for states that are not theirs.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"resume: {path} is damaged, or of another version: {reason:.500}") from error
 
 
 def epoch_line(row: dict[str, float], epochs: int) -> str:
@@ -397,8 +420,11 @@ def epoch_line(row: dict[str, float], epochs: int) -> str:
 
 def _write(content: dict[str, Any], path: Path) -> None:
     """Writes a checkpoint atomically."""
-    with replacing(path) as scratch, writing(scratch) as file:
-        torch.save(content, file)
+    with replacing(path) as scratch:
+        try:
+            torch.save(content, scratch)
+        except RuntimeError as error:  # PyTorch's own writer does not say why
+            raise OSError(f"{path}: cannot be written to, perhaps the disk is full: {error}") from error
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

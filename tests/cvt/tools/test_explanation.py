@@ -15,17 +15,14 @@ from cvt.images import load_images, read_image, sample_photos
 from cvt.tools.explanation import (
     class_title,
     explain,
-    figure_class,
     heat_map,
-    overlay,
     photograph,
-    picture,
+    pictures,
     plot_heads,
     rollout,
     spread_keys,
 )
 from tests.cvt import models
-from tests.cvt.models import SMALL
 
 
 def small(**overrides):
@@ -188,75 +185,67 @@ def test_a_token_lies_where_its_embeddings_are_centered():
     x[0, 0, 4, 6].backward()  # of 14×14
     reach = image.grad[0, 0]
     center = [(reach.sum(1 - axis) * torch.arange(224)).sum() / reach.sum() for axis in (0, 1)]
-    black = Image.new("RGB", (224, 224))
     for stride in (1, 2):
         heat = torch.zeros(14, 14)[::stride, ::stride].clone()
         heat[4 // stride, 6 // stride] = 3
-        pixels = np.asarray(overlay(black, heat, config, stride)).sum(-1)
+        pixels = heat_map((224, 224), heat, config, stride)
         assert np.unravel_index(pixels.argmax(), pixels.shape) == tuple(round(c.item()) for c in center)
         assert pixels[65, 97 + 8 * stride] == pytest.approx(pixels[65, 97 - 8 * stride])
         assert pixels[65, 97 + 16 * stride] == 0
 
 
-def test_overlays_of_odd_sizes_and_even_maps():
-    photo = Image.new("RGB", (50, 30), "white")
-    for heat in (torch.ones(2, 3), torch.zeros(1, 1)):
-        assert np.unique(np.asarray(overlay(photo, heat, SMALL))).tolist() == [102]
-    assert overlay(photo, torch.rand(2, 3), SMALL).size == (50, 30)
+def texts(figure):
+    return [each.get_text() for each in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
-def drawn(photo, heat, title="87.0%  tench"):
-    return picture(photo, heat, SMALL, title=title, subtitle="x")
-
-
-def test_panels_are_at_least_448_pixels_wide_and_large_photographs_are_not_made_smaller():
-    for size, panel in (((50, 30), (448, 269)), ((600, 500), (600, 500))):
-        page = drawn(Image.new("RGB", size, "red"), torch.rand(2, 3))
-        assert page.size == (24 + 3 * (panel[0] + 24), 132 + panel[1] + 76)
-        photo = page.crop((24, 132, 24 + panel[0], 132 + panel[1]))
-        assert photo.getcolors() == [(panel[0] * panel[1], (255, 0, 0))]
-        assert page.getpixel((23, 200)) == page.getpixel((24 + panel[0], 200)) == (255, 255, 255)
-
-
-def test_the_page_has_a_bar_of_the_colors_of_the_map_its_values_and_a_title_that_fits():
-    photo, heat = Image.new("RGB", (448, 448)), torch.arange(6.0).view(2, 3) / 15
-    page, half = (np.asarray(drawn(photo, each), dtype=int) for each in (heat, heat / 2))
-    bar = page[132 + 448 + 16 + 9, 24 + 472 : -24]
-    colors = np.asarray(heat_map((448, 448), heat, SMALL), dtype=int)
-    assert np.array_equal(bar[[0, -1]], [colors.reshape(-1, 3)[colors.sum(2).argmin()], (252, 255, 164)])
-    assert (np.diff(bar[::8].sum(1)) > 0).all()  # from dark to bright, also without color
-    legend = 132 + 448 + 36
-    assert np.array_equal(page[:legend], half[:legend])
-    assert not np.array_equal(page[legend:], half[legend:])
-    for title in ("tench " * 100, "i" * 1000):
-        page = np.asarray(drawn(photo, heat, title))
-        assert (page[:, -24:] == 255).all()
-        assert (page[:56, -200:-24] < 255).any()
+def test_pictures_show_the_photograph_the_map_and_both():
+    """Half of the tokens drop out after the first of four blocks."""
+    model = models.small(depths=(1, 1, 4), token_keep=(0.5, 1.0, 1.0, 1.0)).eval()
+    explanation = explain(model, torch.randn(1, 3, 96, 64))
+    photo = Image.linear_gradient("L").convert("RGB").resize((64, 96))
+    drawn = pictures(explanation, photo, model.config, "87.0%  tench")
+    assert list(drawn) == ["attention", "rollout", "tokens"]
+    for kind, heat, stride in (
+        ("attention", explanation.attention[0].mean(0), 2),
+        ("rollout", explanation.rollout[0], 1),
+    ):
+        seen, alone, over, *_ = drawn[kind].axes
+        for axes in (seen, alone, over):
+            assert np.array_equal(axes.images[0].get_array(), np.asarray(photo))
+        expected = heat_map(photo.size, heat, model.config, stride)
+        for axes, alpha in ((alone, 1.0), (over, 0.6)):
+            assert np.array_equal(axes.images[1].get_array(), expected)
+            assert axes.images[1].get_clim() == (heat.min(), heat.max())
+            assert axes.images[1].get_alpha() == alpha
+        rows, columns = heat.shape
+        words = texts(drawn[kind])
+        assert {f"least: {heat.min():.2%}", f"most: {heat.max():.2%}"} <= {*words}
+        assert f"share of the attention, for each of {columns} x {rows} places" in words
+        assert any(text.startswith("87.0%  tench\nWhat ") for text in words)
+    first, others = drawn["tokens"].axes
+    count = int(explanation.kept[0, 1].sum())
+    assert 0 < count < 24
+    titles = "block 1: 24 of 24 tokens", f"blocks 2 to 4: {count} of 24 tokens"
+    assert (first.get_title(), others.get_title()) == titles
+    assert np.asarray(first.images[1].get_alpha()).max() == 0
+    pale = np.asarray(others.images[1].get_alpha())
+    assert np.array_equal(pale[8::16, 8::16] == 0.8, ~explanation.kept[0, 1].numpy())
 
 
 def test_class_titles():
-    titles = {label: class_title(3, label, 0.8714) for label in ("tench", "Crêpe\nSuzette", "金魚", None, "")}
-    assert titles == {
-        "tench": "87.1%  tench (class 3)",
-        "Crêpe\nSuzette": "87.1%  Crepe Suzette (class 3)",
-        **dict.fromkeys(("金魚", None, ""), "87.1%  class 3"),
-    }
+    labels = "tench", "Crêpe\nSuzette", "金魚", None, "", "$x$ " * 100
+    titles = [class_title(3, label, 0.8714) for label in labels]
+    assert titles[:2] == ["87.1%  tench (class 3)", "87.1%  Crêpe Suzette (class 3)"]
+    assert titles[2:5] == ["87.1%  class 3"] * 3
+    assert titles[5].endswith("$x$ [...] (class 3)")
+    assert len(titles[5]) < 110
 
 
-def test_plot_of_heads(tmp_path, monkeypatch):
+def test_plot_of_heads():
     """A cell for every head: all on one scale in words, and no word beyond the edge."""
-    figures = []
-
-    class Kept(figure_class()):
-        def __init__(self, *arguments, **keywords):
-            super().__init__(*arguments, **keywords)
-            figures.append(self)
-
-    monkeypatch.setattr("cvt.tools.explanation.figure_class", lambda: Kept)
     explanations = [explain(small(), torch.randn(n, 3, 32, 32)) for n in (2, 1)]
-    plot_heads(explanations, tmp_path / "heads.png")
-    assert read_image(tmp_path / "heads.png").size == (840, 612)
-    (figure,) = figures
+    figure = plot_heads(explanations)
+    figure.draw_without_rendering()
     entropy, distance, *bars = figure.axes
     words = [label.get_text() for label in bars[0].get_yticklabels()]
     assert (words[0], words[-1], bars[1].get_ylabel()) == ("0: one key", "1: all keys alike", "pixels")

@@ -5,19 +5,11 @@ from __future__ import annotations
 import argparse
 
 from cvt.config import DTYPES
-from cvt.files import check_writable, replacing
-from cvt.huggingface import CONFIGS, WEIGHTS
+from cvt.files import replacing
 
-from ..common import (
-    add_device_argument,
-    batch_size,
-    image_size,
-    positive_int,
-    print_lines,
-    resolve_device,
-)
-from ..paths import STDOUT, add_json_argument, input_path, output_path, reporting
-from ..pyramids import NAMES
+from ..common import add, batch_size, positive_int, print_result, resolve_device
+from ..paths import add_json_argument, input_path, output_path, reporting
+from ..pyramids import NAMES, SIZES
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -40,11 +32,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         metavar="PHOTO",
         help="photos to run on (default: scikit-learn's two sample images)",
     )
-    bench.add_argument(
-        "--image-size",
-        type=image_size,
-        help="side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)",
-    )
+    add(bench, "--image-size", help=SIZES)
     bench.add_argument(
         "--batch-size",
         type=batch_size,
@@ -69,26 +57,19 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "(always measured: hf, cvt, accelerate, and in evaluation cvt-frozen and accelerate-frozen or, on a "
         "GPU, cvt-graphed and accelerate-graphed)",
     )
-    bench.add_argument(
-        "--save-weights", type=output_path, metavar="DIR", help="save the weights as a Hugging Face directory"
-    )
     add_json_argument(bench, "the results")
     bench.add_argument(
         "--plot", type=output_path, metavar="FILE.png", help="draw the images per second of each contender"
     )
-    add_device_argument(bench)
-    bench.set_defaults(run=_bench, written=lambda _: {"save_weights": [WEIGHTS[0], *CONFIGS]})
+    add(bench, "--device")
+    bench.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     from . import plots, results  # need the bench extra
 
-    # What would fail at the end fails before the long run.
-    for option in ("save_weights", "json", "plot"):
-        if (path := getattr(arguments, option)) not in (None, STDOUT):
-            check_writable(f"--{option.replace('_', '-')}", path, directory=option == "save_weights")
     if arguments.plot is not None:
-        plots.new_figure()
+        plots.figure_class()  # where Matplotlib is missing, it fails now
     measured = results.run(
         checkpoint=arguments.checkpoint,
         model=arguments.model,
@@ -100,12 +81,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         train=arguments.train,
         peers=arguments.peers,
-        save_weights=arguments.save_weights,
     )
     with reporting(arguments.json, indent=1) as report:
         report(measured)
-    print_lines(arguments, [results.text(measured)])
+    print_result(arguments, [results.text(measured)])
     if arguments.plot is not None:
         with replacing(arguments.plot) as file:
-            file.write_bytes(plots.png(plots.throughput(measured)))
-        print_lines(arguments, ["", f"plot: {arguments.plot}"])
+            plots.throughput(measured).savefig(file, format="png", dpi=150)
+        print_result(arguments, ["", f"plot: {arguments.plot}"])

@@ -113,11 +113,7 @@ def chosen(peers: Sequence[str], device: torch.device, *, train: bool) -> list[s
 
 
 def made(contender: Contender, model: Any) -> Any:
-    """Makes a contender of its model, which is changed, all but the compiling.
-
-    Raises:
-        ValueError: The model cannot be accelerated or frozen.
-    """
+    """Makes a contender of its model, which is changed, all but the compiling."""
     if contender.quantize is not None:
         quantize(model, dtype=contender.quantize)
     if contender.freeze is not None:

@@ -40,6 +40,16 @@ class Contest:
     be frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
     than it may be never gets a turn.
 
+    Args:
+        subject: The model.
+        keys: The contenders, of ``CONTENDERS``.
+        images: (N, 3, H, W), which batches repeat.
+        device: Where all of them run.
+        dtype: As of :class:`Job`.
+        train: Whether a step is one of training, with fused AdamW, instead of a forward.
+        strict: Whether what would be in ``failed`` is raised instead.
+        quick: Whether this is a smoke test: turns of one step, and a small product.
+
     Attributes:
         why_not: Contender → why it is not measured.
         failed: Contender → its error.
@@ -58,18 +68,6 @@ class Contest:
         strict: bool = False,
         quick: bool = False,
     ):
-        """Creates it.
-
-        Args:
-            subject: The model.
-            keys: The contenders, of ``CONTENDERS``.
-            images: (N, 3, H, W), which batches repeat.
-            device: Where all of them run.
-            dtype: As of :class:`Job`.
-            train: Whether a step is one of training, with fused AdamW, instead of a forward.
-            strict: Whether what would be in ``failed`` is raised instead.
-            quick: Whether this is a smoke test: turns of one step, and a small product.
-        """
         requested = backends.requested_backends()
         self._job = Job("", torch.device(device), dtype, train, torch.get_num_threads(), requested, quick)
         self.subject, self._images = subject, self._job.cast(images)
@@ -91,15 +89,15 @@ class Contest:
     def __enter__(self) -> Contest:
         self._folder = tempfile.TemporaryDirectory()
         self._job = job = self._job._replace(folder=self._folder.name)
-        subject = self.subject
-        if subject.hf is not None:
-            hf = job.cast(copy.deepcopy(subject.hf))
-            job.save(hf=(type(hf), hf.config, hf.state_dict()))
-        if subject.ours is not None:
-            job.save(cvt=job.cast(copy.deepcopy(subject.ours).train(job.train)))
+        hf, ours = self.subject.hf, self.subject.ours
+        if hf is not None:  # as class, configuration and state: a pickle would lack the hooks for its outputs
+            cast = job.cast(copy.deepcopy(hf))
+            job.save(hf=(type(cast), cast.config, cast.state_dict()))
+        if ours is not None:
+            job.save(cvt=job.cast(copy.deepcopy(ours).train(job.train)))
         job.save(images=self._images)
         # Of the rounded weights, since their rounding is nobody's error.
-        self._plain = job.cast(copy.deepcopy(subject.plain).train(job.train))
+        self._plain = job.cast(copy.deepcopy(self.subject.plain).train(job.train))
         self._exact = copy.deepcopy(self._plain).double()
         self._precision = torch.get_float32_matmul_precision()
         job.configure()
@@ -243,11 +241,7 @@ class Contest:
 
 
 def why_not(key: str, subject: Subject, job: Job) -> str | None:
-    """Returns why a contender cannot run, or None.
-
-    Raises:
-        ModuleNotFoundError: Its runtime is not installed.
-    """
+    """Returns why a contender cannot run, or None."""
     contender = CONTENDERS[key]
     if contender.model == "hf" and subject.hf is None:
         return "transformers has no such model"

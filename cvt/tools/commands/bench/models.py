@@ -7,13 +7,11 @@ import tempfile
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
 from cvt.config import PRESETS, CvTConfig, default_image_size
 from cvt.factory import SEED, create_model, randomize
-from cvt.files import filling, making
 from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
 
@@ -28,7 +26,6 @@ class Subject(NamedTuple):
         weights: Where its weights are from.
         hf: Hugging Face's model; None where transformers has no such model.
         ours: The model of ``cvt`` with the same weights; None where it has no such model.
-        depths: The number of blocks of each stage.
         operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
         is_judged: Whether its errors tell what is wrong: not where tokens are dropped by their scores.
     """
@@ -53,26 +50,9 @@ class Subject(NamedTuple):
         """The kind of the output's elements: ``"logit"`` or ``"depth"``."""
         return "depth" if "DepthEstimation" in type(self.plain).__name__ else "logit"
 
-    def save(self, directory: Any) -> None:
-        """Saves the weights as a directory of Hugging Face."""
-        if self.ours is not None:
-            save_huggingface(self.ours, directory)
-            return
-        with making(directory), filling(directory) as scratch:
-            try:
-                self.plain.save_pretrained(scratch)  # type: ignore[operator]
-            except SafetensorError as error:  # such as of a full disk
-                raise OSError(f"{directory}: cannot be written to: {error}") from error
-
 
 def build_subject(model: str | None, checkpoint: str | None, image_size: int | None) -> Subject:
-    """Builds the model that is to be measured; the arguments are options of ``cvt bench``.
-
-    Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed.
-        FileNotFoundError, OSError, CheckpointError: The weights are missing or unusable.
-        ValueError: An unknown name, weights of another model, or images that the model does not take.
-    """
+    """Builds the model that is to be measured; the arguments are options of ``cvt bench``."""
     if model is not None and model not in (*PRESETS, *PYRAMIDS):
         raise ValueError(f"model: got {model!r}, expected one of {', '.join((*PRESETS, *PYRAMIDS))}")
     weights = f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint)
@@ -90,22 +70,8 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
     return Subject(str(name), weights, build_huggingface(ours), ours, size, count)
 
 
-def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13", **overrides: Any) -> Subject:
-    """Builds a CvT with random weights that transformers does not have, such as one that drops tokens."""
-    ours = create_model(model, drop_path_rate=0.0, **overrides)
-    randomize(ours)
-    count = 2 * cost(ours.config, image_size).multiply_adds
-    return Subject(
-        name, f"random weights (seed {SEED})", None, ours, image_size, count, ours.config.token_keep == 1.0
-    )
-
-
 def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
-    """Builds our model with Hugging Face's activation and without drop path; returns its name and the model.
-
-    Raises:
-        CheckpointError: The weights are of a model that Hugging Face's cannot be.
-    """
+    """Returns our model's name, and the model with Hugging Face's activation and without drop path."""
     overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
     if checkpoint is None:
         built = create_model(model or "cvt_13", **overrides)
@@ -142,11 +108,7 @@ def _check_no_pyramid(checkpoint: Checkpoint) -> None:
 
 
 def operations(name: str, model: nn.Module, image_size: int) -> int:
-    """Counts the operations of a forward of one image with torch's own counter, a sum being one too.
-
-    Raises:
-        ValueError: The model does not take images of that size.
-    """
+    """Counts the operations of a forward of one image with torch's own counter, a sum being one too."""
     from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
 
     computing_nothing = copy.deepcopy(model).to("meta").eval()

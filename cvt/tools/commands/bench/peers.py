@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import io
 import logging
 import time
@@ -21,7 +20,7 @@ def logits_of(outputs: Any) -> Tensor:
     return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
 
 
-class Runtime(nn.Module, abc.ABC):
+class Runtime(nn.Module):
     """Hugging Face's model in another runtime, converted anew for every batch size.
 
     Attributes:
@@ -44,13 +43,13 @@ class Runtime(nn.Module, abc.ABC):
         self.load_seconds = 0.0
         self.eval()
 
-    @abc.abstractmethod
     def converted(self, model: nn.Module, images: Tensor) -> Any:
         """Returns the model in the runtime's own format, for images of this shape."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def compiled(self, converted: Any) -> Callable[[Any], Any]:
         """Returns a function from an array of images to an array of logits."""
+        raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns the logits."""
@@ -151,11 +150,7 @@ RUNTIMES: dict[str, type[Runtime]] = {
 
 
 def why_not(key: str, *, device: torch.device, dtype: str, train: bool) -> str | None:
-    """Returns why a runtime is not measured in this way, or None.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Returns why a runtime is not measured in this way, or None."""
     for package in RUNTIMES[key].packages:
         require(package, "peers")
     if train:

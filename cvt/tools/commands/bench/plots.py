@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from typing import Any
 
@@ -13,23 +12,9 @@ from .results import Results
 _OURS, _PEER = "#0072B2", "#999999"  # of Okabe and Ito, which the color-blind can tell apart
 
 
-def new_figure(width: float = 8, height: float = 4) -> Any:
-    """Makes a figure outside of pyplot, which would ask for a display and keep global state.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    figure = require("matplotlib.figure", "bench").Figure
-    made = figure(figsize=(width, height), layout="constrained", facecolor="white")
-    made.get_layout_engine().set(h_pad=0.1)  # else a label below touches the next panel's title
-    return made
-
-
-def png(figure: Any) -> bytes:
-    """Renders a figure of matplotlib."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+def figure_class() -> Any:
+    """Returns Matplotlib's ``Figure``; outside of pyplot, which would ask for a display."""
+    return require("matplotlib.figure", "bench").Figure
 
 
 def throughput(results: Results) -> Any:
@@ -39,7 +24,9 @@ def throughput(results: Results) -> Any:
     """
     batches, config = results["batches"], results["config"]
     count = max(len(batch["rows"]) for batch in batches)
-    figure = new_figure(8, 0.5 + len(batches) * (0.8 + 0.4 * count))
+    size = 8, 0.5 + len(batches) * (0.8 + 0.4 * count)
+    figure = figure_class()(figsize=size, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(h_pad=0.1)  # else a label below touches the next panel's title
     figure.suptitle(f"{config['model']}, {config['dtype']}{', training' if config['train'] else ''}")
     for axes, batch in zip(figure.subplots(len(batches), squeeze=False)[:, 0], batches, strict=True):
         keys = [row["contender"] for row in batch["rows"]]

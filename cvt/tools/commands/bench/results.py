@@ -46,20 +46,11 @@ def run(
     dtype: str = "float32",
     train: bool = False,
     peers: Sequence[str] = ("hf",),
-    save_weights: str | os.PathLike[str] | None = None,
 ) -> Results:
     """Measures our models beside others with the same weights: parity, speed and memory.
 
-    The arguments are the options of ``cvt bench``.
-
-    Returns:
-        Facts and samples, ready for JSON; ``docs/report.md`` has the format.
-
-    Raises:
-        ModuleNotFoundError: The ``bench`` extra is not installed, or ``peers`` where it is needed.
-        OSError, ImageError, CheckpointError: A file is missing or unusable.
-        ValueError: An unknown name, an image size that the model does not take, or a contender that is
-            less accurate than it may be.
+    The arguments are the options of ``cvt bench``, the results ready for JSON in the format of
+    ``docs/report.md``. A contender that is less accurate than it may be raises ValueError.
     """
     device = torch.device(device)
     keys = chosen(peers, device, train=train)
@@ -71,8 +62,6 @@ def run(
     inputs = load_images(photos, subject.image_size, upscale=subject.ours is None)
     with Contest(subject, keys, inputs, device=device, dtype=dtype, train=train, strict=True) as contest:
         batches = [contest.measured(size, rounds) for size in batch_sizes]
-    if save_weights is not None:
-        subject.save(save_weights)
     used = [CONTENDERS[key].runtime for key in keys]
     packages = [*_PACKAGES, *(name for each in used if each is not None for name in RUNTIMES[each].packages)]
     facts, plain = machine.facts(), type(subject.plain).__name__

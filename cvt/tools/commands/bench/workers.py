@@ -155,9 +155,7 @@ class Runner:
 
     def _load(self) -> nn.Module:
         model = self._job.load(self._contender.model)
-        if isinstance(
-            model, tuple
-        ):  # a pickle of a model of transformers would lack the hooks for its outputs
+        if isinstance(model, tuple):
             model_class, config, state = model
             model = self._job.cast(model_class(config)).train(self._job.train)
             model.load_state_dict(state)
@@ -277,12 +275,7 @@ class Worker:
         theirs.close()
 
     def ask(self, request: str, *arguments: Any) -> Any:
-        """Sends a request and returns the answer.
-
-        Raises:
-            ChildProcessError, TimeoutError: The process has ended, or does not answer.
-            Exception: What the request raised.
-        """
+        """Sends a request and returns the answer."""
         try:
             self._connection.send((request, arguments))
             if not self._connection.poll(PATIENCE):

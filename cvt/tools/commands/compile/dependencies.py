@@ -103,11 +103,7 @@ class _Products(NamedTuple):
 
 
 def overwritten(sass: str) -> tuple[str, ...]:
-    """Returns the instructions that write a register of a product before they have waited for it.
-
-    Args:
-        sass: The machine code of a kernel for sm_90, as ``nvdisasm`` prints it.
-    """
+    """Returns the instructions that write a register of a product before they have waited for it."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():

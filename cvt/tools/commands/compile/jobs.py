@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import multiprocessing
 import operator
 import os
 import signal
-from collections.abc import Callable, Sequence
-from concurrent import futures
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -20,26 +19,7 @@ from cvt_kernels import launching
 from ..process import temporary_files_together
 from .gpus import LIMITS
 from .launches import TRITON_OPERATORS, image_size_of, is_of, stages_of
-from .resources import Resources
-from .triton_kernels import TritonKernel, specialize
-
-_Result = TypeVar("_Result")
-
-
-class Selection(NamedTuple):
-    """The kernels to compile: every combination of these that there is.
-
-    ``archs`` are compute capabilities, 90 for sm_90, ``stages`` count from 1, and an image size of None is
-    the model's own.
-    """
-
-    archs: Sequence[int]
-    models: Sequence[str]
-    dtypes: Sequence[str]
-    operators: Sequence[str]
-    stages: Sequence[int]
-    image_sizes: Sequence[int | None]
-    batch_sizes: Sequence[int]
+from .triton_kernels import Resources, TritonKernel, specialize
 
 
 class LaunchCase(NamedTuple):
@@ -73,14 +53,16 @@ class Row(NamedTuple):
     flaws: Sequence[str]
 
 
-def triton_jobs(selection: Selection) -> list[Job]:
-    """Returns every specialization of the Triton kernels once for each GPU, with the cases that it serves."""
+def triton_jobs(asked: Any) -> list[Job]:
+    """Returns every specialization that is asked for once for each GPU, with the cases that it serves."""
     jobs: dict[str, Job] = {}
-    for arch, name, model, size, batch, dtype, stage, mode in itertools.product(
-        selection.archs, (each for each in TRITON_OPERATORS if each in selection.operators),
-        selection.models, selection.image_sizes, selection.batch_sizes, selection.dtypes, selection.stages,
-        ("inference", "training"),
-    ):  # fmt: skip
+    archs = [int(name.removeprefix("sm_")) for name in dict.fromkeys(asked.archs)]
+    operators = [name for name in TRITON_OPERATORS if name in asked.operators]
+    sizes = itertools.product(asked.models, asked.image_sizes, asked.batch_sizes)
+    rest = asked.dtypes, asked.stages, ("inference", "training")
+    for arch, name, (model, size, batch), dtype, stage, mode in itertools.product(
+        archs, operators, list(sizes), *rest
+    ):
         case = LaunchCase(name, dtype, model, size or image_size_of(model), batch, stage, mode)
         for launch in launches_of(case, arch):
             kernel = specialize(launch, arch)
@@ -101,34 +83,25 @@ def launches_of(case: LaunchCase, arch: int) -> list[launching.Launch]:
 
 
 def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
-    """Compiles everything, in this process or in several of their own, and returns a row for each kernel."""
-    results = in_processes(operator.methodcaller("examine"), [job.source for job in jobs], processes)
-    return [_row(job, resources) for job, resources in zip(jobs, results, strict=True)]
+    """Compiles everything, in one process per core or as many as given, and returns a row for each kernel.
 
-
-def in_processes(
-    examine: Callable[[Any], _Result], sources: Sequence[Any], processes: int | None
-) -> list[_Result]:
-    """Returns ``examine`` of each source, in one process per core or as many as given; 1 is this process."""
+    A single process is this one.
+    """
     processes = processes or len(os.sched_getaffinity(0))
-    progress = functools.partial(tqdm, desc="compile", total=len(sources), unit="job", disable=None)
+    sources, examine = [job.source for job in jobs], operator.methodcaller("examine")
     with temporary_files_together():
         if processes == 1:
-            return [examine(source) for source in progress(sources)]
-        spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-        others = multiprocessing.active_children()
-        with futures.ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
-            pending = [pool.submit(examine, source) for source in sources]
-            try:
-                for done in progress(futures.as_completed(pending)):
-                    done.result()
-            except BaseException:
-                for process in multiprocessing.active_children():
-                    if process not in others:
-                        process.terminate()
-                pool.shutdown(cancel_futures=True)
-                raise
-        return [done.result() for done in pending]
+            examined = list(tqdm(map(examine, sources), "compile", len(jobs), unit="job", disable=None))
+        else:
+            spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+            with ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
+                done = tqdm(pool.map(examine, sources), "compile", len(jobs), unit="job", disable=None)
+                try:
+                    examined = list(done)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+    return [_row(job, resources) for job, resources in zip(jobs, examined, strict=True)]
 
 
 def _ignore_interrupts() -> None:

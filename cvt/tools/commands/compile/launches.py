@@ -14,31 +14,15 @@ from cvt.config import PRESETS, default_image_size
 from cvt_kernels import backends, launching
 from cvt_kernels.cards import Embedding, Launches, Stage, Step, all_cards
 
+from .. import pyramids
+
 # Models ---------------------------------------------------------------------------------------------------
 
 
-class Pyramid(NamedTuple):
-    """A model with Mix-FFNs, by its image size and, in each stage, channels of tokens and between layers.
-
-    A block of ``RATIOS`` squared tokens makes one of keys and values. ``decoder`` are the channels of the
-    decode head, or 0.
-    """
-
-    image_size: int
-    channels: tuple[int, ...]
-    hidden: tuple[int, ...]
-    decoder: int = 0
-
-
-#: Of each stage.
+#: Of each stage: a block of ``RATIOS`` squared tokens makes one of keys and values.
 RATIOS, HEADS = (8, 4, 2, 1), (1, 2, 5, 8)
-_WIDE = (64, 128, 320, 512)
 #: SegFormer-B1 to B5 have the same Mix-FFNs, as have PVT v2-B2 to B4.
-PYRAMIDS = {
-    "segformer_b0": Pyramid(512, (32, 64, 160, 256), (128, 256, 640, 1024), 256),
-    "segformer_b5": Pyramid(512, _WIDE, (256, 512, 1280, 2048), 768),
-    "pvt_v2_b2": Pyramid(224, _WIDE, (512, 1024, 1280, 2048)),
-}
+PYRAMIDS = {name: pyramids.PYRAMIDS[name] for name in ("segformer_b0", "segformer_b5", "pvt_v2_b2")}
 
 
 def image_size_of(model: str) -> int:
@@ -56,7 +40,9 @@ def stages_of(model: str, image_size: int) -> list[Stage]:
     if model not in PYRAMIDS:
         return stages(model, image_size)
     sides = (-(-image_size // (4 << i)) for i in itertools.count())
-    _, widths, hidden, decoder = PYRAMIDS[model]
+    sizes = PYRAMIDS[model].sizes
+    decoder, widths = sizes.get("decoder_hidden_size", 0), sizes["hidden_sizes"]
+    hidden = (width * ratio for width, ratio in zip(widths, sizes["mlp_ratios"], strict=True))
     stages_of_pyramid = []
     for side, channels, between, ratio, heads in zip(sides, widths, hidden, RATIOS, HEADS, strict=False):
         reduction = None if ratio == 1 else Embedding((side, side), channels, ratio, ratio, 0)

@@ -24,7 +24,7 @@ ABBREVIATIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of a table with a line for each kernel."""
-    brief = has_one_setting(case for row in rows for case in row.cases)
+    brief = len({_setting(case) for row in rows for case in row.cases}) == 1
     numbers = range(_HEADING.index("registers"), len(_HEADING))
     return aligned([_HEADING, *(_cells(row, brief=brief) for row in rows)], right=numbers)
 
@@ -43,11 +43,6 @@ def _cells(row: Row, *, brief: bool) -> tuple[str, ...]:
     )
 
 
-def has_one_setting(cases: Iterable[LaunchCase]) -> bool:
-    """Returns whether all cases are of one model, image size and batch size."""
-    return len({_setting(case) for case in cases}) == 1
-
-
 def _setting(case: LaunchCase) -> str:
     return f"{case.model} {case.image_size}²×{case.batch_size}"
 
@@ -57,9 +52,7 @@ def purpose(cases: Iterable[LaunchCase], *, brief: bool) -> str:
     by_setting: dict[str, list[str]] = {}
     for case in cases:
         by_setting.setdefault("stage" if brief else _setting(case), []).append(str(case.stage))
-    return ", ".join(
-        f"{setting} {' '.join(dict.fromkeys(numbers))}" for setting, numbers in by_setting.items()
-    )
+    return ", ".join(f"{setting} {' '.join(dict.fromkeys(each))}" for setting, each in by_setting.items())
 
 
 def entry(rows: Sequence[Row]) -> list[str]:
@@ -76,15 +69,14 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "version": VERSION,
-        "versions": versions(),
+        "versions": {
+            "cvt_kernels": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+        },
         "kernels": [
             row._asdict()
             | {"cases": [case._asdict() for case in row.cases], "resources": row.resources._asdict()}
             for row in rows
         ],
     }
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions that the code of the kernels depends on."""
-    return {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__}

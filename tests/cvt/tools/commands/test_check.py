@@ -1,4 +1,4 @@
-"""``cvt evaluate --check`` and the table of published checkpoints."""
+"""``cvt evaluate --check``."""
 
 import json
 from pathlib import Path
@@ -7,39 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
-from cvt import zoo
-from cvt.tools.commands import main
+from cvt.tools.commands import check, main
 from tests import upstream
-from tests.checks import DOCS
 
-#: Parameters in millions, as the papers and Microsoft's and NVIDIA's tables have them.
-PARAMETERS = {
-    "microsoft/cvt-13": 20.0,
-    "microsoft/cvt-w24-384-22k": 277.2,
-    "nvidia/segformer-b0-finetuned-ade-512-512": 3.8,
-    "nvidia/segformer-b5-finetuned-ade-640-640": 84.7,
-    "Zetatech/pvt-tiny-224": 13.2,
-    "OpenGVLab/pvt_v2_b2_linear": 22.6,
-    "OpenGVLab/pvt_v2_b5": 82.0,
-    "vinvino02/glpn-kitti": 61.2,
-}
 PROCESSORS = {
     upstream.pvt: ("PvtImageProcessor", {"size": {"height": 70, "width": 70}}),
     upstream.glpn: ("GLPNImageProcessor", {}),
 }
-SIZES = {upstream.pvt: (70, 70), upstream.glpn: (64, 96)}
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_sizes(name):
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in zoo.build(zoo.ZOO[name]).parameters())
-    assert round(count / 1e6, 1) == PARAMETERS[name]
-
-
-@pytest.mark.slow
-def test_the_table_of_the_page():
-    assert "\n".join(zoo.table()) in (DOCS / "zoo.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -78,13 +52,11 @@ def test_a_model_against_published_values(make, tmp_path, photo, monkeypatch, ca
     assert "as accurate as it was" in capsys.readouterr().out
 
     values = report["first_values"]
-    published = zoo.Published(folder, report["model"], SIZES[make], {}, tuple(values))
-    monkeypatch.setitem(zoo.ZOO, folder, published)
+    monkeypatch.setitem(check.FIRST_VALUES, folder, tuple(values))
     assert checked(folder, "--photo", photo)[0] == 0
     assert not checked(folder)[1]["expected"]  # of random numbers nothing is known
 
-    others = published._replace(first_values=(values[0] + 0.1, *values[1:]))
-    monkeypatch.setitem(zoo.ZOO, folder, others)
+    monkeypatch.setitem(check.FIRST_VALUES, folder, (values[0] + 0.1, *values[1:]))
     code, report = checked(folder, "--photo", photo)
     assert code == 1
     assert len(report["failures"]) == 1

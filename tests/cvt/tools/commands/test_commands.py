@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,3 +101,16 @@ def test_doctor_command_and_a_reader_that_leaves_early(capsys):
     closed = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("flaw", [None, "wrong: output is off by 2"])
+def test_doctor_checks_the_kernels(flaw, monkeypatch, capsys, tmp_path):
+    checked = {"gelu, cpu": SimpleNamespace(flaw=flaw), "linear, cpu": SimpleNamespace(flaw=None)}
+    monkeypatch.setattr("cvt_kernels.tuning.run.check_kernels", lambda device: checked)
+    report = tmp_path / "report.json"
+    assert main(["doctor", "--check", "--json", str(report)]) == (flaw is not None)
+    flaws = {} if flaw is None else {"gelu, cpu": flaw}
+    assert json.loads(report.read_text())["check"] == flaws
+    lines = capsys.readouterr().out.splitlines()
+    assert f"2 checks against float64, {len(flaws)} failed" in lines
+    assert (f"  gelu, cpu: {flaw}" in lines) == ("Please report these lines." in lines) == bool(flaws)

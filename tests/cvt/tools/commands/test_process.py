@@ -132,34 +132,6 @@ def test_a_signal_ends_a_command_without_leftovers(name, tmp_path, photo):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="locks a mutex of Linux twice")
-def test_a_signal_ends_a_command_that_never_returns_to_python():
-    code = """
-import ctypes, os, signal, time
-from cvt.tools.commands import process
-process._PATIENCE = 0.2
-mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-library.pthread_mutex_lock(mutex)
-with process.orderly():
-    if os.fork() == 0:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            os._exit(0)
-    os.wait()
-    time.sleep(0.5)
-    print("the signal of a forked process is its own", flush=True)
-    parent = os.getpid()
-    if os.fork() == 0:
-        time.sleep(0.2)
-        os.kill(parent, signal.SIGTERM)
-        os._exit(0)
-    library.pthread_mutex_lock(mutex)
-"""
-    result = run_python(code)
-    assert (result.returncode, result.stdout) == (143, "the signal of a forked process is its own\n")
-
-
 def test_a_signal_that_somebody_handles_stays_theirs(monkeypatch):
     def end(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)

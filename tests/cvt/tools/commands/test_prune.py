@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from cvt import create_model, read_checkpoint
 from cvt.checkpoints import PACKAGED
 from cvt.tools.commands import main
-from cvt.tools.commands import prune as command
 from cvt.tools.evaluation import cost
 from cvt_kernels.tuning import clock
 from tests.checks import Terminal, bad, python_blocks, run_blocks, section_of
@@ -93,13 +91,10 @@ def test_the_other_commands_take_the_file(capsys, tmp_path):
     assert create_model(checkpoint=tmp_path / "run").config.head_dim == (32, 32)
 
 
-def test_a_directory_without_data(capsys, tmp_path):
-    model = small()
-    torch.save(model.state_dict(), tmp_path / "model.pth")
-    model.save_pretrained(tmp_path / "model")
+def test_without_data(capsys, tmp_path):
+    small().save_pretrained(tmp_path / "model")
     options = ["--mlp", "0.25", "--image-size", "32", "--batch-size", "1", "--output"]
-    file = "file.safetensors"
-    for checkpoint, output in (("model", "directory"), ("model", file), (file, "2")):
+    for checkpoint, output in (("model", "1.safetensors"), ("1.safetensors", "2.safetensors")):
         output = str(tmp_path / output)
         assert main(["prune", "--checkpoint", str(tmp_path / checkpoint), *options, output]) == 0
         out = capsys.readouterr().out
@@ -107,20 +102,19 @@ def test_a_directory_without_data(capsys, tmp_path):
         assert "top-1" not in out
         assert read_checkpoint(output).labels is None
         assert read_checkpoint(output).preprocessing.image_size == 32
-    made = [create_model(checkpoint=tmp_path / name) for name in ("directory", "file.safetensors", "2")]
-    assert equal(made[0].state_dict(), made[1].state_dict())
-    assert made[2].config.mlp_ratio == (2.0, 2.5, 56 / 24)
+    assert create_model(checkpoint=tmp_path / "2.safetensors").config.mlp_ratio == (2.0, 2.5, 56 / 24)
 
 
 def test_magnitude_with_data_and_bars(capsys, tmp_path):
     with contextlib.redirect_stderr(Terminal()) as terminal:
         for saliency in ("magnitude", "taylor"):
-            output = str(tmp_path / saliency)
+            output = str(tmp_path / f"{saliency}.safetensors")
             assert main(["prune", *DIGITS, "--saliency", saliency, "--heads", "0.5", "--output", output]) == 0
     assert "pruned by the magnitude of its weights, measured on 360 held-out" in capsys.readouterr().out
     for title in ("saliency", "before", "after"):
         assert f"{title}: " in terminal.getvalue()
-    first, second = (create_model(checkpoint=tmp_path / name) for name in ("magnitude", "taylor"))
+    files = (tmp_path / f"{saliency}.safetensors" for saliency in ("magnitude", "taylor"))
+    first, second = (create_model(checkpoint=file) for file in files)
     assert not equal(first.state_dict(), second.state_dict())
 
 
@@ -128,9 +122,6 @@ def test_bad_input(capsys, tmp_path):
     model = small(num_classes=2)
     model.save_pretrained(tmp_path / "model")
     quantized(model).save_pretrained(tmp_path / "quantized")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "best.pth").touch()
-    (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     good = {"--checkpoint": tmp_path / "model", "--mlp": "0.5", "--output": tmp_path / "p.safetensors"}
 
@@ -147,39 +138,16 @@ def test_bad_input(capsys, tmp_path):
     line = fails(checkpoint=tmp_path / "quantized")
     assert "quantized is quantized (stage0." in line
     assert line.endswith("expected floating point: prune first, then quantize")
-    for name in ("p.pth", "p.onnx", "p.pt2", "P.SAFETENSORS"):
-        line = fails(output=tmp_path / name)
-        assert f"{name}', expected a name that ends with .safetensors, or a directory" in line
-    assert "has best.pth, expected a directory" in fails(output=tmp_path / "run")
-    assert "file is a file, expected a directory" in fails(output=tmp_path / "file")
+    for name in ("p.pth", "p", "P.SAFETENSORS"):
+        assert f"{name}', expected a name that ends with .safetensors" in fails(output=tmp_path / name)
     assert "no part of --checkpoint" in fails(output=tmp_path / "model" / "model.safetensors")
-    line = fails(checkpoint=tmp_path / "model" / "model.safetensors", output=tmp_path / "model")
-    assert "which has --checkpoint, expected another place" in line
     assert "cannot be written" in fails(output=tmp_path / "none" / "p.safetensors")
 
 
-@pytest.fixture
-def packaged(monkeypatch, tmp_path):
-    """Lets ``digits`` stand for a copy of its file; returns the copy."""
-    copy = Path(shutil.copy(PACKAGED["digits"], tmp_path))
-    monkeypatch.setitem(PACKAGED, "digits", copy)
-    return copy
-
-
-def test_a_packaged_file_is_not_replaced(capsys, packaged, tmp_path, monkeypatch):
-    arguments = ["prune", "--checkpoint", "digits", "--mlp", "0.5", "--batch-size", "1", "--output"]
+def test_a_packaged_file_is_not_replaced(capsys, tmp_path, monkeypatch):
+    packaged = Path(shutil.copy(PACKAGED["digits"], tmp_path))
+    monkeypatch.setitem(PACKAGED, "digits", packaged)
     before = packaged.read_bytes()
-    assert "expected a file that is no part of --checkpoint" in bad(capsys, main, *arguments, packaged)
-    assert "which has --checkpoint, expected another place" in bad(capsys, main, *arguments, packaged.parent)
+    arguments = ["prune", "--checkpoint", "digits", "--mlp", "0.5", "--output", packaged]
+    assert "expected a file that is no part of --checkpoint" in bad(capsys, main, *arguments)
     assert packaged.read_bytes() == before
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    assert main([*arguments, "."]) == 0
-    assert create_model(checkpoint=tmp_path / "empty").config.mlp_ratio == (1.0, 1.0)
-
-
-def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "microsoft").mkdir()
-    arguments = {"checkpoint": "microsoft/cvt-13", "output": "microsoft", "json": None, "saliency": None}
-    command._check(Path("microsoft"), Namespace(**arguments))

@@ -257,7 +257,7 @@ def test_bad_input(capsys, digits, tmp_path):
     part = tmp_path / "broken" / "model.safetensors"
     assert "expected a file that is no part of --checkpoint" in fails(checkpoint=part.parent, output=part)
     assert "cannot be written" in fails(output=tmp_path / "none" / "q.safetensors")
-    assert "cannot be written to" in fails("--json", tmp_path / "none" / "q.json")
+    assert "cannot be written" in fails("--json", tmp_path / "none" / "q.json")
     assert "'stage9.*' matches none of the 18 layers" in fails("--keep-float", "stage9.*")
     assert "none of its 18 layers can be quantized" in fails("--keep-float", "*")
 

@@ -1,17 +1,13 @@
 """Trainings that are killed at any file, or that meet in one directory."""
 
 import itertools
-import os
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from cvt import files
-from cvt.tools.training.locks import LOCK, locked
-from cvt.tools.training.trainer import LAST
+from cvt.tools.training.trainer import LAST, LOCK
 from tests.cvt.tools.training.test_trainer import assert_same_bits, rows, trainer
 from tests.processes import Child
 
@@ -83,32 +79,24 @@ def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
 
 OTHER_RUN = """
 import os, pathlib, signal
-from cvt.tools.training.locks import locked
+from cvt.tools.training.trainer import _locked
 
-with locked(pathlib.Path(os.environ["DIRECTORY"])):
-    reader = os.fork()
+with _locked(pathlib.Path(os.environ["DIRECTORY"])):
     signal.alarm(60)  # if the test should die
-    if reader:
-        print(os.getpid(), reader, flush=True)
-    else:
-        os.close(1)
+    print("locked", flush=True)
     signal.pause()
 """
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path):
-    """The lock of a process ends with it; whoever reads images for it may live longer."""
+    """The lock of a process ends with it."""
     ours, other = trainer(tmp_path, **SHORT), Child(OTHER_RUN, DIRECTORY=str(tmp_path))
-    process, reader = map(int, other.stdout.readline().split())
-    try:
-        with pytest.raises(ValueError, match=f"output: {tmp_path} is where process {process} of .* trains; "):
-            ours.fit()
-        other.kill()
-        other.communicate()
-        assert len(ours.fit()) == 2
-    finally:
-        os.kill(reader, signal.SIGKILL)
-    assert (tmp_path / LOCK).read_text() == ""
+    assert other.stdout.readline() == "locked\n"
+    with pytest.raises(ValueError, match=f"output: another process trains in {tmp_path}; wait"):
+        ours.fit()
+    other.kill()
+    other.communicate()
+    assert len(ours.fit()) == 2
 
 
 def test_a_run_that_came_between_is_noticed(tmp_path):
@@ -116,36 +104,3 @@ def test_a_run_that_came_between_is_noticed(tmp_path):
     trainer(tmp_path, **SHORT).fit()
     with pytest.raises(ValueError, match=r"^output: another run has written .*last.pth since this one began"):
         late.fit()
-
-
-def without_module(patch):
-    """Windows has no such module."""
-    patch.setitem(sys.modules, "fcntl", None)
-
-
-def without_locks(patch):
-    """Some file systems have none."""
-
-    def lockf(*arguments):
-        raise OSError(37, "No locks available")
-
-    patch.setattr("fcntl.lockf", lockf)
-
-
-@pytest.mark.parametrize(
-    ("remove", "reason"), [(without_module, "this system has no POSIX locks"), (without_locks, "No locks")]
-)
-def test_a_system_without_locks_is_named(tmp_path, monkeypatch, remove, reason):
-    remove(monkeypatch)
-    message = rf"\.lock: cannot be locked against other runs: {reason}"
-    with pytest.warns(UserWarning, match=message), locked(tmp_path):
-        assert (tmp_path / LOCK).exists()
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious.txt")])
-def test_what_is_no_lock_stays_as_it_is(tmp_path, make):
-    (tmp_path / "precious.txt").write_text("precious")
-    make(tmp_path / LOCK)
-    with pytest.raises(ValueError, match=r"output: .*/\.lock is (a link, expected a|no) regular file$"):
-        locked(tmp_path).__enter__()
-    assert (tmp_path / "precious.txt").read_text() == "precious"
