@@ -72,6 +72,11 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--save-weights", type=output_path, metavar="DIR", help="save the weights as a Hugging Face directory"
     )
+    bench.add_argument(
+        "--summary",
+        action="store_true",
+        help="ours beside Hugging Face's alone, in few lines",
+    )
     add_json_argument(bench, "the results")
     bench.add_argument(
         "--plot", type=output_path, metavar="FILE.png", help="draw the images per second of each contender"
@@ -101,10 +106,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         train=arguments.train,
         peers=arguments.peers,
         save_weights=arguments.save_weights,
+        summary=arguments.summary,
     )
     with reporting(arguments.json, indent=1) as report:
         report(measured)
-    print_lines(arguments, [results.text(measured)])
+    print_lines(arguments, [results.summary(measured) if arguments.summary else results.text(measured)])
     if arguments.plot is not None:
         with replacing(arguments.plot) as file:
             file.write_bytes(plots.png(plots.throughput(measured)))
