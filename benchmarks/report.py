@@ -42,16 +42,15 @@ KERNELS = "benchmarks kernels"
 SHORT = """\
 # Results
 
-Speed, memory and errors of accelerated models beside their peers. **All weights are random**: no published
-checkpoint could be had here. Speed and memory do not depend on the weights; errors do. With yours:
+**All weights are random**: no published checkpoint could be had here. With yours:
 
     cvt bench --checkpoint microsoft/cvt-13 --batch-size 1 8 --peers openvino,openvino-int8,accelerate-int8
 
-`make results` makes this page from `benchmarks/results/`, never by hand; [every figure](measurements.md), and
-[how they are measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
+`make results` makes this page from `benchmarks/results/`. [Every figure](measurements.md); [how they are
+measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
 `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of the
-rounds' own ratios, all in turns on 2 cores. Process memory is all that a process needs to serve, weights and
-packed copies included, as a part of Hugging Face's. NNCF quantizes with its default settings."""
+rounds' own ratios, all in turns on 2 cores. Process memory has weights and packed copies
+in it; 1 is Hugging Face's. NNCF quantizes with its default settings."""
 INTRODUCTION = """\
 # Every figure
 
@@ -263,7 +262,7 @@ def cpu_table(rows: Sequence[Row], batches: Sequence[int] = (8,)) -> list[list[s
     """Returns the table of a CPU for users: each model in some batch sizes, beside Hugging Face's."""
     measured = {row["contender"] for row in rows}
     columns = {key: head for key, head in COLUMNS.items() if key in measured}
-    table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "process memory, accelerated"]]
+    table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "process memory"]]
     for kind, batch, by_key in served(rows):
         if batch in batches:
             speeds = [beside(by_key, key, "hf") for key in columns]
@@ -286,7 +285,7 @@ def served(rows: Iterable[Row]) -> list[tuple[str, int, dict[str, Row]]]:
 def error_table(rows: Sequence[Row]) -> list[list[str]]:
     """Returns the largest errors of logits against float64, in batches of 8."""
     columns = {"hf": "Hugging Face's", **COLUMNS}
-    columns.pop("onnxruntime")
+    columns = {key: head for key, head in columns.items() if key not in ("onnxruntime", "openvino")}
     measured = {row["contender"] for row in rows if row.get("error") is not None}
     columns = {key: head for key, head in columns.items() if key in measured}
     table = [["largest error of a logit", *columns.values()]]
@@ -478,7 +477,7 @@ def fill_readme(text: str, rows: Sequence[Row]) -> str:
             table = [row for row in table if row[1] != "32"]
             if earlier(table):
                 table = [[cell.replace("†", "") for cell in row] for row in table]
-                told = "Some of eager and `torch.compile` are of an earlier run ([which](docs/results.md))."
+                told = "Some figures of eager and `torch.compile` are of an earlier run ([which](docs/results.md))."
         text = fill(text, kind, table, told) if len(table) > 1 else text
     return text
 

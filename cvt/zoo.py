@@ -1,6 +1,6 @@
 """The published checkpoints of the supported architectures, and what transformers' own tests expect of some.
 
-``python -m cvt.zoo`` prints the table of docs/zoo.md.
+``python -m cvt.zoo`` prints the table of docs/model.md.
 """
 
 from __future__ import annotations

@@ -183,12 +183,12 @@ def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
     """Returns why the extension has no CUDA kernels that this driver can run, or None."""
     if not toolkit and requested == "0":
         return "the extension was built with CVT_KERNELS_CUDA=0"
-    if not toolkit:
-        lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
-        return f"the extension was built where there was no NVIDIA GPU or no nvcc; {lacking}run {_BUILD}"
     driver = cuda_driver_version() // 1000  # the newest major version
     if driver == 0:
         return "there is no NVIDIA driver"
+    if not toolkit:
+        lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
+        return f"the extension was built where there was no NVIDIA GPU or no nvcc; {lacking}run {_BUILD}"
     if driver < int(toolkit.split(".")[0]):
         return f"the extension was built with CUDA {toolkit}, but the driver serves CUDA {driver} at most"
     return None

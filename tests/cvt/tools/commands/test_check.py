@@ -39,7 +39,7 @@ def test_sizes(name):
 
 @pytest.mark.slow
 def test_the_table_of_the_page():
-    assert "\n".join(zoo.table()) in (DOCS / "zoo.md").read_text(encoding="utf-8")
+    assert "\n".join(zoo.table()) in (DOCS / "model.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
