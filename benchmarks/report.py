@@ -49,7 +49,7 @@ SHORT = """\
 `make results` makes this page from `benchmarks/results/`. [Every figure](measurements.md); [how they are
 measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
 `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of the
-rounds' own ratios, all in turns on 2 cores. Process memory has weights and packed copies
+rounds' own ratios, in turns. Process memory has weights and packed copies
 in it; 1 is Hugging Face's. NNCF quantizes with its default settings."""
 INTRODUCTION = """\
 # Every figure
@@ -477,7 +477,8 @@ def fill_readme(text: str, rows: Sequence[Row]) -> str:
             table = [row for row in table if row[1] != "32"]
             if earlier(table):
                 table = [[cell.replace("†", "") for cell in row] for row in table]
-                told = "Some figures of eager and `torch.compile` are of an earlier run ([which](docs/results.md))."
+                which = "[which](docs/results.md)"
+                told = f"Some figures of eager and `torch.compile` are of an earlier run ({which})."
         text = fill(text, kind, table, told) if len(table) > 1 else text
     return text
 

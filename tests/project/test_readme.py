@@ -45,5 +45,4 @@ def test_it_stays_short():
 
 
 def test_the_changes_stay_short():
-    """Of a version that nobody has."""
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 80

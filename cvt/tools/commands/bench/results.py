@@ -177,7 +177,8 @@ def summary(results: Results) -> str:
     for batch in results["batches"]:
         rows = {row["contender"]: row for row in batch["rows"]}
         ours = next(key for key in reversed(rows) if results["contenders"][key]["ours"])
-        for key, name in (("hf", "Hugging Face's"), (ours, f"the same, {ours}")):
+        graphed = " and graphed" if "graphed" in ours else ""
+        for key, name in (("hf", "Hugging Face's"), (ours, f"accelerated{graphed}")):
             row, theirs = rows[key], rows["hf"]["seconds"]
             seconds = statistics.median(row["seconds"])
             held = "?" if row["resident_bytes"] is None else f"{row['resident_bytes'] / 2**20:.0f}"
