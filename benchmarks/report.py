@@ -300,8 +300,8 @@ def error_table(rows: Sequence[Row]) -> list[list[str]]:
 PAIRS = {
     "float32": ("float32", "accelerate-frozen", "openvino"),
     "bfloat16": ("bfloat16", "accelerate-frozen", "openvino"),
-    "8-bit integers beside float32": ("float32", "accelerate-int8", "openvino-int8"),
-    "8-bit integers beside bfloat16": ("bfloat16", "accelerate-int8", "openvino-int8"),
+    "8-bit integers with float32 between them": ("float32", "accelerate-int8", "openvino-int8"),
+    "8-bit integers with bfloat16": ("bfloat16", "accelerate-int8", "openvino-int8"),
 }
 
 
