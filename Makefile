@@ -106,8 +106,9 @@ clean:
 
 # torch first and pinned, then the project without build isolation: an isolated build would fetch another torch.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 14) or sys.exit("Python 3.10 to 3.14 is needed, this is %d.%d; choose one with: make PYTHON=python3.12" % v)'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools ninja torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 14) or sys.exit("Python 3.10 to 3.14 is needed, this is %d.%d; choose one with: make PYTHON=python3.12" % v)'
+	@echo 'cvt-kernels: setting up .venv with PyTorch, this package and its tests'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools ninja torch
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -61,6 +61,7 @@ def test_a_page_for_users_is_short(page):
 
 
 def test_trainer_page(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs the package accelerate")
     monkeypatch.chdir(tmp_path)
     (block, *_) = python_blocks(text_of("training.md"))
     assert run_blocks([block])["trainer"].model.training
