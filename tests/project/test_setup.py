@@ -200,13 +200,13 @@ def test_every_source_of_csrc_is_compiled(tmp_path, setup):
 
 @needs_x86
 @needs_compiler
-def test_one_line_says_what_is_compiled_and_how_long_that_takes(tmp_path, capsys, setup):
+def test_one_line_says_what_is_compiled_and_how_long_that_takes(tmp_path, capsys, monkeypatch, setup):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # a terminal has the line from there already
     plan = planned(setup, tmp_path, ["avx2"])
     setup["announce"](plan, ["avx2"])
     [line] = capsys.readouterr().err.splitlines()
-    assert re.match(
-        rf"cvt-kernels: compiling {len(plan) - 1} files for avx2, with CUDA kernels: about \d+ min", line
-    )
+    begin = f"cvt-kernels: compiling {len(plan) - 1} files for avx2, with CUDA kernels, in about "
+    assert re.match(rf"{begin}\d+ min on \d+ idle cores; ", line)
     for step in plan:
         step.output.parent.mkdir(exist_ok=True)
         step.output.touch()
