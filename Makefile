@@ -5,20 +5,15 @@ INSTALLED := .venv/.installed
 PHOTOS := .venv/lib/python3*/site-packages/sklearn/datasets/images/*.jpg
 # Real weights, if you have them: make demo CHECKPOINT=CvT-13-224x224-IN-1k.pth; with a network CHECKPOINT=microsoft/cvt-13
 CHECKPOINT ?=
-# The loops of the CPU are compiled for the instruction sets of this machine; CVT_KERNELS_CPU_SETS=all compiles all.
-# CUDA kernels are compiled for the GPUs of this machine, and for one if there is none.
-export TORCH_CUDA_ARCH_LIST ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -Ex '[0-9]+[.][0-9]+' | sort -u),9.0)
-
 .PHONY: demo test test-all combinations suite benchmarks sanitize fuzz matrix docs bench gpu results lint wheel clean
 
-# The main job on two real photographs: parity and speed against Hugging Face's model; what serves on this
-# machine; what the photographs show, if CHECKPOINT knows; and digits, which the package's model knows.
+# What runs here; parity and speed beside Hugging Face's model on two real photographs; what these show, if
+# CHECKPOINT knows; and digits, which the package's own model knows.
 demo: $(INSTALLED)
-	$(BIN)/cvt bench $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
-	$(BIN)/cvt doctor
-	$(if $(CHECKPOINT),$(BIN)/cvt classify $(PHOTOS) --checkpoint '$(CHECKPOINT)')
-	$(BIN)/python -c "from cvt.tools.datasets import save_digits; save_digits('build/digits')"
-	$(BIN)/cvt classify build/digits/*.png --checkpoint digits --top 1
+	@$(BIN)/cvt bench --summary --batch-size 1 8 $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)')
+	$(if $(CHECKPOINT),@$(BIN)/cvt classify $(PHOTOS) --checkpoint '$(CHECKPOINT)')
+	@$(BIN)/python -c "from cvt.tools.datasets import save_digits; save_digits('build/digits')"
+	@echo; $(BIN)/cvt classify build/digits/[0-4].png --checkpoint digits --top 1
 
 # Linters and the tests, side by side, in 8 to 13 minutes on 2 processors. The tests are
 # the part of them that has every value of every parameter (tests/tiers.py). They have one more worker than processors, since
@@ -33,6 +28,7 @@ test: $(INSTALLED)
 # make test with the loops for every instruction set, then the rest: the other combinations of parameters, every kernel compiled with three versions of Triton, every call
 # in the emulator of compiled kernels, several processes, ONNX, the pages of the documentation, and the sanitizers.
 test-all: export CVT_KERNELS_CPU_SETS = all
+test-all: export TORCH_CUDA_ARCH_LIST ?= 9.0
 test-all: $(INSTALLED)
 	$(BIN)/python setup.py -q build_ext --inplace
 	$(MAKE) --no-print-directory test
@@ -100,7 +96,7 @@ lint: $(INSTALLED)
 # A wheel in dist/, for this Python and every processor of this kind, and a try of it in an environment of its own, which sees nothing of this folder.
 wheel: $(INSTALLED)
 	rm -rf build/lib* build/bdist* dist
-	$(BIN)/python -m build --no-isolation --wheel
+	CVT_KERNELS_CPU_SETS=all $(BIN)/python -m build --no-isolation --wheel
 	$(BIN)/python -m venv --clear build/wheel
 	build/wheel/bin/pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[hf]" scikit-learn
 	cd build/wheel && bin/python ../../tests/project/try_installed.py
@@ -110,8 +106,9 @@ clean:
 
 # torch first and pinned, then the project without build isolation: an isolated build would fetch another torch.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 14) or sys.exit("Python 3.10 to 3.14 is needed, this is %d.%d; choose one with: make PYTHON=python3.12" % v)'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools ninja torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
-	touch $@
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 14) or sys.exit("Python 3.10 to 3.14 is needed, this is %d.%d; choose one with: make PYTHON=python3.12" % v)'
+	@echo 'cvt-kernels: setting up .venv with PyTorch, this package and its tests'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools ninja torch
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,18 +1,20 @@
 """Builds the compiled extension cvt_kernels._C; all other settings are in pyproject.toml.
 
 It is built where torch and a C++ compiler are at hand; otherwise the Python part is installed alone, and
-``cvt doctor`` says so. Nothing is downloaded. The environment decides what it contains:
+``cvt doctor`` says so. Nothing is downloaded. It contains what this machine runs, unless the environment says
+otherwise:
 
-- ``CVT_KERNELS_CUDA``: ``auto`` (the default) compiles the CUDA kernels too where there is a CUDA toolkit (in
-  CUDA_HOME, on the PATH, or installed from PyPI), with or without a GPU; ``0`` never does, ``1`` insists.
-- ``TORCH_CUDA_ARCH_LIST``: the GPUs to compile for, such as ``8.0;9.0+PTX``.
+- ``CVT_KERNELS_CPU_SETS``: the instruction sets to compile the loops of the CPU for. ``native``, the default,
+  is the newest of this machine; ``all`` is for wheels, which may run elsewhere; or names, as ``avx2 avx512``.
+- ``CVT_KERNELS_CUDA``: ``auto`` (the default) compiles the CUDA kernels where there is an NVIDIA GPU, or all
+  instruction sets are asked for, and a CUDA toolkit (in CUDA_HOME, on the PATH, or from PyPI); ``0`` never
+  does, ``1`` insists.
+- ``TORCH_CUDA_ARCH_LIST``: the GPUs to compile for, such as ``8.0;9.0+PTX``; by default those of the machine.
 - ``CXX``: the C++ compiler.
-- ``CVT_KERNELS_CPU_SETS``: the instruction sets to compile the loops of the CPU for: ``native``, those of
-  this machine, the default of builds in place and of editable installations; ``all``, the default of wheels,
-  which may run elsewhere; or names, such as ``avx2 avx512``. ``plain`` is always among them.
 - ``CVT_KERNELS_WERROR``: ``1`` makes every warning of the compilers an error, for CI.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -72,6 +74,9 @@ if platform.machine() in ("x86_64", "AMD64"):
 CUDA_TYPES = {"float32": "float", "bfloat16": "BFloat16", "float16": "Half"}
 ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 
+# Seconds that the objects of such names take a core of an Intel Xeon, each CUDA architecture of its own.
+SECONDS = {"launches": 36, "module": 15, "cpu_operators": 20, "": 6}
+
 
 class Step(NamedTuple):
     """One command of the build: the file that it makes, the files that it reads, and itself."""
@@ -84,13 +89,6 @@ class Step(NamedTuple):
 class BuildWithNinja(build_ext):
     """Compiles by ninja if it is installed, else one file after another."""
 
-    sets = "all"
-
-    def run(self) -> None:
-        """Builds what stays in the checkout for this machine alone; setuptools resets ``inplace`` then."""
-        self.sets = "native" if self.inplace or self.editable_mode else "all"
-        super().run()
-
     def build_extension(self, ext: Extension) -> None:
         """Compiles and links the extension."""
         build = Path(self.build_temp)
@@ -99,9 +97,11 @@ class BuildWithNinja(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        sets = cpu_sets(self.sets)
+        sets = cpu_sets()
         try_compiler(build, sets)
-        run(steps(build, target, self.distribution.get_version(), sets), build)
+        plan = steps(build, target, self.distribution.get_version(), sets)
+        announce(plan, sets)
+        run(plan, build)
 
 
 def steps(build: Path, target: Path, version: str, sets: list[str]) -> list[Step]:
@@ -134,9 +134,9 @@ def steps(build: Path, target: Path, version: str, sets: list[str]) -> list[Step
     def compiled(source: Path, flags: list[str], variant: str = "") -> Step:
         return step(source, [*compiler(), *common, *flags], variant)
 
-    here = set_options(sets)
+    here = [f'-DCVT_KERNELS_CPU_SETS=" {" ".join(sets)} "']
     objects = [compiled(CSRC / "module.cpp", [*definitions(version, toolkit, targets), *here])]
-    objects += [compiled(source, here) for source in sorted(CSRC.glob("*/cpu_operators.cpp"))]
+    objects.append(together(build, [*compiler(), *common, *here]))
     for source in sorted(CSRC.glob("*/*cpu_loops.cpp")):
         for name in loops_of(source, sets):
             options = [f"-DKERNELS=kernels_{name}", *shlex.split(f"{SIMD_FLAGS} {LOOPS[name]}")]
@@ -156,22 +156,62 @@ def steps(build: Path, target: Path, version: str, sets: list[str]) -> list[Step
     return [*objects, Step(target, names, link)]
 
 
-def cpu_sets(default: str) -> list[str]:
+def together(build: Path, command: list[str]) -> Step:
+    """Returns the step that compiles all operators of the CPU as one file: torch's headers are read once."""
+    sources = sorted(CSRC.glob("*/cpu_operators.cpp"))
+    inputs = {*sources, *(header for source in sources for header in headers_of(source))}
+    everything, output = build / "cpu_operators.cpp", build / "cpu_operators.o"
+    text = "".join(f'#include "{source.relative_to(CSRC)}"\n' for source in sources)
+    everything.parent.mkdir(parents=True, exist_ok=True)
+    everything.write_text(text, encoding="utf-8")
+    return Step(output, sorted(map(str, inputs)), [*command, "-c", str(everything), "-o", str(output)])
+
+
+def announce(plan: list[Step], sets: list[str]) -> None:
+    """Says in one line what is compiled and how long it takes; pip, which shows no output, lets it through.
+
+    Nothing is said where everything was compiled before.
+    """
+    missing = [made for made in plan[:-1] if not made.output.exists()]
+    if not missing:
+        return
+    seconds, cores = 0, len(os.sched_getaffinity(0))
+    for made in missing:
+        name = next(name for name in SECONDS if name in made.output.stem)
+        seconds += SECONDS[name] * max(1, sum(option.startswith("-gencode") for option in made.command))
+    cuda = "with" if any("cuda" in made.output.stem for made in plan) else "without"
+    line = (
+        f"cvt-kernels: compiling {len(missing)} files for {', '.join(sets)}, {cuda} CUDA kernels, in about "
+        f"{max(1, round(seconds / 60 / cores))} min on {cores} idle cores; CVT_KERNELS_CPU_SETS and "
+        "CVT_KERNELS_CUDA choose others"
+    )
+    print(line, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        with contextlib.suppress(OSError):
+            Path("/dev/tty").write_text(f"{line}\n", encoding="utf-8")
+
+
+def cpu_sets() -> list[str]:
     """Returns the instruction sets to compile for, as CVT_KERNELS_CPU_SETS asks for them.
 
     Raises:
         SystemExit: It names what there is not.
     """
-    requested = os.environ.get("CVT_KERNELS_CPU_SETS") or default
+    requested = os.environ.get("CVT_KERNELS_CPU_SETS") or "native"
     names = re.split(r"[\s,;]+", requested.strip())
     if names == ["native"]:
-        names = MACHINE["cpu_sets_here"]()
+        names = MACHINE["cpu_sets_here"]()[-1:]
     elif names == ["all"]:
         names = list(SERVED)
     elif unknown := [name for name in names if name not in SERVED]:
         expected = f"native, all, or some of {', '.join(SERVED)}"
         raise SystemExit(f"CVT_KERNELS_CPU_SETS: got {unknown[0]!r}, expected {expected}")
-    return [name for name in SERVED if name in ("plain", *names)]
+    return [name for name in SERVED if name in names]
+
+
+def is_for_others() -> bool:
+    """Returns whether other machines are to run the build, as they do wheels."""
+    return os.environ.get("CVT_KERNELS_CPU_SETS", "").strip() == "all"
 
 
 def loops_of(source: Path, sets: list[str]) -> list[str]:
@@ -179,24 +219,13 @@ def loops_of(source: Path, sets: list[str]) -> list[str]:
     served = PRODUCTS_SERVED if PRODUCTS in headers_of(source) else SERVED
     if source == INTEGERS:
         served = INTEGERS_SERVED
-    return [name for name in LOOPS if name in compiled_loops(sets) and name in served.values()]
+    needed = {served[name] for name in sets}
+    return [name for name in LOOPS if name in needed]
 
 
 def compiled_loops(sets: list[str]) -> set[str]:
     """Returns the loops of LOOPS that serve some instruction sets in any family."""
     return {served[name] for served in (SERVED, PRODUCTS_SERVED, INTEGERS_SERVED) for name in sets}
-
-
-def set_options(sets: list[str]) -> list[str]:
-    """Returns the options that tell operators the instruction sets of the build.
-
-    In their tables, plain loops stand for those that are left out, which they never choose.
-    """
-    missing = [name for name in LOOPS if name not in compiled_loops(sets)]
-    return [
-        f'-DCVT_KERNELS_CPU_SETS=" {" ".join(sets)} "',
-        *(f"-Dkernels_{name}=kernels_plain" for name in missing),
-    ]
 
 
 def definitions(version: str, toolkit: "Toolkit | None", targets: "list[Target]") -> list[str]:
@@ -252,7 +281,7 @@ def find_toolkit() -> Toolkit | None:
         SystemExit: ``CVT_KERNELS_CUDA=1`` and there is none that can be used.
     """
     requested = cuda_request()
-    if requested == "0":
+    if requested == "0" or (requested == "auto" and not (is_for_others() or MACHINE["gpus_here"]())):
         return None
     nvcc = MACHINE["find_nvcc"]()
     reason = "no nvcc was found: neither in CUDA_HOME, nor on the PATH, nor from PyPI's nvidia-cuda-nvcc"
@@ -296,12 +325,16 @@ class Target(NamedTuple):
 def architectures(toolkit: Toolkit) -> list[Target]:
     """Reads ``TORCH_CUDA_ARCH_LIST``: versions as in ``8.0;9.0+PTX``, by semicolons or spaces.
 
+    Without it, the GPUs of this machine, or all where there is none or all instruction sets are asked for.
+
     Raises:
         SystemExit: It holds something else, or what the toolkit does not know.
     """
     requested = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    here = [] if is_for_others() else MACHINE["gpus_here"]()
+    default = ";".join(here) if toolkit.known.issuperset(gpu.replace(".", "") for gpu in here) else ""
     targets = []
-    for name in re.split(r"[;\s]+", (requested or ARCHITECTURES).strip()):
+    for name in re.split(r"[;\s]+", (requested or default or ARCHITECTURES).strip()):
         parts = re.fullmatch(r"(?P<major>\d+)\.(?P<minor>\d)(?P<suffix>[af]?)(?P<ptx>\+PTX)?", name)
         if parts is None:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: got {name!r}, expected versions such as 8.0;9.0+PTX")
@@ -316,7 +349,7 @@ def architectures(toolkit: Toolkit) -> list[Target]:
         targets.append(Target(f"compute_{number}", f"sm_{number}"))
         if parts["ptx"]:
             targets.append(Target(f"compute_{number}", f"compute_{number}"))
-    if not requested and targets and targets[-1].code.startswith("sm_"):
+    if not (requested or default) and targets and targets[-1].code.startswith("sm_"):
         # The toolkit does not know the last of ARCHITECTURES, which would have brought PTX for later GPUs.
         targets.append(Target(targets[-1].virtual, targets[-1].virtual))
     return targets
@@ -411,7 +444,7 @@ def extensions() -> list[Extension]:
     if cuda not in ("auto", "0", "1"):
         raise SystemExit(f"CVT_KERNELS_CUDA: got {cuda!r}, expected auto, 0 or 1")
     warnings_are_errors()  # these complain before anything is built
-    cpu_sets("all")
+    cpu_sets()
     reason = why_not_buildable()
     if reason is not None:
         if cuda == "1":

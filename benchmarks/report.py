@@ -1,8 +1,8 @@
-"""Tables and a picture of what the suites measured: at the end of a run, and as docs/results.md.
+"""Tables and a picture of what the suites measured: at the end of a run, and as pages of docs/.
 
 ``python -m benchmarks.report FILE...`` prints the tables of pytest-benchmark's JSON files, and ``--plot``
-draws the operators. ``--pages`` makes docs/results.md and the tables of README.md from benchmarks/results/,
-of which the newest figure of each row counts.
+draws the operators. ``--pages`` makes docs/results.md, docs/measurements.md and the tables of README.md from
+benchmarks/results/, of which the newest figure of each row counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from cvt_kernels.tables import aligned, markdown
 from cvt_kernels.tuning.clock import DISTURBED
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE, README = ROOT / "benchmarks/results", ROOT / "docs/results.md", ROOT / "README.md"
+RESULTS, README = ROOT / "benchmarks/results", ROOT / "README.md"
+#: What users read, and every figure.
+PAGE, EVERYTHING = ROOT / "docs/results.md", ROOT / "docs/measurements.md"
 #: The lines between which a table of README stands.
 END = "<!-- end -->\n"
 BEGIN = {
@@ -37,12 +39,24 @@ NAMES = {
 }
 #: What ``kernels.py`` writes.
 KERNELS = "benchmarks kernels"
-INTRODUCTION = """\
+SHORT = """\
 # Results
 
+**All weights are random**: no published checkpoint could be had here. With yours:
+
+    cvt bench --checkpoint microsoft/cvt-13 --batch-size 1 8 --peers openvino,openvino-int8,accelerate-int8
+
+`make results` makes this page from `benchmarks/results/`. [Every figure](measurements.md); [how they are
+measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
+`freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of the
+rounds' own ratios, in turns. Process memory has weights and packed copies
+in it; 1 is Hugging Face's. NNCF quantizes with its default settings."""
+INTRODUCTION = """\
+# Every figure
+
 `make results` makes this page from `benchmarks/results/`, never by hand. `make gpu` measures on an NVIDIA
-GPU and `make bench` on a CPU; [how to read and compare](report.md). What waits for a GPU is in
-`benchmarks/gpu_queue.md`.
+GPU and `make bench` on a CPU; [how to read and compare](report.md). All weights are random. What waits for a
+GPU is in `benchmarks/gpu_queue.md`.
 
 On a GPU, milliseconds of models are by events around calls that follow one another and, in parentheses, by
 the clock, with a synchronization before and after each call. `torch.compile` has its best mode for the size.
@@ -244,18 +258,72 @@ COLUMNS = {
 }
 
 
-def cpu_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Returns the README's table of a CPU: each model in batches of 8, beside Hugging Face's."""
+def cpu_table(rows: Sequence[Row], batches: Sequence[int] = (8,)) -> list[list[str]]:
+    """Returns the table of a CPU for users: each model in some batch sizes, beside Hugging Face's."""
     measured = {row["contender"] for row in rows}
     columns = {key: head for key, head in COLUMNS.items() if key in measured}
-    table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "memory, accelerated"]]
-    for (kind, batch), its in grouped(rows, lambda row: (kind_of(row), row["batch"])).items():
-        by_key = {row["contender"]: row for row in its}
-        if batch == 8 and "hf" in by_key and not its[0]["train"]:
+    table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "process memory"]]
+    for kind, batch, by_key in served(rows):
+        if batch in batches:
             speeds = [beside(by_key, key, "hf") for key in columns]
             rate = number(batch / by_key["hf"]["seconds"])
-            table.append([kind, str(batch), rate, *speeds, share_of_memory(by_key, "accelerate-frozen")])
+            memory = share_of_memory(by_key, "accelerate-frozen", "resident_bytes")
+            table.append([kind, str(batch), rate, *speeds, memory])
     return table
+
+
+def served(rows: Iterable[Row]) -> list[tuple[str, int, dict[str, Row]]]:
+    """Returns the models of a CPU in evaluation, their batch sizes and rows by contender."""
+    found = []
+    for (kind, batch), its in grouped(rows, lambda row: (kind_of(row), row["batch"])).items():
+        by_key = {row["contender"]: row for row in its}
+        if "hf" in by_key and not its[0]["train"]:
+            found.append((kind, batch, by_key))
+    return found
+
+
+def error_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Returns the largest errors of logits against float64, in batches of 8."""
+    columns = {"hf": "Hugging Face's", **COLUMNS}
+    columns = {key: head for key, head in columns.items() if key not in ("onnxruntime", "openvino")}
+    measured = {row["contender"] for row in rows if row.get("error") is not None}
+    columns = {key: head for key, head in columns.items() if key in measured}
+    table = [["largest error of a logit", *columns.values()]]
+    for kind, batch, by_key in served(rows):
+        errors = [by_key.get(key, {}).get("error") for key in columns]
+        if batch == 8:
+            table.append([kind, *("–" if error is None else f"{error:.1e}" for error in errors)])
+    return table
+
+
+#: Pairs of a contender of ours and its peer, by what a sentence says of them.
+PAIRS = {
+    "float32": ("float32", "accelerate-frozen", "openvino"),
+    "bfloat16": ("bfloat16", "accelerate-frozen", "openvino"),
+    "8-bit integers with float32 between them": ("float32", "accelerate-int8", "openvino-int8"),
+    "8-bit integers with bfloat16": ("bfloat16", "accelerate-int8", "openvino-int8"),
+}
+
+
+def sentence(by_device: dict[str, list[Row]]) -> str:
+    """Returns how accelerated models compare with OpenVINO: every CPU, model and batch size, losses too."""
+    found: dict[str, list[float]] = {}
+    memory = []
+    for _, _, by_key in (each for rows in by_device.values() for each in served(rows)):
+        for name, (dtype, ours, theirs) in PAIRS.items():
+            told = beside(by_key, ours, theirs)
+            if told != "–" and by_key["hf"]["dtype"] == dtype:
+                found.setdefault(name, []).append(float(told.split()[0]))
+        told = share_of_memory(by_key, "accelerate-frozen", "resident_bytes")
+        memory += [] if told == "–" else [float(told)]
+    if not found:
+        return ""
+    ranges = [f"{min(each):.2f} to {max(each):.2f} × as fast in {name}" for name, each in found.items()]
+    where = " and ".join(sorted(by_device))
+    told = f"Beside OpenVINO, over all models and batch sizes on {where}: {', '.join(ranges)}."
+    if not memory:
+        return told
+    return f"{told} Process memory is {min(memory):.2f} to {max(memory):.2f} of Hugging Face's."
 
 
 def contender_table(rows: Sequence[Row]) -> list[list[str]]:
@@ -282,9 +350,9 @@ def beside(rows: dict[str, Row], key: str, peer: str) -> str:
     return f"{statistics.median(b / a for b, a in zip(*pairs, strict=False)):.2f} ×"
 
 
-def share_of_memory(rows: dict[str, Row], key: str) -> str:
-    """Returns the peak memory of a contender as a part of Hugging Face's."""
-    ours, theirs = (rows.get(name, {}).get("peak_bytes") for name in (key, "hf"))
+def share_of_memory(rows: dict[str, Row], key: str, field: str = "peak_bytes") -> str:
+    """Returns the memory of a contender as a part of Hugging Face's."""
+    ours, theirs = (rows.get(name, {}).get(field) for name in (key, "hf"))
     return "–" if ours is None or not theirs else f"{ours / theirs:.2f}"
 
 
@@ -322,8 +390,25 @@ def short(kernel: str) -> str:
 # The page -------------------------------------------------------------------------------------------------
 
 
+def short_page(rows: Sequence[Row]) -> str:
+    """Returns docs/results.md."""
+    models = newest([r for r in rows if r["suite"] != "operators"], "device", *_MODEL)
+    by_device = grouped(models, lambda row: row["device"])
+    told = sentence({device: its for device, its in by_device.items() if its[0]["kind"] == "cpu"})
+    parts = [SHORT, *([told] if told else [])]
+    for device, its in sorted(by_device.items()):
+        parts += [f"## {device}", measured_on(its)]
+        if its[0]["kind"] == "cuda":
+            table = gpu_table(its, brief=True)
+            parts += ["Milliseconds by events; in parentheses what a client waits.", lines(table)]
+            parts += earlier(table)
+        else:
+            parts += [lines(cpu_table(its, (1, 8))), lines(error_table(its))]
+    return "\n\n".join(parts) + "\n"
+
+
 def page(rows: Sequence[Row], kernels: dict[str, list[dict[str, Any]]]) -> str:
-    """Returns docs/results.md; ``kernels`` has the files of ``kernels.py`` by device."""
+    """Returns docs/measurements.md; ``kernels`` has the files of ``kernels.py`` by device."""
     parts = [INTRODUCTION]
     by_device = grouped(rows, lambda row: row["device"])
     for kind, command in (("cuda", "make gpu"), ("cpu", "make bench")):
@@ -363,8 +448,8 @@ def measured_on(rows: Sequence[Row]) -> str:
     return f"{', '.join(runs)}; {', '.join(filter(None, told))}."
 
 
-def fill(text: str, kind: str, table: Sequence[Sequence[str]]) -> str:
-    """Puts a table between its marks in README.md.
+def fill(text: str, kind: str, table: Sequence[Sequence[str]], told: str) -> str:
+    """Puts a table and what is said of it between its marks in README.md.
 
     Raises:
         ValueError: The marks are not there.
@@ -373,19 +458,28 @@ def fill(text: str, kind: str, table: Sequence[Sequence[str]]) -> str:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md: has no {BEGIN[kind].strip()} and {END.strip()}")
-    told = "".join(f"\n{line}\n" for line in earlier(table))
-    return f"{before}{begin}{lines(table)}\n{told}{end}{after}"
+    return f"{before}{begin}{lines(table)}\n{told and f'{chr(10)}{told}{chr(10)}'}{end}{after}"
 
 
 def fill_readme(text: str, rows: Sequence[Row]) -> str:
     """Puts the tables of the GPU and of the CPU that were measured last into README.md."""
     models = newest([r for r in rows if r["suite"] != "operators"], "device", *_MODEL)
-    for kind, of in (("cuda", lambda its: gpu_table(its, brief=True)), ("cpu", cpu_table)):
+    for kind in ("cuda", "cpu"):
         here = [row for row in models if row["kind"] == kind]
-        if here:
-            device = max(here, key=lambda row: row["when"])["device"]
-            table = of([row for row in here if row["device"] == device])
-            text = fill(text, kind, table) if len(table) > 1 else text
+        if not here:
+            continue
+        device = max(here, key=lambda row: row["when"])["device"]
+        newest_rows = [row for row in here if row["device"] == device]
+        if kind == "cpu":
+            table, told = cpu_table(newest_rows), sentence(grouped(here, lambda row: row["device"]))
+        else:
+            table, told = gpu_table(newest_rows, brief=True), ""
+            table = [row for row in table if row[1] != "32"]
+            if earlier(table):
+                table = [[cell.replace("†", "") for cell in row] for row in table]
+                which = "[which](docs/results.md)"
+                told = f"Some figures of eager and `torch.compile` are of an earlier run ({which})."
+        text = fill(text, kind, table, told) if len(table) > 1 else text
     return text
 
 
@@ -421,7 +515,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="JSON of pytest-benchmark")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the operators of the files")
-    parser.add_argument("--pages", action="store_true", help="write docs/results.md and README.md's tables")
+    parser.add_argument("--pages", action="store_true", help="write docs/ and README.md's tables")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     try:
@@ -439,8 +533,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def write_pages(results: Path, page_path: Path = PAGE, readme: Path = README) -> None:
-    """Writes docs/results.md and the tables of README.md.
+def write_pages(
+    results: Path, page_path: Path = PAGE, everything: Path = EVERYTHING, readme: Path = README
+) -> None:
+    """Writes docs/results.md, docs/measurements.md and the tables of README.md.
 
     Raises:
         ValueError: A file is no result.
@@ -457,7 +553,8 @@ def write_pages(results: Path, page_path: Path = PAGE, readme: Path = README) ->
         elif path.name != "summary.json":
             rows += read(path)
     text = fill_readme(readme.read_text(encoding="utf-8"), rows)
-    for target, new in ((page_path, page(rows, kernels)), (readme, text)):
+    pages = {page_path: short_page(rows), everything: page(rows, kernels), readme: text}
+    for target, new in pages.items():
         with replacing(target) as file:
             file.write_text(new, encoding="utf-8")
 

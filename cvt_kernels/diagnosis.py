@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
 import torch
 
 from . import backends, choose, machine
-from .tables import aligned, printable
+from .tables import printable
 from .tuning import choices
 
 _BROKEN = "the extension does not load, see above"
@@ -36,7 +37,7 @@ def doctor() -> str:
         *(f"tuned    {_tuned(device)}" for device in devices),
     ]
     for device in devices:
-        lines += ["", *aligned(_operator_rows(device))]
+        lines += ["", f"on {device.type}:", *_operators_by_server(device)]
     lines += _section("not available here:", _unavailable(devices))
     lines += _section(
         "failed their check on this machine, and not used; please report these lines:",
@@ -61,7 +62,7 @@ def as_json() -> dict[str, object]:
             "tuned": len(choices.entries(device)),
             "operators": {
                 name: {"served_by": served, "reason": reason}
-                for name, served, reason in _operator_rows(device)[1:]
+                for name, served, reason in _operator_rows(device)
             },
             "failed": list(_faults(device)),
         }
@@ -112,8 +113,8 @@ def _faults(device: torch.device) -> Iterator[str]:
 
 
 def _operator_rows(device: torch.device) -> list[tuple[str, str, str]]:
-    """Returns the table of operators on a device, with the backends that serve them and the reasons."""
-    rows = [(f"on {device.type}", "served by", "why")]
+    """Returns the operators on a device, each with the backends that serve it and the reasons."""
+    rows = []
     for operator in backends.operators:
         try:
             chosen = choose.chosen_backends(operator, device)
@@ -124,8 +125,18 @@ def _operator_rows(device: torch.device) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _operators_by_server(device: torch.device) -> Iterator[str]:
+    """Yields what serves on a device and why, each followed by its operators."""
+    served: dict[str, list[str]] = {}
+    for name, backend, reason in _operator_rows(device):
+        served.setdefault(f"  {backend}: {reason}", []).append(name)
+    for server, names in served.items():
+        yield server
+        yield from textwrap.wrap(", ".join(names), 110, initial_indent=" " * 4, subsequent_indent=" " * 4)
+
+
 def _unavailable(devices: list[torch.device]) -> Iterator[str]:
-    """Yields the backends that this machine lacks, each with the reason and the operators."""
+    """Yields the backends that this machine lacks, each with the reason and how many operators have it."""
     device_types = tuple(device.type for device in devices)
     lacking: dict[str, list[str]] = {}
     for operator, known in backends.implementations.items():
@@ -138,8 +149,7 @@ def _unavailable(devices: list[torch.device]) -> Iterator[str]:
                 if operator not in operators:
                     operators.append(operator)
     for reason, operators in lacking.items():
-        yield reason
-        yield f"  ({', '.join(operators)})"
+        yield f"{reason} ({operators[0] if len(operators) == 1 else f'{len(operators)} operators'})"
 
 
 def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:

@@ -120,7 +120,7 @@ def why_extension_unavailable(device_type: str) -> str | None:
         return f"the extension {_EXTENSION} is not installed: {_how_to_build()}"
     facts = load_extension()
     if device_type != "cuda":
-        return None
+        return _why_no_set_runs(facts.cpu_sets.split())
     return _why_cuda_unavailable(facts.cuda, facts.cuda_request) or _why_no_gpu_runs("cuda")
 
 
@@ -172,16 +172,23 @@ def _how_to_build() -> str:
     return f"pip leaves it out where the build does not see torch; run {_BUILD}"
 
 
+def _why_no_set_runs(compiled: list[str]) -> str | None:
+    """Returns why this CPU runs none of the loops of the extension, or None."""
+    if set(compiled) & set(cpu_sets_here()):
+        return None
+    return f"the extension was built for {' '.join(compiled)}, which this CPU lacks; run {_BUILD}"
+
+
 def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
     """Returns why the extension has no CUDA kernels that this driver can run, or None."""
     if not toolkit and requested == "0":
         return "the extension was built with CVT_KERNELS_CUDA=0"
-    if not toolkit:
-        lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
-        return f"the extension was built where there was no CUDA toolkit (nvcc); {lacking}run {_BUILD}"
     driver = cuda_driver_version() // 1000  # the newest major version
     if driver == 0:
         return "there is no NVIDIA driver"
+    if not toolkit:
+        lacking = "" if find_nvcc() else "install one, such as PyPI's nvidia-cuda-nvcc, and "
+        return f"the extension was built where there was no NVIDIA GPU or no nvcc; {lacking}run {_BUILD}"
     if driver < int(toolkit.split(".")[0]):
         return f"the extension was built with CUDA {toolkit}, but the driver serves CUDA {driver} at most"
     return None
@@ -253,17 +260,16 @@ def _extension() -> str:
     except ExtensionError as error:
         return str(error)
     if reason is not None:
-        return "not built"
+        return "not built" if not has_extension() else reason
     facts = load_extension()
     cuda = f"CUDA {facts.cuda} for {', '.join(_split(facts.architectures))}" if facts.cuda else "no CUDA"
     return f"{facts.version}, CPU {_cpu_sets(facts.cpu_sets.split())}, {cuda}, {facts.compiler}"
 
 
 def _cpu_sets(compiled: list[str]) -> str:
-    """Returns the instruction sets that the extension was built for, and those of this CPU that it lacks."""
-    missing = [name for name in cpu_sets_here() if name not in compiled]
-    lacking = f" (built here again, {' '.join(missing)} too)" if missing else ""
-    return f"{' '.join(compiled)}{lacking}"
+    """Returns the instruction sets of the extension, and the newest of the CPU if it is not among them."""
+    newest = cpu_sets_here()[-1]
+    return " ".join(compiled) + ("" if newest in compiled else f" (built here again: {newest})")
 
 
 @functools.cache

@@ -39,12 +39,10 @@ def why_kernels_are_missing() -> str | None:
         return None
     has_gpu = _has_gpu()
     reasons = []
-    if not machine.has_extension():
+    with contextlib.suppress(machine.ExtensionError):  # the first call will raise it
         reasons.append(machine.why_extension_unavailable("cpu"))
-    elif has_gpu:
-        with contextlib.suppress(machine.ExtensionError):  # the first call will raise it
-            if machine.load_extension().cuda_request != "0":  # 0: left out on purpose
-                reasons.append(machine.why_extension_unavailable("cuda"))
+        if has_gpu and machine.has_extension() and machine.load_extension().cuda_request != "0":
+            reasons.append(machine.why_extension_unavailable("cuda"))  # 0: left out on purpose
     if has_gpu:
         reasons.append(machine.why_triton_unavailable("cuda"))
     return "; ".join(reason for reason in reasons if reason is not None) or None

@@ -6,8 +6,11 @@ standard library only.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 #: The instruction sets that the loops of the CPU are compiled for, from the oldest to the newest, each with
@@ -21,14 +24,34 @@ CPU_SETS["amx_bf16"] = f"{CPU_SETS['avx512_bf16']} amx_tile amx_bf16 amx_int8"
 
 
 def cpu_sets_here() -> list[str]:
-    """Returns the instruction sets of CPU_SETS that this CPU has: ``plain`` alone where it is no x86-64."""
+    """Returns the instruction sets of CPU_SETS that this CPU has: ``plain`` alone where it is no x86-64.
+
+    Tiles are among them where Linux lets this process use them.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         lines = []
     flags = next((line for line in lines if line.startswith("flags")), "")
     has = set(flags.partition(":")[2].split())
-    return [name for name, needed in CPU_SETS.items() if has.issuperset(needed.split())]
+    names = [name for name, needed in CPU_SETS.items() if has.issuperset(needed.split())]
+    return names if "amx_bf16" not in names or may_use_tiles() else names[:-1]
+
+
+def may_use_tiles() -> bool:
+    """Returns whether Linux on x86-64 lets this process use the CPU's tiles, which it does on request."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def gpus_here() -> list[str]:
+    """Returns the compute capabilities of the NVIDIA GPUs of this machine, such as ``9.0``, by nvidia-smi."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        answer = subprocess.run(asked, capture_output=True, text=True).stdout
+    except OSError:  # no driver
+        return []
+    return sorted(set(re.findall(r"^\d+\.\d+$", answer, re.MULTILINE)))
 
 
 def find_nvcc() -> str | None:

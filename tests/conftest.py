@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what needs a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says what was skipped and why in few lines; ``pytest -rs`` names each test."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for line in tiers.reasons([report.longrepr[2].removeprefix("Skipped: ") for report in skipped]):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

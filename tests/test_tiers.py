@@ -67,3 +67,12 @@ def test_names_are_spread(items):
     assert [name for name in names(part) if "pairs" in name] == [
         f"test_pairs[{name}]" for name in ("a-gpu", "a-x", "b-y", "c-y")
     ]
+
+
+def test_what_was_skipped_is_said_in_five_lines():
+    few = ["no GPU"] * 2 + ["no compiler"]
+    assert tiers.reasons([]) == []
+    assert tiers.reasons(few) == ["2 skipped: no GPU", "1 skipped: no compiler"]
+    many = few + [f"reason {i}" for i in range(7)] + ["no compiler"]
+    assert len(tiers.reasons(many)) == 5
+    assert tiers.reasons(many)[-1] == "5 skipped for 5 other reasons: see pytest -rs"

@@ -50,3 +50,15 @@ def _values_of(case: pytest.Item) -> set[tuple[int, str]]:
     callspec = getattr(case, "callspec", None)
     names = [] if callspec is None else list(callspec._idlist)
     return set(enumerate("-".join(names).split("-") if case.get_closest_marker("spread") else names))
+
+
+def reasons(skipped: list[str]) -> list[str]:
+    """Returns at most five lines for the reasons of skipped tests, the last for all the rarest."""
+    counts = collections.Counter(skipped).most_common()
+    shown = counts if len(counts) <= 5 else counts[:4]
+    lines = [f"{count} skipped: {reason}" for reason, count in shown]
+    rest = counts[len(shown) :]
+    if rest:
+        total = sum(count for _, count in rest)
+        lines.append(f"{total} skipped for {len(rest)} other reasons: see pytest -rs")
+    return lines

@@ -75,6 +75,8 @@ inline InstructionSet find_instruction_set(const std::string& name) {
 #endif
   expect(name.empty() || name == "plain", "CVT_KERNELS_CPU", name,
          "plain, or avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16 or amx_bf16 on a CPU that has it");
+  expect(!name.empty() || is_compiled_for("plain"), "CVT_KERNELS_CPU_SETS", std::string(CVT_KERNELS_CPU_SETS),
+         "an instruction set of this CPU in the build of the extension");
   return InstructionSet::plain;
 }
 

@@ -4,7 +4,7 @@
 
 namespace cvt_kernels {
 
-// A build may leave sets out: then setup.py makes the name of a table that is missing mean kernels_plain.
+// A build may leave sets out: tables are declared weak, and one that is missing has the address null.
 //
 // Those with VNNI have products of 8-bit integers, as has amx_bf16: every CPU with its tiles of bfloat16 has those too.
 enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx_bf16 };
@@ -14,23 +14,24 @@ enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_
 // families that have them take PRODUCT_TABLES, the others are not compiled for it. INTEGER_TABLES are for products of
 // 8-bit integers (linear_int8/), for which bfloat16 does not matter.
 #ifdef __x86_64__
-#define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
+#define DECLARE_KERNEL_TABLES \
+  extern __attribute__((weak)) const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
 #define KERNEL_TABLES \
   {&kernels_plain, &kernels_avx2, &kernels_avx2, &kernels_avx512, &kernels_avx512, &kernels_avx512_bf16}
 #define DECLARE_PRODUCT_TABLES \
   DECLARE_KERNEL_TABLES;       \
-  extern const Kernels kernels_amx_bf16
+  extern __attribute__((weak)) const Kernels kernels_amx_bf16
 #define PRODUCT_TABLES                                                                                     \
   {&kernels_plain,  &kernels_avx2,        &kernels_avx2,    &kernels_avx512, \
    &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
 #define DECLARE_INTEGER_TABLES                                                                                  \
-  extern const Kernels kernels_plain, kernels_avx2, kernels_avx2_vnni, kernels_avx512, kernels_avx512_vnni, \
+  extern __attribute__((weak)) const Kernels kernels_plain, kernels_avx2, kernels_avx2_vnni, kernels_avx512, kernels_avx512_vnni, \
       kernels_amx_int8
 #define INTEGER_TABLES                                                                          \
   {&kernels_plain,       &kernels_avx2,        &kernels_avx2_vnni, &kernels_avx512, \
    &kernels_avx512_vnni, &kernels_avx512_vnni, &kernels_amx_int8}
 #else
-#define DECLARE_KERNEL_TABLES extern const Kernels kernels_plain
+#define DECLARE_KERNEL_TABLES extern __attribute__((weak)) const Kernels kernels_plain
 #define KERNEL_TABLES {&kernels_plain}
 #define DECLARE_PRODUCT_TABLES DECLARE_KERNEL_TABLES
 #define PRODUCT_TABLES KERNEL_TABLES

@@ -46,21 +46,21 @@ def write(root, *rows, name="models", device="Some CPU", date="2026-01-02", kind
 @pytest.fixture
 def pages(tmp_path):
     """Returns a function that makes the pages of a folder of results, and returns them."""
-    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    page, everything, readme = (tmp_path / name for name in ("page.md", "everything.md", "README.md"))
     readme.write_text(README)
 
     def make():
-        report.write_pages(tmp_path, page, readme)
-        return page.read_text(), readme.read_text()
+        report.write_pages(tmp_path, page, everything, readme)
+        return everything.read_text(), readme.read_text(), page.read_text()
 
     return make
 
 
 def test_the_pages_are_what_the_json_says(tmp_path):
-    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    page, everything, readme = (tmp_path / name for name in ("page.md", "everything.md", "README.md"))
     readme.write_text(report.README.read_text(encoding="utf-8"), encoding="utf-8")
-    report.write_pages(report.RESULTS, page, readme)
-    for made, kept in ((page, report.PAGE), (readme, report.README)):
+    report.write_pages(report.RESULTS, page, everything, readme)
+    for made, kept in ((page, report.PAGE), (everything, report.EVERYTHING), (readme, report.README)):
         assert made.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8")
 
 
@@ -87,7 +87,7 @@ def test_models_on_a_gpu(tmp_path, pages):
         "ceilings": {"copy": 4e12, "product": 7e14}, "rows": kernels,
     }  # fmt: skip
     (tmp_path / "some-gpu/2026-01-02/kernels_256.json").write_text(json.dumps(listed))
-    text, readme = pages()
+    text, readme, page = pages()
     ours = "| CvT-13, bfloat16 | 256 | 20 (21) | 6† | 5 (6) | 4.00 | 1.20† |"
     assert {
         ours,
@@ -99,7 +99,9 @@ def test_models_on_a_gpu(tmp_path, pages):
         "| `linear_add` | 2 | 40 | 20 | 50% |",
         "| `some::kernel` | 1 | 5 | – | – |",
     } <= set(text.splitlines())
-    assert ours in readme
+    assert ours in page
+    assert ours.replace("†", "") in readme
+    assert "are of an earlier run ([which](docs/results.md))." in readme
     assert "int8" not in readme
     assert "2025-12-30 at aaaaaaaaa, 2026-01-02 at aaaaaaaaa; torch 2.13.0." in text
 
@@ -110,17 +112,22 @@ def test_models_on_a_cpu(tmp_path, pages):
     halves = [each / 2 for each in rounds]
     write(
         tmp_path,
-        model_row("hf", 5.0, rounds),
-        model_row("accelerate-frozen", 2.5, halves, peak_bytes=410, first_seconds=0.25),
+        model_row("hf", 5.0, rounds, resident_bytes=2000, error=1e-6),
+        model_row(
+            "accelerate-frozen", 2.5, halves,
+            peak_bytes=410, first_seconds=0.25, resident_bytes=3000, error=2e-6,
+        ),
         model_row("openvino", 5.0, rounds, peak_bytes=None),
-    )
+    )  # fmt: skip
     write(tmp_path, model_row("hf", 50.0, [50.0] * 4), date="2025-01-01")
     write(tmp_path, model_row("hf", 1.0), device="Old CPU", date="2024-01-01")
-    text, readme = pages()
+    text, readme, page = pages()
     assert "| 8 | `accelerate-frozen` | 3.2 | 2.00 × | 2.00 × | 0.41 | 0.25 |" in text.splitlines()
     assert "| 8 | `openvino` | 1.6 | 1.00 × | 1.00 × | – | – |" in text.splitlines()
     assert "## Old CPU" in text
-    assert "| CvT-13, float32 | 8 | 1.6 | 1.00 × | 2.00 × | 0.41 |" in readme.splitlines()
+    assert "| CvT-13, float32 | 8 | 1.6 | 1.00 × | 2.00 × | 1.50 |" in readme.splitlines()
+    assert "on Old CPU and Some CPU: 2.00 to 2.00 × as fast in float32. Process memory is 1.50 to" in readme
+    assert "| CvT-13, float32 | 1.0e-06 | 2.0e-06 |" in page.splitlines()
 
 
 def test_operators_have_a_table_each_and_a_picture(tmp_path, capsys):
@@ -178,5 +185,5 @@ def test_a_page_without_marks_is_refused(tmp_path):
     write(tmp_path, model_row("hf", 1.0))
     (tmp_path / "README.md").write_text("nothing\n")
     with pytest.raises(ValueError, match=r"README.md: has no <!-- measured"):
-        report.write_pages(tmp_path, tmp_path / "page.md", tmp_path / "README.md")
+        report.write_pages(*(tmp_path / name for name in (".", "page.md", "everything.md", "README.md")))
     assert not (tmp_path / "page.md").exists()

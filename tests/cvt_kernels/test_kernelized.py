@@ -117,5 +117,5 @@ def test_the_folder_is_a_local_kernel(kernels, monkeypatch):
 
 
 def test_the_page_runs_as_it_stands(kernels):
-    names = run_blocks(python_blocks(section_of("accelerate.md", "## Layers by use_kernels")))
+    names = run_blocks(python_blocks(section_of("accelerated.md", "## Layers by use_kernels")))
     assert lent(names["model"])

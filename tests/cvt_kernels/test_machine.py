@@ -29,10 +29,22 @@ def test_the_facts_of_the_build():
     assert f", CPU {facts.cpu_sets.strip()}" in machine.facts().extension
 
 
-def test_the_instruction_sets_of_the_build_and_what_it_lacks(monkeypatch):
+def test_the_instruction_sets_of_the_build_and_the_newest_if_it_lacks_that(monkeypatch):
     monkeypatch.setattr(machine, "cpu_sets_here", lambda: ["plain", "avx2", "avx512"])
     assert machine._cpu_sets(["plain", "avx2", "avx512", "amx_bf16"]) == "plain avx2 avx512 amx_bf16"
-    assert machine._cpu_sets(["plain"]) == "plain (built here again, avx2 avx512 too)"
+    assert machine._cpu_sets(["avx512"]) == "avx512"
+    assert machine._cpu_sets(["plain"]) == "plain (built here again: avx512)"
+
+
+@pytest.mark.usefixtures("_reload")
+def test_a_build_for_another_cpu_serves_nothing_and_says_why(monkeypatch):
+    facts = SimpleNamespace(cpu_sets=" avx512_bf16 amx_bf16 ")
+    monkeypatch.setattr(machine, "cpu_sets_here", lambda: ["plain", "avx2"])
+    monkeypatch.setattr(machine, "has_extension", lambda: True)
+    monkeypatch.setattr(machine, "load_extension", lambda: facts)
+    reason = machine.why_extension_unavailable("cpu")
+    assert reason.startswith("the extension was built for avx512_bf16 amx_bf16, which this CPU lacks; run ")
+    assert machine.facts().extension == reason
 
 
 @needs_extension
@@ -120,7 +132,7 @@ def test_gpus_that_the_extension_was_not_built_for(gpus, architectures, capabili
     ("built_with", "driver", "reason"),
     [
         ("13.0", 13, None),
-        ("", 13, "no CUDA toolkit"),
+        ("", 13, "no NVIDIA GPU or no nvcc"),
         ("13.0", 0, "there is no NVIDIA driver"),
         ("13.0", 12, "built with CUDA 13.0, but the driver serves CUDA 12 at most"),
     ],

@@ -35,7 +35,9 @@ def at(monkeypatch):
         def find(name, package=None):
             return (True if installed[name] else None) if name in installed else find_spec(name, package)
 
-        facts = SimpleNamespace(cuda=toolkit, architectures="sm_90" if toolkit else "", cuda_request=request)
+        facts = SimpleNamespace(
+            cuda=toolkit, architectures="sm_90" if toolkit else "", cuda_request=request, cpu_sets=" plain "
+        )
         monkeypatch.setattr(platform, "system", lambda: system)
         monkeypatch.setattr(platform, "machine", lambda: processor)
         monkeypatch.setattr(machine.importlib.util, "find_spec", find)
@@ -63,7 +65,7 @@ def at(monkeypatch):
         ({}, ["_C is not installed: pip leaves it out where the build does not see torch", BUILD]),
         ({"processor": "aarch64"}, ["_C is not installed", BUILD]),
         ({"compiler": False}, ["there is no C++ compiler 'c++' here; install one", BUILD]),
-        ({"gpu": (9, 0), "extension": True, "toolkit": ""}, ["no CUDA toolkit (nvcc); install one", BUILD]),
+        ({"gpu": (9, 0), "extension": True, "toolkit": ""}, ["no NVIDIA GPU or no nvcc; install one", BUILD]),
         ({"gpu": (8, 0), "extension": True}, ["built for sm_90, which a GPU cannot run", BUILD]),
         ({"gpu": (9, 0), "triton": False}, ["_C is not installed", "triton is not installed; 'pip install"]),
         ({"extension": True}, []),

@@ -274,7 +274,7 @@ _CHANGES: dict[str, _Change] = {
     "threads": lambda model, source: torch.set_num_threads(source.choice((1, 2))),
 }
 
-#: Changes of attributes, which graphs do not look at: docs/serve.md.
+#: Changes of attributes, which graphs do not look at: docs/serving.md.
 _UNGRAPHED = ("shadow", "unshadow", "set")
 #: Changes that may swap tensors, which none may refer to: a tape has views of weights, a CUDA graph has not.
 _SWAPPING = ("swap", "convert")

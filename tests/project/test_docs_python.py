@@ -20,7 +20,7 @@ from tests.processes import run_python
 ROOT = Path(__file__).parents[2]
 
 PYRAMIDS = "## SegFormer, PVT, PVT v2 and GLPN"
-ACCELERATE = section_of("accelerate.md", "# Accelerate your model", until=PYRAMIDS)
+ACCELERATED = section_of("accelerated.md", "# Inside accelerated models", until=PYRAMIDS)
 
 
 def text_of(page):
@@ -33,8 +33,8 @@ def run_page(page):
 
 
 @pytest.mark.slow
-def test_accelerate_page(capsys):
-    names = run_blocks(python_blocks(ACCELERATE))
+def test_accelerated_page(capsys):
+    names = run_blocks(python_blocks(ACCELERATED))
     printed = capsys.readouterr().out
     assert "12 of 12 blocks fused" in printed
     assert "36 of 36 layers quantized" in printed
@@ -45,6 +45,28 @@ def test_accelerate_page(capsys):
     assert torch.isfinite(names["loss"])
 
 
+def test_accelerate_page(capsys):
+    run_page("accelerate.md")
+    assert "as accurate as it was" in capsys.readouterr().out
+
+
+#: The user's pages, by the first list of docs/README.md.
+FOR_USERS = re.findall(r"\]\((\w+\.md)\)", text_of("README.md").partition("**For authors")[0])
+
+
+@pytest.mark.parametrize("page", FOR_USERS)
+def test_a_page_for_users_is_short(page):
+    assert len(text_of(page).split()) <= 1200
+    assert len(FOR_USERS) <= 8
+
+
+def test_trainer_page(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs the package accelerate")
+    monkeypatch.chdir(tmp_path)
+    (block, *_) = python_blocks(text_of("training.md"))
+    assert run_blocks([block])["trainer"].model.training
+
+
 def test_graphs_page():
     text = section_of("serve.md", "## CUDA graphs")
     names = run_blocks(python_blocks(text))
@@ -52,7 +74,8 @@ def test_graphs_page():
     assert f'`"{names["why_not"]}"`' in text
     with torch.device("meta"):
         model = create_model("cvt_13")
-    assert f"{len([*model.parameters(), *model.buffers()])} parameters and buffers" in text
+    count = len([*model.parameters(), *model.buffers()])
+    assert f"{count} parameters and buffers" in section_of("serving.md", "### Weights may change")
 
 
 def test_training_graphs_page():
@@ -64,10 +87,10 @@ def test_training_graphs_page():
 
 def test_the_pages_list_every_class():
     upstream, listed = "", set()
-    for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", ACCELERATE, flags=re.MULTILINE):
+    for cells in re.findall(r"^\|(.*?)\|(.*?)\|.*\|$", ACCELERATED, flags=re.MULTILINE):
         upstream = cells[0].replace("`", "").strip() or upstream
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", cells[1])}
-    pyramids = section_of("accelerate.md", "### Classes")
+    pyramids = section_of("accelerated.md", "### Classes")
     for classes in re.findall(r"^\| (`.*?) \|", pyramids, flags=re.MULTILINE):
         upstream = "Hugging Face, in evaluation" if "in evaluation" in classes else "Hugging Face"
         listed |= {(upstream, name) for name in re.findall("`(.*?)`", classes)}
@@ -197,7 +220,7 @@ def test_the_page_of_entries_shows_a_kind_of_call_as_files_write_it():
 def test_the_installation_page_names_every_environment_variable():
     sources = [ROOT / "setup.py", *(ROOT / "cvt_kernels").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     read = {name for path in sources for name in re.findall(r'"(CVT_KERNELS_[A-Z_]+)"', path.read_text())}
-    page = text_of("install.md")
+    page = text_of("start.md")
     read.remove("CVT_KERNELS_CHECK_CACHED")  # for tests only, in CONTRIBUTING.md
     assert read == set(re.findall("`(CVT_KERNELS_[A-Z_]+)`", page))
 

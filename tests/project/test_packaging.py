@@ -94,7 +94,7 @@ def test_wheels_are_built_for_every_python_and_with_the_documented_toolkit():
     named = [re.search(r"Python :: 3\.(\d+)$", line) for line in project["project"]["classifiers"]]
     assert minors == [match[1] for match in named if match]
     toolkit = re.findall(r"'(nvidia-[^']+)'", " ".join(built["before-build"]))
-    assert toolkit == re.findall(r"'(nvidia-[^']+)'", (ROOT / "docs/install.md").read_text("utf-8"))
+    assert toolkit == re.findall(r"'(nvidia-[^']+)'", (ROOT / "docs/start.md").read_text("utf-8"))
     assert (ROOT / built["test-command"].rpartition("{project}/")[2]).is_file()
 
 

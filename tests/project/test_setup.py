@@ -73,10 +73,12 @@ def test_a_build_that_is_impossible_fails_with_one_sentence(environment, message
 
 
 def test_without_a_toolkit_the_cpu_kernels_are_built():
-    result = run_setup(**NO_TOOLKIT)
+    """Nothing is said where no GPU is: the PATH has no nvidia-smi here."""
+    result = run_setup(**NO_TOOLKIT, CVT_KERNELS_CPU_SETS="all")
     assert result.returncode == 0
     assert "building without CUDA kernels: no nvcc was found" in result.stderr
     assert run_setup(CVT_KERNELS_CUDA="0").stderr == ""
+    assert run_setup(**NO_TOOLKIT).stderr == ""
 
 
 NVCC = """#!/bin/sh
@@ -109,7 +111,7 @@ def fake_toolkit(tmp_path, version="13.0", library=True):
 )
 def test_a_toolkit_that_cannot_be_used(tmp_path, lacks, message):
     environment = fake_toolkit(tmp_path, **lacks)
-    assert message in run_setup(**environment).stderr
+    assert message in run_setup(**environment, CVT_KERNELS_CPU_SETS="all").stderr
     insisting = run_setup(**environment, CVT_KERNELS_CUDA="1")
     assert insisting.returncode == 1
     assert message in insisting.stderr
@@ -123,31 +125,58 @@ def test_a_toolkit_that_cannot_be_used(tmp_path, lacks, message):
     ],
 )
 def test_architectures_that_cannot_be_compiled_for(tmp_path, architectures, message):
-    result = run_setup(**fake_toolkit(tmp_path), TORCH_CUDA_ARCH_LIST=architectures)
+    result = run_setup(**fake_toolkit(tmp_path), CVT_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST=architectures)
     assert result.returncode == 1
     assert message in result.stderr
 
 
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
-    """Returns the functions of setup.py, by name, which find the toolkit of fake_toolkit()."""
+    """Returns the functions of setup.py, by name, which find the toolkit of fake_toolkit() and no GPU."""
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
     monkeypatch.chdir(ROOT)
-    for name, value in fake_toolkit(tmp_path).items():
+    for name, value in {**fake_toolkit(tmp_path), "CVT_KERNELS_CUDA": "1"}.items():
         monkeypatch.setenv(name, value)
-    return runpy.run_path("setup.py")
+    functions = runpy.run_path("setup.py")
+    functions["MACHINE"]["gpus_here"] = list
+    return functions
 
 
 def test_architectures_that_are_compiled_for(monkeypatch, setup):
-    """The default leaves out those that the toolkit is too old for."""
+    """The default is the GPUs here, else all but those that the toolkit is too old for."""
     cuda = setup["find_toolkit"]()
-    assert [target.code for target in setup["architectures"](cuda)] == ["sm_80", "sm_90", "compute_90"]
+    everything = ["sm_80", "sm_90", "compute_90"]
+    for gpus, codes in (([], everything), (["9.0"], ["sm_90"]), (["8.0", "12.0"], everything)):
+        setup["MACHINE"]["gpus_here"] = lambda gpus=gpus: gpus
+        assert [target.code for target in setup["architectures"](cuda)] == codes
+    setup["MACHINE"]["gpus_here"] = lambda: ["9.0"]
+    with monkeypatch.context() as patched:
+        patched.setenv("CVT_KERNELS_CPU_SETS", "all")
+        assert [target.code for target in setup["architectures"](cuda)] == everything
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5")
     assert setup["architectures"](cuda) == []
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5 9.0a 8.0+PTX")
     assert setup["architectures"](cuda) == [
         ("compute_90a", "sm_90a"), ("compute_80", "sm_80"), ("compute_80", "compute_80")
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpus", "sets", "built"), [([], "", False), (["9.0"], "", True), ([], "all", True)])
+def test_cuda_kernels_are_for_machines_with_a_gpu_and_for_wheels(monkeypatch, setup, gpus, sets, built):
+    monkeypatch.setenv("CVT_KERNELS_CUDA", "auto")
+    monkeypatch.setenv("CVT_KERNELS_CPU_SETS", sets)
+    setup["MACHINE"]["gpus_here"] = lambda: gpus
+    setup["find_toolkit"].cache_clear()
+    assert (setup["find_toolkit"]() is not None) is built
+
+
+def test_the_gpus_here_are_those_of_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert toolkit.gpus_here() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '9.0\\n8.0\\n9.0\\n[N/A]\\n'\n")
+    program.chmod(0o755)
+    assert toolkit.gpus_here() == ["8.0", "9.0"]
 
 
 def planned(setup, tmp_path, sets):
@@ -159,9 +188,30 @@ def planned(setup, tmp_path, sets):
 def test_every_source_of_csrc_is_compiled(tmp_path, setup):
     *objects, link = planned(setup, tmp_path, list(setup["SERVED"]))
     sources = [path for path in Path("csrc").rglob("*") if path.suffix in (".cpp", ".cu")]
-    assert {step.inputs[0] for step in objects} == set(map(str, sources))
+    assert {path for step in objects for path in step.inputs if not path.endswith(("h", "cuh"))} == set(
+        map(str, sources)
+    )
     assert len({step.output for step in objects}) == len(objects)
+    [together] = (step for step in objects if step.output.name == "cpu_operators.o")
+    names = [line.split('"')[1] for line in Path(together.command[-3]).read_text().splitlines()]
+    assert [f"csrc/{name}" for name in names] == [path for path in together.inputs if path.endswith(".cpp")]
     assert link.inputs == [str(step.output) for step in objects]
+
+
+@needs_x86
+@needs_compiler
+def test_one_line_says_what_is_compiled_and_how_long_that_takes(tmp_path, capsys, monkeypatch, setup):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # a terminal has the line from there already
+    plan = planned(setup, tmp_path, ["avx2"])
+    setup["announce"](plan, ["avx2"])
+    [line] = capsys.readouterr().err.splitlines()
+    begin = f"cvt-kernels: compiling {len(plan) - 1} files for avx2, with CUDA kernels, in about "
+    assert re.match(rf"{begin}\d+ min on \d+ idle cores; ", line)
+    for step in plan:
+        step.output.parent.mkdir(exist_ok=True)
+        step.output.touch()
+    setup["announce"](plan, ["avx2"])
+    assert capsys.readouterr().err == ""
 
 
 @needs_compiler
@@ -198,7 +248,12 @@ CPUS = [
 def test_a_build_in_a_checkout_is_for_what_the_cpu_has(monkeypatch, setup, flags, sets):
     """Whoever made the CPU: its flags decide, as Linux has them."""
     monkeypatch.setattr(Path, "read_text", lambda path, **_: f"vendor_id : any\nflags\t\t: {flags}\n")
-    assert setup["cpu_sets"]("native") == sets.split()
+    tiles = setup["MACHINE"]["cpu_sets_here"].__globals__
+    monkeypatch.setitem(tiles, "may_use_tiles", lambda: True)
+    assert setup["MACHINE"]["cpu_sets_here"]() == sets.split()
+    assert setup["cpu_sets"]() == sets.split()[-1:]
+    monkeypatch.setitem(tiles, "may_use_tiles", lambda: False)
+    assert setup["MACHINE"]["cpu_sets_here"]() == [name for name in sets.split() if name != "amx_bf16"]
 
 
 def test_a_cpu_without_flags_has_plain_loops(monkeypatch):
@@ -211,37 +266,23 @@ def test_a_cpu_without_flags_has_plain_loops(monkeypatch):
 
 @needs_x86
 def test_what_cvt_kernels_cpu_sets_asks_for(monkeypatch, setup):
-    everything = list(toolkit.CPU_SETS)
-    assert setup["cpu_sets"]("all") == everything
+    assert setup["cpu_sets"]() == toolkit.cpu_sets_here()[-1:]
     monkeypatch.setenv("CVT_KERNELS_CPU_SETS", "all")
-    assert setup["cpu_sets"]("native") == everything
+    assert setup["cpu_sets"]() == list(toolkit.CPU_SETS)
     monkeypatch.setenv("CVT_KERNELS_CPU_SETS", "native")
-    assert setup["cpu_sets"]("all") == toolkit.cpu_sets_here()
-    for names in ("avx512 avx2", "avx2,avx512", " avx512;plain; avx2 "):
+    assert setup["cpu_sets"]() == toolkit.cpu_sets_here()[-1:]
+    for names in ("avx512 avx2", "avx2,avx512", " avx512; avx2 "):
         monkeypatch.setenv("CVT_KERNELS_CPU_SETS", names)
-        assert setup["cpu_sets"]("all") == ["plain", "avx2", "avx512"]
+        assert setup["cpu_sets"]() == ["avx2", "avx512"]
 
 
-@pytest.mark.parametrize(
-    ("attributes", "default"),
-    [({"inplace": True}, "native"), ({"editable_mode": True}, "native"), ({}, "all")],
-)
-def test_wheels_have_all_sets_and_checkouts_those_of_this_cpu(
-    tmp_path, monkeypatch, setup, attributes, default
-):
-    """A wheel is what ``pip install .`` makes too, which pip may cache for other machines."""
-    extension = setuptools.Extension("cvt_kernels._C", [])
-    command = setup["BuildWithNinja"](setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
-    command.ensure_finalized()
-    command.build_temp, command.build_lib = str(tmp_path / "temp"), str(tmp_path / "lib")
-    vars(command).update(attributes)
-
-    def cpu_sets(asked):
-        raise SystemExit(asked)
-
-    monkeypatch.setitem(type(command).build_extension.__globals__, "cpu_sets", cpu_sets)
-    with pytest.raises(SystemExit, match=default):
-        command.run()
+def test_wheels_have_all_sets():
+    wheels = (
+        (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.cibuildwheel.environment]")[2]
+    )
+    assert 'CVT_KERNELS_CPU_SETS = "all"' in wheels.partition("\n[")[0]
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nwheel: ")[2].partition("\n\n")[0]
+    assert "CVT_KERNELS_CPU_SETS=all $(BIN)/python -m build" in recipe
 
 
 def tables_of_the_header():
@@ -267,33 +308,19 @@ def test_the_loops_of_a_set_are_those_of_the_tables_of_the_operators(setup):
 
 @needs_x86
 @needs_compiler
-@pytest.mark.parametrize("sets", [["plain"], *(["plain", name] for name in list(toolkit.CPU_SETS)[1:])])
-def test_operators_have_plain_loops_for_those_that_are_not_compiled(tmp_path, monkeypatch, setup, sets):
-    """Every table that an operator names is in an object of the build, under its name or that of plain."""
+@pytest.mark.parametrize("sets", [*([name] for name in toolkit.CPU_SETS), ["avx2", "amx_bf16"]])
+def test_each_file_is_compiled_once_for_each_set(tmp_path, monkeypatch, setup, sets):
+    """The loops of a source are those that its operators choose for the sets of the build, and no others."""
     monkeypatch.setenv("CVT_KERNELS_CUDA", "0")
     setup["find_toolkit"].cache_clear()
     *objects, _ = planned(setup, tmp_path, sets)
-    by_source = {}
-    for step in objects:
-        by_source.setdefault(step.inputs[0], []).append(step)
-    loops = {
-        source: {option for step in made for option in step.command if option.startswith("-DKERNELS=")}
-        for source, made in by_source.items()
-    }
-    tables, _ = tables_of_the_header()
-    [operators] = {tuple(o for o in step.command if o.startswith("-Dkernels_")) for step in objects
-                   if step.inputs[0].endswith("cpu_operators.cpp")}  # fmt: skip
-    renamed = dict(option[2:].split("=") for option in operators)
-    assert set(renamed.values()) <= {"kernels_plain"}
-    for source, options in loops.items():
-        if not source.endswith("cpu_loops.cpp"):
-            continue
-        header = (ROOT / source).with_suffix(".h").read_text(encoding="utf-8")
-        macro = re.search(r"DECLARE_(\w+_TABLES);", header)[1]
-        for name in set(tables[macro]):
-            assert f"-DKERNELS={renamed.get(f'kernels_{name}', f'kernels_{name}')}" in options
-        for set_, loop in zip(toolkit.CPU_SETS, tables[macro], strict=False):
-            assert set_ not in sets or f"-DKERNELS=kernels_{loop}" in options
+    tables, names = tables_of_the_header()
+    for source in Path("csrc").glob("*/*cpu_loops.cpp"):
+        compiled = [option for step in objects if step.inputs[0] == str(source)
+                    for option in step.command if option.startswith("-DKERNELS=")]  # fmt: skip
+        table = tables[re.search(r"DECLARE_(\w+_TABLES);", source.with_suffix(".h").read_text())[1]]
+        chosen = {table[min(names.index(name), len(table) - 1)] for name in sets}
+        assert sorted(compiled) == sorted(f"-DKERNELS=kernels_{name}" for name in chosen)
 
 
 @needs_compiler

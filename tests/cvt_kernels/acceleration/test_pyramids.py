@@ -431,7 +431,7 @@ def test_every_gelu_of_transformers(hidden_act):
 
 
 def test_the_page():
-    (block,) = python_blocks(section_of("accelerate.md", "## SegFormer, PVT, PVT v2 and GLPN"))
+    (block,) = python_blocks(section_of("accelerated.md", "## SegFormer, PVT, PVT v2 and GLPN"))
     assert run_blocks([block])["after"].shape == (1, 2, 24, 16)
 
 

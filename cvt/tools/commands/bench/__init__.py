@@ -57,6 +57,11 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
         "(always measured: hf, cvt, accelerate, and in evaluation cvt-frozen and accelerate-frozen or, on a "
         "GPU, cvt-graphed and accelerate-graphed)",
     )
+    bench.add_argument(
+        "--summary",
+        action="store_true",
+        help="ours beside Hugging Face's alone, in few lines",
+    )
     add_json_argument(bench, "the results")
     bench.add_argument(
         "--plot", type=output_path, metavar="FILE.png", help="draw the images per second of each contender"
@@ -81,10 +86,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         train=arguments.train,
         peers=arguments.peers,
+        summary=arguments.summary,
     )
     with reporting(arguments.json, indent=1) as report:
         report(measured)
-    print_result(arguments, [results.text(measured)])
+    print_result(arguments, [results.summary(measured) if arguments.summary else results.text(measured)])
     if arguments.plot is not None:
         with replacing(arguments.plot) as file:
             plots.throughput(measured).savefig(file, format="png", dpi=150)

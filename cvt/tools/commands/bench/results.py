@@ -46,6 +46,7 @@ def run(
     dtype: str = "float32",
     train: bool = False,
     peers: Sequence[str] = ("hf",),
+    summary: bool = False,
 ) -> Results:
     """Measures our models beside others with the same weights: parity, speed and memory.
 
@@ -57,6 +58,8 @@ def run(
     subject = build_subject(model, checkpoint, image_size)
     if subject.ours is None:
         keys = [key for key in keys if CONTENDERS[key].model == "hf" or key in peers]
+    if summary:
+        keys = ["hf", next(key for key in reversed(keys) if CONTENDERS[key].is_ours)]
     photos = list(sample_photos() if images is None else images)
     # A model of pixels may take larger images than the photographs are.
     inputs = load_images(photos, subject.image_size, upscale=subject.ours is None)
@@ -153,6 +156,34 @@ def text(results: Results) -> str:
     for batch in batches:
         lines += ["", *_aligned_numbers(parity_rows(results, batch))]
     return "\n".join(lines)
+
+
+def summary(results: Results) -> str:
+    """Returns what a newcomer asks: the machine, and ours beside Hugging Face's model in each batch size."""
+    config, machine = results["config"], results["machine"]
+    where = "; ".join(machine["gpus"]) if config["device"] != "cpu" else machine["cpu"]
+    table = [["batch", "model", "images/s", "×", "ms", "process MiB", f"max |Δ {config['output']}|"]]
+    for batch in results["batches"]:
+        rows = {row["contender"]: row for row in batch["rows"]}
+        ours = next(key for key in reversed(rows) if results["contenders"][key]["ours"])
+        graphed = " and graphed" if "graphed" in ours else ""
+        for key, name in (("hf", "Hugging Face's"), (ours, f"accelerated{graphed}")):
+            row, theirs = rows[key], rows["hf"]["seconds"]
+            seconds = statistics.median(row["seconds"])
+            held = "?" if row["resident_bytes"] is None else f"{row['resident_bytes'] / 2**20:.0f}"
+            rate, times = batch["batch_size"] / seconds, ratio(row["seconds"], theirs).median
+            size = str(batch["batch_size"])
+            speed = f"{rate:.1f}", f"{times:.2f}", f"{1e3 * seconds:.1f}"
+            table.append([size, name, *speed, held, _error(row["error"])])
+    return "\n".join(
+        [
+            f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}",
+            f"{config['model']}, {config['weights']}, {config['dtype']}, {len(config['photos'])} photographs",
+            "",
+            *aligned(table, right=(0, *range(2, len(table[0])))),
+            "Process: all memory of a process that serves, beyond what it had before; Δ: against float64.",
+        ]
+    )
 
 
 def _meaning(about: dict[str, Any]) -> str:

@@ -268,6 +268,7 @@ class Worker:
         theirs_too = [name for name in ("transformers.modeling_utils",) if name in sys.modules]
         # Optimizers and profiles import torch._dynamo, which takes two seconds.
         context.set_forkserver_preload([__name__, "torch._dynamo", *theirs_too])
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler warns of memory from before it
         self._key = key
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, key, job, {**os.environ}), daemon=True)

@@ -156,7 +156,7 @@ def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):
 
 
 def test_the_page_has_the_figures_of_the_package_s_model(capsys):
-    page = section_of("training.md", "### With fewer tokens")
+    page = section_of("evaluation.md", "### With fewer tokens")
     expected = [
         line.split()[:-1] for line in re.findall(r"^(?:[01][0-9.]* |entropy).*…$", page, re.MULTILINE)
     ]

@@ -327,6 +327,21 @@ def test_table(results):
         assert all(line[end - 1].isdigit() and line[end : end + 2] == "  " for line in table)
 
 
+def test_summary(results):
+    """Two lines about what was measured, then ours beside Hugging Face's in each batch size."""
+    named = {**results, "contenders": {"hf": results["contenders"]["eager"], **results["contenders"]}}
+    batches = [
+        {**batch, "rows": [{**batch["rows"][0], "contender": "hf"}, *batch["rows"]]}
+        for batch in results["batches"]
+    ]
+    lines = result_files.summary({**named, "batches": batches}).splitlines()
+    assert results["config"]["weights"] in lines[1]
+    header, *table, memory = lines[3:]
+    assert header.split()[:3] == ["batch", "model", "images/s"]
+    assert len(table) == 2 * len(batches)
+    assert memory.startswith("Process: ")
+
+
 def test_what_is_doubtful_is_said(results):
     """A busy machine; on a GPU what a client waits has a column."""
     batch = results["batches"][0]
@@ -362,6 +377,9 @@ def test_command(results, tmp_path, capsys, monkeypatch):
     assert out.startswith(result_files.text(results))
     assert f"plot: {plot}" in out
     assert json.loads(new.read_text()) == results
+    monkeypatch.setattr(result_files, "summary", lambda measured: f"in short, {asked['summary']}")
+    assert cli.main(["bench", "--summary"]) == 0
+    assert capsys.readouterr().out == "in short, True\n"
     low, high = Image.open(plot).convert("L").getextrema()
     assert low < 100 < high == 255  # something is drawn
 

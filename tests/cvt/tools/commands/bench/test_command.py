@@ -44,6 +44,10 @@ def test_bench_compares_on_real_photographs(capsys):
         assert slowest / rates[0][2] - 0.01 < times_as_fast < fastest / rates[0][1] + 0.01
     assert all(float(row[1]) <= float(row[2]) < 1e-4 < 1 < float(row[3]) for row in parity)
     assert all(row[4] == "10/10" for row in parity)
+    assert main(["bench", "--summary", *small]) == 0
+    *_, theirs, ours, _memory = capsys.readouterr().out.splitlines()
+    assert theirs.split()[:3] == ["1", "Hugging", "Face's"]
+    assert ours.split()[:2] == ["1", "accelerated"]
 
 
 @pytest.mark.rest
