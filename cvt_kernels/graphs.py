@@ -317,6 +317,7 @@ class _Graphs:
                 outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
                 if not snapshot.serves_as_before(model, with_gradients):
+                    self.forget()
                     return outputs
             while len(self._graphs) >= self.most:
                 self._drop(next(iter(self._graphs)))

@@ -289,11 +289,16 @@ _BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
 }
 
 
-@cached
 def _swapped_class(original: Any, *keys: str) -> Any:
-    """Returns the subclass of ``original`` that looks the same and behaves as ``_BEHAVIORS`` says."""
+    """Returns the class ``original``, which may have been swapped before, with other behaviors."""
     first, *before = vars(original).get(_MADE_OF, (original,))
-    keys = _together(*before, *keys)
+    frozen = {key + _IN_EVALUATION for key in keys}
+    return _class_with(first, *(key for key in (*before, *keys) if key not in frozen))
+
+
+@cached
+def _class_with(first: Any, *keys: str) -> Any:
+    """Returns the subclass of ``first`` that looks the same and behaves as ``_BEHAVIORS`` says of keys."""
     run, members = _own_forward_of(first), {_MADE_OF: (first, *keys)}
     for key in keys:
         behavior, entry = _BEHAVIORS[key]
@@ -329,12 +334,6 @@ def _swapped_class(original: Any, *keys: str) -> Any:
 
     forward = _traceable(forward, original_class(first).forward)
     return derived(first, UNFUSED, **members, forward=forward, __reduce_ex__=__reduce_ex__)
-
-
-def _together(*keys: str) -> tuple[str, ...]:
-    """Returns the keys without those of stages that are served in evaluation and frozen too."""
-    frozen = {key + _IN_EVALUATION for key in keys}
-    return tuple(key for key in keys if key not in frozen)
 
 
 def _own_forward_of(original: Any) -> Callable[..., Any]:
