@@ -125,9 +125,15 @@ def inner(model: nn.Module, *kinds: type) -> list[Any]:
     return [module for module in found.values() if isinstance(module, kinds or _CALLED)]
 
 
+_MUTE = r"key|_k\b|k_proj|query\.convolution|conv_proj_q"
+
+
 def telling(model: nn.Module, *kinds: type) -> list[Any]:
-    """Returns those of :func:`inner` of which every change shows: adding to all keys, as a bias, does not."""
-    keys = {id(m) for path, m in model.named_modules() if re.search(r"key|_k\b|k_proj", path)}
+    """Returns those of :func:`inner` of which every change shows.
+
+    Adding to all keys, as a bias, does not, nor does a convolution of the queries where the class token asks.
+    """
+    keys = {id(m) for path, m in model.named_modules() if re.search(_MUTE, path)}
     return [module for module in inner(model, *kinds) if id(module) not in keys]
 
 
@@ -175,7 +181,9 @@ def scaled(value: Any) -> Any:
     def scale(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0:
             return value
-        return value * torch.linspace(0.5, 1.5, value.shape[-1], dtype=value.dtype) + 0.1
+        channels = value.shape[1 if value.ndim == 4 else -1]
+        factors = torch.linspace(0.5, 1.5, channels, dtype=value.dtype)
+        return value * (factors[:, None, None] if value.ndim == 4 else factors) + 0.1
 
     return pytree.tree_map(scale, value)
 
@@ -549,13 +557,13 @@ def another_parameter(model: nn.Module, source: Source) -> None:
 @change("members", only=("huggingface", "microsoft", "ours"))
 def another_buffer(model: nn.Module, source: Source) -> None:
     norm = source.choice(telling(model, nn.BatchNorm2d))
-    norm.running_mean = norm.running_mean + 0.5
+    norm.running_mean = norm.running_mean + 3.0
 
 
 @change("members", only=("segformer",))
 def another_buffer_of_the_head(model: nn.Module, source: Source) -> None:
     norm = source.choice(outer(model, nn.BatchNorm2d))
-    norm.running_mean = norm.running_mean + 0.5
+    norm.running_mean = norm.running_mean + 3.0
 
 
 @change("members", "no bias")
@@ -788,6 +796,16 @@ def adapters_merged_at_once(model: nn.Module, source: Source) -> None:
 
 
 @change("members", not_in=("quantized",))
+def adapters_merged_after_a_call(model: nn.Module, source: Source) -> Iterator[None]:
+    adapters = _adapters(model, source)
+    yield
+    for adapter in adapters:
+        adapter.merge()
+    _unload(model, adapters)
+    yield
+
+
+@change("members", not_in=("quantized", "graphed"))  # whose replays do not see an attribute of a module
 def adapters_merged_later(model: nn.Module, source: Source) -> Iterator[None]:
     adapters = _adapters(model, source)
     yield
@@ -847,18 +865,9 @@ def a_shadowed_parameter(model: nn.Module, source: Source) -> Iterator[None]:
 @change("members", only=("huggingface", "microsoft", "ours"), not_in=("graphed",))
 def a_shadowed_buffer(model: nn.Module, source: Source) -> Iterator[None]:
     norm = source.choice(telling(model, nn.BatchNorm2d))
-    vars(norm)["running_mean"] = norm._buffers["running_mean"] + 0.5
+    vars(norm)["running_mean"] = norm._buffers["running_mean"] + 3.0
     yield
     del vars(norm)["running_mean"]
-    yield
-
-
-@change("members", not_in=("graphed",))
-def a_shadowed_module(model: nn.Module, source: Source) -> Iterator[None]:
-    parent, name = _parent_of(model, source.choice(telling(model, nn.LayerNorm)))
-    vars(parent)[name] = Scaling(parent._modules[name])
-    yield
-    del vars(parent)[name]
     yield
 
 
@@ -955,18 +964,18 @@ def weights_made_in_inference_mode(model: nn.Module, source: Source) -> Iterator
 # Settings --------------------------------------------------------------------------------------------------
 
 
-def setting(name: str, *kinds: type, place: Any = telling, of_all: bool = False, **facts: Any) -> None:
-    """Adds a change of a setting of a part or of all parts, for each step another one."""
+def setting(name: str, *kinds: type, place: Any = telling, values: Any = None, **facts: Any) -> None:
+    """Adds a change of a setting, for each step to another value, of the parts that ``place`` chooses."""
 
     def run(model: nn.Module, source: Source) -> Iterator[None]:
         parts = [p for p in place(model, *(kinds or (nn.Module,))) if name in vars(p)]
-        parts = parts if of_all else [source.choice(parts)]
-        for value in others(getattr(parts[0], name)):
+        parts = [source.choice(parts)] if place in (telling, outer) else parts
+        for value in values or others(getattr(parts[0], name)):
             with contextlib.ExitStack() as stack:
                 for part in parts:
                     stack.enter_context(attribute(part, name, value))
                 yield
-        yield
+            yield
 
     where = f" of {kinds[0].__name__}" if kinds else ""
     where += " around the blocks" if place is outer else ""
@@ -982,6 +991,7 @@ def others(value: Any) -> Iterator[Any]:
     elif isinstance(value, float):
         yield 2 * value + 0.5
     elif isinstance(value, tuple) and value and all(type(each) is int for each in value):
+        yield (value[0] + 1, *value[1:])
         yield tuple(each + 1 for each in value)
     elif isinstance(value, str) and value in _WORDS:
         yield _WORDS[value]
@@ -989,32 +999,52 @@ def others(value: Any) -> Iterator[Any]:
         yield torch.relu
 
 
-_WORDS = {"zeros": "circular", "none": "tanh", "tanh": "none", "sdpa": "eager", "cls": "avg"}
+_WORDS = {"zeros": "circular", "none": "tanh", "tanh": "none", "quick": "none", "sdpa": "eager", "cls": "avg"}
 _CVT = ("huggingface", "microsoft", "ours")
 _LAYERED = ("segformer", "pvt", "pvt_v2", "glpn")
 
+
+def _all(model: nn.Module, *kinds: type) -> list[Any]:
+    return inner(model, *kinds)
+
+
+def _reducing(model: nn.Module, *kinds: type) -> list[Any]:
+    """Returns the convolutions that make keys and values of fewer tokens, of the first block that has some."""
+    found = ([c for c in inner(block, *kinds) if max(c.stride) > 1] for block in blocks_of(model))
+    return next(filter(None, found))
+
+
+def _padded(model: nn.Module, *kinds: type) -> list[Any]:
+    return [conv for conv in inner(model, *kinds) if max(conv.padding) > 0]
+
+
+def _of_last_stage(model: nn.Module, *kinds: type) -> list[Any]:
+    return [*stages_of(model)[-1].modules()]
+
+
 setting("eps", nn.LayerNorm)
 setting("eps", nn.LayerNorm, place=outer, not_in=("graphed",))
-setting("eps", nn.BatchNorm2d, only=_CVT)
+setting("eps", nn.BatchNorm2d, values=[5.0], only=_CVT)
 setting("eps", nn.BatchNorm2d, place=outer, only=("segformer",), not_in=("graphed",))
 setting("num_heads", only=_CVT)
 setting("scale", only=_CVT)
 setting("scaling", only=("segformer",))
-setting("padding", nn.Conv2d)
-setting("padding_mode", nn.Conv2d)
-setting("dilation", nn.Conv2d)
-setting("stride", nn.Conv2d, only=(*_CVT, "segformer"))
-setting("approximate", nn.GELU, of_all=True, only=("huggingface", "microsoft"), tolerance=1e-5)
-setting("approximate", of_all=True, only=("ours",), tolerance=1e-5)
+setting("padding", nn.Conv2d, place=_reducing)
+setting("padding_mode", nn.Conv2d, place=_padded, only=(*_CVT, "segformer", "pvt_v2", "glpn"))
+setting("dilation", nn.Conv2d, place=_reducing)
+setting("stride", nn.Conv2d, place=_reducing)
+setting("approximate", nn.GELU, place=_all, only=("huggingface", "microsoft"), tolerance=1e-5)
+setting("approximate", place=_all, only=("ours",), tolerance=1e-5)
 setting("act", only=_LAYERED)
 setting("momentum", nn.BatchNorm2d, only=_CVT, shows="training")
 setting("track_running_stats", nn.BatchNorm2d, only=_CVT, shows="training")
 setting("p", nn.Dropout, shows="training")
-setting("sequence_reduction_ratio", only=("segformer",))
-setting("sr_ratio", only=("glpn",))
-setting("sequences_reduction_ratio", only=("pvt",))
-setting("token_keep", only=("pruned",))
-setting("pool", only=("pruned",))
+setting("sequence_reduction_ratio", place=_all, values=[1], only=("segformer",))
+setting("sr_ratio", place=_all, values=[1], only=("glpn",))
+setting("sequences_reduction_ratio", place=_all, values=[1], only=("pvt",))
+setting("spatial_reduction_ratio", place=_all, values=[1], only=("pvt_v2",))
+setting("token_keep", place=_of_last_stage, values=[0.3, 1.0], only=("pruned",))
+setting("pool", place=_of_last_stage, only=("pruned",))
 
 
 @change("settings", only=("pruned",))
@@ -1083,7 +1113,7 @@ def _hooked(register: Callable[[Any], Any], level: str) -> Callable[..., Iterato
 
 for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
     for _level in LEVELS:
-        if _level in ("a part", "a block") or _name in ("forward hook", "pre-hook", "full backward hook"):
+        if _level in ("a part", "a block") or _name in ("forward hook", "pre-hook with keywords", "full backward hook"):
             _shows = "gradients" if _name in _BACKWARD_HOOKS else "always"
             change("hooks", f"a {_name} on {_level}", shows=_shows)(_hooked(_register, _level))
 
@@ -1250,7 +1280,7 @@ def _again(model: nn.Module, source: Source) -> nn.Module:
 @deed("accelerate in another way", not_in=("training",))
 def _otherwise(model: nn.Module, source: Source) -> None:
     if not source.is_plain:
-        for freeze in (False, True, None):
+        for freeze in (None, True, False):
             ck.accelerate(model, freeze=freeze)
             with torch.no_grad():
                 model(source.images)

@@ -77,7 +77,6 @@ WAYS = {
     "graphed": lambda model: ck.graphed(ck.accelerate(model)),
     "frozen and graphed": lambda model: ck.graphed(ck.accelerate(model, freeze=True)),
 }
-_DOCUMENTED = "is frozen for serving and cannot train"
 
 
 @functools.cache
@@ -92,7 +91,7 @@ def plain(family, is_quantized):
 
 @functools.cache
 def images_for(family):
-    return images(2, *{"pvt": (70, 70), "glpn": (32, 64), "pruned": (20, 20)}.get(family, (32, 48)))
+    return images(2, *{"pvt": (70, 70), "glpn": (64, 64), "pruned": (20, 20)}.get(family, (32, 48)))
 
 
 class Models:
@@ -123,7 +122,13 @@ class Models:
         return [[t.detach() for t in found], gradients, buffers]
 
     def expected(self):
-        """Returns what the plain model computes, by its modules and PyTorch alone."""
+        """Returns what the plain model computes, by its modules and PyTorch alone; None if it cannot."""
+        try:
+            return self.results_of_plain()
+        except Exception:
+            return None
+
+    def results_of_plain(self):
         if "quantized" in self.way:
             return self.results_of(copy.deepcopy(self.model))
         with ck.use_backend("reference"):
@@ -133,21 +138,18 @@ class Models:
                 return self.results_of(self.own)
 
     def compare(self):
-        """Compares results twice, the second time by what the first one has kept; returns them."""
-        try:
-            expected = self.expected()
-        except Exception as error:
-            return error
-        for _ in range(3 if "graphed" in self.way else 2):
-            try:
-                results = self.results_of(self.model)
-            except RuntimeError as error:
-                if "frozen" in self.way and _DOCUMENTED in str(error) and self.model.training:
-                    return expected
-                raise
-            assert_same(results, expected, self.tolerance)
-            if self.way == "training":
-                break  # the buffers have gone on
+        """Compares results, the second time by what the first one has kept; returns the plain model's."""
+        if "frozen" in self.way and self.model.training:
+            with pytest.raises(RuntimeError, match="is frozen for serving and cannot train"):
+                self.results_of(self.model)
+            return None
+        expected = self.expected()
+        counts = any(isinstance(m, nn.BatchNorm2d) and m.training for m in self.model.modules())
+        for number in range(3 if "graphed" in self.way else 1 if self.way == "training" else 2):
+            if counts and number:
+                expected = self.expected()
+            if expected is not None:
+                assert_same(self.results_of(self.model), expected, self.tolerance)
         return expected
 
 
@@ -198,7 +200,7 @@ def run_change(name, way, family):
         for both in of_both:
             models.own, models.model = both if len(both) == 2 else both[0]
             after = models.compare()
-            if isinstance(after, list):
+            if after is not None:
                 largest = max(largest, distance(after, before))
         assert largest > 3 * change.tolerance or not shows(change, way), "nothing has changed"
 
@@ -227,7 +229,9 @@ def cases():
                 yield pytest.param(name, way, family, marks=marks, id=f"{name}-{way}-{family}")
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing:UserWarning", "ignore:For backward hooks to be called:UserWarning"
+)
 @pytest.mark.parametrize(("name", "way", "family"), [*cases()])
 def test_a_change(name, way, family):
     run_change(name, way, family)
