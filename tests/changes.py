@@ -1,4 +1,4 @@
-"""Changes that somebody makes to a model between two calls: in place, by hand, by PyTorch, by other libraries.
+"""Changes that somebody makes to a model between two calls: by hand, by PyTorch, by other libraries.
 
 Each is a function of a model and a :class:`Source` of random places, which is called for an accelerated model
 and for a plain one with equal sources. Its outputs are compared at each ``yield`` of a generator (which may
@@ -403,12 +403,50 @@ def _other_state(model: nn.Module, source: Source) -> dict[str, Any]:
     return {k: 1.1 * t if t.is_floating_point() else t.clone() for k, t in model.state_dict().items()}
 
 
-@change("weights", "a number, and refresh")
+# One number, which a sample of the numbers of a tensor may miss: what else tells of a write is needed.
+
+
+def _number(model: nn.Module, source: Source) -> Tensor:
+    """Returns a number of one of the largest weights, as a tensor on its memory."""
+    weights = [layer.weight for layer in telling(model, nn.Linear)]
+    largest = max(weight.numel() for weight in weights)
+    weight = source.choice([weight for weight in weights if weight.numel() == largest])
+    row, column = (source.randrange(n // 3, 2 * n // 3) for n in weight.shape)
+    return weight.detach()[row, column]
+
+
+@change("weights", "a number, and refresh", not_in=("quantized",))
 def _refresh(model: nn.Module, source: Source) -> None:
-    """Of each tensor, which the sample of its numbers may miss."""
-    for tensor in floats(model):
-        tensor.detach().view(-1).data[tensor.numel() // 3] += 1
+    _number(model, source).data.add_(20)
     ck.refresh(model)
+
+
+@change("weights", not_in=("quantized",))
+def a_number_in_place(model: nn.Module, source: Source) -> None:
+    _number(model, source).add_(20)
+
+
+@change("weights", not_in=("quantized",))
+def a_number_in_other_memory(model: nn.Module, source: Source) -> None:
+    weights = [layer.weight for layer in telling(model, nn.Linear)]
+    for weight in weights:
+        weight.data = weight.data.clone()
+    _number(model, source).data.add_(20)
+
+
+@change("weights", not_in=("quantized",))
+def a_number_by_a_fused_step(model: nn.Module, source: Source) -> None:
+    number = _number(model, source)
+    weight = next(p for p in model.parameters() if _lies_in(number, p))
+    before, weight.grad = weight.grad, torch.zeros_like(weight)
+    torch.as_strided(weight.grad, (), (), number.storage_offset() - weight.storage_offset()).fill_(-20)
+    required, weight.requires_grad = weight.requires_grad, True
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+    weight.grad, weight.requires_grad = before, required
+
+
+def _lies_in(number: Tensor, parameter: Tensor) -> bool:
+    return number.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 # Weights: optimizers ---------------------------------------------------------------------------------------
@@ -454,7 +492,12 @@ class _Wrapped:
         self.scheduler.step()
 
 
-_STEPS = {"": {}, ", by tensor": {"foreach": False}, ", together": {"foreach": True}, ", fused": {"fused": True}}
+_STEPS = {
+    "": {},
+    ", by tensor": {"foreach": False},
+    ", together": {"foreach": True},
+    ", fused": {"fused": True},
+}
 for _name, _mode in _STEPS.items():
     for _kind in (torch.optim.SGD, torch.optim.AdamW):
         change("weights", f"a step of {_kind.__name__}{_name}")(functools.partial(step, kind=_kind, **_mode))
@@ -1009,7 +1052,7 @@ def _all(model: nn.Module, *kinds: type) -> list[Any]:
 
 
 def _reducing(model: nn.Module, *kinds: type) -> list[Any]:
-    """Returns the convolutions that make keys and values of fewer tokens, of the first block that has some."""
+    """Returns the convolutions that make fewer keys and values, of the first block that has some."""
     found = ([c for c in inner(block, *kinds) if max(c.stride) > 1] for block in blocks_of(model))
     return next(filter(None, found))
 
@@ -1056,10 +1099,13 @@ def token_keep_of_entropy(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("settings", "attention chosen in the configuration", shows="never", only=("segformer",))
+@change("settings", "attention chosen in the configuration", only=("segformer",))
 def _attention(model: nn.Module, source: Source) -> Iterator[None]:
+    """With it, the model returns probabilities."""
     with attribute(model.config, "_attn_implementation", "eager"):
         yield
+        with attribute(model.config, "output_attentions", True):
+            yield
         _add_to_all(model)
         yield
     yield
@@ -1113,7 +1159,11 @@ def _hooked(register: Callable[[Any], Any], level: str) -> Callable[..., Iterato
 
 for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
     for _level in LEVELS:
-        if _level in ("a part", "a block") or _name in ("forward hook", "pre-hook with keywords", "full backward hook"):
+        if _level in ("a part", "a block") or _name in (
+            "forward hook",
+            "pre-hook with keywords",
+            "full backward hook",
+        ):
             _shows = "gradients" if _name in _BACKWARD_HOOKS else "always"
             change("hooks", f"a {_name} on {_level}", shows=_shows)(_hooked(_register, _level))
 
@@ -1128,8 +1178,12 @@ def a_hook_on_a_parameter(model: nn.Module, source: Source) -> Iterator[None]:
 
 
 def _on_linear(module: nn.Module, *values: Any) -> Any:
-    """A hook on all modules, which changes the last of its values for linear layers."""
+    """A hook on all modules, which changes outputs, inputs, or gradients of linear layers."""
     return scaled(values[-1]) if isinstance(module, _LINEAR) else None
+
+
+def _on_linear_backward(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return scaled(grad_input) if isinstance(module, _LINEAR) else None
 
 
 _GLOBAL = {
@@ -1142,7 +1196,8 @@ _GLOBAL = {
 
 def _hooked_everywhere(register: Callable[[Any], Any]) -> Callable[..., Iterator[None]]:
     def run(models: list[nn.Module], source: Source) -> Iterator[None]:
-        handle = register(_on_linear)
+        is_full = register is torch_module.register_module_full_backward_hook
+        handle = register(_on_linear_backward if is_full else _on_linear)
         try:
             yield
         finally:
@@ -1157,11 +1212,16 @@ for _name, _register in _GLOBAL.items():
     change("hooks", f"a {_name} on all modules", shows=_shows, is_global=True)(_hooked_everywhere(_register))
 
 
+def _change_all(module: nn.Module) -> None:
+    for tensor in floats(module):
+        tensor.data.copy_(changed(tensor, random.Random(1)))
+
+
 @change("hooks")
 def hooks_on_the_state(model: nn.Module, source: Source) -> None:
     """That a state is loaded, a part learns."""
     part = source.choice(telling(model))
-    part.register_load_state_dict_post_hook(lambda module, keys: _add_to_all(module))
+    part.register_load_state_dict_post_hook(lambda module, keys: _change_all(module))
     part.register_state_dict_post_hook(lambda module, state, prefix, metadata: None)
     model.load_state_dict(model.state_dict())
 
@@ -1342,7 +1402,11 @@ def _size(model: nn.Module, source: Source) -> None:
 
 @change("calls", is_global=True)
 def a_request_for_a_backend(models: list[nn.Module], source: Source) -> Iterator[None]:
-    for context in (ck.use_backend("reference"), ck.use_backend("composed", "reference"), contextlib.nullcontext()):
+    for context in (
+        ck.use_backend("reference"),
+        ck.use_backend("composed", "reference"),
+        contextlib.nullcontext(),
+    ):
         with context:
             yield
             for model in models:

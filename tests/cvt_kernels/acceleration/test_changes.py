@@ -4,12 +4,12 @@ After a change an accelerated model computes what an equally changed plain model
 documented.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
-import pickle
 import zlib
 
 import pytest
@@ -21,10 +21,21 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.factory import randomize
+from cvt_kernels import backends
 from tests import tape
-from tests.changes import CHANGES, Source, steps
+from tests.changes import CHANGES, Source, floats, steps
 from tests.cvt.models import two_stages
-from tests.upstream import KERNELS_FIRST, glpn, huggingface, images, logits, microsoft_plain, pvt, pvt_v2, segformer
+from tests.upstream import (
+    glpn,
+    huggingface,
+    images,
+    logits,
+    microsoft_plain,
+    pvt,
+    pvt_v2,
+    relative,
+    segformer,
+)
 
 #: Two stages, of a block or two.
 _SMALL = {"embed_dims": (16, 32), "num_heads": (1, 2), "depths": (1, 2)}
@@ -81,12 +92,12 @@ WAYS = {
 
 @functools.cache
 def plain(family, is_quantized):
-    """Returns a pickle of a model in evaluation; to unpickle it takes less than to copy it."""
+    """Returns a model in evaluation, which tests copy."""
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
     if is_quantized:
         ck.quantize(model)
-    return pickle.dumps(model)
+    return model
 
 
 @functools.cache
@@ -100,8 +111,8 @@ class Models:
     def __init__(self, family, way):
         self.family, self.way, self.images = family, way, images_for(family)
         self.tolerance = 1e-4
-        pickled = plain(family, "quantized" in way)
-        self.own, self.model = pickle.loads(pickled), WAYS[way](pickle.loads(pickled))
+        self.own = copy.deepcopy(plain(family, "quantized" in way))
+        self.model = WAYS[way](copy.deepcopy(self.own))
         if way == "training":
             self.own.train()
             self.model.train()
@@ -169,7 +180,9 @@ def distance(results, expected):
             if (a is None) != (b is None) or (a is not None and (a.shape, a.dtype) != (b.shape, b.dtype)):
                 return float("inf")
             if b is not None and not torch.equal(a, b):
-                worst = max(worst, ((a.double() - b.double()).abs().max() / largest).nan_to_num(torch.inf).item())
+                worst = max(
+                    worst, ((a.double() - b.double()).abs().max() / largest).nan_to_num(torch.inf).item()
+                )
     return worst
 
 
@@ -195,7 +208,7 @@ def run_change(name, way, family):
             if "quantized" not in way:
                 of_own = stack.enter_context(contextlib.closing(steps(name, models.own, sources[0])))
             of_served = stack.enter_context(contextlib.closing(steps(name, models.model, sources[1])))
-            of_both = zip(of_own, of_served)
+            of_both = zip(of_own, of_served, strict=False)
         largest = 0.0
         for both in of_both:
             models.own, models.model = both if len(both) == 2 else both[0]
@@ -212,15 +225,15 @@ def shows(change, way):
     )
 
 
-#: In how many ways of serving ``make test`` makes a change, each for another family.
-_WAYS_OF_TEST = 3
+#: In how many ways of serving ``make test`` makes a change, each for another family: 3, and 2 of hooks.
+_WAYS_OF_TEST = collections.defaultdict(lambda: 3, hooks=2)
 
 
 def cases():
     """Yields every change in every way for every family, and marks those that are not for ``make test``."""
     for number, name in enumerate(CHANGES):
         ways = [way for way in WAYS if any(is_possible(name, way, family) for family in FAMILIES)]
-        stride = max(1, len(ways) // _WAYS_OF_TEST)
+        stride = max(1, len(ways) // _WAYS_OF_TEST[CHANGES[name].kind])
         for i, way in enumerate(ways):
             possible = [family for family in FAMILIES if is_possible(name, way, family)]
             for k, family in enumerate(possible):
@@ -235,3 +248,65 @@ def cases():
 @pytest.mark.parametrize(("name", "way", "family"), [*cases()])
 def test_a_change(name, way, family):
     run_change(name, way, family)
+
+
+#: Changes of weights that keep the tensors, after which a compiled model is not compiled again.
+_KEEPING = [
+    name
+    for name, each in CHANGES.items()
+    if each.kind == "weights" and not each.is_long and name not in ("load_state_dict(assign=True)",)
+]
+
+
+_COMPILED_IN_TEST = ("ours", "pvt_v2")
+
+
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [
+        *(("frozen", family) for family in _COMPILED_IN_TEST),
+        *(
+            pytest.param(way, family, marks=pytest.mark.rest)
+            for way in ("frozen", "served")
+            for family in FAMILIES
+            if family != "pruned" and not (way == "frozen" and family in _COMPILED_IN_TEST)
+        ),
+    ],
+)
+def test_weights_of_a_compiled_model(way, family):
+    """One that is compiled once."""
+    torch.compiler.reset()
+    models = Models(family, way)
+    backend = "aot_eager" if way == "frozen" else "eager"
+    compiled = torch.compile(models.model, backend=backend)
+    start = [tensor.detach().clone() for tensor in floats(models.own)]
+    for name in _KEEPING:
+        if not is_possible(name, way, family):
+            continue
+        sources = (Source(zlib.crc32(name.encode()), models.images) for _ in range(2))
+        for _ in zip(*map(functools.partial(steps, name), (models.own, models.model), sources), strict=True):
+            assert_same(models.results_of(compiled), models.expected(), 1e-4)
+        for model in (models.own, models.model):
+            for tensor, kept in zip(floats(model), start, strict=True):
+                tensor.data.copy_(kept)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("freeze", [None, True])
+@torch.no_grad()
+def test_another_backend_serves_at_once(freeze):
+    """One that is registered between two calls."""
+    model, x = ck.accelerate(copy.deepcopy(plain("pvt_v2", False)), freeze=freeze), images_for("pvt_v2")
+    for _ in range(2):
+        before = logits(model(x))
+
+    def scaling(operator, backend, implementation):
+        def serve(call):
+            return 2 * implementation.load().function(call)
+
+        is_block = operator == "transformer_block"
+        return dataclasses.replace(implementation, function=serve) if is_block else implementation
+
+    with backends.replaced(scaling):
+        assert relative(logits(model(x)), before) > 1e-2
+    assert torch.equal(logits(model(x)), before)
