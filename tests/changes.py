@@ -364,14 +364,20 @@ def the_same_memory_transposed(model: nn.Module, source: Source) -> None:
         weight.data = weight.data.t()
 
 
-@change("weights", not_in=("quantized",))
+@change("members", not_in=("quantized",))
 def hidden_channels_taken_away(model: nn.Module, source: Source) -> None:
-    """Pruned in the same memory."""
-    layers = [m for m in inner(model, nn.Linear) if m.out_features > m.in_features]
-    for layer in layers:
-        half = layer.out_features // 2
-        layer.weight.data[half:] = 0
-        layer.bias.data[half:] = 0
+    """Half of those of an MLP, in the same memory."""
+    block = source.choice(blocks_of(model))
+    linears = [m for m in block.modules() if type(m) is nn.Linear]
+    first = next(m for m in linears if m.out_features > m.in_features)
+    second = next(m for m in linears if m.in_features > m.out_features)
+    half = first.out_features // 2
+    convs = [m for m in block.modules() if isinstance(m, nn.Conv2d) and m.groups == 2 * half]
+    for parameter in (p for part in (first, *convs) for p in part.parameters()):
+        parameter.data = parameter.data[:half]
+    second.weight.data = second.weight.data[:, :half]
+    for conv in convs:
+        conv.groups = conv.in_channels = conv.out_channels = half
 
 
 @change("weights", only=("huggingface", "microsoft", "ours", "segformer"))
@@ -516,6 +522,20 @@ def every_optimizer(model: nn.Module, source: Source) -> Iterator[None]:
         with torch.no_grad():
             for parameter, kept in zip(model.parameters(), start, strict=True):
                 parameter.copy_(kept)
+
+
+@change("weights", is_long=True, not_in=("quantized",))
+def a_compiled_step(model: nn.Module, source: Source) -> Iterator[None]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = source_normal(source, *parameter.shape)
+    optimizer = torch.optim.AdamW(parameters, lr=0.02, fused=True)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        compiled()
+        yield
+        for parameter in parameters:
+            parameter.grad = source_normal(source, *parameter.shape)
 
 
 # Dtypes ----------------------------------------------------------------------------------------------------

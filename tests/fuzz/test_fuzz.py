@@ -250,10 +250,7 @@ def test_other_faults_are_found():
 def test_a_forward_with_old_weights_is_found(monkeypatch):
     monkeypatch.setattr(weight_cache, "note_written", lambda tensors: None)
     word = "a_number_by_a_fused_step"
-    answers = [
-        ask(f"models mode=frozen backend=cpu second={word} seed={seed}")
-        for seed in range(30)
-    ]
+    answers = [ask(f"models mode=frozen backend=cpu second={word} seed={seed}") for seed in range(30)]
     flaws = [flaw for answer in answers for flaw in answer.flaws]
     assert flaws
     assert all(f"a frozen huggingface, after {word}, is off by" in flaw for flaw in flaws)
