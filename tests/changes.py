@@ -433,11 +433,15 @@ def a_number_in_place(model: nn.Module, source: Source) -> None:
 
 
 @change("weights", not_in=("quantized",))
-def a_number_in_other_memory(model: nn.Module, source: Source) -> None:
+def a_number_in_other_memory(model: nn.Module, source: Source) -> Iterator[None]:
     weights = [layer.weight for layer in telling(model, nn.Linear)]
+    before = [weight.data for weight in weights]  # whose memory stays: that it is freed tells, too
     for weight in weights:
         weight.data = weight.data.clone()
     _number(model, source).data.add_(20)
+    yield
+    del before
+    yield
 
 
 @change("weights", not_in=("quantized",))
