@@ -1,453 +1,312 @@
-"""Whatever somebody changes in a block, a stage or a head between two calls acts as in the plain module.
+"""Every change of a model, in every way of serving, for every family: tests/changes.py.
 
-Every hook of every kind, every attribute, every tensor and every module within is changed once, and put back.
+After a change an accelerated model computes what an equally changed plain model does, or raises what is
+documented.
 """
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import itertools
+import zlib
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import freezable, matching
-from tests.cvt_kernels.acceleration.served import inputs
-from tests.upstream import glpn, huggingface, microsoft_plain, ours, pvt, pvt_v2, pvt_v2_linear, segformer
-
-BLOCKS = [huggingface, microsoft_plain, segformer, pvt, pvt_v2, pvt_v2_linear, glpn]
-SERVED = [huggingface, microsoft_plain, ours, segformer, pvt, pvt_v2, glpn]
-every_kind = pytest.mark.parametrize(
-    ("make", "freeze"),
-    [*((make, False) for make in BLOCKS), *((make, True) for make in SERVED)],
-    ids=lambda value: {False: "blocks", True: "served"}.get(value, getattr(value, "__name__", None)),
+from cvt import CvTConfig, create_model
+from cvt.factory import randomize
+from cvt_kernels import backends
+from tests import tape
+from tests.changes import CHANGES, Source, floats, steps
+from tests.cvt.models import two_stages
+from tests.upstream import (
+    glpn,
+    huggingface,
+    images,
+    logits,
+    microsoft_plain,
+    pvt,
+    pvt_v2,
+    relative,
+    segformer,
 )
 
-
-class Part(NamedTuple):
-    """A block, a stage or a head, the same of the accelerated model, and the arguments of a call."""
-
-    own: nn.Module
-    fused: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def at(self, path: str) -> tuple[nn.Module, nn.Module]:
-        """Returns the modules of a path within it."""
-        return self.own.get_submodule(path), self.fused.get_submodule(path)
-
-    def paths(self) -> list[str]:
-        """Returns the paths of its modules, without its own."""
-        return [path for path, _ in self.own.named_modules() if path]
+#: Two stages, of a block or two.
+_SMALL = {"embed_dims": (16, 32), "num_heads": (1, 2), "depths": (1, 2)}
 
 
-_made: dict[Any, list[Part]] = {}
+def ours(**config):
+    """Returns a model of cvt."""
+    sizes = {"patch_sizes": (7, 3), "patch_strides": (4, 2), "patch_paddings": (2, 1)}
+    lists = {"mlp_ratio": 2.0, "qkv_bias": True, "stride_kv": 2, "cls_token": (False, True)}
+    lists |= {"drop_rate": 0.0, "attn_drop_rate": 0.0, "drop_path_rate": 0.0, "stride_q": 1, "kernel_size": 3}
+    model = create_model(CvTConfig(**_SMALL | sizes | lists | {"num_classes": 10} | config))
+    randomize(model)
+    return model
 
 
-def parts_of(make, freeze):
-    """Returns the first part of each class, which tests leave as it was."""
-    if (make, freeze) not in _made:
-        own = make().eval()
-        model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
-        found = freezable.find_stages(own) if freeze else matching.find_blocks(own)
-        first = {type(module): path for path, module, _ in reversed(found)}
-        calls: dict[str, Any] = {}
-        for path in first.values():
-            note = lambda module, args, kwargs, path=path: calls.setdefault(path, (args, kwargs))  # noqa: E731
-            own.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True)
-        with torch.no_grad():
-            own(inputs(make))
-        for path in first.values():
-            own.get_submodule(path)._forward_pre_hooks.clear()
-            own.get_submodule(path)._forward_pre_hooks_with_kwargs.clear()
-        _made[make, freeze] = [
-            Part(own.get_submodule(path), model.get_submodule(path), *call) for path, call in calls.items()
-        ]
-    return _made[make, freeze]
+def pruned():
+    """Returns a model of cvt that drops tokens."""
+    config = dataclasses.replace(
+        two_stages(), depths=(1, 3), cls_token=(False, True), token_keep=0.6, token_keep_bounds=(0.3, 0.9),
+        drop_path_rate=0.0,
+    )  # fmt: skip
+    model = create_model(config)
+    randomize(model)
+    return model
 
 
-def infer(module, part):
-    """Returns the tensors of a call without gradients."""
-    with torch.no_grad():
-        return [t for t in pytree.tree_leaves(module(*part.args, **part.kwargs)) if isinstance(t, Tensor)]
+FAMILIES = {
+    "huggingface": lambda: huggingface(
+        embed_dim=[16, 32], num_heads=[1, 2], depth=[1, 2], cls_token=[False, True]
+    ),
+    "microsoft": lambda: microsoft_plain(**_SMALL),
+    "ours": ours,
+    "segformer": segformer,
+    "pvt": pvt,
+    "pvt_v2": pvt_v2,
+    "glpn": glpn,
+    "pruned": pruned,
+}
 
 
-def train(module, part):
-    """Returns the tensors of a call in training, its gradients, and the buffers after it."""
+#: How a model is served.
+WAYS = {
+    "live": functools.partial(ck.accelerate, freeze=False),
+    "gradients": ck.accelerate,
+    "training": ck.accelerate,
+    "served": ck.accelerate,
+    "frozen": functools.partial(ck.accelerate, freeze=True),
+    "quantized": ck.accelerate,
+    "quantized and frozen": functools.partial(ck.accelerate, freeze=True),
+    "graphed": lambda model: ck.graphed(ck.accelerate(model)),
+    "frozen and graphed": lambda model: ck.graphed(ck.accelerate(model, freeze=True)),
+}
+
+
+@functools.cache
+def plain(family, is_quantized):
+    """Returns a model in evaluation, which tests copy."""
     torch.manual_seed(0)
-    wanted = lambda t: t.clone().requires_grad_()  # noqa: E731
-    args, kwargs = pytree.tree_map_only(Tensor, wanted, (part.args, part.kwargs))
-    module.zero_grad()
-    outputs = [t for t in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(t, Tensor)]
-    sum(out.sin().sum() for out in outputs).backward()
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    gradients = [t.grad for t in (*given, *module.parameters())]
-    buffers = [buffer.clone() for buffer in module.buffers()]
-    return [*(out.detach() for out in outputs), *gradients, *buffers]
-
-
-def train_anew(module, part):
-    """Returns what :func:`train` does, in training mode, and leaves the buffers as they were."""
-    before = [buffer.clone() for buffer in module.buffers()]
-    modes = [each.training for each in module.modules()]
-    for each in module.modules():
-        each.training = not each.training
-    try:
-        return train(module, part)
-    finally:
-        for each, mode in zip(module.modules(), modes, strict=True):
-            each.training = mode
-        for buffer, kept in zip(module.buffers(), before, strict=True):
-            buffer.copy_(kept)
-
-
-def differs(ours, theirs):
-    """Returns whether results differ by more than roundings."""
-    if len(ours) != len(theirs):
-        return True
-    for a, b in zip(ours, theirs, strict=True):
-        if a is None or b is None:
-            if a is not b:
-                return True
-        elif (a.shape, a.dtype) != (b.shape, b.dtype):
-            return True
-        else:
-            most = 1e-4 * b.abs().max().clamp(min=1)
-            if (a - b).abs().max() > most:
-                return True
-    return False
-
-
-class Changes:
-    """Tries changes of a part, and collects those that its accelerated copy misses.
-
-    Args:
-        part: The part.
-        run: Calls one of its two modules.
-    """
-
-    def __init__(self, part: Part, run: Callable[[nn.Module, Part], list[Tensor | None]]):
-        self.part, self.run = part, run
-        self.missed: list[str] = []
-        self.tried = self.effective = 0
-        self.before = run(part.own, part)
-        assert not differs(run(part.fused, part), self.before)
-
-    def check(self) -> None:
-        """Fails if the copy misses a change, or if none shows at all."""
-        assert self.missed == []
-        assert self.effective
-
-    def attempt(self, name: str, path: str, change: Callable[[nn.Module], Any]) -> None:
-        """Compares calls of both modules while something is changed at a path within both."""
-        own, fused = self.part.at(path)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(change(own))
-                expected = self.run(self.part.own, self.part)
-            except Exception:
-                return
-            stack.enter_context(change(fused))
-            self.tried += 1
-            self.effective += differs(expected, self.before)
-            if differs(self.run(self.part.fused, self.part), expected):
-                self.missed.append(f"{type(self.part.own).__name__} {path}: {name}")
-
-
-# Changes --------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def attribute(module, name, value):
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-def others(value):
-    """Yields values that an attribute may have in the place of another one."""
-    if isinstance(value, bool):
-        yield not value
-    elif isinstance(value, int):
-        yield value + 1
-    elif isinstance(value, float):
-        yield value + 0.5
-    elif isinstance(value, tuple) and value and all(type(each) is int for each in value):
-        yield (value[0] + 1, *value[1:])
-        yield tuple(each + 1 for each in value)
-    elif isinstance(value, str) and value in _WORDS:
-        yield _WORDS[value]
-    elif callable(value) and not isinstance(value, nn.Module | type):
-        yield lambda *args, **kwargs: 1.5 * value(*args, **kwargs)
-
-
-_WORDS = {"zeros": "circular", "none": "tanh", "tanh": "none", "sdpa": "eager", "cls": "avg"}
-#: What says of a layer how large its weight is. PyTorch's forwards look at the weight.
-_SIZES = {"in_channels", "out_channels", "kernel_size", "in_features", "out_features", "num_features"}
-_SIZES |= {"num_attention_heads"}  # SegFormer reads the channels of a head
-
-
-@contextlib.contextmanager
-def written(module, name):
-    tensor = getattr(module, name)
-    before = tensor.detach().clone()
-    with torch.no_grad():
-        tensor.mul_(2).add_(1)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            tensor.copy_(before)
-
-
-@contextlib.contextmanager
-def in_other_memory(module, name):
-    tensor = getattr(module, name)
-    before, tensor.data = tensor.data, 2 * tensor.data + 1
-    try:
-        yield
-    finally:
-        tensor.data = before
-
-
-@contextlib.contextmanager
-def with_eager_attention(module):
-    before = module.config._attn_implementation
-    module.config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        module.config._attn_implementation = before
-
-
-def replaced(module, name):
-    other = 2 * getattr(module, name).detach() + 1
-    return attribute(module, name, nn.Parameter(other) if name in module._parameters else other)
-
-
-def absent(module, name):
-    return attribute(module, name, None)
-
-
-class Shifting(nn.Module):
-    def forward(self, x):
-        return 2 * x + 1
-
-
-@contextlib.contextmanager
-def parametrized(module, name):
-    parametrize.register_parametrization(module, name, Shifting(), unsafe=True)
-    try:
-        yield
-    finally:
-        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-
-
-@contextlib.contextmanager
-def shadowed(module, name):
-    vars(module)[name] = 2 * getattr(module, name).detach() + 1
-    try:
-        yield
-    finally:
-        del vars(module)[name]
-
-
-#: The last two make a module another one, which what is served as one notices as it does other modules.
-OF_TENSORS = [written, in_other_memory, replaced, shadowed, absent, parametrized]
-
-
-class Scaling(nn.Module):
-    """A module around another one."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args, **kwargs):
-        return pytree.tree_map_only(Tensor, lambda t: 1.5 * t, self.module(*args, **kwargs))
-
-
-def wrapped(parent, name):
-    return attribute(parent, name, Scaling(getattr(parent, name)))
-
-
-@contextlib.contextmanager
-def of_another_class(parent, name):
-    module = getattr(parent, name)
-    kind = type(module)
-
-    def forward(self, *args, **kwargs):
-        return pytree.tree_map_only(Tensor, lambda t: 1.5 * t, kind.forward(self, *args, **kwargs))
-
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
-    try:
-        yield
-    finally:
-        module.__class__ = kind
-
-
-@contextlib.contextmanager
-def with_own_forward(parent, name):
-    module = getattr(parent, name)
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: pytree.tree_map_only(
-        Tensor, lambda t: 1.5 * t, forward(*args, **kwargs)
-    )
-    try:
-        yield
-    finally:
-        del module.forward
-
-
-OF_MODULES = [wrapped, of_another_class, with_own_forward]
-
-
-# Hooks ----------------------------------------------------------------------------------------------------
-
-#: The methods of a module that register a hook, and the functions that register one for all modules.
-KINDS = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("_hook")]
-GLOBAL_KINDS = [name for name in dir(torch_module) if name.startswith("register_module_") and "_hook" in name]
-
-
-@contextlib.contextmanager
-def hooked(register, calls):
-    """Counts the calls of a hook, of a module or of all."""
-    handle = register(lambda *_: calls.append(1))
-    try:
-        yield
-    finally:
-        handle.remove()
-        getattr(register, "__self__", torch_module)._is_full_backward_hook = None
-        torch_module._global_is_full_backward_hook = None
-
-
-def used(module, part):
-    """Calls a module in training, and takes and loads its state; returns what the call gave."""
-    results = train(module, part)
-    module.load_state_dict(module.state_dict())
-    return results
-
-
-def fired(part, path, kind, run):
-    """Returns how often a hook on a module within a part fires in it and in its accelerated copy."""
-    counts = []
-    for module in (part.own, part.fused):
-        calls: list[int] = []
-        with hooked(getattr(module.get_submodule(path), kind), calls):
-            run(module, part)
-        counts.append(len(calls))
-    return counts
-
-
-def first_of_each_class(part):
-    """Returns class → path of the first module of a class within a part."""
-    return {type(part.own.get_submodule(path)): path for path in reversed(part.paths())}
-
-
-#: What PyTorch says of hooks on the backward of some modules.
-ignoring_advice = pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning", "ignore:Using (a )?non-full backward:FutureWarning"
-)
-
-
-@ignoring_advice
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_every_kind(kind):
-    """On a module of each class in turn, whose work a fused forward may do."""
-    for make in (huggingface, segformer):
-        for part in parts_of(make, False):
-            for path in first_of_each_class(part).values():
-                own, fused = fired(part, path, kind, used)
-                assert fused == own, f"{type(part.own).__name__} {path}"
-
-
-@every_kind
-def test_a_hook_on_every_module(make, freeze):
-    for part in parts_of(make, freeze):
-        for path in part.paths():
-            own, fused = fired(part, path, "register_forward_hook", infer)
-            assert fused == own, f"{type(part.own).__name__} {path}"
-
-
-@ignoring_advice
-@pytest.mark.parametrize("kind", GLOBAL_KINDS)
-def test_hooks_of_every_kind_on_all_modules(kind):
-    for make in (huggingface, segformer):
-        for part in parts_of(make, False):
-            own, fused = [], []
-            for module, calls in ((part.own, own), (part.fused, fused)):
-                with hooked(getattr(torch_module, kind), calls):
-                    used(module, part)
-            assert len(fused) == len(own)
-
-
-# Attributes, tensors and modules --------------------------------------------------------------------------
-
-
-@every_kind
-def test_every_attribute(make, freeze):
-    for part in parts_of(make, freeze):
-        changes = Changes(part, infer)
-        for path in part.paths():
-            own, fused = part.at(path)
-            for name, value in list(vars(own).items()):
-                is_free = (
-                    name[0] == "_"
-                    or name in _SIZES
-                    or (name == "training" and served_module.is_frozen(fused))
+    model = FAMILIES[family]().eval()
+    if is_quantized:
+        ck.quantize(model)
+    return model
+
+
+@functools.cache
+def images_for(family):
+    return images(2, *{"pvt": (70, 70), "glpn": (64, 64), "pruned": (20, 20)}.get(family, (32, 48)))
+
+
+class Models:
+    """A plain model and the same one as it is served."""
+
+    def __init__(self, family, way):
+        self.family, self.way, self.images = family, way, images_for(family)
+        self.tolerance = 1e-4
+        self.own = copy.deepcopy(plain(family, "quantized" in way))
+        self.model = WAYS[way](copy.deepcopy(self.own))
+        if way == "training":
+            self.own.train()
+            self.model.train()
+        self.has_gradients = way in ("gradients", "training")
+
+    def results_of(self, model):
+        """Returns the tensors of a call, and its gradients and the buffers after it where there are some."""
+        torch.manual_seed(0)
+        images = self.images.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
+        model.zero_grad()
+        with torch.set_grad_enabled(self.has_gradients):
+            out = model(images)
+            found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            if self.has_gradients and logits(out).requires_grad:
+                logits(out).sin().mean().backward()
+        gradients = [p.grad for p in model.parameters()] if self.has_gradients else []
+        buffers = [b.clone() for b in model.buffers()] if self.way == "training" else []
+        return [[t.detach() for t in found], gradients, buffers]
+
+    def expected(self):
+        """Returns what the plain model computes, by its modules and PyTorch alone; None if it cannot."""
+        try:
+            return self.results_of_plain()
+        except Exception:
+            return None
+
+    def results_of_plain(self):
+        if "quantized" in self.way:
+            return self.results_of(copy.deepcopy(self.model))
+        with ck.use_backend("reference"):
+            if self.family not in ("ours", "pruned"):
+                return self.results_of(self.own)
+            with torch_module.register_module_forward_hook(lambda *_: None):  # or its blocks would be fused
+                return self.results_of(self.own)
+
+    def compare(self):
+        """Compares results, the second time by what the first one has kept; returns the plain model's."""
+        if "frozen" in self.way and self.model.training:
+            with pytest.raises(RuntimeError, match="is frozen for serving and cannot train"):
+                self.results_of(self.model)
+            return None
+        expected = self.expected()
+        counts = any(isinstance(m, nn.BatchNorm2d) and m.training for m in self.model.modules())
+        for number in range(3 if "graphed" in self.way else 1 if self.way == "training" else 2):
+            if counts and number:
+                expected = self.expected()
+            if expected is not None:
+                assert_same(self.results_of(self.model), expected, self.tolerance)
+        return expected
+
+
+def assert_same(results, expected, tolerance):
+    difference = distance(results, expected)
+    assert difference < tolerance, f"differs by {difference:.2g} of the largest value"
+
+
+def distance(results, expected):
+    """Returns the largest difference over the largest value of its kind; infinity for other forms."""
+    worst = 0.0
+    for mine, theirs in zip(results, expected, strict=True):
+        if len(mine) != len(theirs):
+            return float("inf")
+        largest = max([1e-30, *(t.abs().max().item() for t in theirs if t is not None)])
+        for a, b in zip(mine, theirs, strict=True):
+            if (a is None) != (b is None) or (a is not None and (a.shape, a.dtype) != (b.shape, b.dtype)):
+                return float("inf")
+            if b is not None and not torch.equal(a, b):
+                worst = max(
+                    worst, ((a.double() - b.double()).abs().max() / largest).nan_to_num(torch.inf).item()
                 )
-                for other in others(value) if not is_free else ():
-                    change = functools.partial(attribute, name=name, value=other)
-                    changes.attempt(f"{name} = {other}", path, change)
-            if hasattr(own, "config"):
-                changes.attempt("config", path, with_eager_attention)
-        changes.check()
+    return worst
 
 
-@every_kind
-def test_every_tensor(make, freeze):
-    for part in parts_of(make, freeze):
-        changes = Changes(part, infer)
-        for path in part.paths():
-            module = part.own.get_submodule(path)
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                for change in OF_TENSORS[: 4 if freeze else 6] if tensor is not None else ():
-                    changes.attempt(f"{name} {change.__name__}", path, functools.partial(change, name=name))
-        changes.check()
+def is_possible(name, way, family):
+    change = CHANGES[name]
+    families = change.only or tuple(family for family in FAMILIES if family != "pruned")
+    return family in families and not any(part in way for part in change.not_in)
 
 
-@every_kind
-def test_every_module(make, freeze):
-    for part in parts_of(make, freeze):
-        changes = Changes(part, infer)
-        for path in part.paths():
-            parent, _, name = path.rpartition(".")
-            for change in OF_MODULES:
-                changes.attempt(f"{name} {change.__name__}", parent, functools.partial(change, name=name))
-        changes.check()
+def run_change(name, way, family):
+    """Compares the results of a served model after each step of a change with the plain model's."""
+    change, seed = CHANGES[name], zlib.crc32(f"{name} {way} {family}".encode())
+    graphs = tape.taped() if "graphed" in way else contextlib.nullcontext()
+    with graphs, contextlib.ExitStack() as stack:
+        models = Models(family, way)
+        before = models.compare()
+        models.tolerance = change.tolerance
+        sources = Source(seed, models.images), Source(seed, models.images, WAYS[way])
+        if change.is_global:
+            of_both = zip(steps(name, [models.own, models.model], sources[1]), strict=True)
+        else:
+            of_own = itertools.repeat(models.own)
+            if "quantized" not in way:
+                of_own = stack.enter_context(contextlib.closing(steps(name, models.own, sources[0])))
+            of_served = stack.enter_context(contextlib.closing(steps(name, models.model, sources[1])))
+            of_both = zip(of_own, of_served, strict=False)
+        largest = 0.0
+        for both in of_both:
+            models.own, models.model = both if len(both) == 2 else both[0]
+            after = models.compare()
+            if after is not None:
+                largest = max(largest, distance(after, before))
+        assert largest > 3 * change.tolerance or not shows(change, way), "nothing has changed"
 
 
-@pytest.mark.parametrize("make", [huggingface, microsoft_plain])
-def test_every_attribute_and_buffer_of_a_batch_norm_in_training(make):
-    part = parts_of(make, False)[-1]
-    changes = Changes(part, train_anew)
-    for path in [path for path in part.paths() if isinstance(part.own.get_submodule(path), nn.BatchNorm2d)]:
-        module = part.own.get_submodule(path)
-        for name in ("momentum", "eps", "track_running_stats", "training"):
-            for other in (*others(getattr(module, name)), *([None] if name == "momentum" else [])):
-                change = functools.partial(attribute, name=name, value=other)
-                changes.attempt(f"{name} = {other}", path, change)
-        for name in module._buffers:
-            for change in (written, in_other_memory, replaced):
-                changes.attempt(f"{name} {change.__name__}", path, functools.partial(change, name=name))
-    changes.check()
-    assert changes.tried > 20
+def shows(change, way):
+    """Returns whether the results of a way of serving must be others than before."""
+    return {"gradients": way in ("gradients", "training"), "training": way == "training"}.get(
+        change.shows, change.shows == "always"
+    )
+
+
+#: In how many ways of serving ``make test`` makes a change, each for another family: 3, and 2 of hooks.
+_WAYS_OF_TEST = collections.defaultdict(lambda: 3, hooks=2)
+
+
+def cases():
+    """Yields every change in every way for every family, and marks those that are not for ``make test``."""
+    for number, name in enumerate(CHANGES):
+        ways = [way for way in WAYS if any(is_possible(name, way, family) for family in FAMILIES)]
+        stride = max(1, len(ways) // _WAYS_OF_TEST[CHANGES[name].kind])
+        for i, way in enumerate(ways):
+            possible = [family for family in FAMILIES if is_possible(name, way, family)]
+            for k, family in enumerate(possible):
+                is_first = (number + i) % stride == 0 and k == (number + i) % len(possible)
+                marks = [] if is_first and not CHANGES[name].is_long else [pytest.mark.rest]
+                yield pytest.param(name, way, family, marks=marks, id=f"{name}-{way}-{family}")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing:UserWarning", "ignore:For backward hooks to be called:UserWarning"
+)
+@pytest.mark.parametrize(("name", "way", "family"), [*cases()])
+def test_a_change(name, way, family):
+    run_change(name, way, family)
+
+
+#: Changes of weights that keep the tensors, after which a compiled model is not compiled again.
+_KEEPING = [
+    name
+    for name, each in CHANGES.items()
+    if each.kind == "weights" and not each.is_long and name not in ("load_state_dict(assign=True)",)
+]
+
+
+_COMPILED_IN_TEST = ("ours", "pvt_v2")
+
+
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [
+        *(("frozen", family) for family in _COMPILED_IN_TEST),
+        *(
+            pytest.param(way, family, marks=pytest.mark.rest)
+            for way in ("frozen", "served")
+            for family in FAMILIES
+            if family != "pruned" and not (way == "frozen" and family in _COMPILED_IN_TEST)
+        ),
+    ],
+)
+def test_weights_of_a_compiled_model(way, family):
+    """One that is compiled once."""
+    torch.compiler.reset()
+    models = Models(family, way)
+    backend = "aot_eager" if way == "frozen" else "eager"
+    compiled = torch.compile(models.model, backend=backend)
+    start = [tensor.detach().clone() for tensor in floats(models.own)]
+    for name in _KEEPING:
+        if not is_possible(name, way, family):
+            continue
+        sources = (Source(zlib.crc32(name.encode()), models.images) for _ in range(2))
+        for _ in zip(*map(functools.partial(steps, name), (models.own, models.model), sources), strict=True):
+            assert_same(models.results_of(compiled), models.expected(), 1e-4)
+        for model in (models.own, models.model):
+            for tensor, kept in zip(floats(model), start, strict=True):
+                tensor.data.copy_(kept)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("freeze", [None, True])
+@torch.no_grad()
+def test_another_backend_serves_at_once(freeze):
+    """One that is registered between two calls."""
+    model, x = ck.accelerate(copy.deepcopy(plain("pvt_v2", False)), freeze=freeze), images_for("pvt_v2")
+    for _ in range(2):
+        before = logits(model(x))
+
+    def scaling(operator, backend, implementation):
+        def serve(call):
+            return 2 * implementation.load().function(call)
+
+        is_block = operator == "transformer_block"
+        return dataclasses.replace(implementation, function=serve) if is_block else implementation
+
+    with backends.replaced(scaling):
+        assert relative(logits(model(x)), before) > 1e-2
+    assert torch.equal(logits(model(x)), before)
