@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cvt_kernels.ops.bound_steps import BoundSteps
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, declaration, graphs, launching, machine
+from cvt_kernels import backends, changes, choose, declaration, graphs, launching, machine
 from cvt_kernels.ops import weight_cache
 from tests.checks import recorded_operators
 from tests.contract.examples import EXAMPLES, example
@@ -389,14 +388,14 @@ def cast(x):
 WRITES = {f.__name__: f for f in (written, in_another_place, transposed, reshaped, cast)}
 
 
-def test_every_fact_of_a_snapshot():
+def test_every_fact_of_a_state():
     keys, x = {}, torch.randn(3, 3)
     for name, change in WRITES.items():
         other = torch.empty(0).set_(x.untyped_storage(), 0, (3, 3))
-        before, _ = weight_cache._contents_of([other, None])
+        before = changes.State([other, None]).found[1:3]
         change(other)
-        keys[name], _ = weight_cache._contents_of([other, None])
-    keys["given"], _ = weight_cache._contents_of([x, x])
+        keys[name] = changes.State([other, None]).found[1:3]
+    keys["given"] = changes.State([x, x]).found[1:3]
     assert_every_fact_changes(before, keys)
 
 
@@ -415,29 +414,6 @@ def test_copies_are_made_again(change, which):
     WRITES[change]({"weight": weight, "other": other}[which])
     assert packed() is not first
     assert packed() is packed()
-
-
-@torch.no_grad()
-def test_every_fact_of_a_program():
-    weight, x, bound_steps = torch.randn(3), torch.randn(2, 3), BoundSteps()
-
-    def add(*settings):
-        bound_steps.add(x, lambda: [weight], lambda: [lambda y: y], *settings)
-
-    add(1)
-    assert bound_steps.run(torch.randn(2, 3), 1) is not None
-    others = [other for name, other in other_tensors(x) if name not in ("layout", "gradient")]
-    assert [bound_steps.run(other, 1) for other in others] == [None] * len(others)
-    assert bound_steps.run(x, 2) is None
-    served = after_each(STATES, lambda: bound_steps.run(x, 1) is not None)
-    alike = {"gradients"} if machine.INTERPRETING else {"gradients", "products"}
-    assert {name for name, ran in served.items() if ran} == alike
-    backends.forget()  # another backend may serve
-    assert bound_steps.run(x, 1) is None
-    add(1)
-    assert bound_steps.run(x, 1) is not None
-    weight.mul_(2)
-    assert bound_steps.run(x, 1) is None
 
 
 # Graphs ---------------------------------------------------------------------------------------------------
