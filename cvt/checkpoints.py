@@ -122,8 +122,8 @@ class Checkpoint(NamedTuple):
         return _head_and_classes(self.tensors)[0]
 
     @property
-    def quantized(self) -> dict[str, str]:
-        """Quantized layers: name → ``"dynamic"`` or ``"static"``; see ``cvt_kernels.quantize``."""
+    def quantized(self) -> list[str]:
+        """The names of the quantized layers; see ``cvt_kernels.quantize``."""
         return quantized_layers(self.tensors)
 
     @property

@@ -1,7 +1,7 @@
 """Quantized layers, in checkpoints and as modules.
 
 Their tensors describe them: ``LAYER.qweight`` has 8-bit values and ``LAYER.weight_scale`` has a scale per
-output; ``LAYER.input_scale`` is there if all inputs have one scale.
+output.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from cvt_kernels.records import LIMITS
 from .reading import is_plain
 
 _OF_IMAGES = "stage0.patch_embed.proj"
-_WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".qweight", ".weight_scale", ".input_scale"
+_WEIGHT, _WEIGHT_SCALE = ".qweight", ".weight_scale"
 
 
-def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns the quantized layers: name → ``"dynamic"`` or ``"static"``."""
-    names = [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
-    return {name: "static" if name + _INPUT_SCALE in tensors else "dynamic" for name in names}
+def quantized_layers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of the quantized layers."""
+    return [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
 
 
 def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
@@ -36,10 +35,7 @@ def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
         if reason is None and scale is None:
             reason = f"is of {dtype_name(weight.dtype)}, but there is no {layer}{_WEIGHT_SCALE}"
         if reason is None and scale is not None:
-            name, reason = layer + _WEIGHT_SCALE, _why_no_scale(scale, weight.shape[:1], least=0.0)
-        if reason is None and layer + _INPUT_SCALE in tensors:
-            name, least = layer + _INPUT_SCALE, torch.finfo(torch.float32).tiny
-            reason = _why_no_scale(tensors[name], torch.Size(), least)
+            name, reason = layer + _WEIGHT_SCALE, _why_no_scale(scale, weight.shape[:1])
         if reason is not None:
             return f"{name}: {reason}"
     return None
@@ -54,12 +50,12 @@ def _why_no_weight(weight: Tensor) -> str | None:
     return None if _is_within(weight, limit) else f"has a number that is not from -{limit:g} to {limit:g}"
 
 
-def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
+def _why_no_scale(scale: Tensor, shape: torch.Size) -> str | None:
     if scale.dtype != torch.float32 or scale.shape != shape or not is_plain(scale):
         got = f"{tuple(scale.shape)} of {dtype_name(scale.dtype)}"
         return f"got {got}, expected {tuple(shape)} of float32"
-    if not ((scale >= least) & scale.isfinite()).all():
-        return f"has other scales, expected finite ones {'above' if least else 'of at least'} 0"
+    if not ((scale >= 0) & scale.isfinite()).all():
+        return "has other scales, expected finite ones of at least 0"
     return None
 
 
@@ -82,11 +78,11 @@ def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         ValueError: Such a layer is neither a linear layer nor the embedding of a stage.
     """
     modules = dict(model.named_modules())
-    for layer, scheme in quantized_layers(tensors).items():
+    for layer in quantized_layers(tensors):
         if layer not in modules:
             continue
         module, dtype = modules[layer], tensors[layer + _WEIGHT].dtype
-        made = _quantized_like(module, static=scheme == "static", dtype=dtype)
+        made = _quantized_like(module, dtype=dtype)
         if made is None or not layer.startswith("stage") or layer == _OF_IMAGES:
             raise ValueError(f"{layer}{_WEIGHT}: is of {dtype_name(dtype)}, where no layer has such")
         parent, _, name = layer.rpartition(".")

@@ -273,17 +273,11 @@ class Maker:
             rows[rows == tokens] = -1
         return rows
 
-    def quantized(
-        self, outputs: int, inputs: int, dtype: torch.dtype, scale: Tensor | None
-    ) -> QuantizedLinear:
+    def quantized(self, outputs: int, inputs: int, dtype: torch.dtype) -> QuantizedLinear:
         """Returns a linear layer of 8-bit numbers."""
         weight = self._randn(outputs, inputs).float() * inputs**-0.5
         values, scales = reference.quantize_rows(weight, dtype=dtype)
-        return QuantizedLinear(values, scales.flatten(), self.optional(outputs), scale)
-
-    def row_scale(self) -> Tensor | None:
-        """Returns the scale of all rows that are quantized, or None."""
-        return None if self.one_scale == "none" else torch.tensor(float(self.one_scale))
+        return QuantizedLinear(values, scales.flatten(), self.optional(outputs))
 
     def integers(self, most: int, *shape: int) -> Tensor:
         """Returns random integers of at least 0 and less than ``most``."""

@@ -94,8 +94,7 @@ def add_and_normalize_for(
     if differ or modes.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
         return add_and_normalize(norm, branch, stream)
     stream = branch + stream
-    settings: dict[str, Any] = {"scale": layer.input_scale, "dtype": layer.weight.dtype}
-    return stream, layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, **settings)
+    return stream, layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, dtype=layer.weight.dtype)
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:

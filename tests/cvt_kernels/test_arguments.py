@@ -83,7 +83,6 @@ QUANTIZED = {
     "weight": tensor((C,), (C, 3)),
     "weight_scale": tensor((3,), ()),
     "bias": optional(tensor((3,), ())),
-    "input_scale": optional(tensor((3,))),
 }
 DEPTHWISE = {"weight": tensor((C, 1, 3, 2), (C, 3, 3)), "bias": optional(tensor((3,), ()))}
 REDUCTION = {
@@ -302,7 +301,6 @@ OPERATORS = {
         "in_features": (lambda: 2, integer()),
         "out_features": (lambda: 3, integer()),
         "bias": (lambda: True, flag()),
-        "static": (lambda: False, flag()),
         "dtype": (lambda: torch.int8, dtype()),
     },
 }
@@ -318,7 +316,7 @@ CALLS |= {
     "linear_int8 of rows": Call(
         lambda: {
             "x": ck.quantize_rows(randn(T, C)),
-            **quantized_layer()._replace(input_scale=None)._asdict(),
+            **quantized_layer()._asdict(),
         },
         {"x": also_named(parts(QUANTIZED_ROWS), "scales", "weight")},
         ck.linear_int8,
@@ -329,9 +327,8 @@ CALLS |= {
         ck.transformer_block,
     ),
     "LinearInt8.from_float": Call(
-        lambda: {"linear": nn.Linear(2, 2), "input_scale": None, "dtype": torch.int8},
-        {"linear": of_values("a", 3, nn.Linear, nn.Conv2d(2, 2, 1)), "input_scale": optional(positive())}
-        | {"dtype": dtype()},
+        lambda: {"linear": nn.Linear(2, 2), "dtype": torch.int8},
+        {"linear": of_values("a", 3, nn.Linear, nn.Conv2d(2, 2, 1)), "dtype": dtype()},
         ck.LinearInt8.from_float,
     ),
     "tune": Call(

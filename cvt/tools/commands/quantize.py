@@ -41,7 +41,6 @@ from .smaller import SUFFIX, accuracy, card_of, evaluated, settings, size_of, ta
 if TYPE_CHECKING:
     from ..datasets import Batches
 
-_SCHEMES = ("dynamic", "static")
 _ROUNDING = 1e-9  # of differences of fractions
 
 
@@ -51,13 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_calibrate_argument(parser, required=True)
     parser.add_argument(
         "--output", type=output_path, required=True, metavar="FILE", help=f"{SUFFIX} file to write"
-    )
-    parser.add_argument(
-        "--scheme",
-        choices=_SCHEMES,
-        default="dynamic",
-        help="activation scales: per token at run time (dynamic, the default), or one calibrated per layer "
-        "(static)",
     )
     parser.add_argument(
         "--keep-float",
@@ -124,7 +116,6 @@ def _quantize(arguments: argparse.Namespace) -> None:
         report = ck.quantize(
             model,
             images,
-            scheme=arguments.scheme,
             keep_float=arguments.keep_float,
             embeddings=arguments.embeddings,
             progress=True,
@@ -178,7 +169,7 @@ class _Measurements:
         self._report, self._card, self._path, self._batches = report, card, path, batches
         unmeasured = [row for row in report if row.sqnr is None]
         rows = [*report.worst(), *unmeasured]
-        self._order = [row.path for row in rows if row.scheme != "float"]
+        self._order = [row.path for row in rows if row.weight != "float"]
 
     def within(self, least: float) -> tuple[QuantizationReport, Evaluation]:
         """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``.
@@ -209,9 +200,7 @@ class _Measurements:
 
     def _write(self, count: int) -> None:
         kept = {
-            f"{path}.{name}"
-            for path in self._order[:count]
-            for name in ("weight", "qweight", "weight_scale", "input_scale")
+            f"{path}.{name}" for path in self._order[:count] for name in ("weight", "qweight", "weight_scale")
         }
         tensors = {name: t for name, t in self._quantized.items() if name not in kept}
         tensors |= {name: t for name, t in self._original.items() if name in kept}
@@ -222,7 +211,7 @@ class _Measurements:
         kept = self._order[:count]
         reason = "is kept, since it loses more than others, for the sake of top-1"
         return QuantizationReport(
-            row._replace(scheme="float", reason=reason) if row.path in kept else row for row in self._report
+            row._replace(weight="float", reason=reason) if row.path in kept else row for row in self._report
         )
 
 

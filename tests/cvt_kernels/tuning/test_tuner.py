@@ -460,11 +460,10 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("one_scale", ["none", "0.05"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
-def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype, one_scale):
-    expected = expected_of_integers(operator, to=dtype, one_scale=one_scale, leading="tokens", rows=40)
+def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype):
+    expected = expected_of_integers(operator, to=dtype, leading="tokens", rows=40)
     for name, (make, is_right) in ROWS.items():
         if name != "truncated" or dtype == "int8":  # of others a step is not 1
             flaw = check(make(operator), expected).flaw
@@ -475,7 +474,7 @@ def test_rows_of_integers_that_lie_at_ties():
     """Halves of integers: all but the last bit of a product decides on them."""
     x = torch.randint(-254, 255, (40, 64)) / 2
     x[:, 0] = 127
-    expected = tuner.task_of("quantize_rows", x, scale=None, dtype=torch.int8).expected()
+    expected = tuner.task_of("quantize_rows", x, dtype=torch.int8).expected()
     assert check(reference.quantize_rows, expected).flaw is None
 
     def upwards(x, **settings):
@@ -485,9 +484,9 @@ def test_rows_of_integers_that_lie_at_ties():
     assert check(upwards, expected).flaw is None  # the nearest as well
 
 
-def _with_truncated_input(x, weight, *args, x_scales, input_scale, **settings):
+def _with_truncated_input(x, weight, *args, x_scales, **settings):
     if x_scales is None:
-        wide = reference.quantize_rows(x.double(), scale=input_scale)
+        wide = reference.quantize_rows(x.double())
         x, x_scales = wide.values.trunc().to(torch.int8), wide.scales.float()
     return reference.linear_int8(x, weight, *args, x_scales=x_scales, **settings)
 
@@ -498,16 +497,14 @@ def _without_a_row(x, weight, *args, **settings):
     return reference.linear_int8(x, weight, *args, **settings)
 
 
-def _dequantized(x, weight, scale, bias, *, x_scales, input_scale, approximate, residual, dtype):
+def _dequantized(x, weight, scale, bias, *, x_scales, approximate, residual, dtype):
     rows = x if x_scales is None else x * x_scales
-    if input_scale is not None:
-        rows = rows.clamp(-127 * input_scale, 127 * input_scale)
     product = nn.functional.linear(rows.float(), weight.float() * scale[:, None], bias.float())
     return (reference.gelu(product, approximate=approximate) + residual).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [{"one_scale": "none"}, {"one_scale": "0.05"}, {"rounded": True}], ids=str)
+@pytest.mark.parametrize("rows", [{"rounded": False}, {"rounded": True}], ids=str)
 def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
     expected = expected_of_integers(
         "linear_int8", dtype=dtype, added=True, approximate="tanh", leading="tokens", rows=20, **rows
@@ -515,7 +512,7 @@ def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
     for right in (reference.linear_int8, _dequantized):
         assert check(right, expected).flaw is None
     wrong = [_without_a_row, lambda *args, **settings: torch.empty_like(settings["residual"])]
-    if "rounded" not in rows and dtype == "float32":
+    if not rows["rounded"] and dtype == "float32":
         wrong.append(_with_truncated_input)
     for kernel in wrong:
         assert "wrong: output is off by" in check(kernel, expected).flaw

@@ -110,18 +110,15 @@ def check_images_apart(arguments, atol):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
 
 
-def quantized(layer, scale=None, dtype=torch.int8):
+def quantized(layer, dtype=torch.int8):
     values, scales = reference.quantize_rows(layer.weight, dtype=dtype)
-    scale = None if scale is None else torch.tensor(scale)
-    return ck.QuantizedLinear(values, scales.flatten(), layer.bias, scale)
+    return ck.QuantizedLinear(values, scales.flatten(), layer.bias)
 
 
-def with_quantized(arguments, which=range(6), scale=None, dtype=torch.int8):
+def with_quantized(arguments, which=range(6), dtype=torch.int8):
     """Returns the arguments of a call with some of the six layers quantized."""
     x, grid, block = arguments
-    layers = [
-        quantized(layer, scale, dtype) if i in which else layer for i, layer in enumerate(block.layers())
-    ]
+    layers = [quantized(layer, dtype) if i in which else layer for i, layer in enumerate(block.layers())]
     linears, (proj, fc1, fc2) = tuple(layers[:3]), layers[3:]
     return x, grid, block._replace(linears=linears, proj=proj, fc1=fc1, fc2=fc2)
 

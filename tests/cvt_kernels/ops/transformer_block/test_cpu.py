@@ -21,9 +21,9 @@ for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16
         )
 """,
     "quantized": """
-for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
+for which in (range(6), (0, 3, 5), (1, 4)):
     arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
-    x, *_ = arguments = with_quantized(arguments, which, scale)
+    x, *_ = arguments = with_quantized(arguments, which)
     same = reference.transformer_block(*arguments)
     assert decibels(same - x, call("cpu", arguments) - x) > 40  # a number close to a tie leaves 49 and more
     check_images_apart(arguments, 1.0)
@@ -144,7 +144,7 @@ def test_the_operators_check_what_they_are_given():
     vectors = [*block.norm1[:2], *block.norm2[:2], *(layer.bias for layer in block.layers())]
     right = {
         "x": x, "height": 6, "width": 5, "packed": packed, "reduction": [], "conv": None, "vectors": vectors,
-        "widths": [24, 72, 3], "weight_scales": [torch.ones(0)] * 6, "input_scales": [0.0] * 6,
+        "widths": [24, 72, 3], "weight_scales": [torch.ones(0)] * 6,
         "eps": [1e-5, 1e-5], "scale": 1.0, "activation": "none",
     }  # fmt: skip
     assert ops.pyramid_block_packed(*right.values()).shape == x.shape
@@ -158,7 +158,6 @@ def test_the_operators_check_what_they_are_given():
         ("reduction", [packed[0]], "vectors: got 10 of them, expected 13"),
         ("weight_scales", [torch.ones(0)] * 5, "weight_scales: got 5 of them, expected 6"),
         ("weight_scales", [torch.ones(24)] * 6, "packed: got .*, expected a weight that pack_linear_int8"),
-        ("input_scales", [0.0] * 7, "input_scales: got 7 of them, expected 6"),
         ("conv", torch.ones(3), "conv: got .*, expected a convolution"),
         ("activation", "fast", "activation: got 'fast', expected none, tanh or quick"),
     ):

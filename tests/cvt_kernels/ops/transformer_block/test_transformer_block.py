@@ -116,11 +116,11 @@ def test_some_tokens_without_convolutions(backend, inplace):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized", "one scale"])
+@pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized"])
 def test_every_backend_passes_its_accuracy_check(kind, inplace):
     x, grid, block = pyramid() if kind == "pyramid" else make(class_tokens=1)
-    if kind in ("quantized", "one scale"):
-        _, _, block = with_quantized((x, grid, block), scale=0.1 if kind == "one scale" else None)
+    if kind == "quantized":
+        _, _, block = with_quantized((x, grid, block))
     settings = {"rows": some_rows(x, grid, 9), "scores": "cls"} if kind == "rows" else {}
     x[:] = 1.0  # which the tuning replaces by random numbers, and not the rows
     given = x.clone()
@@ -184,8 +184,7 @@ KINDS = {
     "pyramid": pyramid, "hidden": lambda: pyramid(hidden=48), "ratio": lambda: pyramid(ratio=3),
     "ratio of 1": lambda: pyramid(ratio=1), "no reduction": lambda: pyramid(ratio=0),
     "no convolution": lambda: pyramid(convolves=False),
-    "quantized": lambda: with_quantized(make()), "scale": lambda: with_quantized(make(), scale=1.0),
-    "fc2": lambda: with_quantized(make(), (5,)), "scale of fc2": lambda: with_quantized(make(), (5,), 1.0),
+    "quantized": lambda: with_quantized(make()), "fc2": lambda: with_quantized(make(), (5,)),
     "fc1": lambda: with_quantized(make(), (4,)),
 }  # fmt: skip
 
@@ -205,7 +204,7 @@ def test_kinds_of_calls():
         "3 heads of 8, 72 hidden, with a convolution"
     )
     assert asked["quantized", False] == asked["usual", False] + ", int8 in q k v proj fc1 fc2"
-    assert asked["scale of fc2", False] == asked["usual", False] + ", int8 with one scale in fc2"
+    assert asked["fc2", False] == asked["usual", False] + ", int8 in fc2"
 
 
 def test_kinds_of_calls_of_some_tokens():
