@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends
+from cvt_kernels import backends, records
 from cvt_kernels.cards import card_of, make
+from cvt_kernels.ops.transformer_block import transformer_block
+from cvt_kernels.records import DepthwiseConv, Linear, Norm, QuantizedLinear, Reduction, TransformerBlock
 from tests.arguments import (
     Call,
     also_named,
@@ -130,27 +132,27 @@ def conv():
 
 
 def norm():
-    return ck.Norm(randn(C), randn(C))
+    return Norm(randn(C), randn(C))
 
 
 def layer(outputs=C, inputs=C):
-    return ck.Linear(randn(outputs, inputs), randn(outputs))
+    return Linear(randn(outputs, inputs), randn(outputs))
 
 
 def quantized_layer():
-    return ck.QuantizedLinear(torch.ones(C, C, dtype=torch.int8), torch.ones(C), randn(C), torch.tensor(0.1))
+    return QuantizedLinear(torch.ones(C, C, dtype=torch.int8), torch.ones(C), randn(C))
 
 
 def block():
     linears = layer(), layer(), quantized_layer()
     convs = conv(), conv(), conv()
-    return ck.TransformerBlock(norm(), convs, linears, HEADS, 0.5, layer(), norm(), layer(), "none", layer())
+    return TransformerBlock(norm(), convs, linears, HEADS, 0.5, layer(), norm(), layer(), "none", layer())
 
 
 def pyramid():
-    reduction = ck.Reduction(randn(C, C, 2, 2), randn(C), norm())
-    conv = ck.DepthwiseConv(randn(C, 1, 3, 3), randn(C))
-    return ck.TransformerBlock(
+    reduction = Reduction(randn(C, C, 2, 2), randn(C), norm())
+    conv = DepthwiseConv(randn(C, 1, 3, 3), randn(C))
+    return TransformerBlock(
         norm(), reduction, (layer(),) * 3, HEADS, 0.5, layer(), norm(), layer(), "none", layer(), conv
     )
 
@@ -195,6 +197,11 @@ ATTENTION = {
 BLOCKS = TOKENS | {"grid": (lambda: GRID, grid((3, 3), [H, W]))}
 
 
+def public(name):
+    """Returns a public function, or an operator that is none."""
+    return getattr(ck, name, None) or backends.operators[name].public
+
+
 def call_of(function, **others):
     """Returns a good call of a function, with the usual arguments and others by their names."""
     given = {name: (USUAL | others)[name] for name in names_of(function)}
@@ -217,12 +224,12 @@ def call_by_card(operator):
 
     for example in card_of(operator).examples.values():
         usual |= example if missing(usual | example) < missing(usual) else {}
-    hints, good = get_type_hints(getattr(ck, operator)), arguments(usual)
+    hints, good = get_type_hints(public(operator)), arguments(usual)
     kinds = {
         name: SPECIAL.get(name) or of_type(hints[name], value, wrong_of(operator, name, value), first=not i)
         for i, (name, value) in enumerate(good.items())
     }
-    return Call(lambda: arguments(usual), kinds, getattr(ck, operator))
+    return Call(lambda: arguments(usual), kinds, public(operator))
 
 
 def wrong_of(operator, name, value):
@@ -273,7 +280,6 @@ OPERATORS = {
     "merge_convolutions": {"convs": (USUAL["convs"][0], also_named(USUAL["convs"][1], "bn_weight"))},
     "quantize": {
         "calibration": (lambda: None, optional(of_values(3, True, [], ["a"], torch.ones(2)))),
-        "scheme": (lambda: "dynamic", choice()),
         "keep_float": (lambda: (), strings()),
         "min_sqnr": (lambda: 20.0, number()),
         "embeddings": (lambda: False, flag()),
@@ -305,7 +311,7 @@ OPERATORS = {
     },
 }
 
-CALLS = {name: call_of(getattr(ck, name), **others) for name, others in OPERATORS.items()}
+CALLS = {name: call_of(public(name), **others) for name, others in OPERATORS.items()}
 CALLS |= {name: call_by_card(name) for name in backends.operators if name not in OPERATORS}
 CALLS |= {
     "conv_projection in training": Call(
@@ -324,7 +330,7 @@ CALLS |= {
     "transformer_block of SegFormer": Call(
         lambda: {"x": randn(B, T, C), "grid": GRID, "block": pyramid(), "inplace": False},
         {name: kind for name, (_, kind) in BLOCKS.items()} | {"block": parts(PYRAMID), "inplace": flag()},
-        ck.transformer_block,
+        transformer_block,
     ),
     "LinearInt8.from_float": Call(
         lambda: {"linear": nn.Linear(2, 2), "dtype": torch.int8},
@@ -351,10 +357,10 @@ OTHERS += ["register_layers", "release_memory", "use_backend"]
 
 def test_every_public_name_and_argument_has_an_entry():
     assert {*ck.__all__} <= {*CALLS, *FIELDS, *OTHERS}
-    for name in {*ck.__all__} & {*FIELDS}:
-        assert getattr(ck, name)._fields == tuple(FIELDS[name]), name
-    for name in {*ck.__all__} & {*CALLS}:
-        assert sorted(CALLS[name].kinds) == sorted(names_of(getattr(ck, name))), name
+    for name in FIELDS:
+        assert getattr(records, name)._fields == tuple(FIELDS[name]), name
+    for name in {*ck.__all__, *backends.operators} & {*CALLS}:
+        assert sorted(CALLS[name].kinds) == sorted(names_of(public(name))), name
     for name in OTHERS:
         assert not inspect.isfunction(getattr(ck, name)) or not names_of(getattr(ck, name)), name
 

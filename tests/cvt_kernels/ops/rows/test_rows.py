@@ -5,6 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
+from cvt_kernels.ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from cvt_kernels.tuning import tuner
 from tests.checks import CPU_KERNELS
 
@@ -29,9 +30,9 @@ def values(**options):
 def test_values_are_those_of_a_loop(backend):
     x, added, branch, weight, bias = tokens(), values(), values(), randn(CHANNELS), randn(CHANNELS)
     with ck.use_backend(backend), torch.no_grad():
-        out = ck.gather_rows(x, ROWS)
-        h, y = ck.gather_add_layer_norm(x, ROWS, branch, weight, bias, eps=0.1)
-        put, alone = ck.scatter_rows(x, ROWS, added, branch), ck.scatter_rows(x, ROWS, added)
+        out = gather_rows(x, ROWS)
+        h, y = gather_add_layer_norm(x, ROWS, branch, weight, bias, eps=0.1)
+        put, alone = scatter_rows(x, ROWS, added, branch), scatter_rows(x, ROWS, added)
     expected, expected_alone = x.clone(), x.clone()
     for image in range(BATCH):
         for k, token in enumerate(ROWS[image].tolist()):
@@ -54,8 +55,8 @@ def test_tokens_of_any_strides_are_read(backend):
     rows = torch.stack([ROWS, ROWS], 2)[..., 0]
     for x in views:
         with ck.use_backend(backend):
-            out = ck.gather_rows(x, rows), ck.scatter_rows(x, rows, added)
-            normalized = ck.gather_add_layer_norm(x, rows, added)
+            out = gather_rows(x, rows), scatter_rows(x, rows, added)
+            normalized = gather_add_layer_norm(x, rows, added)
         assert torch.equal(out[0], reference.gather_rows(x, ROWS))
         assert torch.equal(out[1], reference.scatter_rows(x, ROWS, added))
         torch.testing.assert_close(normalized, reference.gather_add_layer_norm(x, ROWS, added))
@@ -69,10 +70,10 @@ X, ADDED, BRANCH = torch.ones(2, 7, 6), torch.ones(2, 4, 6), torch.ones(2, 4, 6)
 def test_dtypes_may_differ_under_autocast(backend, dtype):
     x, branch, weight = tokens(), values().to(dtype), randn(CHANNELS)
     calls = {
-        "sum": lambda: ck.gather_add_layer_norm(x, ROWS, branch, weight),
-        "narrow": lambda: ck.gather_add_layer_norm(x, ROWS, branch, weight, dtype=dtype),
-        "put": lambda: (ck.scatter_rows(x, ROWS, branch, branch), ck.scatter_rows(x, ROWS, values(), branch)),
-        "16 bits": lambda: (ck.scatter_rows(x.to(dtype), ROWS, values(), branch), ck.gather_rows(x, ROWS)),
+        "sum": lambda: gather_add_layer_norm(x, ROWS, branch, weight),
+        "narrow": lambda: gather_add_layer_norm(x, ROWS, branch, weight, dtype=dtype),
+        "put": lambda: (scatter_rows(x, ROWS, branch, branch), scatter_rows(x, ROWS, values(), branch)),
+        "16 bits": lambda: (scatter_rows(x.to(dtype), ROWS, values(), branch), gather_rows(x, ROWS)),
     }
     for name, call in calls.items():
         results = []
@@ -90,8 +91,8 @@ def test_dtypes_may_differ_under_autocast(backend, dtype):
 def test_torch_compile_writes_in_place(backend):
     def run(x, rows, added):
         y = x * 2
-        ck.scatter_rows(y, rows, added, inplace=True)
-        return ck.scatter_rows(y + 1, rows, added, added, inplace=True), y
+        scatter_rows(y, rows, added, inplace=True)
+        return scatter_rows(y + 1, rows, added, added, inplace=True), y
 
     x, added = tokens(), values()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -120,7 +121,7 @@ def test_tokens_that_x_does_not_have(backend, row):
     rows = ROWS.clone()
     rows[1, 2] = row
     with ck.use_backend(backend), pytest.raises(ValueError, match=f"rows: got {row}, expected the tokens 0"):
-        ck.scatter_rows(tokens(), rows, values())
+        scatter_rows(tokens(), rows, values())
 
 
 def test_values_in_the_memory_of_x_are_refused_in_place():
@@ -128,5 +129,5 @@ def test_values_in_the_memory_of_x_are_refused_in_place():
     before = x.clone()
     for name, given in (("values", (x[:, :COUNT], None)), ("branch", (values(), x[:, 1 : 1 + COUNT]))):
         with pytest.raises(ValueError, match=f"{name}: shares memory with x"), torch.no_grad():
-            ck.scatter_rows(x, ROWS, *given, inplace=True)
+            scatter_rows(x, ROWS, *given, inplace=True)
     assert torch.equal(x, before)

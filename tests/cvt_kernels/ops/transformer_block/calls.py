@@ -6,6 +6,8 @@ from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import reference
+from cvt_kernels.ops.transformer_block import transformer_block
+from cvt_kernels.records import DepthwiseConv, Linear, Norm, QuantizedLinear, Reduction, TransformerBlock
 from tests.checks import assert_accurate
 from tests.cvt_kernels.test_reference import random_conv
 
@@ -33,21 +35,21 @@ def make(
         return (torch.randn(shape) * scale).to(dtype)
 
     def linear(outputs, inputs):
-        return ck.Linear(randn(outputs, inputs, scale=inputs**-0.5), randn(outputs) if bias else None)
+        return Linear(randn(outputs, inputs, scale=inputs**-0.5), randn(outputs) if bias else None)
 
     def norm():
         if not bias:
-            return ck.Norm(None, None, 1e-3)
-        return ck.Norm(1 + randn(channels, scale=0.25), randn(channels), 1e-5)
+            return Norm(None, None, 1e-3)
+        return Norm(1 + randn(channels, scale=0.25), randn(channels), 1e-5)
 
     reduce = None
     if ratio is None:
         reduce = tuple(random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides)
     elif ratio:
         weight = randn(channels, channels, ratio, ratio, scale=channels**-0.5 / ratio)
-        reduce = ck.Reduction(weight, randn(channels) if bias else None, norm())
-    mix = ck.DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
-    block = ck.TransformerBlock(
+        reduce = Reduction(weight, randn(channels) if bias else None, norm())
+    mix = DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
+    block = TransformerBlock(
         norm1=norm(),
         reduce=reduce,
         linears=tuple(linear(width, channels) for _ in range(3)),
@@ -72,16 +74,16 @@ def in_float64(arguments):
     """Returns the arguments in float64; the scales of 8-bit numbers stay in float32, as operators expect."""
 
     def wide(leaf):
-        if isinstance(leaf, ck.QuantizedLinear):
+        if isinstance(leaf, QuantizedLinear):
             return leaf._replace(bias=wide(leaf.bias))
         return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(wide, arguments, is_leaf=lambda leaf: isinstance(leaf, ck.QuantizedLinear))
+    return pytree.tree_map(wide, arguments, is_leaf=lambda leaf: isinstance(leaf, QuantizedLinear))
 
 
 def call(backend, arguments, **settings):
     with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        return ck.transformer_block(*arguments, **settings)
+        return transformer_block(*arguments, **settings)
 
 
 def check(backend, arguments):
@@ -112,7 +114,7 @@ def check_images_apart(arguments, atol):
 
 def quantized(layer, dtype=torch.int8):
     values, scales = reference.quantize_rows(layer.weight, dtype=dtype)
-    return ck.QuantizedLinear(values, scales.flatten(), layer.bias)
+    return QuantizedLinear(values, scales.flatten(), layer.bias)
 
 
 def with_quantized(arguments, which=range(6), dtype=torch.int8):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels.ops.transformer_block import transformer_block
 from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
 from tests.cvt_kernels.ops.transformer_block.calls import call, make, pyramid, some_rows, with_quantized
 
@@ -119,19 +120,19 @@ def test_what_it_refuses(made):
     x, grid, block = made()
     with torch.no_grad(), ck.use_backend("cpu"):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):
-            ck.transformer_block(x, grid, block)
+            transformer_block(x, grid, block)
         for arguments, reason in (
             ((x.as_subclass(Subclass), grid, block), "packs plain tensors only"),
             (made(dtype=torch.float64), "serves float32, bfloat16 and float16"),
             (made(channels=260, heads=1), "heads have 260 channels, more than 256"),
         ):
             with pytest.raises(ck.BackendUnavailable, match=reason):
-                ck.transformer_block(*arguments)
+                transformer_block(*arguments)
 
 
 @needs_extension
 def test_torch_compile_is_refused():
-    compiled = torch.compile(ck.transformer_block, backend="eager")
+    compiled = torch.compile(transformer_block, backend="eager")
     with torch.no_grad(), ck.use_backend("cpu"), pytest.raises(Exception, match=r"is not for torch\.compile"):
         compiled(*make())
 

@@ -5,6 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
+from cvt_kernels.ops.transformer_block import transformer_block
 from tests.checks import assert_accurate, needs_extension, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
@@ -158,6 +159,6 @@ def test_changed_layers_are_packed_anew(made, layer, field):
 def test_compiled():
     torch.compiler.reset()
     arguments = far_from_ties(lambda: with_quantized(make(), (0, 3, 4)), least=100)
-    compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
     assert decibels(reference.transformer_block(*arguments), compiled(*arguments)) > 80
     torch.compiler.reset()

@@ -7,6 +7,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, choose, reference
+from cvt_kernels.ops.transformer_block import transformer_block
+from cvt_kernels.records import Linear
 from cvt_kernels.tuning import tuner
 from tests.cvt_kernels.ops.transformer_block.calls import (
     BACKENDS,
@@ -225,9 +227,9 @@ SETTINGS = {
     "scale": lambda block: block._replace(scale=0.5),
     "norm1": lambda block: block._replace(norm1=block.norm1._replace(eps=1.0)),
     "norm2": lambda block: block._replace(norm2=block.norm2._replace(eps=1.0)),
-    "bias": lambda block: block._replace(proj=ck.Linear(block.proj.weight, None)),
+    "bias": lambda block: block._replace(proj=Linear(block.proj.weight, None)),
     "hidden": lambda block: block._replace(
-        fc1=ck.Linear(block.fc1.weight[:24]), fc2=ck.Linear(block.proj.weight), mix=None
+        fc1=Linear(block.fc1.weight[:24]), fc2=Linear(block.proj.weight), mix=None
     ),
 }
 OF_CONVOLUTIONS = SETTINGS | {
@@ -290,7 +292,7 @@ ROWS = torch.tensor([[0], [1]])
         (CONVOLUTIONAL, {"reduce": (CONVS[0], *CONVS[:2])}, {}, "got 4×5 keys and 2×3 values"),
         (CONVOLUTIONAL, {"reduce": ()}, {}, "block.reduce: got 0"),
         (CONVOLUTIONAL, {"linears": LAYERS[:2]}, {}, "block.linears: got 2"),
-        (CONVOLUTIONAL, {"linears": (ck.Linear(torch.ones(30, 24)), *LAYERS[1:])}, {}, "got 30, 24 and 24"),
+        (CONVOLUTIONAL, {"linears": (Linear(torch.ones(30, 24)), *LAYERS[1:])}, {}, "got 30, 24 and 24"),
         (CONVOLUTIONAL, {"reduce": (TRAINED, *CONVS[1:])}, {}, r"reduce\[0\].running_mean: got None"),
         (CONVOLUTIONAL, {"num_heads": 5}, {}, "block.num_heads: got 5, expected a divisor of 24"),
         (CONVOLUTIONAL, {}, {"rows": torch.arange(21).expand(2, 21) - 1}, r"rows: .* \(2, 1 to 20\)"),
@@ -303,10 +305,10 @@ ROWS = torch.tensor([[0], [1]])
 def test_parts_that_do_not_fit_together(arguments, changes, settings, message):
     x, grid, block = arguments
     with pytest.raises(ValueError, match=message), torch.no_grad():
-        ck.transformer_block(x, grid, block._replace(**changes), **settings)
+        transformer_block(x, grid, block._replace(**changes), **settings)
 
 
 def test_quantized_layers_have_no_gradients():
     x, grid, block = with_quantized(make(), (5,))
     with pytest.raises(ValueError, match="x: a gradient is wanted, expected none"):
-        ck.transformer_block(x.requires_grad_(), grid, block)
+        transformer_block(x.requires_grad_(), grid, block)
