@@ -164,11 +164,6 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
         kernel[grid](**arguments, **options)
 
 
-def is_taken() -> bool:
-    """Returns whether a hook gets this thread's launches."""
-    return interception is not None or _planning.take is not None
-
-
 _settled: set[int] = set()  # ids, since the hash of a kernel is made of its key
 
 

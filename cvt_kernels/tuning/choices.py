@@ -277,10 +277,6 @@ def _text(file: Path) -> str:
     return content.decode("utf-8")
 
 
-def _open_at_once(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _why_not_trusted(status: os.stat_result) -> str | None:
     """Returns why users other than this process's and root may have written a file, or None."""
     if not hasattr(os, "geteuid"):  # Windows

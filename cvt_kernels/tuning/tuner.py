@@ -50,12 +50,8 @@ _CANCELS = 1e-6  # times the size of other numbers: the limit for a sum that is 
 _UNITS = 4  # in the last place, allowed in addition to a multiple of PyTorch's own error
 _UNITS_OF_FLOAT64 = 1000  # for results in float64, where PyTorch, being the reference itself, has no error
 _NEAR_OF_8_BITS = 0.1  # times the largest exact value: the largest error that rounding to 8 bits may make
-_SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
-#: (rounds, seconds, factor): after these rounds, a candidate has lost if it took at least these seconds and
-#: this many times as long as another one. An interruption can multiply the time of short runs only.
-_CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
+_SECONDS, _FEWEST, _MOST = 0.1, 5, 40  # how long to time the candidates of a call, and in how many rounds
 _REPLAYED, _CALLS = 0.01, 200  # seconds that the calls of a CUDA graph take without it, and their number
-_ENOUGH = 5  # rounds after which a candidate has lost unless it wins against the default
 
 Function = Callable[..., Any]
 
@@ -693,13 +689,9 @@ _FILLED = {
 
 
 def time_in_turns(
-    candidates: Mapping[str, Function],
-    call: Call,
-    measurements: Mapping[str, Measurement],
-    default: str | None = None,
-    margin: float = MARGIN,
+    candidates: Mapping[str, Function], call: Call, measurements: Mapping[str, Measurement]
 ) -> dict[str, Measurement]:
-    """Times candidates that passed, in turns with a cold L2, each until it has clearly lost.
+    """Times candidates that passed, in turns with a cold L2.
 
     On a GPU all of them are timed in CUDA graphs, or if one cannot be captured, none. A candidate whose
     results before and after the timing have other bits has a race, which a single check rarely shows.
@@ -725,17 +717,11 @@ def time_in_turns(
             results[name] = measurements[name]._replace(flaw=_flaw_of(error))
     names = list(runners)
     graphs = _replays(list(runners.values()), call)
-    index = names.index(default) if default in names else None
     measured = clock.cold_seconds_in_turns(
-        graphs or list(runners.values()),
-        call.device,
-        _SECONDS,
-        fewest=_FEWEST,
-        most=_MOST,
-        losers=functools.partial(_losers, default=index, margin=margin),
+        graphs or list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
     )
     for name, times in zip(names, measured, strict=True):
-        results[name] = measurements[name]._replace(seconds=min(times.device, default=None))
+        results[name] = measurements[name]._replace(seconds=min(times))
         if not all(map(_same_bits, first[name], _numbers_of(candidates[name], kept))):
             results[name] = results[name]._replace(flaw=RACES)
     clock.release_memory(call.device)
@@ -771,23 +757,6 @@ def _replays(runners: list[Callable[..., Any]], call: Call) -> list[clock.Replay
     return clock.replays(
         [[functools.partial(run, copies[i % len(copies)]) for i in range(calls)] for run in runners]
     )
-
-
-def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None, margin: float = MARGIN) -> list[int]:
-    """Returns the candidates that have lost against another one, after equally many rounds.
-
-    It compares the fastest runs, as :func:`fastest` does: other work on the machine only makes runs slower.
-    """
-    rounds = len(next(iter(timed.values())).device)
-    best = {i: min(times.device) for i, times in timed.items()}
-
-    def has_lost_to(i: int, other: int) -> bool:
-        if other == default and rounds >= _ENOUGH and best[i] > best[other] / margin:
-            return True
-        clear = (factor for least, seconds, factor in _CLEAR if rounds >= least and best[i] >= seconds)
-        return any(best[i] > factor * best[other] for factor in clear)
-
-    return [i for i in timed if any(has_lost_to(i, other) for other in timed if other != i)]
 
 
 def runner_of(function: Function, call: Call) -> Callable[..., Any]:

@@ -270,9 +270,7 @@ class _Server:
     def time(self, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
         functions = {name: self._task.candidates[name] for name in measurements}
         with self._undisturbed():
-            return tuner.time_in_turns(
-                functions, self._task.timed, measurements, self._task.default, self._task.margin
-            )
+            return tuner.time_in_turns(functions, self._task.timed, measurements)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:

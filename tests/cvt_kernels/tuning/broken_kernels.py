@@ -89,7 +89,7 @@ KERNELS = (
 )  # fmt: skip
 
 
-def gelu(x, *, approximate):
+def gelu(x, bias=None, *, approximate):
     return KERNELS[x.shape[-1]](x)
 
 
@@ -104,7 +104,7 @@ def register_reference_that_hangs():
 
 
 def _register_failing_kernel(error):
-    def function(x, *, approximate):
+    def function(x, bias=None, *, approximate):
         raise error
 
     backends.register("gelu", "triton", implementation("gelu", function))
