@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cvt_kernels.caller import stacklevel_of_caller
 from cvt_kernels.checks import check_path, shown
+from cvt_kernels.messages import stacklevel_of_caller
 from cvt_kernels.records import LIMITS
 from cvt_kernels.reference import resize_table
 

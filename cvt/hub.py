@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cvt_kernels.caller import stacklevel_of_caller
+from cvt_kernels.messages import stacklevel_of_caller
 
 from .extras import require
 from .huggingface import INDEX, WEIGHTS, CheckpointError, shards

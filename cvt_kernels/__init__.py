@@ -30,7 +30,7 @@ from .records import ConvBatchNorm, PositionBias, QuantizedRows
 
 if TYPE_CHECKING:
     from .acceleration.verify import verify
-    from .diagnosis import doctor
+    from .tuning.diagnosis import doctor
     from .tuning.run import tune
 
 __version__ = "0.1.0"
@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 # These are imported at first use: the import of the package would take a fifth longer with them.
-_AT_FIRST_USE = {"doctor": ".diagnosis", "tune": ".tuning.run", "verify": ".acceleration.verify"}
+_AT_FIRST_USE = {"doctor": ".tuning.diagnosis", "tune": ".tuning.run", "verify": ".acceleration.verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -28,9 +28,9 @@ from cvt.extras import require
 from cvt.huggingface import IMAGENET_MEAN, IMAGENET_STD
 from cvt.model import Attention, Block, CvT, Grid, Stage
 from cvt_kernels import checks
+from cvt_kernels.messages import printable
 from cvt_kernels.ops.rows import scatter_rows
 from cvt_kernels.ops.token_selection import interpolation, spread_keys
-from cvt_kernels.tables import printable
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
 _COLORS = ((0, 0, 0), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164))  # from dark to bright

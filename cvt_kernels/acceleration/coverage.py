@@ -19,7 +19,7 @@ from .. import backends
 from ..backends import Implementation
 from ..classes import is_fused
 from ..graphs import ungraphed
-from ..tables import aligned
+from ..messages import aligned
 from .blocks import BlockEntry
 from .freezable import find_stages
 from .freezing import is_frozen, is_serving, serves_on, why_not_served

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import modes
-from ..caller import stacklevel_of_caller
 from ..graphs import is_bound_by_host
+from ..messages import stacklevel_of_caller
 from ..ops.bound_steps import BoundSteps
 from ..ops.graph_operators import graph_operator
 from ..ops.weight_cache import is_fake, kept_on_gpu, note_read, stream_of

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..messages import aligned
 from ..ops.linear_int8 import check_format
 from ..ops.linear_int8.modules import QuantizedLayer, put_back, refuse_to_save, replace
-from ..tables import aligned
 from .calibration import sqnr_of_layers
 from .layers import Layer, find_layers, quantized
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..caller import stacklevel_of_caller
+from ..messages import stacklevel_of_caller
 from .key import digest, machine_key
 
 _SCHEMA, _VERSION = "cvt-kernels choices", 1

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import backends, caller, checks, choose, launching
+from .. import backends, checks, choose, launching, messages
 from ..backends import OURS, Record
 from . import accuracy, clock
 from .choices import FAILS_HERE, Entry, Measurement
@@ -178,7 +178,7 @@ def launches_of(operator: str, *args: Any, **kwargs: Any) -> list[launching.Laun
             with launching.rehearsed_launches(launches.append, chip):
                 rehearse(known[name].load().function, sample)
         except Exception as error:
-            if caller.is_foreign(error):
+            if messages.is_foreign(error):
                 raise
     return launches
 
@@ -393,7 +393,7 @@ def _run_guarded(function: Function, expected: Expected) -> Results | str:
             results = run(function, expected.sample.map(memory.copy), expected.douts)
             _wait_for_stream(expected.sample.device)
     except Exception as error:
-        if caller.is_foreign(error) or is_out_of_memory(error) or not is_usable(expected.sample.device):
+        if messages.is_foreign(error) or is_out_of_memory(error) or not is_usable(expected.sample.device):
             raise
         return _flaw_of(error)
     return WRITES_OUTSIDE if memory.is_overwritten() else results
@@ -711,7 +711,7 @@ def time_in_turns(
             runners[name]()
             _wait_for_stream(call.device)
         except Exception as error:
-            if caller.is_foreign(error) or is_out_of_memory(error) or not is_usable(call.device):
+            if messages.is_foreign(error) or is_out_of_memory(error) or not is_usable(call.device):
                 raise
             runners.pop(name, None)
             results[name] = measurements[name]._replace(flaw=_flaw_of(error))

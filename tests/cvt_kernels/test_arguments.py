@@ -10,7 +10,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, records
-from cvt_kernels.cards import card_of, make
+from cvt_kernels.ops.cards import card_of, make
 from cvt_kernels.ops.transformer_block import transformer_block
 from cvt_kernels.records import DepthwiseConv, Linear, Norm, QuantizedLinear, Reduction, TransformerBlock
 from tests.arguments import (

@@ -17,7 +17,7 @@ from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.config import CvTConfig
 from cvt.files import check_writable, filling, making, replacing
 from cvt.huggingface import BEST, CONFIGS, WEIGHTS
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
 from ..evaluation import Cost, Evaluation, cost

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from cvt.card import ModelCard
 from cvt.config import CvTConfig
 from cvt.huggingface import made_up_labels
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 
 from ..evaluation import Evaluation, evaluate
 from .common import LoadedModel

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from cvt_kernels.caller import stacklevel_of_caller
+from cvt_kernels.messages import stacklevel_of_caller
 
 LOCK = ".lock"
 # What is not meant to be the lock is neither followed nor waited for, where a system can do so.

@@ -1,10 +1,10 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ... import cards
+from .. import cards
 
 
 def _layer_norm(m: Any) -> Any:

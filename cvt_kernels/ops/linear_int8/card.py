@@ -1,4 +1,4 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ... import cards, reference
+from ... import reference
+from .. import cards
 
 _QUANTIZED = cards.FORWARD | cards.LEADING | {"to": ("int8", "float8_e4m3fn")}
 

@@ -1,4 +1,4 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ... import cards
 from ...records import DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
+from .. import cards
 from ..conv_projection.card import conv_batch_norm
 
 #: Of examples.

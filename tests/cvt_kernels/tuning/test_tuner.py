@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from cvt_kernels.cards import laid_out
+from cvt_kernels.ops.cards import laid_out
 from cvt_kernels.tuning import accuracy, clock, tuner
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of

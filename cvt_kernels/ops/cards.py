@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import backends, launching, reference
-from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
-from .tuning import tuner
+from .. import backends, launching, reference
+from ..records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
+from ..tuning import tuner
 
 
 class Card(NamedTuple):
@@ -186,7 +186,7 @@ def call_public(operator: str, call: backends.Record) -> Any:
     if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
         arguments["x"] = QuantizedRows(call.x, scales)
     declared: Any = backends.operators[operator]
-    return getattr(sys.modules[__package__], operator, declared.public)(**arguments)
+    return getattr(sys.modules["cvt_kernels"], operator, declared.public)(**arguments)
 
 
 # Tensors --------------------------------------------------------------------------------------------------
