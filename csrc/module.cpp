@@ -39,14 +39,9 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // rows/, on the CPU: tokens of x at `rows`, int64 (batch, count), which are unique for an image but for negative ones. Of
   // those zeros are gathered, and nothing is scattered. Others that x does not have are refused.
   m.def("gather_rows(Tensor x, Tensor rows) -> Tensor");
-  // h = gather_rows(x, rows) + branch and out = layer_norm(h); weight and bias are accumulators, as are mean and rstd, which
-  // are empty unless they are asked for.
-  m.def(
-      "gather_add_layer_norm(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
-      "bool with_statistics) -> (Tensor h, Tensor out, Tensor mean, Tensor rstd)");
-  // x, or zeros in the place of `tokens` tokens, with values + branch at the rows, or zeros; the second in the place of x.
-  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, SymInt tokens) -> Tensor");
-  m.def("scatter_rows_(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()");
+  // x, or zeros in the place of `tokens` tokens, with values at the rows, or zeros; the second in the place of x.
+  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, SymInt tokens) -> Tensor");
+  m.def("scatter_rows_(Tensor(a!) x, Tensor rows, Tensor values) -> ()");
 
   // attention/, on the CPU: softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D).
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
