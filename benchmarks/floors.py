@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from cvt_kernels import backends, launching
-from cvt_kernels.cards import Work, all_cards, bytes_of, tensors_of
+from cvt_kernels.ops.cards import Work, all_cards, bytes_of, tensors_of
 
 
 class Ceilings(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 
 from cvt.extras import require
 from cvt.files import replacing
-from cvt_kernels.tables import aligned, markdown
+from cvt_kernels.messages import aligned, markdown
 from cvt_kernels.tuning.clock import DISTURBED
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,8 +28,8 @@ from cvt.tools.commands.compile import launches
 from cvt.tools.commands.compile.gpus import LIMITS
 from cvt.tools.commands.compile.triton_kernels import specialize
 from cvt_kernels import launch, launching, machine
-from cvt_kernels.cards import Sweep, all_cards, matrix
 from cvt_kernels.launching import Launch
+from cvt_kernels.ops.cards import Sweep, all_cards, matrix
 
 from .floors import kernel_name
 from .kernels import Report

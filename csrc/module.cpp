@@ -39,14 +39,9 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // rows/, on the CPU: tokens of x at `rows`, int64 (batch, count), which are unique for an image but for negative ones. Of
   // those zeros are gathered, and nothing is scattered. Others that x does not have are refused.
   m.def("gather_rows(Tensor x, Tensor rows) -> Tensor");
-  // h = gather_rows(x, rows) + branch and out = layer_norm(h); weight and bias are accumulators, as are mean and rstd, which
-  // are empty unless they are asked for.
-  m.def(
-      "gather_add_layer_norm(Tensor x, Tensor rows, Tensor branch, Tensor? weight, Tensor? bias, float eps, "
-      "bool with_statistics) -> (Tensor h, Tensor out, Tensor mean, Tensor rstd)");
-  // x, or zeros in the place of `tokens` tokens, with values + branch at the rows, or zeros; the second in the place of x.
-  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, Tensor? branch, SymInt tokens) -> Tensor");
-  m.def("scatter_rows_(Tensor(a!) x, Tensor rows, Tensor values, Tensor? branch) -> ()");
+  // x, or zeros in the place of `tokens` tokens, with values at the rows, or zeros; the second in the place of x.
+  m.def("scatter_rows(Tensor? x, Tensor rows, Tensor? values, SymInt tokens) -> Tensor");
+  m.def("scatter_rows_(Tensor(a!) x, Tensor rows, Tensor values) -> ()");
 
   // attention/, on the CPU: softmax(scale · q kᵀ) v for q (B, Nq, h, D), k and v (B, Nkv, h, D).
   m.def("attention_inference(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
@@ -89,24 +84,24 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def("pack_linear(Tensor weight) -> Tensor");
 
   // linear_int8/, on the CPU. The first three round rows of x, LayerNorm of x + shift, or GELU of x + bias to int8, each with
-  // a scale of its own or all with `scale`; vectors are float32. The last computes a linear layer with a weight that
+  // a scale of its own; vectors are float32. The last computes a linear layer with a weight that
   // pack_linear_int8 has packed, on rows of float or on int8 with scales.
-  m.def("quantize_rows(Tensor x, Tensor? scale) -> (Tensor values, Tensor scales)");
+  m.def("quantize_rows(Tensor x) -> (Tensor values, Tensor scales)");
   m.def(
-      "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift, Tensor? scale) -> "
+      "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor? shift) -> "
       "(Tensor values, Tensor scales)");
-  m.def("gelu_quantize(Tensor x, Tensor? bias, str activation, Tensor? scale) -> (Tensor values, Tensor scales)");
+  m.def("gelu_quantize(Tensor x, Tensor? bias, str activation) -> (Tensor values, Tensor scales)");
   m.def("pack_linear_int8(Tensor weight) -> Tensor");
   m.def(
-      "linear_int8_packed(Tensor x, Tensor? x_scales, Tensor packed, Tensor weight_scale, Tensor? bias, "
-      "Tensor? input_scale, Tensor? residual, str activation, ScalarType dtype) -> Tensor");
+      "linear_int8_packed(Tensor x, Tensor? x_scales, Tensor packed, Tensor weight_scale, Tensor? bias, Tensor? residual, "
+      "str activation, ScalarType dtype) -> Tensor");
 
   // transformer_block/, on the CPU. The first packs a depthwise convolution with the scale, shift, mean and variance of its
   // BatchNorm. The second computes a block in the place of x, tokens as above: `packed` are the convolutions and the linear
   // layers of Q, K and V, then proj, fc1 and fc2; `vectors`, in float32, are weight and bias of both LayerNorms and the
   // biases of the linear layers; `geometry` is kernel, stride, padding and dilation of Q, K and V; `widths` are the channels
   // of all heads, the hidden channels and the number of heads. `weight_scales` are the output scales of layers that
-  // pack_linear_int8 has packed, and empty for others; `input_scales` are 0 where each row has a scale of its own.
+  // pack_linear_int8 has packed, and empty for others.
   // `rows` (batch, rows), int64, are the tokens that are computed, of an image ascending, then -1; `scores` (batch,
   // keys), float32, takes how much the class token (`query` is "cls") or the mean query of the other tokens ("avg")
   // attends to each key.
@@ -114,7 +109,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "pack_convolution(Tensor weight, Tensor scale, Tensor shift, Tensor mean, Tensor variance, float eps) -> Tensor");
   m.def(
       "transformer_block_(Tensor(a!) x, SymInt height, SymInt width, Tensor[] packed, Tensor[] vectors, int[] geometry, "
-      "int[] widths, Tensor[] weight_scales, float[] input_scales, float eps1, float eps2, float scale, str activation, "
+      "int[] widths, Tensor[] weight_scales, float eps1, float eps2, float scale, str activation, "
       "Tensor? rows=None, Tensor(b!)? scores=None, str query=\"\") -> ()");
 
   // The same for blocks of SegFormer and PVT. The first packs a depthwise 3×3 convolution. The second computes a block on
@@ -122,11 +117,11 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // weight (channels, channels, r, r), with the inputs of that row in the order column, channel, or none. `vectors`, in
   // float32, are weight and bias of both LayerNorms and the biases of the linear layers, then bias of the reduction and
   // weight and bias of its LayerNorm; `eps` are the LayerNorms'; `widths`,
-  // `weight_scales` and `input_scales` as above.
+  // `weight_scales` as above.
   m.def("pack_depthwise(Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "pyramid_block_packed(Tensor x, SymInt height, SymInt width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "
-      "Tensor[] vectors, int[] widths, Tensor[] weight_scales, float[] input_scales, float[] eps, float scale, "
+      "Tensor[] vectors, int[] widths, Tensor[] weight_scales, float[] eps, float scale, "
       "str activation) -> Tensor");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the

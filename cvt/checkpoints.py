@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cvt_kernels.caller import stacklevel_of_caller
 from cvt_kernels.checks import check_path, shown
+from cvt_kernels.messages import stacklevel_of_caller
 from cvt_kernels.records import LIMITS
 from cvt_kernels.reference import resize_table
 
@@ -121,8 +121,8 @@ class Checkpoint(NamedTuple):
         return _head_and_classes(self.tensors)[0]
 
     @property
-    def quantized(self) -> dict[str, str]:
-        """Quantized layers: name → ``"dynamic"`` or ``"static"``; see ``cvt_kernels.quantize``."""
+    def quantized(self) -> list[str]:
+        """The names of the quantized layers; see ``cvt_kernels.quantize``."""
         return quantized_layers(self.tensors)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cvt_kernels import checks
-from cvt_kernels.missing import warn_of_missing_kernels
+from cvt_kernels.machine import warn_of_missing_kernels
 
 from .checkpoints import Checkpoint, build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
 from .config import MOST_SEED, PRESETS, CvTConfig, resolve_config

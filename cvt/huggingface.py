@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cvt_kernels.caller import stacklevel_of_caller
 from cvt_kernels.checks import check_path, dtype_name, shown
+from cvt_kernels.messages import stacklevel_of_caller
 from cvt_kernels.records import LIMITS
 
 from .card import check_names

@@ -1,7 +1,7 @@
 """Quantized layers, in checkpoints and as modules.
 
 Their tensors describe them: ``LAYER.qweight`` has 8-bit values and ``LAYER.weight_scale`` has a scale per
-output; ``LAYER.input_scale`` is there if all inputs have one scale.
+output.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ from cvt_kernels.records import LIMITS
 from .reading import is_plain
 
 _OF_IMAGES = "stage0.patch_embed.proj"
-_WEIGHT, _WEIGHT_SCALE, _INPUT_SCALE = ".qweight", ".weight_scale", ".input_scale"
+_WEIGHT, _WEIGHT_SCALE = ".qweight", ".weight_scale"
 
 
-def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns the quantized layers: name → ``"dynamic"`` or ``"static"``."""
-    names = [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
-    return {name: "static" if name + _INPUT_SCALE in tensors else "dynamic" for name in names}
+def quantized_layers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of the quantized layers."""
+    return [name.removesuffix(_WEIGHT) for name in tensors if name.endswith(_WEIGHT)]
 
 
 def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
     """Returns what is wrong with the quantized layers of a checkpoint, or None."""
-    tiny = torch.finfo(torch.float32).tiny
     for layer in quantized_layers(tensors):
-        weight, dtype = tensors[layer + _WEIGHT], dtype_name(tensors[layer + _WEIGHT].dtype)
-        if weight.dtype not in LIMITS or weight.ndim < 2 or not is_plain(weight):
-            got = f"got shape {tuple(weight.shape)} of {dtype}, {weight.layout}"
-            kinds = " or ".join(map(dtype_name, LIMITS))
-            return f"{layer}{_WEIGHT}: {got}, expected (outputs, inputs) of {kinds}"
-        if layer + _WEIGHT_SCALE not in tensors:
-            return f"{layer}{_WEIGHT}: is of {dtype}, but there is no {layer}{_WEIGHT_SCALE}"
-        limit = LIMITS[weight.dtype]
-        if not (weight.float().abs() <= limit).all():
-            return f"{layer}{_WEIGHT}: has a number that is not from -{limit:g} to {limit:g}"
-        scales = ((_WEIGHT_SCALE, weight.shape[:1], 0.0), (_INPUT_SCALE, torch.Size(), tiny))
-        for name, shape, least in scales:
-            each = tensors.get(layer + name)
-            if each is not None and (reason := _why_no_scale(each, shape, least)) is not None:
-                return f"{layer}{name}: {reason}"
+        weight, scale = tensors[layer + _WEIGHT], tensors.get(layer + _WEIGHT_SCALE)
+        name, reason = layer + _WEIGHT, _why_no_weight(weight)
+        if reason is None and scale is None:
+            reason = f"is of {dtype_name(weight.dtype)}, but there is no {layer}{_WEIGHT_SCALE}"
+        if reason is None and scale is not None:
+            name, reason = layer + _WEIGHT_SCALE, _why_no_scale(scale, weight.shape[:1])
+        if reason is not None:
+            return f"{name}: {reason}"
     return None
 
 
-def _why_no_scale(scale: Tensor, shape: torch.Size, least: float) -> str | None:
+def _why_no_weight(weight: Tensor) -> str | None:
+    if weight.dtype not in LIMITS:
+        return f"got dtype {dtype_name(weight.dtype)}, expected {' or '.join(map(dtype_name, LIMITS))}"
+    if weight.ndim < 2 or not is_plain(weight):
+        return f"got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
+    limit = LIMITS[weight.dtype]
+    within = bool((weight.float().abs() <= limit).all())
+    return None if within else f"has a number that is not from -{limit:g} to {limit:g}"
+
+
+def _why_no_scale(scale: Tensor, shape: torch.Size) -> str | None:
     if scale.dtype != torch.float32 or scale.shape != shape or not is_plain(scale):
         got = f"{tuple(scale.shape)} of {dtype_name(scale.dtype)}"
         return f"got {got}, expected {tuple(shape)} of float32"
-    if not ((scale >= least) & scale.isfinite()).all():
-        return f"has other scales, expected finite ones {'above' if least else 'of at least'} 0"
+    if not ((scale >= 0) & scale.isfinite()).all():
+        return "has other scales, expected finite ones of at least 0"
     return None
 
 
@@ -66,11 +67,11 @@ def install_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     embedding of a stage raises ValueError.
     """
     modules = dict(model.named_modules())
-    for layer, scheme in quantized_layers(tensors).items():
+    for layer in quantized_layers(tensors):
         if layer not in modules:
             continue
         module, dtype = modules[layer], tensors[layer + _WEIGHT].dtype
-        made = _quantized_like(module, static=scheme == "static", dtype=dtype)
+        made = _quantized_like(module, dtype=dtype)
         if made is None or not layer.startswith("stage") or layer == _OF_IMAGES:
             raise ValueError(f"{layer}{_WEIGHT}: is of {dtype_name(dtype)}, where no layer has such")
         parent, _, name = layer.rpartition(".")

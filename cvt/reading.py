@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cvt_kernels.tables import printable
+from cvt_kernels.messages import printable
 
 #: The most bytes of a JSON file: names of 250,000 classes. Its objects may take 25 times as much memory.
 MOST_JSON = 1 << 24

@@ -18,34 +18,20 @@ from .ops.conv_projection import conv_projection
 from .ops.conv_projection.merging import merge_convolutions
 from .ops.depth_head import depth_head
 from .ops.depthwise_conv_gelu import depthwise_conv_gelu
-from .ops.layer_norm_gelu import add_layer_norm, bias_gelu, gelu, layer_norm, layer_norm_gelu
+from .ops.layer_norm_gelu import add_layer_norm, gelu, layer_norm, layer_norm_gelu
 from .ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
 from .ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8, quantize_rows
 from .ops.linear_int8.modules import LinearInt8
 from .ops.mlp import layer_norm_mlp, mlp_add
-from .ops.reduction_linear import reduction_linear
 from .ops.resized_argmax import resized_argmax
-from .ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
 from .ops.segmentation_head import segmentation_head
-from .ops.transformer_block import transformer_block
-from .ops.transformer_blocks import transformer_blocks
 from .ops.weight_cache import release_memory
 from .quantization import quantize
-from .records import (
-    ConvBatchNorm,
-    DepthwiseConv,
-    Linear,
-    Norm,
-    PositionBias,
-    QuantizedLinear,
-    QuantizedRows,
-    Reduction,
-    TransformerBlock,
-)
+from .records import ConvBatchNorm, PositionBias, QuantizedRows
 
 if TYPE_CHECKING:
     from .acceleration.verify import verify
-    from .diagnosis import doctor
+    from .tuning.diagnosis import doctor
     from .tuning.run import tune
 
 __version__ = "0.1.0"
@@ -54,21 +40,14 @@ __all__ = [
     "AttentionMap",
     "BackendUnavailable",
     "ConvBatchNorm",
-    "DepthwiseConv",
-    "Linear",
     "LinearInt8",
-    "Norm",
     "PositionBias",
-    "QuantizedLinear",
     "QuantizedRows",
-    "Reduction",
-    "TransformerBlock",
     "__version__",
     "accelerate",
     "add_layer_norm",
     "attention",
     "attention_map",
-    "bias_gelu",
     "conv_embedding",
     "conv_linear",
     "conv_projection",
@@ -77,8 +56,6 @@ __all__ = [
     "depthwise_conv_gelu",
     "doctor",
     "fallbacks",
-    "gather_add_layer_norm",
-    "gather_rows",
     "gelu",
     "gelu_quantize",
     "graphed",
@@ -95,24 +72,20 @@ __all__ = [
     "mlp_add",
     "quantize",
     "quantize_rows",
-    "reduction_linear",
     "reference",
     "refresh",
     "register_layers",
     "release_memory",
     "resized_argmax",
     "restore",
-    "scatter_rows",
     "segmentation_head",
-    "transformer_block",
-    "transformer_blocks",
     "tune",
     "use_backend",
     "verify",
 ]
 
 # These are imported at first use: the import of the package would take a fifth longer with them.
-_AT_FIRST_USE = {"doctor": ".diagnosis", "tune": ".tuning.run", "verify": ".acceleration.verify"}
+_AT_FIRST_USE = {"doctor": ".tuning.diagnosis", "tune": ".tuning.run", "verify": ".acceleration.verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import backends, caller, checks, launching, machine, modes
+from . import backends, checks, launching, machine, messages, modes
 from .backends import (
     ANY_SIZE,
     OURS,
@@ -435,7 +435,7 @@ def warn_of_unknown_gpu(device: torch.device) -> None:
             "yet, so PyTorch's operators serve there. cvt_kernels.tune(model, images) checks and times the "
             "kernels on this machine, and remembers which of them to use.",
             RuntimeWarning,
-            stacklevel=caller.stacklevel_of_caller(),
+            stacklevel=messages.stacklevel_of_caller(),
         )
 
 

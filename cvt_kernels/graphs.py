@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from . import backends, caller, checks, machine, modes
+from . import backends, checks, machine, messages, modes
 from .changes import State, note_written
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
@@ -332,7 +332,7 @@ class _Graphs:
                     graph = _Graph(cuda, forward, call)
                 reason = graph.why_not or _why_not_copied(graph.leaves, call.device)
             except Exception as error:
-                if caller.is_foreign(error):
+                if messages.is_foreign(error):
                     self._captures.pop(with_gradients, None)
                     raise
                 if _mentions_capturing(error) and self._tries[key] < _MOST_TRIES:
@@ -358,7 +358,7 @@ class _Graphs:
                 f"cvt_kernels: calls of {type(model).__name__} with such arguments run without a CUDA graph: "
                 f"{reason}",
                 RuntimeWarning,
-                stacklevel=caller.stacklevel_of_caller(),
+                stacklevel=messages.stacklevel_of_caller(),
             )
         return outputs
 

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .messages import stacklevel_of_caller
 from .toolkit import cpu_sets_here, find_nvcc
 
 #: Whether Triton's interpreter runs the kernels, on the CPU.
@@ -398,3 +400,49 @@ def _undo_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         generator.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device="cuda")  # or torch warns of an empty graph
         generator.capture_end()
+
+
+# Kernels that are not installed --------------------------------------------------------------------------
+#
+# Without them PyTorch's own operators serve and nothing fails, so an incomplete installation would go
+# unnoticed.
+
+_said_missing = False
+
+
+def warn_of_missing_kernels() -> None:
+    """Warns once per process if kernels for this machine are not installed."""
+    global _said_missing
+    if _said_missing:
+        return
+    _said_missing = True
+    reason = why_kernels_are_missing()
+    if reason is not None:
+        warnings.warn(
+            f"kernels are missing, and PyTorch's own operators serve in their place: {reason}",
+            RuntimeWarning,
+            stacklevel=stacklevel_of_caller(),
+        )
+
+
+def why_kernels_are_missing() -> str | None:
+    """Returns which kernels for this machine are not installed and how to install them, or None."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return None
+    has_gpu = _has_gpu()
+    reasons = []
+    with contextlib.suppress(ExtensionError):  # the first call will raise it
+        reasons.append(why_extension_unavailable("cpu"))
+        if has_gpu and has_extension() and load_extension().cuda_request != "0":
+            reasons.append(why_extension_unavailable("cuda"))  # 0: left out on purpose
+    if has_gpu:
+        reasons.append(why_triton_unavailable("cuda"))
+    return "; ".join(reason for reason in reasons if reason is not None) or None
+
+
+def _has_gpu() -> bool:
+    """Returns whether there is an NVIDIA GPU that this project has kernels for."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    gpus = range(torch.cuda.device_count())
+    return any(torch.cuda.get_device_capability(index) >= OLDEST_GPU for index in gpus)

@@ -195,13 +195,11 @@ class QuantizedLinear(NamedTuple):
         weight: ``(outputs, inputs)``; int8 between -127 and 127, or float8_e4m3fn.
         weight_scale: ``(outputs,)``, float32: the weight stands for ``weight · weight_scale[:, None]``.
         bias: ``(outputs,)``, or None for 0.
-        input_scale: The scale of all rows of the input, a float32 scalar; None for one scale per row.
     """
 
     weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None = None
-    input_scale: Tensor | None = None
 
 
 AnyLinear = Linear | QuantizedLinear

@@ -21,11 +21,11 @@ os.environ["CVT_KERNELS_CHECK_CACHED"] = "1"
 os.environ.setdefault("PYTHONWARNINGS", "ignore:kernels are missing:RuntimeWarning")
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 
-from cvt_kernels import backends, machine, missing
+from cvt_kernels import backends, machine
 from cvt_kernels.tuning import choices
 from tests import tiers
 
-missing._said = True
+machine._said_missing = True
 if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
     from tests import interpreter
 

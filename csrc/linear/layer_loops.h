@@ -184,7 +184,7 @@ template <class E>
 void round_rows(const Linear& linear, const E* a, int64_t a_stride, int64_t rows, const Rounded& to) {
   if (linear.integers == nullptr) return;
   constexpr DType dtype = std::is_same_v<E, float> ? DType::float32 : DType::bfloat16;
-  linear.integers->quantize(dtype, a, a_stride, rows, linear.inputs, linear.input_scale, to.values, to.scales);
+  linear.integers->quantize(dtype, a, a_stride, rows, linear.inputs, to.values, to.scales);
 }
 
 // LayerNorm -----------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ struct Linear {
   int64_t inputs, outputs;
   const linear_int8::Kernels* integers = nullptr;  // of a layer of 8-bit integers, which those have packed; else none
   const float* weight_scales = nullptr;            // of its outputs
-  float input_scale = 0;                           // of all rows of its input; 0 if each has a scale of its own
 };
 
 }  // namespace cvt_kernels

@@ -43,13 +43,12 @@ void with_float(DType dtype, G f) {
   }
 }
 
-void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out,
-              float* scales) {
+void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, void* out, float* scales) {
   with_float(dtype, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(x);
     for (int64_t row = 0; row < rows; row++) {
       LeftNumber* to = row_of(out, row, inputs);
-      scales[row] = quantize_row(from + row * stride, inputs, scale, to, kOffset);
+      scales[row] = quantize_row(from + row * stride, inputs, to, kOffset);
       pad_row(to, inputs);
     }
   });
@@ -57,8 +56,8 @@ void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t 
 
 // Half precision of the activation is far more than what 8 bits keep of it.
 template <Activation activation>
-void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, int64_t rows, float scale, float* row,
-                     void* out, float* scales) {
+void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, int64_t rows, float* row, void* out,
+                     float* scales) {
   for (int64_t i = 0; i < rows; i++, sums += stride) {
     const F of_row = scales[i];
     Magnitudes magnitudes;
@@ -70,15 +69,15 @@ void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, i
       store(row + c, y, lanes);
     });
     LeftNumber* to = row_of(out, i, layer.outputs);
-    scales[i] = quantize_row(row, layer.outputs, magnitudes.largest(), scale, to, kOffset);
+    scales[i] = quantize_row(row, layer.outputs, magnitudes.largest(), to, kOffset);
     pad_row(to, layer.outputs);
   }
 }
 
-void requantize(const Linear& layer, Activation activation, const int32_t* sums, int64_t stride, int64_t rows, float scale,
-                float* row, void* out, float* scales) {
+void requantize(const Linear& layer, Activation activation, const int32_t* sums, int64_t stride, int64_t rows, float* row,
+                void* out, float* scales) {
   layer_norm_gelu::with_activation(activation, [&](auto constant) {
-    requantize_rows<constant.value>(layer, sums, stride, rows, scale, row, out, scales);
+    requantize_rows<constant.value>(layer, sums, stride, rows, row, out, scales);
   });
 }
 
@@ -195,7 +194,7 @@ void quantize_rows(DType dtype, const Rows& rows, int64_t begin, int64_t end, fl
       const auto* x = static_cast<const decltype(type)*>(rows.x);
       for (int64_t i = begin; i < end; i++) {
         const float* ready = prepared<decltype(type), activation>(rows, x + i * rows.stride, row);
-        scales[i] = quantize_row(ready, rows.channels, rows.scale, values + i * rows.channels, 0);
+        scales[i] = quantize_row(ready, rows.channels, values + i * rows.channels, 0);
       }
     });
   });

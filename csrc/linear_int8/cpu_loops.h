@@ -26,7 +26,6 @@ using layer_norm_gelu::Activation;
 struct Rows {
   const void* x = nullptr;
   int64_t stride = 0, channels = 0;
-  float scale = 0;               // of all rows, or 0: see Kernels::quantize
   bool normalizes = false;       // whether there is a LayerNorm
   Norm norm{};                   // without it only the bias is used, and only with an activation
   const float* shift = nullptr;  // added to x before the LayerNorm
@@ -47,10 +46,10 @@ struct Finish {
 struct Kernels {
   // The bytes of a quantized row, and the distance of rows; rows begin at multiples of 64 bytes.
   int64_t (*row_bytes)(int64_t inputs);
-  // Quantizes rows of a dtype that lie `stride` numbers apart. With `scale` 0 each row has the scale max |x| / 127, and its
-  // numbers are x · (127 / max |x|), rounded half to even; zeros have the scale 0. Else all rows have the scale `scale`
-  // and numbers x · (1 / scale), rounded and limited. A row that holds NaN or an infinity has zeros and the scale NaN.
-  void (*quantize)(DType, const void* x, int64_t stride, int64_t rows, int64_t inputs, float scale, void* out, float* scales);
+  // Quantizes rows of a dtype that lie `stride` numbers apart. A row has the scale max |x| / 127, and its numbers are
+  // x · (127 / max |x|), rounded half to even; zeros have the scale 0. A row that holds NaN or an infinity has zeros and
+  // the scale NaN.
+  void (*quantize)(DType, const void* x, int64_t stride, int64_t rows, int64_t inputs, void* out, float* scales);
   // Lays out rows that are quantized already and lie `stride` numbers apart, as `quantize` does.
   void (*lay_out)(const int8_t* values, int64_t stride, int64_t rows, int64_t inputs, void* out);
   // Packs a contiguous weight (outputs, inputs) into packed_bytes(outputs, inputs), with zeros up to whole panels. The
@@ -61,11 +60,11 @@ struct Kernels {
   // `stride` numbers apart. The thread has no tiles of AMX configured (TileUse of common/tiles.h), and has none afterwards.
   void (*multiply)(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums,
                    int64_t stride);
-  // Quantizes activation(layer) for the next layer, as `quantize` with `scale`, from the sums of all outputs, whose rows lie
+  // Quantizes activation(layer) for the next layer, as `quantize`, from the sums of all outputs, whose rows lie
   // `stride` numbers apart. `scales` are those of the layer's input, then those of the result; `row` has room for a row of
   // float.
-  void (*requantize)(const Linear& layer, Activation, const int32_t* sums, int64_t stride, int64_t rows, float scale,
-                     float* row, void* out, float* scales);
+  void (*requantize)(const Linear& layer, Activation, const int32_t* sums, int64_t stride, int64_t rows, float* row,
+                     void* out, float* scales);
   // Finishes what `multiply` has made for the outputs from `begin` on, for some rows from `first` on.
   void (*finish)(DType, const Finish&, const int32_t* sums, const float* scales, int64_t first, int64_t rows, int64_t begin);
   // Quantizes the rows from `begin` to `end` into values (rows, channels) and scales (rows); `row` has room for a row of float.

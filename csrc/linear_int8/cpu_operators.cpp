@@ -42,15 +42,6 @@ Matrix rows_of(const Tensor& x) {
   return regular ? Matrix{x, rows, columns, stride} : Matrix{made_contiguous("x", x), rows, columns, columns};
 }
 
-// The scale of all rows; 0 where each row has its own.
-float scale_of(const char* name, const std::optional<Tensor>& scale) {
-  if (!scale.has_value()) return 0;
-  expect(scale->scalar_type() == ScalarType::Float && scale->numel() == 1, name, *scale, "a float32 scalar");
-  const float value = *static_cast<const float*>(scale->const_data_ptr());
-  expect(value > 0 && std::isfinite(value), name, value, "a positive number");
-  return value;
-}
-
 // A vector of the channels in float32; filled with `absent` if there is none, and there are rows for it.
 class Vector {
  public:
@@ -87,28 +78,24 @@ std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
   return {values, scales};
 }
 
-std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const std::optional<Tensor>& scale) {
-  return quantized(x, {.scale = scale_of("scale", scale)});
-}
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x) { return quantized(x, {}); }
 
 std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optional<Tensor>& weight,
                                                const std::optional<Tensor>& bias, double eps,
-                                               const std::optional<Tensor>& shift, const std::optional<Tensor>& scale) {
+                                               const std::optional<Tensor>& shift) {
   const int64_t channels = channels_of("x", x), has_rows = numbers_of("x", x) > 0;
   const Vector norm_weight("weight", weight, channels, 1, has_rows), norm_bias("bias", bias, channels, 0, has_rows);
   expect_eps("eps", eps);
-  return quantized(x, {.scale = scale_of("scale", scale),
-                       .normalizes = true,
+  return quantized(x, {.normalizes = true,
                        .norm = {norm_weight.data(), norm_bias.data(), static_cast<float>(eps)},
                        .shift = shift.has_value() ? linear::vector_of("shift", *shift, channels) : nullptr});
 }
 
-std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const std::optional<Tensor>& bias, const std::string& activation,
-                                         const std::optional<Tensor>& scale) {
+std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const std::optional<Tensor>& bias, const std::string& activation) {
   const Vector added("bias", bias, channels_of("x", x), 0, numbers_of("x", x) > 0);
   const Activation gelu = layer_norm_gelu::activation_of(activation);
   expect(gelu != Activation::identity, "activation", activation, "none, tanh or quick");
-  return quantized(x, {.scale = scale_of("scale", scale), .norm = {nullptr, added.data(), 0}, .activation = gelu});
+  return quantized(x, {.norm = {nullptr, added.data(), 0}, .activation = gelu});
 }
 
 Tensor pack_linear_int8(const Tensor& weight) {
@@ -127,14 +114,13 @@ struct Left {
   Matrix x;
   DType dtype;          // of float
   const float* scales;  // of the rows that are quantized already, or null
-  float scale;          // of all rows that are quantized here, or 0
 
   // Lays out the rows from `first` on as products take them, with their scales.
   void lay_out(int64_t first, int64_t rows, void* out, float* of_rows) const {
     const char* data = static_cast<const char*>(x.tensor.const_data_ptr());
     if (scales == nullptr) {
       data += first * x.stride * (dtype == DType::float32 ? sizeof(float) : sizeof(uint16_t));
-      return kernels().quantize(dtype, data, x.stride, rows, x.columns, scale, out, of_rows);
+      return kernels().quantize(dtype, data, x.stride, rows, x.columns, out, of_rows);
     }
     const int8_t* numbers = reinterpret_cast<const int8_t*>(data) + first * x.stride;
     kernels().lay_out(numbers, x.stride, rows, x.columns, out);
@@ -177,8 +163,8 @@ void multiply_and_finish(const Left& left, const void* packed, const Finish& fin
 }
 
 Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const Tensor& packed,
-                   const Tensor& weight_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& input_scale,
-                   const std::optional<Tensor>& residual, const std::string& activation, ScalarType dtype) {
+                   const Tensor& weight_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+                   const std::string& activation, ScalarType dtype) {
   const bool is_quantized = x.scalar_type() == ScalarType::Char;
   expect(is_quantized == x_scales.has_value(), "x_scales", x_scales, "them for x of int8, and none for others; x is ",
          Shown{x});
@@ -204,7 +190,6 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
       .x = rows_of(x),
       .dtype = x_dtype,
       .scales = static_cast<const float*>(layer_norm_gelu::const_data_of(scales)),
-      .scale = scale_of("input_scale", input_scale),
   };
   const Finish finish{
       .weight_scale = scale_of_weight,

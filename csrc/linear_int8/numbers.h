@@ -6,8 +6,6 @@
 #include <emmintrin.h>
 #endif
 
-#include <cfloat>
-
 #include "common/product.h"
 #include "linear_int8/cpu_loops.h"
 
@@ -119,30 +117,29 @@ struct Magnitudes {
 // Quantizes a row, whose largest magnitude is known, as Kernels::quantize says, with `offset` added to its numbers, and
 // returns its scale.
 template <class T, class N>
-VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, float largest, float scale, N* out, int offset) {
+VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, float largest, N* out, int offset) {
   using F = Vector<float>;
   const bool finite = largest < INFINITY;
-  if (!finite || (scale == 0 && largest < linear_int8::kLeast)) {
+  if (!finite || largest < linear_int8::kLeast) {
     for (int64_t c = 0; c < inputs; c++) out[c] = static_cast<N>(offset);
     return finite ? 0 : NAN;
   }
-  const F factor = scale == 0 ? linear_int8::kLimit / largest : at_most(1 / scale, FLT_MAX);
+  const F factor = linear_int8::kLimit / largest;
   const I shift = offset;
   for_vectors<F::lanes>(inputs, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    const F within = at_most(at_least(load(x + c, lanes) * factor, F(-linear_int8::kLimit)), F(linear_int8::kLimit));
-    store_numbers(out + c, rounded(within) + shift, lanes);
+    store_numbers(out + c, rounded(load(x + c, lanes) * factor) + shift, lanes);
   });
-  return scale == 0 ? largest / linear_int8::kLimit : scale;
+  return largest / linear_int8::kLimit;
 }
 
 // The same of any row.
 template <class T, class N>
-VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, float scale, N* out, int offset) {
+VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, N* out, int offset) {
   Magnitudes magnitudes;
   for_vectors<Vector<float>::lanes>(inputs, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
     magnitudes.take(load(x + c, lanes), i);
   });
-  return quantize_row(x, inputs, magnitudes.largest(), scale, out, offset);
+  return quantize_row(x, inputs, magnitudes.largest(), out, offset);
 }
 
 }  // namespace

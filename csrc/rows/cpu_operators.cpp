@@ -1,26 +1,17 @@
-// Rows of tokens on the CPU: their index, threads and the choice of instruction set around the loops.
-//
-// Every row is written by one thread, so results do not depend on the number of threads.
+// Rows of tokens on the CPU, which are copied by their index; every row is written by one thread.
 
 #include <algorithm>
 #include <cstring>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "common/cpu.h"
 #include "common/tensors.h"
-#include "rows/cpu_loops.h"
 
 namespace cvt_kernels::rows {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements that are worth a thread
-
-const Kernels& kernels() {
-  static const Kernels& chosen = *choose(KERNEL_TABLES);
-  return chosen;
-}
 
 template <class F>
 void for_rows(int64_t rows, int64_t channels, const F& f) {
@@ -105,10 +96,6 @@ std::optional<Tensor> rows_of(const char* name, const std::optional<Tensor>& giv
   return made_contiguous(name, *given);
 }
 
-const char* data_of(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? static_cast<const char*>(tensor->const_data_ptr()) : nullptr;
-}
-
 Tensor gather_rows(const Tensor& x, const Tensor& rows) {
   const Tokens tokens(x);
   const Index index(rows, tokens.tokens);
@@ -126,98 +113,23 @@ Tensor gather_rows(const Tensor& x, const Tensor& rows) {
   return out;
 }
 
-// A weight or bias of accumulators, `absent` throughout if there is none.
-class Vector {
- public:
-  Vector(const char* name, const std::optional<Tensor>& given, const Tensor& x, double absent) : given_(given) {
-    const int64_t channels = x.numel() == 0 ? 0 : x.size(2);
-    if (given.has_value()) {
-      check_parameter(name, *given, x);
-      expect(given->scalar_type() == accumulator_of(x) && given->is_contiguous(), name, *given,
-             "adjacent accumulators, ", shown(accumulator_of(x)));
-    } else if (accumulator_of(x) == ScalarType::Double) {
-      absent_.assign(channels, absent);
-    } else {
-      absent_.resize(channels);
-      std::fill_n(reinterpret_cast<float*>(absent_.data()), channels, static_cast<float>(absent));
-    }
-  }
-
-  const void* data() const { return given_.has_value() ? given_->const_data_ptr() : absent_.data(); }
-
- private:
-  std::optional<Tensor> given_;
-  std::vector<double> absent_;
-};
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> gather_add_layer_norm(const Tensor& x, const Tensor& rows, const Tensor& branch,
-                                                                 const std::optional<Tensor>& weight,
-                                                                 const std::optional<Tensor>& bias, double eps,
-                                                                 bool with_statistics) {
-  const Tokens tokens(x);
-  const Index index(rows, tokens.tokens);
-  check_images(index, tokens.images);
-  const Tensor added = *rows_of("branch", branch, index, tokens.channels, x);
-  const Vector scale("weight", weight, added, 1), shift("bias", bias, added, 0);
-  expect_eps("eps", eps);
-  const int64_t count = with_statistics ? tokens.images * index.count : 0;
-  const DType dtype = dtype_of("x", x);
-  const Tensor h = empty(added.sizes(), x.scalar_type(), x), out = empty(added.sizes(), x.scalar_type(), x);
-  const Tensor mean = empty({count}, accumulator_of(x), x), rstd = empty({count}, accumulator_of(x), x);
-  const Gather call{
-      .x = tokens.data,
-      .image_stride = tokens.image_stride,
-      .token_stride = tokens.token_stride,
-      .index = index.data,
-      .count = index.count,
-      .channels = tokens.channels,
-      .branch = added.const_data_ptr(),
-      .weight = scale.data(),
-      .bias = shift.data(),
-      .eps = eps,
-      .h = h.mutable_data_ptr(),
-      .out = out.mutable_data_ptr(),
-      .mean = with_statistics ? mean.mutable_data_ptr() : nullptr,
-      .rstd = with_statistics ? rstd.mutable_data_ptr() : nullptr,
-  };
-  for_rows(tokens.images * index.count, tokens.channels, [&](int64_t begin, int64_t end) {
-    std::vector<double> scratch(tokens.channels);
-    kernels().gather_add_layer_norm(dtype, call, begin, end, scratch.data());
-  });
-  return {h, out, mean, rstd};
-}
-
-// Writes row i of values + branch, of values, or zeros.
+// Copies row i of values; fills with zeros where there are none.
 class Writer {
  public:
-  Writer(const std::optional<Tensor>& values, const std::optional<Tensor>& branch, const Index& index, int64_t channels,
-         const Tensor& like)
-      : values_(rows_of("values", values, index, channels, like)),
-        branch_(rows_of("branch", branch, index, channels, like)),
-        values_data_(data_of(values_)),
-        branch_data_(data_of(branch_)),
-        dtype_(dtype_of("x", like)),
-        channels_(channels),
-        bytes_(channels * element_bytes("x", like)) {
-    expect(values.has_value() || !branch.has_value(), "values", values, "them beside a branch");
-  }
+  Writer(const std::optional<Tensor>& values, const Index& index, int64_t channels, const Tensor& like)
+      : values_(rows_of("values", values, index, channels, like)), bytes_(channels * element_bytes("x", like)) {}
 
   void operator()(int64_t i, char* to) const {
-    const int64_t offset = i * bytes_;
-    if (values_data_ == nullptr) std::memset(to, 0, bytes_);
-    else if (branch_data_ == nullptr) std::memcpy(to, values_data_ + offset, bytes_);
-    else kernels().add(dtype_, values_data_ + offset, branch_data_ + offset, channels_, to);
+    if (!values_.has_value()) std::memset(to, 0, bytes_);
+    else std::memcpy(to, static_cast<const char*>(values_->const_data_ptr()) + i * bytes_, bytes_);
   }
 
  private:
-  std::optional<Tensor> values_, branch_;
-  const char *values_data_, *branch_data_;
-  DType dtype_;
-  int64_t channels_, bytes_;
+  std::optional<Tensor> values_;
+  int64_t bytes_;
 };
 
-Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const std::optional<Tensor>& values,
-                    const std::optional<Tensor>& branch, int64_t tokens) {
+Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const std::optional<Tensor>& values, int64_t tokens) {
   expect(x.has_value() || values.has_value(), "x", x, "it, or values");
   expect(tokens >= 0, "tokens", tokens, "at least 0");
   const Tensor& like = x.has_value() ? *x : *values;
@@ -228,7 +140,7 @@ Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const st
     check_images(index, from->images);
     expect(from->tokens == tokens, "tokens", tokens, "those of x, ", from->tokens);
   }
-  const Writer write(values, branch, index, channels, like);
+  const Writer write(values, index, channels, like);
   const Tensor out = empty({images, tokens, channels}, like.scalar_type(), like);
   const std::vector<int64_t> places = index.places();
   char* to = static_cast<char*>(out.mutable_data_ptr());
@@ -243,15 +155,14 @@ Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const st
   return out;
 }
 
-void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values, const std::optional<Tensor>& branch) {
+void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values) {
   expect(x.dim() == 3 && x.size(2) > 0 && x.is_contiguous(), "x", x, "contiguous (batch, tokens, channels)");
   numbers_of("x", x);
   expect_apart("rows", rows, x);
   expect_apart("values", values, x);
-  if (branch.has_value()) expect_apart("branch", *branch, x);
   const Index index(rows, x.size(1));
   check_images(index, x.size(0));
-  const Writer write(values, branch, index, x.size(2), x);
+  const Writer write(values, index, x.size(2), x);
   char* to = static_cast<char*>(x.mutable_data_ptr());
   const int64_t tokens = x.size(1), bytes = x.size(2) * element_bytes("x", x);
   for_rows(index.images * index.count, x.size(2), [&](int64_t begin, int64_t end) {
@@ -268,7 +179,6 @@ void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values, co
 STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
   using namespace cvt_kernels::rows;
   IMPLEMENT(m, "gather_rows", &gather_rows);
-  IMPLEMENT(m, "gather_add_layer_norm", &gather_add_layer_norm);
   IMPLEMENT(m, "scatter_rows", &scatter_rows);
   IMPLEMENT(m, "scatter_rows_", &scatter_rows_);
 }

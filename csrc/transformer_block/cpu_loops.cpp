@@ -269,8 +269,8 @@ void round_hidden(const Block& block, int64_t rows, const Attending<E>& scratch)
     fc1.integers->multiply(scratch.rounded.values, rows, fc1.weight, fc1.inputs, begin, scratch.hidden_sums + begin,
                            scratch.hidden_stride);
   }
-  fc1.integers->requantize(fc1, block.activation, scratch.hidden_sums, scratch.hidden_stride, rows, block.fc2.input_scale,
-                           scratch.copy, scratch.rounded.values, scratch.rounded.scales);
+  fc1.integers->requantize(fc1, block.activation, scratch.hidden_sums, scratch.hidden_stride, rows, scratch.copy,
+                           scratch.rounded.values, scratch.rounded.scales);
 }
 
 // Adds fc2(activation(fc1(norm2(x)))) of some rows to x, where fc2 is quantized.

@@ -65,19 +65,16 @@ void fill_layers(AnyBlock& block, const std::vector<int64_t>& widths, const F& l
 }
 
 // A linear layer, which is quantized if its weight has scales.
-Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, const Tensor& scales, double input_scale,
-                int64_t outputs, int64_t inputs) {
+Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, const Tensor& scales, int64_t outputs,
+                int64_t inputs) {
   if (scales.numel() == 0) return linear::layer_of(dtype, packed, bias, outputs, inputs);
   linear_int8::expect_weight(packed, outputs, inputs);
-  const float scale = static_cast<float>(input_scale);
-  expect(scale >= 0 && scale < INFINITY, "input_scales", scale, "positive numbers, or 0 for none");
   return {packed.const_data_ptr(),
           linear::vector_of("bias", bias, outputs),
           inputs,
           outputs,
           &linear_int8::kernels(),
-          linear::vector_of("weight_scales", scales, outputs),
-          scale};
+          linear::vector_of("weight_scales", scales, outputs)};
 }
 
 // Calls serve(first, memory) for as many images at a time as find room between the steps, at least one for each thread.
@@ -146,7 +143,6 @@ struct Arguments {
   const std::vector<int64_t>& geometry;
   const std::vector<int64_t>& widths;
   const std::vector<Tensor>& weight_scales;
-  const std::vector<double>& input_scales;
   double eps1, eps2, scale;
   const std::string& activation;
 };
@@ -174,7 +170,6 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   expect_count("vectors", given.vectors, 10);
   expect_count("geometry", given.geometry, 12);
   expect_count("weight_scales", given.weight_scales, 6);
-  expect_count("input_scales", given.input_scales, 6);
   expect_eps("eps1", given.eps1);
   expect_eps("eps2", given.eps2);
   Block block{};
@@ -196,7 +191,7 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
          "as many keys as values, ", tokens_of(block, 2));
   for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), given.widths[0]});
   fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], given.weight_scales[i], given.input_scales[i], outputs,
+    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], given.weight_scales[i], outputs,
                     inputs);
   });
   return block;
@@ -290,12 +285,12 @@ void expect_all_apart(const Tensor& x, const std::vector<Tensor>& packed, const 
 void transformer_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
                        const std::vector<Tensor>& vectors, const std::vector<int64_t>& geometry,
                        const std::vector<int64_t>& widths, const std::vector<Tensor>& weight_scales,
-                       const std::vector<double>& input_scales, double eps1, double eps2, double scale,
+                       double eps1, double eps2, double scale,
                        const std::string& activation, const std::optional<Tensor>& rows,
                        const std::optional<Tensor>& scores, const std::string& query) {
   const DType dtype = linear::served_dtype("x", x);
   Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales,
-                                                 input_scales, eps1, eps2, scale, activation});
+                                                 eps1, eps2, scale, activation});
   if (rows.has_value()) {
     block.rows = rows_of(*rows, x.size(0), tokens_of(block));
     block.kept = rows->size(1);
@@ -356,7 +351,6 @@ struct Arguments {
   const std::vector<Tensor>& vectors;
   const std::vector<int64_t>& widths;
   const std::vector<Tensor>& weight_scales;
-  const std::vector<double>& input_scales;
   const std::vector<double>& eps;
   double scale;
   const std::string& activation;
@@ -385,13 +379,12 @@ Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, cons
   expect_count("packed", given.packed, 6);
   expect_count("vectors", given.vectors, reduces ? 13 : 10);
   expect_count("weight_scales", given.weight_scales, 6);
-  expect_count("input_scales", given.input_scales, 6);
   expect_count("eps", given.eps, reduces ? 3 : 2);
   for (const double eps : given.eps) expect_eps("eps", eps);
   Block block{};
   fill(block, x, height, width, given.vectors, given.widths, given.eps[0], given.eps[1], given.scale, given.activation);
   fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    return layer_of(dtype, given.packed[i], given.vectors[4 + i], given.weight_scales[i], given.input_scales[i], outputs,
+    return layer_of(dtype, given.packed[i], given.vectors[4 + i], given.weight_scales[i], outputs,
                     inputs);
   });
   reduce_by(block, dtype, given, slices);
@@ -480,12 +473,12 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
                      const std::vector<Tensor>& reduction, const std::optional<Tensor>& conv,
                      const std::vector<Tensor>& vectors, const std::vector<int64_t>& widths,
-                     const std::vector<Tensor>& weight_scales, const std::vector<double>& input_scales,
+                     const std::vector<Tensor>& weight_scales,
                      const std::vector<double>& eps, double scale, const std::string& activation) {
   const DType dtype = linear::served_dtype("x", x);
   std::vector<Linear> slices;
   Block block = block_of(dtype, x, height, width,
-                         {packed, reduction, conv, vectors, widths, weight_scales, input_scales, eps, scale, activation},
+                         {packed, reduction, conv, vectors, widths, weight_scales, eps, scale, activation},
                          slices);
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   if (x.size(0) == 0) return out;

@@ -22,7 +22,7 @@ from cvt.config import MOST_IMAGES, MOST_SEED
 from cvt.extras import folder_of
 from cvt.images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
 from cvt_kernels import checks
-from cvt_kernels.caller import stacklevel_of_caller
+from cvt_kernels.messages import stacklevel_of_caller
 
 SPLITS = ("train", "val")
 DIGITS = "digits"

@@ -25,9 +25,9 @@ from cvt.config import CvTConfig
 from cvt.extras import require
 from cvt.huggingface import IMAGENET_MEAN, IMAGENET_STD
 from cvt.model import Attention, Block, CvT, Grid, Stage
+from cvt_kernels.messages import printable
 from cvt_kernels.ops.rows import scatter_rows
 from cvt_kernels.ops.token_selection import interpolation, spread_keys
-from cvt_kernels.tables import printable
 
 _ROWS = 1024  # queries whose probabilities are in memory at once
 _LONGEST_TITLE = 80

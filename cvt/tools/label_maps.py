@@ -17,7 +17,7 @@ from cvt.config import LARGEST_IMAGE
 from cvt.images import ImageError, naming_image, open_image, preprocess, read_image, sample_photos, to_tensor
 from cvt.segmentation import IGNORED
 from cvt_kernels import checks
-from cvt_kernels.caller import stacklevel_of_caller
+from cvt_kernels.messages import stacklevel_of_caller
 
 from .datasets import (
     DIGITS,

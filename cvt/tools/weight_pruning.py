@@ -95,7 +95,7 @@ def why_unprunable(model: nn.Module) -> str | None:
     """Says why units cannot be removed from a model, or returns None."""
     layers = quantized_layers(model.state_dict())
     if layers:
-        return f"is quantized ({next(iter(layers))}), expected floating point: prune first, then quantize"
+        return f"is quantized ({layers[0]}), expected floating point: prune first, then quantize"
     return None
 
 

@@ -27,7 +27,7 @@ from torch.fx import _symbolic_trace
 from .. import checks, choose, modes
 from ..classes import UNFUSED, cached, derived, is_fused, original_class
 from ..graphs import change_class, is_bound_by_host, is_within_graphed, ungraphed
-from ..missing import warn_of_missing_kernels
+from ..machine import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import class_token, maps, served
 from .blocks import HUGGING_FACE, BlockEntry, block_of

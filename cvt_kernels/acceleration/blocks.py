@@ -335,7 +335,7 @@ def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear
     bias = None if linear.bias is None else (wide(factors) * linear.bias).to(linear.bias.dtype)
     if isinstance(linear, LinearInt8):
         scales = (wide(factors) * linear.weight_scale).float()
-        return QuantizedLinear(linear.weight, scales, bias, linear.input_scale)
+        return QuantizedLinear(linear.weight, scales, bias)
     return Linear((wide(factors)[:, None] * linear.weight).to(linear.weight.dtype), bias)
 
 

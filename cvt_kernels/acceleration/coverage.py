@@ -19,7 +19,7 @@ from .. import backends
 from ..backends import Implementation
 from ..classes import is_fused
 from ..graphs import ungraphed
-from ..tables import aligned
+from ..messages import aligned
 from .blocks import BlockEntry
 from .freezable import find_stages
 from .matching import find_blocks, why_mismatched, why_not_now

@@ -23,7 +23,7 @@ from ..ops.linear_int8 import layer_norm_quantize
 from ..ops.linear_int8.modules import LinearInt8
 from ..ops.mlp import mlp_add
 from ..ops.reduction_linear import reduction_linear
-from ..ops.rows import gather_add_layer_norm, gather_rows, scatter_rows
+from ..ops.rows import gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
 from ..ops.transformer_block.reduction import matrix_of, squares_of
 from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
@@ -94,8 +94,7 @@ def add_and_normalize_for(
     if differ or modes.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
         return add_and_normalize(norm, branch, stream)
     stream = branch + stream
-    settings: dict[str, Any] = {"scale": layer.input_scale, "dtype": layer.weight.dtype}
-    return stream, layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, **settings)
+    return stream, layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, dtype=layer.weight.dtype)
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
@@ -305,7 +304,7 @@ def forward_block(
         elif rows_only or _dtypes_differ(x, branch) or _dtypes_differ(x, norm.weight):
             stream, y = add_and_normalize(norm, branch, _chosen(x, rows, rows_only))
         else:
-            stream, y = gather_add_layer_norm(x, rows, branch, norm.weight, norm.bias, eps=norm.eps)
+            stream, y = add_layer_norm(gather_rows(x, rows), branch, norm.weight, norm.bias, eps=norm.eps)
     fc2 = _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
     if rows is None and (out := _mlp_with_residual(parts, fc2, y, stream)) is not None:
         return out, scores

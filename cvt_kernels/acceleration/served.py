@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from .. import backends, modes
-from ..caller import stacklevel_of_caller
 from ..changes import is_fake, is_plain
 from ..declaration import key_of_serving
+from ..messages import stacklevel_of_caller
 from ..ops.graph_operators import graph_operator
 from ..ops.weight_cache import is_noting, kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock

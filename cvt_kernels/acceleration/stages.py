@@ -330,8 +330,6 @@ def _add(layer: AnyLinear, x: Tensor | QuantizedRows, stream: Tensor) -> Tensor:
     if isinstance(layer, Linear):
         assert isinstance(x, Tensor)
         return linear_add(x, layer.weight, layer.bias, stream, inplace=True)
-    if not isinstance(x, Tensor):  # and rounded by its scale
-        layer = layer._replace(input_scale=None)
     return linear_int8(x, **layer._asdict(), residual=stream, dtype=stream.dtype)
 
 
@@ -347,8 +345,7 @@ def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor
     if isinstance(fc1, QuantizedLinear):
         stream = _add(block.proj, y, stream)
         rows = layer_norm_quantize(
-            stream, norm2.weight, norm2.bias, eps=norm2.eps, shift=shift, scale=fc1.input_scale,
-            dtype=fc1.weight.dtype,
+            stream, norm2.weight, norm2.bias, eps=norm2.eps, shift=shift, dtype=fc1.weight.dtype,
         )  # fmt: skip
         dtype = modes.autocast_dtype(stream) or stream.dtype
         approximate = gelu if isinstance(fc2, Linear) else None
@@ -362,8 +359,7 @@ def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor
             hidden = linear(y, *fc1)
     if isinstance(fc2, Linear):
         return _add(fc2, hidden, stream)
-    settings: dict[str, Any] = {"scale": fc2.input_scale, "dtype": fc2.weight.dtype}
-    return _add(fc2, gelu_quantize(hidden, approximate=gelu, **settings), stream)
+    return _add(fc2, gelu_quantize(hidden, approximate=gelu, dtype=fc2.weight.dtype), stream)
 
 
 def _add_and_normalize(

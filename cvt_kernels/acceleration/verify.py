@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..backends import Backend, requested_backends, requesting
 from ..checks import check_flag, check_int, dtype_name
 from ..classes import is_fused, original_class
+from ..messages import aligned
 from ..modes import autocast_dtype
-from ..tables import aligned
 from ..tuning import accuracy, clock
 from ..tuning.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from . import accelerate, give_classes_back

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..acceleration.families import recognize
 from ..acceleration.matching import why_mismatched
-from ..missing import warn_of_missing_kernels
+from ..machine import warn_of_missing_kernels
 from . import layers
 
 _NEEDED = "transformers>=5.20 and the version of kernels that it asks for"

@@ -128,9 +128,6 @@ def note_read(made: Any, stream: torch.cuda.Stream | None) -> None:
                 tensor.record_stream(current)
 
 
-_packs_fakes = False
-
-
 def packed(
     weight: Tensor, key: Hashable, make: Callable[[], _Packed], others: Sequence[Tensor | None] = ()
 ) -> _Packed:
@@ -149,7 +146,7 @@ def packed(
     """
     uses: Uses | None = getattr(_noted, "uses", None)
     is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if _packs_fakes or (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
+    if (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     copy = _known.get(place)
@@ -175,24 +172,13 @@ def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None)
-    if not _packs_fakes and (not plain or modes.is_faking()):
+    if not plain or modes.is_faking():
         return "packs plain tensors only"
     if x.dtype == torch.float64:
         return "serves float32, bfloat16 and float16"
     if modes.autocast_enabled(x):
         return "is not for autocast: convert the model to bfloat16 instead"
     return "has no gradients" if modes.wants_gradient(x, *others) else None
-
-
-@contextlib.contextmanager
-def packing_fakes() -> Iterator[None]:
-    """Packs fake tensors within a block too, anew in every call, to see what plain ones would do."""
-    global _packs_fakes
-    before, _packs_fakes = _packs_fakes, True
-    try:
-        yield
-    finally:
-        _packs_fakes = before
 
 
 def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]) -> _Copy:

@@ -5,23 +5,21 @@ LayerNorm, softmax, other convolutions, the first embedding and the head stay in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..messages import aligned
 from ..ops.linear_int8 import check_format
 from ..ops.linear_int8.modules import QuantizedLayer, put_back, refuse_to_save, replace
-from ..tables import aligned
-from .calibration import Choice, calibrate
+from .calibration import sqnr_of_layers
 from .layers import Layer, find_layers, quantized
 
-__all__ = ["QuantizationReport", "QuantizedLayerReport", "Scheme", "quantize", "unquantize"]
-
-Scheme = Literal["dynamic", "static"]
+__all__ = ["QuantizationReport", "QuantizedLayerReport", "quantize", "unquantize"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -31,14 +29,14 @@ class QuantizedLayerReport(NamedTuple):
 
     Attributes:
         path: Its name in ``model.named_modules()``.
-        scheme: ``"dynamic"``, ``"static"``, or ``"float"`` if it stays as it is.
+        weight: ``"int8"`` or ``"float8_e4m3fn"``, or ``"float"`` if it stays as it is.
         sqnr: The ratio in dB of its output to the error of this output, for inputs of the model in floating
             point on the calibration's images; None without calibration.
-        reason: Why it stays as it is or has another scheme than requested, or None.
+        reason: Why it stays as it is or has no SQNR, or None.
     """
 
     path: str
-    scheme: str
+    weight: str
     sqnr: float | None
     reason: str | None
 
@@ -52,11 +50,11 @@ class QuantizationReport(list[QuantizedLayerReport]):
         return [row for _, row in sorted(measured, key=lambda pair: pair[0])]
 
     def __str__(self) -> str:
-        table = [("layer", "scheme", "SQNR", "remark")]
+        table = [("layer", "weight", "SQNR", "remark")]
         for row in self:
             sqnr = "–" if row.sqnr is None else f"{row.sqnr:.1f} dB"
-            table.append((row.path, row.scheme, sqnr, row.reason or ""))
-        done = sum(row.scheme != "float" for row in self)
+            table.append((row.path, row.weight, sqnr, row.reason or ""))
+        done = sum(row.weight != "float" for row in self)
         return "\n".join([*aligned(table, right=(2,)), "", f"{done} of {len(self)} layers quantized"])
 
 
@@ -66,7 +64,6 @@ def quantize(
     model: nn.Module,
     calibration: Tensor | Iterable[Any] | None = None,
     *,
-    scheme: Scheme = "dynamic",
     keep_float: Sequence[str] = (),
     min_sqnr: float = 20.0,
     embeddings: bool = False,
@@ -85,10 +82,7 @@ def quantize(
         model: Any module in evaluation mode; wrappers are looked into.
         calibration: Images (batch, channels, height, width), or an iterable of batches: such tensors, dicts
             with ``pixel_values``, or tuples that begin with one. They are run through the model as it is, for
-            the SQNR of every layer in the report, and for the scales of ``"static"``.
-        scheme: ``"dynamic"`` gives every token that enters a layer a scale of its own; ``"static"`` gives a
-            layer one scale, its largest input or the 99.9th percentile, whichever serves it better. A layer
-            that would lose more than 10 dB by that stays dynamic.
+            the SQNR of every layer in the report.
         keep_float: Names of layers, or patterns as of ``fnmatch``, that stay as they are.
         min_sqnr: The least SQNR in dB. With calibration, layers below it stay as they are.
         embeddings: Whether to quantize the convolutions of all embeddings but the first one too.
@@ -102,10 +96,10 @@ def quantize(
         TypeError: An argument of the wrong type.
         ValueError: The model is in training mode, has no such block or nothing to quantize in them, or is
             quantized already; a weight or a layer's input is not finite; a pattern matches no layer; the
-            calibration is empty, does not fit the model, is missing for ``"static"``, or finds all layers
-            below ``min_sqnr``. The model is left as it was.
+            calibration is empty, does not fit the model, or finds all layers below ``min_sqnr``. The model is
+            left as it was.
     """
-    _check_settings(scheme, calibration, keep_float)
+    _check_names("keep_float", keep_float, "a sequence of names")
     check_format(dtype)
     checks.check_number("min_sqnr", min_sqnr, "a number of dB")
     checks.check_flag("embeddings", embeddings)
@@ -115,18 +109,17 @@ def quantize(
     layers = _without(layers, keep_float)
     made = {layer.path: quantized(layer, dtype) for layer in layers if layer.reason is None}
     _check_any(layers)
-    choices = {path: Choice(None, None, None) for path in made}
+    measured: dict[str, float | None] = {}
     if calibration is not None:
         pairs = {layer.path: (layer.module, made[layer.path]) for layer in layers if layer.path in made}
-        choices = calibrate(model, pairs, calibration, static=scheme == "static", progress=progress)
-        layers = [_unless_worse(layer, choices, min_sqnr) for layer in layers]
+        measured = sqnr_of_layers(model, pairs, calibration, progress=progress)
+        layers = [_unless_worse(layer, measured, min_sqnr) for layer in layers]
         _check_any(layers)
     for layer in layers:
         if layer.reason is None:
-            made[layer.path].set_input_scale(choices[layer.path].input_scale)
             replace(model, layer.module, made[layer.path])
     refuse_to_save(model)
-    return QuantizationReport(_row(layer, choices) for layer in layers)
+    return QuantizationReport(_row(layer, measured, dtype) for layer in layers)
 
 
 def _check_any(layers: list[Layer]) -> None:
@@ -137,19 +130,12 @@ def _check_any(layers: list[Layer]) -> None:
         )
 
 
-def _unless_worse(layer: Layer, choices: dict[str, Choice], least: float) -> Layer:
+def _unless_worse(layer: Layer, measured: Mapping[str, float | None], least: float) -> Layer:
     """Returns a layer, with the reason that it stays if its SQNR is less than ``least``."""
-    sqnr = None if layer.reason is not None else choices[layer.path].sqnr
+    sqnr = None if layer.reason is not None else measured[layer.path]
     if sqnr is None or sqnr >= least:
         return layer
     return layer._replace(reason=f"is kept, since {sqnr:.1f} dB would be less than min_sqnr, {least:g}")
-
-
-def _check_settings(scheme: object, calibration: object, keep_float: object) -> None:
-    checks.check_choice("scheme", scheme, get_args(Scheme))
-    if scheme == "static" and calibration is None:
-        raise ValueError('calibration: got None, expected images, from which scheme="static" has its scales')
-    _check_names("keep_float", keep_float, "a sequence of names")
 
 
 def _check_names(argument: str, names: object, expected: str) -> None:
@@ -186,12 +172,12 @@ def _without(layers: list[Layer], patterns: Sequence[str]) -> list[Layer]:
     ]
 
 
-def _row(layer: Layer, choices: dict[str, Choice]) -> QuantizedLayerReport:
+def _row(layer: Layer, measured: Mapping[str, float | None], dtype: torch.dtype) -> QuantizedLayerReport:
     if layer.reason is not None:
         return QuantizedLayerReport(layer.path, "float", None, layer.reason)
-    choice = choices[layer.path]
-    scheme = "dynamic" if choice.input_scale is None else "static"
-    return QuantizedLayerReport(layer.path, scheme, choice.sqnr, choice.reason)
+    sqnr = measured.get(layer.path)
+    reason = "was not called by the calibration" if layer.path in measured and sqnr is None else None
+    return QuantizedLayerReport(layer.path, checks.dtype_name(dtype), sqnr, reason)
 
 
 def unquantize(model: _Model, paths: Iterable[str]) -> _Model:

@@ -1,4 +1,4 @@
-"""Calibration: runs images through a model to find input scales and errors of its layers."""
+"""Calibration: runs images through a model to find the errors of its layers where they are quantized."""
 
 from __future__ import annotations
 
@@ -6,154 +6,71 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..backends import requesting
 from ..ops.linear_int8.modules import QuantizedLayer
-from ..records import LIMITS
 
-#: A layer stays dynamic if one scale for all of its inputs would cost it more, in dB.
-MOST_LOSS = 10.0
-
-_PERCENTILE = 0.999  # of the absolute values: the other candidate for a scale beside the largest one
 _IMAGES = 32  # that are run at a time if they come as one tensor
-_LEAST, _PER_OCTAVE, _OCTAVES = -64, 32, 128  # the bins of a histogram, by powers of two
-
-
-class Choice(NamedTuple):
-    """The decision on a layer.
-
-    Attributes:
-        input_scale: The scale of all of its inputs; None for one per row.
-        sqnr: In dB, if it is known.
-        reason: Why it is dynamic although one scale was requested, or None.
-    """
-
-    input_scale: float | None
-    sqnr: float | None
-    reason: str | None
-
 
 #: The layers by their paths, each with the quantized one that is to take its place.
 _Pairs = Mapping[str, tuple[nn.Module, QuantizedLayer]]
 
 
-def calibrate(
-    model: nn.Module,
-    pairs: _Pairs,
-    calibration: Tensor | Iterable[Any],
-    *,
-    static: bool,
-    progress: bool,
-) -> dict[str, Choice]:
-    """Runs images through a model, and decides on the scales of its layers; the model stays as it is.
+def sqnr_of_layers(
+    model: nn.Module, pairs: _Pairs, calibration: Tensor | Iterable[Any], *, progress: bool
+) -> dict[str, float | None]:
+    """Runs images through a model, which stays as it is, and returns the SQNR of its layers in dB.
 
-    ``static`` allows inputs one scale per layer; ``progress`` shows a bar.
+    It is None for a layer that was not called; ``progress`` shows a bar.
 
     Raises:
         TypeError: ``calibration`` is neither a tensor nor an iterable.
         ValueError: There are no images, or they do not fit the model, or a layer got NaN or infinities.
     """
-    batches = _batches(calibration, again=static)
-    ranges = {path: _Range() for path in pairs}
-    if static:
-        _run(model, pairs, ranges, batches, "scales" if progress else None)
-    errors = {path: _Errors(made, ranges[path]) for path, (_, made) in pairs.items()}
-    _run(model, pairs, errors, batches, "errors" if progress else None)
-    return {path: each.choice(static) for path, each in errors.items()}
-
-
-# What is noted of a layer ---------------------------------------------------------------------------------
-
-
-class _Range:
-    """The largest absolute value of all inputs of a layer, and a histogram of their absolute values."""
-
-    def __init__(self) -> None:
-        self.largest: Tensor | float = 0.0
-        self.counts: Tensor | None = None
-
-    def see(self, x: Tensor, y: Tensor) -> None:
-        size = x.detach().float().abs().flatten()
-        self.largest = size.max().clamp_min(self.largest)
-        bins = (size.clamp_min_(2.0**_LEAST).log2_() - _LEAST) * _PER_OCTAVE
-        bins = bins.nan_to_num_().clamp_max_(_PER_OCTAVE * _OCTAVES - 1)
-        counts = torch.bincount(bins.long(), minlength=_PER_OCTAVE * _OCTAVES)
-        self.counts = counts if self.counts is None else self.counts + counts
-
-    def is_finite(self) -> bool:
-        return math.isfinite(self.largest)
-
-    def candidates(self, limit: float) -> list[float]:
-        """Returns the scales that are tried: for the largest value, and for the percentile if it is less."""
-        largest = float(self.largest)
-        if self.counts is None or largest / limit < torch.finfo(torch.float32).tiny:
-            return []
-        below = self.counts.cumsum(0)
-        bins = int((below < _PERCENTILE * below[-1]).sum())
-        percentile = 2.0 ** ((bins + 1) / _PER_OCTAVE + _LEAST)
-        return [size / limit for size in (largest, percentile) if size <= largest]
+    errors = {path: _Errors(made) for path, (_, made) in pairs.items()}
+    _run(model, pairs, errors, _batches(calibration), progress)
+    return {path: each.sqnr() for path, each in errors.items()}
 
 
 class _Errors:
-    """The sums of squares of a layer's outputs, and of the errors with each of the scales that are tried."""
+    """The sums of squares of a layer's outputs, and of their errors where it is quantized."""
 
-    def __init__(self, made: QuantizedLayer, known: _Range):
+    def __init__(self, made: QuantizedLayer):
         self.made = made
-        device = made.weight.device
-        candidates = known.candidates(LIMITS[made.weight.dtype])
-        self.scales = [None, *(torch.tensor(scale, device=device) for scale in candidates)]
         self.signal: Tensor | float = 0.0
-        self.noise: list[Tensor | float] = [0.0] * len(self.scales)
+        self.noise: Tensor | float = 0.0
 
     def see(self, x: Tensor, y: Tensor) -> None:
         y = y.detach()
+        with requesting("cpu", "int_mm", "scaled_mm", "reference"):  # others may not round what they multiply
+            out = self.made(x)
         self.signal = self.signal + _sum_of_squares(y)
-        for i, scale in enumerate(self.scales):
-            self.made.input_scale = scale
-            with requesting(
-                "cpu", "int_mm", "scaled_mm", "reference"
-            ):  # others may not round what they multiply
-                out = self.made(x)
-            self.noise[i] = self.noise[i] + _sum_of_squares(out - y)
+        self.noise = self.noise + _sum_of_squares(out - y)
 
     def is_finite(self) -> bool:
-        return all(math.isfinite(float(each)) for each in (self.signal, *self.noise))
+        return math.isfinite(float(self.signal)) and math.isfinite(float(self.noise))
 
-    def choice(self, static: bool) -> Choice:
-        """Returns the scale of the smallest error; none if it is much worse than one scale per row."""
+    def sqnr(self) -> float | None:
         if isinstance(self.signal, float):
-            return Choice(None, None, "was not called by the calibration")
-        dynamic, *others = (_decibels(float(self.signal), float(noise)) for noise in self.noise)
-        if not static:
-            return Choice(None, dynamic, None)
-        if not others:
-            return Choice(None, dynamic, "got nothing but zeros in the calibration")
-        best = max(others)
-        if best < dynamic - MOST_LOSS:
-            return Choice(None, dynamic, f"one scale for all of its inputs would leave {best:.1f} dB")
-        scale: Any = self.scales[1 + others.index(best)]
-        return Choice(scale.item(), best, None)
+            return None
+        signal, noise = float(self.signal), float(self.noise)
+        if noise == 0:
+            return math.inf
+        return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
 
 
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
-
-
 # The runs -------------------------------------------------------------------------------------------------
 
 
-def _batches(calibration: Any, *, again: bool) -> Iterable[Any]:
-    """Returns batches; such as can be read ``again`` if need be."""
+def _batches(calibration: Any) -> Iterable[Any]:
     if isinstance(calibration, Tensor):
         _check_images("calibration", calibration)
         return calibration.split(_IMAGES)
@@ -161,7 +78,7 @@ def _batches(calibration: Any, *, again: bool) -> Iterable[Any]:
         raise TypeError(
             f"calibration: got {type(calibration).__name__}, expected images or an iterable of batches"
         )
-    return list(calibration) if again and iter(calibration) is calibration else calibration
+    return calibration
 
 
 def _images_of(batch: Any, index: int) -> Tensor:
@@ -189,30 +106,28 @@ def _check_images(name: str, images: object) -> None:
 def _run(
     model: nn.Module,
     pairs: _Pairs,
-    observers: Mapping[str, _Range] | Mapping[str, _Errors],
+    errors: Mapping[str, _Errors],
     batches: Iterable[Any],
-    title: str | None,
+    progress: bool,
 ) -> None:
-    """Runs batches through a model, and shows the observers what their layers get and return."""
+    """Runs batches through a model, and notes the errors of its layers."""
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     index = -1
-    with _evaluating(model), _observed(pairs, observers):
-        for index, batch in enumerate(_with_bar(batches, title)):
+    with _evaluating(model), _observed(pairs, errors):
+        for index, batch in enumerate(_with_bar(batches) if progress else batches):
             images = _images_of(batch, index)
             _call(model, images if like is None else images.to(like.device, like.dtype), index)
     if index < 0:
         raise ValueError("calibration: is empty, expected at least one batch of images")
-    for path, observer in observers.items():
-        if not observer.is_finite():
+    for path, each in errors.items():
+        if not each.is_finite():
             raise ValueError(f"calibration: layer {path} got or returned NaN or infinities")
 
 
-def _with_bar(batches: Iterable[Any], title: str | None) -> Iterable[Any]:
-    if title is None:
-        return batches
+def _with_bar(batches: Iterable[Any]) -> Iterable[Any]:
     from tqdm import tqdm  # not needed where no bar is shown
 
-    return tqdm(batches, desc=title, unit="batch", leave=False, disable=None)
+    return tqdm(batches, desc="errors", unit="batch", leave=False, disable=None)
 
 
 def _call(model: nn.Module, images: Tensor, index: int) -> None:
@@ -230,15 +145,15 @@ def _call(model: nn.Module, images: Tensor, index: int) -> None:
 
 
 @contextlib.contextmanager
-def _observed(pairs: _Pairs, observers: Mapping[str, Any]) -> Iterator[None]:
-    """Lets observers see what their layers get and return."""
+def _observed(pairs: _Pairs, errors: Mapping[str, _Errors]) -> Iterator[None]:
+    """Shows the errors what their layers get and return."""
 
     def hook(see: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
         return lambda module, args, output: see(args[0], output)
 
     with contextlib.ExitStack() as stack:
         for path, (module, _) in pairs.items():
-            handle = module.register_forward_hook(hook(observers[path].see))
+            handle = module.register_forward_hook(hook(errors[path].see))
             stack.callback(handle.remove)
         yield
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..caller import stacklevel_of_caller
+from ..messages import stacklevel_of_caller
 from .key import digest, machine_key
 
 _SCHEMA, _VERSION = "cvt-kernels choices", 1
@@ -275,10 +275,6 @@ def _text(file: Path) -> str:
     if len(content) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     return content.decode("utf-8")
-
-
-def _open_at_once(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _why_not_trusted(status: os.stat_result) -> str | None:

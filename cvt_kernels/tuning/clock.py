@@ -15,9 +15,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -165,22 +165,6 @@ class DeviceClock:
         return self._seconds
 
 
-class ColdTimes(NamedTuple):
-    """The seconds of runs that began with a cold L2 cache.
-
-    Attributes:
-        device: Device time of each run.
-        host: Time that the host took to start each run; empty on a CPU, where the two are the same, and for
-            replays of a CUDA graph.
-        is_disturbed: Whether other work on the machine disturbed them: half of the runs took twice as long as
-            the fastest one, or threads waited for a CPU for a tenth of the fastest one (on Linux).
-    """
-
-    device: list[float]
-    host: list[float]
-    is_disturbed: bool = False
-
-
 def cold_seconds_in_turns(
     functions: Sequence[Callable[[], Any] | Replay],
     device: torch.device,
@@ -188,48 +172,32 @@ def cold_seconds_in_turns(
     *,
     fewest: int,
     most: int,
-    losers: Callable[[Mapping[int, ColdTimes]], Iterable[int]] = lambda timed: (),
-) -> list[ColdTimes]:
-    """Times functions in turns, with L2 flushed before each run, until one is left or the time is up.
+) -> list[list[float]]:
+    """Times functions in turns, with L2 flushed before each run, until the time is up.
 
     Args:
         functions: Called without arguments. Run them once before, or the first run's preparations are timed.
             Of a :class:`Replay`, the device time of one of its calls is taken.
         device: The device on which they compute; a GPU must be the current one.
-        seconds: The time limit for all rounds together, after ``fewest``; five times as long where other work
-            on the machine disturbs them.
+        seconds: The time limit for all rounds together, after ``fewest``.
         fewest: The smallest number of rounds.
         most: The largest number of rounds.
-        losers: Called after each round with the times so far (index → times) of the functions that are still
-            timed; returns the indices to drop.
+
+    Returns:
+        The seconds of each run, of the device on a GPU, for each function.
     """
-    times = [ColdTimes([], []) for _ in functions]
-    timed = dict(enumerate(times))
-    waited: list[list[float]] = [[] for _ in functions]
-    start, rounds = time.perf_counter(), 0
-    while rounds < most and len(timed) > 1:
-        limit = seconds * (_PATIENCE if any(map(_is_disturbed, timed.values())) else 1)
-        if rounds >= fewest and time.perf_counter() - start >= limit:
+    taken: list[list[float]] = [[] for _ in functions]
+    start = time.perf_counter()
+    for i in range(most):
+        if i >= fewest and time.perf_counter() - start >= seconds:
             break
-        for i in timed if rounds % 2 == 0 else reversed(timed):
-            waited[i].append(_run_cold(functions[i], device, times[i]))
-        rounds += 1
-        for i in losers(timed):
-            del timed[i]
-    for i, taken in enumerate(times):
-        best, seconds_waited = min(zip(taken.device, waited[i], strict=True), default=(0.0, 0.0))
-        is_disturbed = _is_disturbed(taken) or seconds_waited > _MOST_WAITING * best
-        times[i] = taken._replace(is_disturbed=is_disturbed)
-    return times
+        turns = list(zip(functions, taken, strict=True))
+        for function, times in turns if i % 2 == 0 else reversed(turns):
+            times.append(_cold_seconds(function, device))
+    return taken
 
 
 _MOST_WAITING = 0.1  # the part of a run's time that threads may wait for a CPU on an idle machine
-_PATIENCE = 5  # the factor for the time limit where other work disturbs the runs
-
-
-def _is_disturbed(times: ColdTimes) -> bool:
-    """Returns whether half of the runs took twice as long as the fastest one."""
-    return bool(times.device) and statistics.median(times.device) > 2 * min(times.device)
 
 
 def waited_seconds() -> float:
@@ -244,29 +212,21 @@ def waited_seconds() -> float:
     return nanoseconds / 1e9
 
 
-def _run_cold(function: Callable[[], Any] | Replay, device: torch.device, taken: ColdTimes) -> float:
-    """Times a run; returns the seconds that threads waited for a CPU meanwhile."""
+def _cold_seconds(function: Callable[[], Any] | Replay, device: torch.device) -> float:
+    """Returns the seconds of a run."""
     if isinstance(function, Replay):
-        taken.device.append(function.seconds())
-        return 0.0
+        return function.seconds()
     if device.type == "cuda":
-        # A flush keeps the GPU busy for some 60 µs; the host must have started the function by then.
-        for _ in range(int(min(taken.host, default=0.0) / 5e-5)):
-            _flush_cache()
-        clock, waited = DeviceClock(), waited_seconds()
+        clock = DeviceClock()
         clock.arm()
         clock.read()
-        start = time.perf_counter()
         function()
-        taken.host.append(time.perf_counter() - start)
-        taken.device.append(clock.read())
-    else:
-        _flush_buffer("cpu", torch.get_num_threads()).zero_()
-        _let_others_run()
-        waited, start = waited_seconds(), time.perf_counter()
-        function()
-        taken.device.append(time.perf_counter() - start)
-    return waited_seconds() - waited
+        return clock.read()
+    _flush_buffer("cpu", torch.get_num_threads()).zero_()
+    _let_others_run()
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 #: Yields the CPU now, so that the scheduler interrupts fewer timed runs: on a busy machine 3 of 100 short

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .. import backends, caller, checks, choose
+from .. import backends, checks, choose, messages
 from . import choices, tuner
 from .calls import OperatorCall, call_of, collect
 from .choices import Entry, Measurement
@@ -195,7 +195,7 @@ def _warn_of_flaws(results: Sequence[Result]) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(f"cvt_kernels.tune: {message}", RuntimeWarning, stacklevel=caller.stacklevel_of_caller())
+    warnings.warn(f"cvt_kernels.tune: {message}", RuntimeWarning, stacklevel=messages.stacklevel_of_caller())
 
 
 # Without a model ------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, M
     """
     from tqdm import tqdm
 
-    from ..cards import all_cards, make
+    from ..ops.cards import all_cards, make
 
     asked: dict[tuple[str, str], OperatorCall] = {}
     for operator, card in all_cards().items():

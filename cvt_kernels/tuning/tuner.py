@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import backends, caller, checks, choose, launching
+from .. import backends, checks, choose, launching, messages
 from ..backends import OURS, Record
 from . import accuracy, clock
 from .choices import FAILS_HERE, Entry, Measurement
@@ -50,12 +50,8 @@ _CANCELS = 1e-6  # times the size of other numbers: the limit for a sum that is 
 _UNITS = 4  # in the last place, allowed in addition to a multiple of PyTorch's own error
 _UNITS_OF_FLOAT64 = 1000  # for results in float64, where PyTorch, being the reference itself, has no error
 _NEAR_OF_8_BITS = 0.1  # times the largest exact value: the largest error that rounding to 8 bits may make
-_SECONDS, _FEWEST, _MOST = 0.1, 3, 40  # how long to time the candidates of a call, and in how many rounds
-#: (rounds, seconds, factor): after these rounds, a candidate has lost if it took at least these seconds and
-#: this many times as long as another one. An interruption can multiply the time of short runs only.
-_CLEAR = ((1, 0.05, 2.5), (2, 0.01, 2.5), (2, 0.02, 1.5), (3, 0.0, 1.5), (5, 0.0, 1.2))
+_SECONDS, _FEWEST, _MOST = 0.1, 5, 40  # how long to time the candidates of a call, and in how many rounds
 _REPLAYED, _CALLS = 0.01, 200  # seconds that the calls of a CUDA graph take without it, and their number
-_ENOUGH = 5  # rounds after which a candidate has lost unless it wins against the default
 
 Function = Callable[..., Any]
 
@@ -182,7 +178,7 @@ def launches_of(operator: str, *args: Any, **kwargs: Any) -> list[launching.Laun
             with launching.rehearsed_launches(launches.append, chip):
                 rehearse(known[name].load().function, sample)
         except Exception as error:
-            if caller.is_foreign(error):
+            if messages.is_foreign(error):
                 raise
     return launches
 
@@ -397,7 +393,7 @@ def _run_guarded(function: Function, expected: Expected) -> Results | str:
             results = run(function, expected.sample.map(memory.copy), expected.douts)
             _wait_for_stream(expected.sample.device)
     except Exception as error:
-        if caller.is_foreign(error) or is_out_of_memory(error) or not is_usable(expected.sample.device):
+        if messages.is_foreign(error) or is_out_of_memory(error) or not is_usable(expected.sample.device):
             raise
         return _flaw_of(error)
     return WRITES_OUTSIDE if memory.is_overwritten() else results
@@ -693,13 +689,9 @@ _FILLED = {
 
 
 def time_in_turns(
-    candidates: Mapping[str, Function],
-    call: Call,
-    measurements: Mapping[str, Measurement],
-    default: str | None = None,
-    margin: float = MARGIN,
+    candidates: Mapping[str, Function], call: Call, measurements: Mapping[str, Measurement]
 ) -> dict[str, Measurement]:
-    """Times candidates that passed, in turns with a cold L2, each until it has clearly lost.
+    """Times candidates that passed, in turns with a cold L2.
 
     On a GPU all of them are timed in CUDA graphs, or if one cannot be captured, none. A candidate whose
     results before and after the timing have other bits has a race, which a single check rarely shows.
@@ -719,23 +711,17 @@ def time_in_turns(
             runners[name]()
             _wait_for_stream(call.device)
         except Exception as error:
-            if caller.is_foreign(error) or is_out_of_memory(error) or not is_usable(call.device):
+            if messages.is_foreign(error) or is_out_of_memory(error) or not is_usable(call.device):
                 raise
             runners.pop(name, None)
             results[name] = measurements[name]._replace(flaw=_flaw_of(error))
     names = list(runners)
     graphs = _replays(list(runners.values()), call)
-    index = names.index(default) if default in names else None
     measured = clock.cold_seconds_in_turns(
-        graphs or list(runners.values()),
-        call.device,
-        _SECONDS,
-        fewest=_FEWEST,
-        most=_MOST,
-        losers=functools.partial(_losers, default=index, margin=margin),
+        graphs or list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
     )
     for name, times in zip(names, measured, strict=True):
-        results[name] = measurements[name]._replace(seconds=min(times.device, default=None))
+        results[name] = measurements[name]._replace(seconds=min(times))
         if not all(map(_same_bits, first[name], _numbers_of(candidates[name], kept))):
             results[name] = results[name]._replace(flaw=RACES)
     clock.release_memory(call.device)
@@ -771,23 +757,6 @@ def _replays(runners: list[Callable[..., Any]], call: Call) -> list[clock.Replay
     return clock.replays(
         [[functools.partial(run, copies[i % len(copies)]) for i in range(calls)] for run in runners]
     )
-
-
-def _losers(timed: Mapping[int, clock.ColdTimes], default: int | None, margin: float = MARGIN) -> list[int]:
-    """Returns the candidates that have lost against another one, after equally many rounds.
-
-    It compares the fastest runs, as :func:`fastest` does: other work on the machine only makes runs slower.
-    """
-    rounds = len(next(iter(timed.values())).device)
-    best = {i: min(times.device) for i, times in timed.items()}
-
-    def has_lost_to(i: int, other: int) -> bool:
-        if other == default and rounds >= _ENOUGH and best[i] > best[other] / margin:
-            return True
-        clear = (factor for least, seconds, factor in _CLEAR if rounds >= least and best[i] >= seconds)
-        return any(best[i] > factor * best[other] for factor in clear)
-
-    return [i for i in timed if any(has_lost_to(i, other) for other in timed if other != i)]
 
 
 def runner_of(function: Function, call: Call) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import backends, compiling, launching, machine
+from .. import backends, launching, machine
 from . import choices, tuner
 from .calls import OperatorCall
 from .choices import Entry, Measurement
@@ -239,12 +239,12 @@ class _Server:
         backends.forget()
 
     def compile(self, calls: list[OperatorCall]) -> None:
-        kernels: dict[str, compiling.TritonKernel] = {}
+        kernels: dict[str, launching.TritonKernel] = {}
         for call in calls:
             self._autocast = call.autocast
             with self._undisturbed():
                 for launch in tuner.launches_of(call.operator, **call.make_arguments()):
-                    kernel = compiling.specialize(launch, launching.chip(self._device).capability)
+                    kernel = launching.specialize(launch, launching.chip(self._device).capability)
                     kernels[pickle.dumps(kernel).hex()] = kernel
         todo = [kernel for kernel in kernels.values() if not kernel.is_cached()]
         workers = min(_MOST_COMPILERS, len(todo), len(os.sched_getaffinity(0)))
@@ -270,9 +270,7 @@ class _Server:
     def time(self, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
         functions = {name: self._task.candidates[name] for name in measurements}
         with self._undisturbed():
-            return tuner.time_in_turns(
-                functions, self._task.timed, measurements, self._task.default, self._task.margin
-            )
+            return tuner.time_in_turns(functions, self._task.timed, measurements)
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:

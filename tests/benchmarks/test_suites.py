@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import operators, report
-from cvt_kernels.cards import all_cards
+from cvt_kernels.ops.cards import all_cards
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.cards import all_cards, call_public, card_of, laid_out, make
+from cvt_kernels.ops.cards import all_cards, call_public, card_of, laid_out, make
 from cvt_kernels.tuning import accuracy, tuner
 from tests.checks import assert_accurate, not_built
 

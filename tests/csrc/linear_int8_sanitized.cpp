@@ -46,15 +46,15 @@ struct Weight {
   }
 };
 
-std::vector<int8_t> quantized(const std::vector<float>& x, int64_t stride, int64_t rows, int64_t inputs, float scale,
+std::vector<int8_t> quantized(const std::vector<float>& x, int64_t stride, int64_t rows, int64_t inputs,
                               std::vector<float>& scales) {
   std::vector<int8_t> numbers;
   for (int64_t row = 0; row < rows; row++) {
     const float* from = x.data() + row * stride;
     float largest = 0;
     for (int64_t i = 0; i < inputs; i++) largest = std::fmax(largest, std::abs(from[i]));
-    const float factor = scale == 0 ? 127 / largest : 1 / scale;
-    scales.push_back(scale == 0 ? largest / 127 : scale);
+    const float factor = 127 / largest;
+    scales.push_back(largest / 127);
     for (int64_t i = 0; i < inputs; i++) {
       const float number = std::nearbyint(from[i] * factor);
       numbers.push_back(static_cast<int8_t>(std::fmin(std::fmax(number, -127.0f), 127.0f)));
@@ -68,14 +68,11 @@ void run(int64_t rows, int64_t outputs, int64_t inputs) {
   const Memory laid_out = memory(rows * KERNELS.row_bytes(inputs));
   const int64_t stride = inputs + 3;
   const std::vector<float> x = random_buffer<float>((rows - 1) * stride + inputs);
-  for (const float scale : {0.0f, 0.01f}) {
-    std::vector<float> scales(rows), expected;
-    KERNELS.quantize(DType::float32, x.data(), stride, rows, inputs, scale, laid_out.get(), scales.data());
-    const std::vector<int8_t> numbers = quantized(x, stride, rows, inputs, scale, expected);
-    expect("scales", scales == expected);
-    weight.check("products of what was quantized", laid_out.get(), numbers);
-  }
-  std::vector<int8_t> numbers(rows * inputs);
+  std::vector<float> scales(rows), expected;
+  KERNELS.quantize(DType::float32, x.data(), stride, rows, inputs, laid_out.get(), scales.data());
+  std::vector<int8_t> numbers = quantized(x, stride, rows, inputs, expected);
+  expect("scales", scales == expected);
+  weight.check("products of what was quantized", laid_out.get(), numbers);
   for (int8_t& number : numbers) number = random_integer<int8_t>();
   KERNELS.lay_out(numbers.data(), inputs, rows, inputs, laid_out.get());
   weight.check("products of what was laid out", laid_out.get(), numbers);
@@ -117,7 +114,7 @@ void run_rows(DType dtype, int64_t rows, int64_t channels) {
   for (const bool normalizes : {true, false}) {
     const auto activation = normalizes ? linear_int8::Activation::identity : linear_int8::Activation::quick;
     const Norm norm{weight.data(), bias.data(), 1e-5f};
-    const linear_int8::Rows call{x.data(), stride, channels, 0, normalizes, norm, normalizes ? bias.data() : nullptr, activation};
+    const linear_int8::Rows call{x.data(), stride, channels, normalizes, norm, normalizes ? bias.data() : nullptr, activation};
     KERNELS.quantize_rows(dtype, call, 0, rows, row.data(), values.data(), scales.data());
     for (int64_t i = 0; i < rows; i++) {
       double mean = 0, variance = 0;

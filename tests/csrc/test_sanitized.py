@@ -21,7 +21,6 @@ FLAGS = {
     "layer_norm_gelu": ["", pytest.param(AVX2, marks=needs_avx2)],
     "transformer_block": ["", TILES],
     "depth_head": [WIDE],
-    "rows": [WIDE],
     "conv_embedding": [TILES],
     "linear": [TILES],
     "linear_int8": [TILES],

@@ -38,7 +38,6 @@ Rows rows_of(const T* data, int64_t rows, int64_t columns) {
 }
 
 // How the inputs of a layer are rounded: not at all, each row by its largest number, or all by one scale.
-enum class Rounding { none, dynamic, fixed };
 
 // A linear layer with random parameters.
 template <class T>
@@ -56,7 +55,7 @@ struct RandomLinear {
     linear::KERNELS.pack(dtype, weight.data(), inputs, outputs, inputs, packed.get());
   }
 
-  void quantize(Rounding rounding) {
+  void quantize() {
     const auto& kernels = linear_int8::KERNELS;
     std::vector<int8_t> numbers(weight.size());
     scales = random_buffer<float>(linear.outputs, 0.2 / 127);
@@ -71,14 +70,13 @@ struct RandomLinear {
     linear.weight = packed.get();
     linear.integers = &kernels;
     linear.weight_scales = scales.data();
-    linear.input_scale = rounding == Rounding::fixed ? 0.03f : 0;
   }
 
   std::vector<double> rounded(std::vector<double> row) const {
     if (linear.integers == nullptr) return row;
     double largest = 0;
     for (const double x : row) largest = std::max(largest, std::abs(x));
-    const double scale = linear.input_scale != 0 ? linear.input_scale : largest / 127;
+    const double scale = largest / 127;
     for (double& x : row) x = scale == 0 ? 0 : std::max(-127.0, std::min(127.0, std::nearbyint(x / scale))) * scale;
     return row;
   }
@@ -224,8 +222,8 @@ void add(Rows& rows, const Rows& others) {
   }
 }
 
-// The roundings of Q, K, V, proj, fc1 and fc2.
-using Roundings = std::array<Rounding, 6>;
+// Which of Q, K, V, proj, fc1 and fc2 are quantized.
+using Quantized = std::array<bool, 6>;
 
 // The tokens of each image that are computed: all of them; or every second one, in the second image a token less.
 enum class Chosen { all, some };
@@ -240,7 +238,7 @@ std::vector<std::vector<int64_t>> rows_of_images(Chosen chosen, int64_t images, 
 }
 
 template <class T>
-void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& roundings = {}, Chosen chosen = Chosen::all) {
+void run(DType dtype, double tolerance, const Sizes& sizes, const Quantized& quantized = {}, Chosen chosen = Chosen::all) {
   const auto& kernels = transformer_block::KERNELS;
   const int64_t width = sizes.heads * sizes.head_dim, images = 2;
   const RandomNorm norm1(sizes.channels), norm2(sizes.channels);
@@ -252,7 +250,7 @@ void run(DType dtype, double tolerance, const Sizes& sizes, const Roundings& rou
       fc2(dtype, sizes.channels, sizes.hidden);
   RandomLinear<T>* layers[] = {&linears[0], &linears[1], &linears[2], &proj, &fc1, &fc2};
   for (int i = 0; i < 6; i++) {
-    if (roundings[i] != Rounding::none) layers[i]->quantize(roundings[i]);
+    if (quantized[i]) layers[i]->quantize();
   }
   Block block{};
   block.images = images, block.class_tokens = sizes.class_tokens;
@@ -359,14 +357,13 @@ int main() {
     run<BFloat16>(DType::bfloat16, 0.1, sizes, {}, Chosen::some);
     run<Half>(DType::float16, 1e-2, sizes, {}, Chosen::some);
     // A number that lies between two integers may be rounded to the other one: the formula is in float64.
-    constexpr auto kDynamic = Rounding::dynamic, kFixed = Rounding::fixed, kNone = Rounding::none;
-    run<float>(DType::float32, 0.1, sizes, {kDynamic, kDynamic, kDynamic, kDynamic, kDynamic, kDynamic});
-    run<float>(DType::float32, 0.1, sizes, {kFixed, kNone, kDynamic, kFixed, kNone, kFixed});
-    run<float>(DType::float32, 0.1, sizes, {kDynamic, kNone, kDynamic, kFixed, kDynamic, kFixed}, Chosen::some);
-    run<float>(DType::float32, 0.1, sizes, {kNone, kFixed, kNone, kNone, kDynamic, kNone});
-    run<BFloat16>(DType::bfloat16, 0.2, sizes, {kDynamic, kDynamic, kDynamic, kDynamic, kDynamic, kDynamic});
-    run<BFloat16>(DType::bfloat16, 0.2, sizes, {kDynamic, kNone, kFixed, kFixed, kNone, kDynamic}, Chosen::some);
-    run<Half>(DType::float16, 0.1, sizes, {kFixed, kNone, kDynamic, kDynamic, kDynamic, kNone});
+    run<float>(DType::float32, 0.1, sizes, {true, true, true, true, true, true});
+    run<float>(DType::float32, 0.1, sizes, {true, false, true, true, false, true});
+    run<float>(DType::float32, 0.1, sizes, {true, false, true, true, true, true}, Chosen::some);
+    run<float>(DType::float32, 0.1, sizes, {false, true, false, false, true, false});
+    run<BFloat16>(DType::bfloat16, 0.2, sizes, {true, true, true, true, true, true});
+    run<BFloat16>(DType::bfloat16, 0.2, sizes, {true, false, true, true, false, true}, Chosen::some);
+    run<Half>(DType::float16, 0.1, sizes, {true, false, true, true, true, false});
   }
   std::printf("done\n");
 }

@@ -79,7 +79,7 @@ def write_valid(folder: Path) -> dict[str, Path]:
         ("segmenter", tiny(head="segment")),
         ("safetensors", model),
         ("pruned", tiny(head_dim=(8, 4, 4), pool="avg")),
-        ("quantized", quantized(tiny(), scheme="static")),
+        ("quantized", quantized(tiny())),
     ):
         card = ModelCard(each.config, names, 32, 0.9, [name.upper() for name in names])
         if name in paths:

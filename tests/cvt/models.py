@@ -39,8 +39,8 @@ def huggingface_twin(**changes):
     return model
 
 
-def quantized(model, scheme="dynamic", **settings):
+def quantized(model, **settings):
     """Returns a model, quantized on random images."""
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    ck.quantize(model.eval(), images, scheme=scheme, **settings)
+    ck.quantize(model.eval(), images, **settings)
     return model

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends
-from cvt_kernels.cards import card_of, make
+from cvt_kernels import backends, records
+from cvt_kernels.ops.cards import card_of, make
+from cvt_kernels.ops.transformer_block import transformer_block
+from cvt_kernels.records import DepthwiseConv, Linear, Norm, QuantizedLinear, Reduction, TransformerBlock
 from tests.arguments import (
     Call,
     also_named,
@@ -83,7 +85,6 @@ QUANTIZED = {
     "weight": tensor((C,), (C, 3)),
     "weight_scale": tensor((3,), ()),
     "bias": optional(tensor((3,), ())),
-    "input_scale": optional(tensor((3,))),
 }
 DEPTHWISE = {"weight": tensor((C, 1, 3, 2), (C, 3, 3)), "bias": optional(tensor((3,), ()))}
 REDUCTION = {
@@ -131,27 +132,27 @@ def conv():
 
 
 def norm():
-    return ck.Norm(randn(C), randn(C))
+    return Norm(randn(C), randn(C))
 
 
 def layer(outputs=C, inputs=C):
-    return ck.Linear(randn(outputs, inputs), randn(outputs))
+    return Linear(randn(outputs, inputs), randn(outputs))
 
 
 def quantized_layer():
-    return ck.QuantizedLinear(torch.ones(C, C, dtype=torch.int8), torch.ones(C), randn(C), torch.tensor(0.1))
+    return QuantizedLinear(torch.ones(C, C, dtype=torch.int8), torch.ones(C), randn(C))
 
 
 def block():
     linears = layer(), layer(), quantized_layer()
     convs = conv(), conv(), conv()
-    return ck.TransformerBlock(norm(), convs, linears, HEADS, 0.5, layer(), norm(), layer(), "none", layer())
+    return TransformerBlock(norm(), convs, linears, HEADS, 0.5, layer(), norm(), layer(), "none", layer())
 
 
 def pyramid():
-    reduction = ck.Reduction(randn(C, C, 2, 2), randn(C), norm())
-    conv = ck.DepthwiseConv(randn(C, 1, 3, 3), randn(C))
-    return ck.TransformerBlock(
+    reduction = Reduction(randn(C, C, 2, 2), randn(C), norm())
+    conv = DepthwiseConv(randn(C, 1, 3, 3), randn(C))
+    return TransformerBlock(
         norm(), reduction, (layer(),) * 3, HEADS, 0.5, layer(), norm(), layer(), "none", layer(), conv
     )
 
@@ -196,6 +197,11 @@ ATTENTION = {
 BLOCKS = TOKENS | {"grid": (lambda: GRID, grid((3, 3), [H, W]))}
 
 
+def public(name):
+    """Returns a public function, or an operator that is none."""
+    return getattr(ck, name, None) or backends.operators[name].public
+
+
 def call_of(function, **others):
     """Returns a good call of a function, with the usual arguments and others by their names."""
     given = {name: (USUAL | others)[name] for name in names_of(function)}
@@ -218,12 +224,12 @@ def call_by_card(operator):
 
     for example in card_of(operator).examples.values():
         usual |= example if missing(usual | example) < missing(usual) else {}
-    hints, good = get_type_hints(getattr(ck, operator)), arguments(usual)
+    hints, good = get_type_hints(public(operator)), arguments(usual)
     kinds = {
         name: SPECIAL.get(name) or of_type(hints[name], value, wrong_of(operator, name, value), first=not i)
         for i, (name, value) in enumerate(good.items())
     }
-    return Call(lambda: arguments(usual), kinds, getattr(ck, operator))
+    return Call(lambda: arguments(usual), kinds, public(operator))
 
 
 def wrong_of(operator, name, value):
@@ -274,7 +280,6 @@ OPERATORS = {
     "merge_convolutions": {"convs": (USUAL["convs"][0], also_named(USUAL["convs"][1], "bn_weight"))},
     "quantize": {
         "calibration": (lambda: None, optional(of_values(3, True, [], ["a"], torch.ones(2)))),
-        "scheme": (lambda: "dynamic", choice()),
         "keep_float": (lambda: (), strings()),
         "min_sqnr": (lambda: 20.0, number()),
         "embeddings": (lambda: False, flag()),
@@ -302,12 +307,11 @@ OPERATORS = {
         "in_features": (lambda: 2, integer()),
         "out_features": (lambda: 3, integer()),
         "bias": (lambda: True, flag()),
-        "static": (lambda: False, flag()),
         "dtype": (lambda: torch.int8, dtype()),
     },
 }
 
-CALLS = {name: call_of(getattr(ck, name), **others) for name, others in OPERATORS.items()}
+CALLS = {name: call_of(public(name), **others) for name, others in OPERATORS.items()}
 CALLS |= {name: call_by_card(name) for name in backends.operators if name not in OPERATORS}
 CALLS |= {
     "conv_projection in training": Call(
@@ -318,7 +322,7 @@ CALLS |= {
     "linear_int8 of rows": Call(
         lambda: {
             "x": ck.quantize_rows(randn(T, C)),
-            **quantized_layer()._replace(input_scale=None)._asdict(),
+            **quantized_layer()._asdict(),
         },
         {"x": also_named(parts(QUANTIZED_ROWS), "scales", "weight")},
         ck.linear_int8,
@@ -326,12 +330,11 @@ CALLS |= {
     "transformer_block of SegFormer": Call(
         lambda: {"x": randn(B, T, C), "grid": GRID, "block": pyramid(), "inplace": False},
         {name: kind for name, (_, kind) in BLOCKS.items()} | {"block": parts(PYRAMID), "inplace": flag()},
-        ck.transformer_block,
+        transformer_block,
     ),
     "LinearInt8.from_float": Call(
-        lambda: {"linear": nn.Linear(2, 2), "input_scale": None, "dtype": torch.int8},
-        {"linear": of_values("a", 3, nn.Linear, nn.Conv2d(2, 2, 1)), "input_scale": optional(positive())}
-        | {"dtype": dtype()},
+        lambda: {"linear": nn.Linear(2, 2), "dtype": torch.int8},
+        {"linear": of_values("a", 3, nn.Linear, nn.Conv2d(2, 2, 1)), "dtype": dtype()},
         ck.LinearInt8.from_float,
     ),
     "tune": Call(
@@ -354,10 +357,10 @@ OTHERS += ["register_layers", "release_memory", "use_backend"]
 
 def test_every_public_name_and_argument_has_an_entry():
     assert {*ck.__all__} <= {*CALLS, *FIELDS, *OTHERS}
-    for name in {*ck.__all__} & {*FIELDS}:
-        assert getattr(ck, name)._fields == tuple(FIELDS[name]), name
-    for name in {*ck.__all__} & {*CALLS}:
-        assert sorted(CALLS[name].kinds) == sorted(names_of(getattr(ck, name))), name
+    for name in FIELDS:
+        assert getattr(records, name)._fields == tuple(FIELDS[name]), name
+    for name in {*ck.__all__, *backends.operators} & {*CALLS}:
+        assert sorted(CALLS[name].kinds) == sorted(names_of(public(name))), name
     for name in OTHERS:
         assert not inspect.isfunction(getattr(ck, name)) or not names_of(getattr(ck, name)), name
 

@@ -10,6 +10,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt_kernels import checks, modes
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
+from cvt_kernels.ops.transformer_block import transformer_block
 from cvt_kernels.records import PositionBias
 from tests.cvt_kernels.ops.transformer_block.calls import make
 
@@ -38,7 +39,7 @@ def test_classes_of_the_same_name_are_told_apart_by_their_modules():
         match=r"^block.linears\[0\]: got torch.nn.modules.linear.Linear, expected cvt_kernels.records.Linear "
         "or QuantizedLinear$",
     ):
-        ck.transformer_block(x, grid, block._replace(linears=linears))
+        transformer_block(x, grid, block._replace(linears=linears))
     with pytest.raises(
         TypeError, match=r"^linear: got cvt_kernels.records.Linear, expected torch.nn.modules."
     ):

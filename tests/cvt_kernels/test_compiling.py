@@ -9,7 +9,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from cvt.tools.commands.compile import launches
-from cvt_kernels import compiling
+from cvt_kernels import launching
 from cvt_kernels.launching import Chip, settle_key
 
 class Driver:
@@ -24,7 +24,7 @@ for stage in launches.stages("cvt_13"):
     with torch.no_grad():
         attend = launches.TRITON_OPERATORS["attention"]
         started += attend(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False)
-kernels = [compiling.specialize(launch, 90) for launch in started]
+kernels = [launching.specialize(launch, 90) for launch in started]
 assert len(kernels) == 3
 
 def files():
@@ -81,7 +81,7 @@ from cvt_kernels import launching
 from cvt_kernels.tuning import calls, tuner, worker
 os.sched_getaffinity = lambda process: {0, 1}
 launching.chip = lambda device: Chip(90, 132)
-compiling.TritonKernel.compile_into_cache = compiling.TritonKernel.compile  # there is no driver
+launching.TritonKernel.compile_into_cache = launching.TritonKernel.compile  # there is no driver
 tuner.launches_of = lambda operator, **arguments: started
 multiprocessing.process.current_process()._config["daemon"] = False  # as tests start this one
 server = worker._Server(torch.device("cpu"))
@@ -119,7 +119,7 @@ def test_keys_of_kernels_do_not_depend_on_the_order():
 REHEARSED = """
 import pickle, torch
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, choose, compiling, launching
+from cvt_kernels import backends, choose, launching
 from cvt_kernels.tuning import tuner
 
 stage, found = launches.stages("cvt_13", 64)[2], 0
@@ -146,9 +146,9 @@ class Step(launches.Step):
         able, choose.able_backends = choose.able_backends, lambda *_: [backend]
         launches_made = tuner.launches_of(operator, **call._asdict())
         choose.able_backends = able
-        asked = [compiling.specialize(each, 90) for each in launches_made]
+        asked = [launching.specialize(each, 90) for each in launches_made]
         launching.interception = interception
-        kernels = {repr(compiling.specialize(each, 90)) for each in expected}
+        kernels = {repr(launching.specialize(each, 90)) for each in expected}
         assert kernels and kernels <= {repr(each) for each in asked}, operator
         assert [repr(pickle.loads(pickle.dumps(each))) for each in asked] == list(map(repr, asked))
         found += len(kernels)

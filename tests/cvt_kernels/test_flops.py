@@ -11,7 +11,7 @@ import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools.evaluation import cost
 from cvt_kernels import backends, modes
-from cvt_kernels.cards import all_cards
+from cvt_kernels.ops.cards import all_cards
 from tests.checks import recorded_operators
 from tests.contract.examples import example
 from tests.fuzz.judge import call_public

@@ -184,6 +184,6 @@ def test_replacements_wait_for_each_other():
 
 def test_what_is_forgotten_while_a_call_is_decided_is_not_kept():
     """Another thread does so when it registers or replaces an implementation."""
-    add_marked_backend("cpu", 10.0, why_unsupported=lambda x, **settings: backends.forget())
+    add_marked_backend("cpu", 10.0, why_unsupported=lambda x, *_, **settings: backends.forget())
     ck.gelu(torch.zeros(3))
     assert backends.dispatch_cache == {}

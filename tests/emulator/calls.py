@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cvt_kernels as ck
-from cvt_kernels import cards, launch, launching
+from cvt_kernels import launch, launching
 from cvt_kernels.launch import tables
+from cvt_kernels.ops import cards
 from cvt_kernels.ops.conv_linear.triton import forward as conv_linear
+from cvt_kernels.ops.transformer_blocks import transformer_blocks
+from cvt_kernels.records import Linear, Norm, TransformerBlock
 from tests.cvt_kernels.ops import test_accesses as tests
 from tests.cvt_kernels.ops.test_accesses import BFLOAT16, FLOAT16, FLOAT32
 
@@ -217,15 +220,15 @@ def _blocks_serving(
     x = tests.randn(2, tokens + grid[0] * grid[1], channels, dtype=dtype)
     x = x.round() + mean if mean else x  # integers, which every dtype has
 
-    def layer(inputs: int, outputs: int) -> ck.Linear:
+    def layer(inputs: int, outputs: int) -> Linear:
         weight = tests.randn(outputs, inputs, dtype=dtype) / inputs**0.5
-        return ck.Linear(weight, tests.randn(outputs, dtype=dtype))
+        return Linear(weight, tests.randn(outputs, dtype=dtype))
 
-    def norm() -> ck.Norm:
-        return ck.Norm(tests.randn(channels, dtype=dtype), tests.randn(channels, dtype=dtype), 1e-5)
+    def norm() -> Norm:
+        return Norm(tests.randn(channels, dtype=dtype), tests.randn(channels, dtype=dtype), 1e-5)
 
     blocks = [
-        ck.TransformerBlock(
+        TransformerBlock(
             norm(),
             tuple(tests.random_conv(channels, dtype=dtype, stride=n, padding=1) for n in (1, 2, 2)),
             (layer(channels, channels), layer(channels, channels), layer(channels, channels)),
@@ -239,7 +242,7 @@ def _blocks_serving(
         )
         for _ in range(count)
     ]
-    return ck.transformer_blocks(x, grid, blocks)
+    return transformer_blocks(x, grid, blocks)
 
 
 #: Tails of M, N and K; one and several tiles of a program, odd numbers of them, more programs than tiles;

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine
-from cvt_kernels.compiling import source_of, specialize
+from cvt_kernels.launching import source_of, specialize
 from cvt_kernels.tuning import accuracy
 from tests import accesses
 from tests.cvt_kernels.ops import test_accesses

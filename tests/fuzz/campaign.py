@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from cvt_kernels import tables
+from cvt_kernels import messages
 
 from .worker import Ask
 
@@ -114,4 +114,4 @@ def table(all_figures: list[Figures]) -> list[str]:
         ]
         for figures in all_figures
     ]
-    return tables.aligned([headings, *rows], right=range(1, len(headings)))
+    return messages.aligned([headings, *rows], right=range(1, len(headings)))

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from cvt_kernels import cards
+from cvt_kernels.ops import cards
 
 from . import commands, files, models, raw
 

@@ -19,7 +19,7 @@ _LINES = {
     "evaluate": f"evaluate --data data {_MODEL} --json figures.json --batch-size 2 --workers 0 "
     "--precision fp32",
     "explain": f"explain photo.png {_MODEL} --output pictures --image-size 32",
-    "quantize": f"quantize {_MODEL} --calibrate data --output other.safetensors --scheme static --images 4 "
+    "quantize": f"quantize {_MODEL} --calibrate data --output other.safetensors --images 4 "
     "--max-drop 50 --json figures.json --keep-float stage0.blocks.0.attn.proj_q",
     "prune": f"prune {_MODEL} --mlp 0.5 --heads 0.0 --output other.safetensors --calibrate data --batches 1 "
     "--seed 1",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cvt_kernels import backends
-from cvt_kernels.cards import Made, call_public, make
+from cvt_kernels.ops.cards import Made, call_public, make
 from cvt_kernels.records import LIMITS
 from cvt_kernels.tuning import accuracy, tuner
 from cvt_kernels.tuning.tuner import Results

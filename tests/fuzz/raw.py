@@ -70,7 +70,7 @@ class _Recorder(TorchDispatchMode):
 @functools.cache
 def _right_calls() -> dict[str, list[list[Any]]]:
     """Returns what the public operators pass to each of the extension's operators in cases of their own."""
-    from cvt_kernels.cards import make
+    from cvt_kernels.ops.cards import make
 
     from .cases import parsed
     from .judge import call_public

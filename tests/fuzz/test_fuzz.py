@@ -12,8 +12,8 @@ import torch
 
 from cvt.tools.commands.process import run_command
 from cvt_kernels import backends, reference
-from cvt_kernels.cards import all_cards
 from cvt_kernels.ops import weight_cache
+from cvt_kernels.ops.cards import all_cards
 from tests.checks import implementation, not_built
 from tests.fuzz import campaign, cases, commands, files, raw, subjects, world
 from tests.fuzz.__main__ import main

@@ -102,7 +102,7 @@ def test_wheels_are_built_for_every_python_and_with_the_documented_toolkit():
     ("package", "file", "use"),
     [
         ("torch", "cvt_kernels/machine.py", "import torch"),
-        ("triton", "cvt_kernels/compiling.py", "import triton"),
+        ("triton", "cvt_kernels/launching.py", "import triton"),
         ("ninja", "setup.py", '"ninja"'),
         ("pybind11", "csrc/common/pybind.h", "#include <pybind11/"),
         ("pytest", "benchmarks/conftest.py", "import pytest"),

@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     ``arguments.written``, if there, returns the names of the files that the command writes into folders.
     """
     # lazy: --help needs none of it
-    from cvt_kernels.missing import warn_of_missing_kernels
+    from cvt_kernels.machine import warn_of_missing_kernels
 
     from .common import print_remarks
     from .paths import check_outputs

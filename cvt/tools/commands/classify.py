@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cvt.huggingface import CheckpointError
-from cvt_kernels.tables import printable_word
+from cvt_kernels.messages import printable_word
 
 from .common import CHECKPOINT, MODEL, add, load_model, positive_int, print_result, resolve_device
 

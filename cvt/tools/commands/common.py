@@ -31,7 +31,7 @@ from cvt.hub import PRETRAINED
 from cvt.huggingface import Preprocessing
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
-from cvt_kernels.tables import printable
+from cvt_kernels.messages import printable
 
 from .paths import STDOUT, input_path
 from .process import why_not_written

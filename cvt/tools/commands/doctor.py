@@ -7,7 +7,7 @@ import argparse
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import diagnosis
+from cvt_kernels.tuning import diagnosis
 
 from .common import print_result
 from .paths import add_json_argument, reporting

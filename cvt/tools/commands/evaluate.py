@@ -15,7 +15,7 @@ from cvt.config import LARGEST_IMAGE
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
 from cvt.tiles import Tiles
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
 from ..evaluation import Cost, Evaluation, PixelEvaluation, TokenCounter, cost, evaluate, evaluate_pixels

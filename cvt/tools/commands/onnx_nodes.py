@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,21 +47,16 @@ class _Nodes(nn.Module):
 
 def _product(layer: QuantizedLayer, x: Tensor) -> Tensor:
     """Computes the product of a layer with rows (..., inputs)."""
-    rows, scale = x.flatten(0, -2), layer.input_scale
-    by_row = scale is None
-    if scale is None:
-        largest = rows.abs().amax(1)  # by -1 onnxruntime would not reduce an empty tensor
-        scale = torch.where(largest < LEAST, 1.0, largest / _LIMIT)
-    else:
-        rows = rows.clamp(min=-_LIMIT * scale)  # else ONNX takes -128, too
-    numbers = _node("QuantizeLinear", rows, scale, torch.int8, by_row)
-    rows = _node("DequantizeLinear", numbers, scale, torch.float32, by_row)
-    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, torch.float32, by_row=True)
+    rows = x.flatten(0, -2)
+    largest = rows.abs().amax(1)  # by -1 onnxruntime would not reduce an empty tensor
+    scales = torch.where(largest < LEAST, 1.0, largest / _LIMIT)
+    numbers = _node("QuantizeLinear", rows, scales, torch.int8)
+    rows = _node("DequantizeLinear", numbers, scales, torch.float32)
+    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, torch.float32)
     return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
 
 
-def _node(name: str, x: Tensor, scale: Tensor, dtype: torch.dtype, by_row: bool) -> Tensor:
-    """Stands for a node that returns ``dtype``, with one scale for each row or one for all."""
-    inputs = x, scale, torch.zeros_like(scale, dtype=torch.int8)
-    attributes: dict[str, Any] = {"axis": 0} if by_row else {}
-    return torch.onnx.ops.symbolic(name, inputs, attributes, dtype=dtype, shape=x.shape)
+def _node(name: str, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stands for a node that returns ``dtype``, with a scale for each row."""
+    inputs = x, scales, torch.zeros_like(scales, dtype=torch.int8)
+    return torch.onnx.ops.symbolic(name, inputs, {"axis": 0}, dtype=dtype, shape=x.shape)

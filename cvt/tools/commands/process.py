@@ -55,7 +55,7 @@ def run_command(name: str, arguments: argparse.Namespace, command: Callable[[], 
 
 
 def _fail(name: str, reason: str) -> int:
-    from cvt_kernels.tables import printable
+    from cvt_kernels.messages import printable
 
     with contextlib.suppress(OSError):  # where stderr takes nothing, the exit code says it
         print(f"{name}: error: {printable(' '.join(reason.split()))}", file=sys.stderr)
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """Prints the usage and the error, and exits with 2."""
         if not message.isprintable():
-            from cvt_kernels.tables import printable_word
+            from cvt_kernels.messages import printable_word
 
             message = printable_word(message)
         super().error(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…")

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from cvt.config import CvTConfig
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
 from ..evaluation import cost

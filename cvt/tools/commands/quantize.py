@@ -31,13 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     smaller.add_shared_arguments(parser, "accuracy, size and the error of every layer", calibrate=True)
     parser.add_argument(
-        "--scheme",
-        choices=("dynamic", "static"),
-        default="dynamic",
-        help="activation scales: per token at run time (dynamic, the default), or one calibrated per layer "
-        "(static)",
-    )
-    parser.add_argument(
         "--keep-float",
         nargs="+",
         action="extend",
@@ -87,7 +80,6 @@ def _quantize(arguments: argparse.Namespace) -> None:
         report = ck.quantize(
             model,
             images,
-            scheme=arguments.scheme,
             keep_float=arguments.keep_float,
             embeddings=arguments.embeddings,
             progress=True,
@@ -141,7 +133,7 @@ class _Measurements:
         self._original, self._quantized = original.state_dict(), quantized.state_dict()
         self._report, self._card, self._path, self._batches = report, card, path, batches
         rows = [*report.worst(), *(row for row in report if row.sqnr is None)]
-        self._order = [row.path for row in rows if row.scheme != "float"]
+        self._order = [row.path for row in rows if row.weight != "float"]
 
     def within(self, least: float) -> tuple[QuantizationReport, Evaluation]:
         """Writes the version with the fewest layers in floating point whose top-1 is at least ``least``."""
@@ -164,15 +156,13 @@ class _Measurements:
             self._write(count)
         kept, reason = self._order[:count], "is kept, since it loses more than others, for the sake of top-1"
         rows = (
-            row._replace(scheme="float", reason=reason) if row.path in kept else row for row in self._report
+            row._replace(weight="float", reason=reason) if row.path in kept else row for row in self._report
         )
         return QuantizationReport(rows), evaluations[count]
 
     def _write(self, count: int) -> None:
         kept = {
-            f"{path}.{name}"
-            for path in self._order[:count]
-            for name in ("weight", "qweight", "weight_scale", "input_scale")
+            f"{path}.{name}" for path in self._order[:count] for name in ("weight", "qweight", "weight_scale")
         }
         tensors = {name: t for name, t in self._quantized.items() if name not in kept}
         tensors |= {name: t for name, t in self._original.items() if name in kept}

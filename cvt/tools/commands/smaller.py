@@ -17,7 +17,7 @@ from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.config import CvTConfig
 from cvt.files import replacing
 from cvt.huggingface import made_up_labels
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 
 from ..evaluation import Evaluation, evaluate
 from .common import BATCHES, MODEL, LoadedModel, add, recorded_warnings

@@ -191,7 +191,7 @@ def _table(results: Sequence[Result]) -> list[str]:
 def _rows(block: Sequence[tuple[str, Result]]) -> list[str]:
     """Returns the lines of a block, with the columns of the backends that were tried for it."""
     from cvt_kernels import backends
-    from cvt_kernels.tables import aligned
+    from cvt_kernels.messages import aligned
 
     tried = {name for _, result in block for name in _measurements(result)}
     names = [name for name in backends.BACKENDS if name in tried]

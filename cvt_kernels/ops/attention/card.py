@@ -1,4 +1,4 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Sweep, Work, bytes_of, matrix
 from ...launch.records import Attention
 from ...records import PositionBias
+from ..cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Sweep, Work, bytes_of, matrix
 
 
 def _attention(m: Any) -> Any:

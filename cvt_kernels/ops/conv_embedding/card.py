@@ -1,4 +1,4 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ... import cards
+from .. import cards
 
 
 def _conv_embedding(m: Any) -> Any:

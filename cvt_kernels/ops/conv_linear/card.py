@@ -1,4 +1,4 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ...cards import (
+from ...launch.records import ConvLinear
+from ..cards import (
     COMMON,
     K3X3,
     MANY_PIXELS,
@@ -21,7 +22,6 @@ from ...cards import (
     Work,
     bytes_of,
 )
-from ...launch.records import ConvLinear
 from ..conv_projection.card import PROJECTION, _conv_projection, conv_batch_norm
 
 

@@ -1,4 +1,4 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import cards
 from ...launch.records import Sliding
 from ...records import ConvBatchNorm
+from .. import cards
 
 PROJECTION = cards.GRID | cards.CONV | {
     "channels": cards.WIDE, "class_token": cards.BOTH, "branches": (1, 2, 3), "summands": (1, 2, 3),

@@ -1,10 +1,10 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ... import cards
+from .. import cards
 
 
 def _depth_head(m: Any) -> Any:

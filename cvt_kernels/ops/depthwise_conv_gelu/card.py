@@ -1,11 +1,11 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from ... import cards
+from .. import cards
 
 
 def _depthwise_conv_gelu(m: Any) -> Any:

@@ -56,6 +56,7 @@ def _cost_class(call: Record) -> str:
     words += f"{size_class(x.numel())} elements, {x.shape[-1] if x.ndim else 1} channels"
     is_bare = "weight" in given and (call.weight is None or call.bias is None)
     words += ", without weight or bias" if is_bare else ""
+    words += ", without bias" if "weight" not in given and "bias" in given and call.bias is None else ""
     dtype = given.get("dtype")
     if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU it is the dtype of x by default
         words += f", to {checks.dtype_name(dtype)}"
@@ -180,44 +181,20 @@ def add_layer_norm(
 def _check_gelu(call: Any) -> None:
     checks.check_float_tensor("x", call.x, "of any shape")
     check_approximate(call.approximate)
+    if call.bias is not None:
+        check_rows(call.x)
+        checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
 
 
 @operator(backends=_backends(_extension.gelu, _why_gelu_unsupported), check=_check_gelu, **_OF_ALL)
-def gelu(x: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
-    """Computes GELU (Hendrycks and Gimpel 2016), exactly or approximated.
+def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none") -> Tensor:
+    """Computes GELU (Hendrycks and Gimpel 2016) of x + bias, exactly or approximated.
 
     Args:
-        x: Any shape; float16, bfloat16, float32 or float64.
+        x: Any shape, ``(..., C)`` with a bias; float16, bfloat16, float32 or float64.
+        bias: ``(C,)``, or None for 0.
         approximate: ``"none"``: x · Φ(x) by erf. ``"tanh"``: PyTorch's tanh approximation. ``"quick"``:
             x · sigmoid(1.702 · x), Microsoft's ``QuickGELU``, with which the published CvTs were trained.
-
-    Returns:
-        The shape and dtype of ``x``.
-
-    Raises:
-        TypeError: ``x`` is not a floating-point tensor.
-        ValueError: Unknown ``approximate``.
-        BackendUnavailable: The requested backend cannot serve the call.
-    """
-    if approximate == "quick":
-        return x * torch.sigmoid(1.702 * x)
-    return F.gelu(x, approximate=approximate)
-
-
-def _check_bias_gelu(call: Any) -> None:
-    check_rows(call.x)
-    checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
-    check_approximate(call.approximate)
-
-
-@operator(backends=_backends(_extension.bias_gelu, _why_gelu_unsupported), check=_check_bias_gelu, **_OF_ALL)
-def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> Tensor:
-    """Computes gelu(x + bias).
-
-    Args:
-        x: ``(..., C)``; float16, bfloat16, float32 or float64.
-        bias: ``(C,)``.
-        approximate: As in :func:`gelu`.
 
     Returns:
         The shape and dtype of ``x``.
@@ -227,7 +204,10 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: GeluVariant = "none") -> 
         ValueError: A wrong shape or device, or unknown ``approximate``.
         BackendUnavailable: The requested backend cannot serve the call.
     """
-    return reference.gelu(x + bias, approximate=approximate)
+    x = x if bias is None else x + bias
+    if approximate == "quick":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate=approximate)
 
 
 def _check_layer_norm_gelu(call: Any) -> None:

@@ -1,10 +1,10 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ... import cards
+from .. import cards
 
 
 def _layer_norm(m: Any) -> Any:
@@ -19,11 +19,7 @@ def _add_layer_norm(m: Any) -> Any:
 
 
 def _gelu(m: Any) -> Any:
-    return (m.activation(*cards.shape_of(m)),), {"approximate": m.approximate}
-
-
-def _bias_gelu(m: Any) -> Any:
-    return (m.activation(*cards.shape_of(m)), m.parameter(m.channels)), {"approximate": m.approximate}
+    return (m.activation(*cards.shape_of(m)), m.optional(m.channels)), {"approximate": m.approximate}
 
 
 def _layer_norm_gelu(m: Any) -> Any:
@@ -45,12 +41,7 @@ def _add_layer_norm_stage(step: cards.Step) -> None:
 def _gelu_stage(step: cards.Step) -> None:
     """Runs both GELUs of the public CvTs, Hugging Face's and Microsoft's, between the layers of an MLP."""
     for approximate in ("none", "quick"):
-        step.call("gelu", _hidden(step), approximate=approximate)
-
-
-def _bias_gelu_stage(step: cards.Step) -> None:
-    for approximate in ("none", "quick"):
-        step.call("bias_gelu", _hidden(step), step.tensor(4 * step.channels), approximate=approximate)
+        step.call("gelu", _hidden(step), step.tensor(4 * step.channels), approximate=approximate)
 
 
 def _layer_norm_gelu_stage(step: cards.Step) -> None:
@@ -80,18 +71,11 @@ CARDS = {
     ),
     "gelu": cards.Card(
         call=_gelu,
-        choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
-        examples=cards.of_rows(*cards.GELUS),
+        choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE | {"bare": cards.BOTH},
+        examples=cards.of_rows("bare=True", *cards.GELUS),
         multiplies=False,
         stages={"gelu": cards.Launches(_gelu_stage)},
         wrong={"x": ()},
-    ),
-    "bias_gelu": cards.Card(
-        call=_bias_gelu,
-        choices=cards.COMMON | cards.LEADING | cards.APPROXIMATE,
-        examples=cards.of_rows(*cards.GELUS),
-        multiplies=False,
-        stages={"bias_gelu": cards.Launches(_bias_gelu_stage)},
     ),
     "layer_norm_gelu": cards.Card(
         call=_layer_norm_gelu,

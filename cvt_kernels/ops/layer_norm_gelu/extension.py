@@ -290,17 +290,8 @@ def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool
 
 def gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.gelu``."""
-    x, approximate = call
-    return _gelu(x, None, approximate)
-
-
-def bias_gelu(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.bias_gelu``."""
     x, bias, approximate = call
-    return _gelu(x.to(torch.promote_types(x.dtype, bias.dtype)), bias, approximate)
-
-
-def _gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    x = x if bias is None else x.to(torch.promote_types(x.dtype, bias.dtype))
     if modes.wants_gradient(x, bias):
         return _Gelu.apply(x, bias, approximate)
     return _ops.gelu.default(x, bias, approximate)

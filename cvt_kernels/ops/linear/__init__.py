@@ -29,7 +29,7 @@ from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..autograd import check_inplace
 from ..cost_classes import first_images, gelu_words, images_within, rows_of, size_class
-from ..layer_norm_gelu import add_layer_norm, bias_gelu, check_approximate, check_layer_norm, gelu, layer_norm
+from ..layer_norm_gelu import add_layer_norm, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     A matrix product adds its bias for free.
     """
     gradient = modes.wants_gradient(x, weight, bias)
-    return bias is not None and choose.may_be_ours("bias_gelu", x.device.type, gradient=gradient)
+    return bias is not None and choose.may_be_ours("gelu", x.device.type, gradient=gradient)
 
 
 def _gelu_of_linear(call: Record) -> Tensor:
@@ -197,7 +197,7 @@ def _bias_gelu_of_linear(call: Record) -> Tensor:
     product = linear(x, weight)
     if bias.dtype != product.dtype:  # autocast casts the product to half precision, but not the bias
         bias = bias.to(product.dtype)
-    return bias_gelu(product, bias, approximate=approximate)
+    return gelu(product, bias, approximate=approximate)
 
 
 def _compose_add(call: Record) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import cards
 from ...launch.records import Product
+from .. import cards
 
 
 def _linear(m: Any) -> Any:

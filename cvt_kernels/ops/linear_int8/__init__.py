@@ -38,7 +38,7 @@ def _cost_class_of_rows(call: Record) -> str:
     words += (
         f"{size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels to {checks.dtype_name(call.dtype)}"
     )
-    return words + ("" if call.scale is None else ", one scale") + ("" if x.is_contiguous() else ", strided")
+    return words + ("" if x.is_contiguous() else ", strided")
 
 
 def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
@@ -51,27 +51,22 @@ def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
 _OF_ROWS: dict[str, Any] = {
     "cost_class": _cost_class_of_rows,
     "sample": sampled(2**18, "x"),
-    "check_numbers": ("scale", lambda call: check_scale("scale", call.scale, call.x)),
 }
 
 
 def _check_quantize_rows(call: Any) -> None:
-    _check_rows(call.x, call.scale, call.dtype)
+    _check_rows(call.x, call.dtype)
     _check_no_gradient(call.x)
 
 
 @operator(
     backends=_backends(_triton.quantize_rows, _cpu.quantize_rows), check=_check_quantize_rows, **_OF_ROWS
 )
-def quantize_rows(
-    x: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
-) -> QuantizedRows:
-    """Rounds rows to 8-bit numbers: x ≈ values · scales.
+def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> QuantizedRows:
+    """Rounds rows to 8-bit numbers: x ≈ values · scales, where a scale is the row's largest magnitude / 127.
 
     Args:
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
-        scale: One scale for all rows, a positive float32 scalar tensor; None for a scale per row, its largest
-            absolute value / 127.
         dtype: ``torch.int8``, or ``torch.float8_e4m3fn`` with 448 in the place of 127.
 
     Returns:
@@ -86,18 +81,12 @@ def quantize_rows(
     limit, exact = LIMITS[dtype], x.dtype == torch.float64
     x = x if exact else x.float()
     largest = x.abs().amax(-1, keepdim=True)
-    is_zero = largest < LEAST if scale is None else torch.zeros_like(largest, dtype=torch.bool)
-    if scale is None:
-        # What PyTorch makes of a number divided by a tensor is not rounded correctly.
-        limits = torch.full_like(largest, limit)
-        scales = (largest / limits).masked_fill(is_zero, 0.0)
-        factor = (limits / largest).masked_fill(is_zero, 0.0)
-    else:
-        scales = scale.to(x.dtype).expand(largest.shape)
-        factor = 1 / scales
-    finite = largest.isfinite()
+    is_zero, finite = largest < LEAST, largest.isfinite()
+    # What PyTorch makes of a number divided by a tensor is not rounded correctly.
+    limits = torch.full_like(largest, limit)
+    scales = (largest / limits).masked_fill(is_zero, 0.0).masked_fill(~finite, torch.nan)
+    factor = (limits / largest).masked_fill(is_zero, 0.0)
     values = (x * factor).masked_fill(~finite, 0.0)
-    scales = scales.masked_fill(~finite, torch.nan)
     if dtype == torch.int8 and not exact:
         values = values.round()
     values = values.clamp(-limit, limit)
@@ -105,7 +94,7 @@ def quantize_rows(
 
 
 def _check_layer_norm_quantize(call: Any) -> None:
-    _check_rows(call.x, call.scale, call.dtype)
+    _check_rows(call.x, call.dtype)
     check_layer_norm(call.x, call.weight, call.bias, call.eps, call.shift)
     _check_no_gradient(call.x, call.weight, call.bias, call.shift)
 
@@ -122,7 +111,6 @@ def layer_norm_quantize(
     *,
     eps: float = 1e-5,
     shift: Tensor | None = None,
-    scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
 ) -> QuantizedRows:
     """Computes quantize_rows(layer_norm(x)) in one pass over x.
@@ -133,8 +121,7 @@ def layer_norm_quantize(
         bias: LayerNorm's ``(C,)``, or None for 0.
         eps: Added to the variance.
         shift: As in :func:`cvt_kernels.layer_norm`.
-        scale: As in :func:`quantize_rows`, like ``dtype``.
-        dtype: See there.
+        dtype: As in :func:`quantize_rows`.
 
     Returns:
         As :func:`quantize_rows`; LayerNorm is not rounded to the dtype of ``x`` in between.
@@ -147,13 +134,11 @@ def layer_norm_quantize(
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if t is None else t.to(wide) for t in (weight, bias))
     shifted = x if shift is None else (x + shift).to(x.dtype)
-    return reference.quantize_rows(
-        reference.layer_norm(shifted.to(wide), weight, bias, eps=eps), scale=scale, dtype=dtype
-    )
+    return reference.quantize_rows(reference.layer_norm(shifted.to(wide), weight, bias, eps=eps), dtype=dtype)
 
 
 def _check_gelu_quantize(call: Any) -> None:
-    _check_rows(call.x, call.scale, call.dtype)
+    _check_rows(call.x, call.dtype)
     check_approximate(call.approximate)
     if call.bias is not None:
         checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
@@ -168,7 +153,6 @@ def gelu_quantize(
     bias: Tensor | None = None,
     *,
     approximate: GeluVariant = "none",
-    scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
 ) -> QuantizedRows:
     """Computes quantize_rows(gelu(x + bias)) in one pass over x.
@@ -177,8 +161,7 @@ def gelu_quantize(
         x: ``(..., C)``; float16, bfloat16, float32 or float64.
         bias: ``(C,)``, or None for 0.
         approximate: As in :func:`cvt_kernels.gelu`.
-        scale: As in :func:`quantize_rows`, like ``dtype``.
-        dtype: See there.
+        dtype: As in :func:`quantize_rows`.
 
     Returns:
         As :func:`quantize_rows`; nothing is rounded to the dtype of ``x`` in between.
@@ -190,7 +173,7 @@ def gelu_quantize(
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide if bias is None else wide + bias
-    return reference.quantize_rows(reference.gelu(wide, approximate=approximate), scale=scale, dtype=dtype)
+    return reference.quantize_rows(reference.gelu(wide, approximate=approximate), dtype=dtype)
 
 
 def linear_int8(
@@ -199,7 +182,6 @@ def linear_int8(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     *,
-    input_scale: Tensor | None = None,
     approximate: GeluVariant | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -214,7 +196,6 @@ def linear_int8(
         weight: ``(outputs, inputs)``, int8 between -127 and 127, or float8_e4m3fn.
         weight_scale: ``(outputs,)``, float32.
         bias: ``(outputs,)``, or None for 0.
-        input_scale: One scale for all rows of an ``x`` that is quantized here, as in :func:`quantize_rows`.
         approximate: A GELU that follows, as in :func:`cvt_kernels.gelu`; None for none.
         residual: ``(..., outputs)``, added at the end; None for 0. Except under autocast it has the dtype of
             the result.
@@ -235,14 +216,14 @@ def linear_int8(
     checks.check_float_dtype("dtype", torch.float32 if dtype is None else dtype)
     dtype = _dtype_of(values, x_scales, residual) if dtype is None else dtype
     return _linear_int8(
-        values, weight, weight_scale, bias, x_scales=x_scales, input_scale=input_scale,
+        values, weight, weight_scale, bias, x_scales=x_scales,
         approximate=approximate, residual=residual, dtype=dtype,
     )  # fmt: skip
 
 
 def _check_linear_int8(call: Any) -> None:
     x = call.x
-    _check_input(x, call.x_scales, call.weight, call.input_scale)
+    _check_input(x, call.x_scales, call.weight)
     check_weight(call.weight, call.weight_scale, x)
     if call.bias is not None:
         also = torch.float32, call.dtype
@@ -259,21 +240,17 @@ def _exact(call: Record) -> Tensor:
 
     Compared with an unrounded input, an implementation that rounds differently would not look wrong.
     """
-    x, x_scales, scale = call.x, call.x_scales, call.input_scale
+    x, x_scales = call.x, call.x_scales
     if x_scales is None:
-        scale = None if scale is None else scale.float()
-        x, x_scales = reference.quantize_rows(x.float(), scale=scale, dtype=call.weight.dtype)
-    call = call._replace(x=x, x_scales=x_scales.double(), input_scale=None)
+        x, x_scales = reference.quantize_rows(x.float(), dtype=call.weight.dtype)
+    call = call._replace(x=x, x_scales=x_scales.double())
     return reference.linear_int8(*call[:4], **dict(zip(call._fields[4:], call[4:], strict=True)))
 
 
 def _unrounded(call: Record) -> Tensor:
     """Computes the call with the weight in floating point, and without rounding the input."""
-    x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
+    x, weight, weight_scale, bias, x_scales, approximate, residual, dtype = call
     rows = x if x_scales is None else x.to(x_scales.dtype) * x_scales
-    if input_scale is not None and x_scales is None:  # larger numbers are clamped all the same
-        limit = LIMITS[weight.dtype] * input_scale.to(x.dtype)
-        rows = torch.minimum(torch.maximum(rows, -limit), limit)
     wide = torch.promote_types(rows.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         y = F.linear(rows.to(wide), weight.to(wide) * weight_scale.to(wide)[:, None])
@@ -289,7 +266,6 @@ def _cost_class(call: Record) -> str:
     words += f"{size_class(rows_of(call.x.shape))} rows, {inputs} to {outputs} channels"
     words += f" by {checks.dtype_name(call.weight.dtype)}"
     words += "" if call.dtype is None else f" to {checks.dtype_name(call.dtype)}"
-    words += "" if call.input_scale is None else ", one scale"
     words += ", without bias" if call.bias is None else ""
     return words + ("" if call.residual is None else ", added")
 
@@ -345,7 +321,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     exact=_exact,
     unrounded=_unrounded,
     check=_check_linear_int8,
-    check_numbers=("input_scale", lambda call: check_scale("input_scale", call.input_scale, call.x)),
 )
 def _linear_int8(
     x: Tensor,
@@ -354,7 +329,6 @@ def _linear_int8(
     bias: Tensor | None = None,
     *,
     x_scales: Tensor | None = None,
-    input_scale: Tensor | None = None,
     approximate: GeluVariant | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -362,7 +336,7 @@ def _linear_int8(
     """Computes :func:`linear_int8` from values and their scales."""
     dtype = dtype or (x.dtype if x_scales is None else torch.float32)
     if x_scales is None:
-        x, x_scales = reference.quantize_rows(x, scale=input_scale, dtype=weight.dtype)
+        x, x_scales = reference.quantize_rows(x, dtype=weight.dtype)
     exact = x_scales.dtype == torch.float64
     y = F.linear(x.double(), weight.double()) if exact else _product(x, weight)
     y = y * x_scales * weight_scale.to(x_scales.dtype)
@@ -389,30 +363,15 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
 # Checks ---------------------------------------------------------------------------------------------------
 
 
-def _check_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
+def _check_rows(x: Tensor, dtype: torch.dtype) -> None:
     check_rows(x)
     check_format(dtype)
-    check_scale("scale", scale, x)
 
 
 def check_format(dtype: torch.dtype) -> None:
     """Raises TypeError unless ``dtype`` is one of the 8-bit dtypes."""
     if not isinstance(dtype, torch.dtype) or dtype not in LIMITS:
         raise TypeError(f"dtype: got {checks.shown(dtype)}, expected torch.int8 or torch.float8_e4m3fn")
-
-
-def check_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless the scale of all rows of ``x`` is a positive scalar, or None.
-
-    On a GPU its sign is not checked, since that would synchronize.
-    """
-    if scale is None:
-        return
-    check_scales(name, scale, x, (), "of one scale")
-    if type(scale) is Tensor and scale.device.type == "cpu" and not torch.compiler.is_compiling():
-        value = scale.item()
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{name}: got {value}, expected a positive number")
 
 
 def check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
@@ -422,14 +381,11 @@ def check_scales(name: str, scales: Any, x: Tensor, shape: tuple[int, ...], mean
     checks.check_device(name, scales, "x", x)
 
 
-def _check_input(x: Any, x_scales: Any, weight: Any, input_scale: Tensor | None) -> None:
+def _check_input(x: Any, x_scales: Any, weight: Any) -> None:
     """Checks the input of a linear layer, in floating point or quantized."""
     if x_scales is None:
         checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
-        check_scale("input_scale", input_scale, x)
     else:
-        if input_scale is not None:
-            raise ValueError("input_scale: got one for an x that is quantized already, expected None")
         _check_quantized("x", x, x_scales, weight)
     if x.ndim == 0:
         raise ValueError("x: got a scalar, expected (..., inputs)")

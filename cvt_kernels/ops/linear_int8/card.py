@@ -1,4 +1,4 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from typing import Any
 
 import torch
 
-from ... import cards, reference
+from ... import reference
+from .. import cards
 
-_QUANTIZED = (
-    cards.FORWARD | cards.LEADING | {"to": ("int8", "float8_e4m3fn"), "one_scale": ("none", "0.05", "0.001")}
-)
+_QUANTIZED = cards.FORWARD | cards.LEADING | {"to": ("int8", "float8_e4m3fn")}
 
 
 def _quantize_rows(m: Any) -> Any:
-    return (m.activation(*cards.shape_of(m)),), {"scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+    return (m.activation(*cards.shape_of(m)),), {"dtype": getattr(torch, m.to)}
 
 
 def _layer_norm_quantize(m: Any) -> Any:
     x = m.activation(*cards.shape_of(m))
     shift = m.parameter(m.channels) if m.shifted else None
-    settings = {"eps": m.eps, "shift": shift, "scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+    settings = {"eps": m.eps, "shift": shift, "dtype": getattr(torch, m.to)}
     return (x, *m.norm(m.channels)[:2]), settings
 
 
 def _gelu_quantize(m: Any) -> Any:
-    settings = {"approximate": m.approximate, "scale": m.row_scale(), "dtype": getattr(torch, m.to)}
+    settings = {"approximate": m.approximate, "dtype": getattr(torch, m.to)}
     return (m.activation(*cards.shape_of(m)), m.optional(m.channels)), settings
 
 
 def _linear_int8(m: Any) -> Any:
     dtype = getattr(torch, m.to)
-    layer = m.quantized(m.outputs, m.channels, dtype, None)
+    layer = m.quantized(m.outputs, m.channels, dtype)
     x, scales, result = m.activation(*cards.shape_of(m)), None, m.dtype
     if m.autocast and m.dtype != torch.float64:
         result = torch.bfloat16
@@ -40,10 +39,8 @@ def _linear_int8(m: Any) -> Any:
     settings: dict[str, Any] = {"approximate": None if m.approximate == "nothing" else m.approximate}
     if m.rounded and m.dtype != torch.float64:
         x, scales = reference.quantize_rows(x, dtype=dtype)
-    else:
-        settings["input_scale"] = m.row_scale()
     settings |= {"x_scales": scales, "residual": residual, "dtype": result}
-    return (x, layer.weight, layer.weight_scale, layer.bias), {"input_scale": None, **settings}
+    return (x, layer.weight, layer.weight_scale, layer.bias), settings
 
 
 def _quantize_rows_stage(step: cards.Step) -> None:
@@ -87,7 +84,7 @@ CARDS = {
     "quantize_rows": cards.Card(
         call=_quantize_rows,
         choices=_QUANTIZED,
-        examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05"),
+        examples=cards.of_rows("to=float8_e4m3fn"),
         rounds=True,
         multiplies=False,
         stages={"quantize_rows": cards.Launches(_quantize_rows_stage)},
@@ -100,7 +97,7 @@ CARDS = {
     "layer_norm_quantize": cards.Card(
         call=_layer_norm_quantize,
         choices=_QUANTIZED | cards.NORM | cards.SHIFTED,
-        examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", "shifted=True"),
+        examples=cards.of_rows("to=float8_e4m3fn", "bare=True", "shifted=True"),
         rounds=True,
         multiplies=False,
         stages={"layer_norm_quantize": cards.Launches(_layer_norm_quantize_stage)},
@@ -112,7 +109,7 @@ CARDS = {
     "gelu_quantize": cards.Card(
         call=_gelu_quantize,
         choices=_QUANTIZED | cards.APPROXIMATE | {"bare": cards.BOTH},
-        examples=cards.of_rows("to=float8_e4m3fn", "one_scale=0.05", "bare=True", *cards.GELUS),
+        examples=cards.of_rows("to=float8_e4m3fn", "bare=True", *cards.GELUS),
         rounds=True,
         multiplies=False,
         stages={"gelu_quantize": cards.Launches(_gelu_quantize_stage)},
@@ -131,7 +128,6 @@ CARDS = {
         | {"approximate": ("nothing", *cards.VARIANTS)},
         examples=cards.of_rows(
             "to=float8_e4m3fn",
-            "one_scale=0.05",
             "rounded=True",
             "bare=True",
             "added=True",

@@ -38,22 +38,21 @@ def why_rows_unsupported(call: Record) -> str | None:
 
 def quantize_rows(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
-    x, scale = call.x, call.scale
-    return QuantizedRows(*_ops.quantize_rows.default(x, scale))
+    return QuantizedRows(*_ops.quantize_rows.default(call.x))
 
 
 def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
-    x, weight, bias, eps, shift, scale, _ = call
+    x, weight, bias, eps, shift, _ = call
     return QuantizedRows(
-        *_ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift), scale)
+        *_ops.layer_norm_quantize.default(x, _vector(weight), _vector(bias), eps, _vector(shift))
     )
 
 
 def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
-    x, bias, approximate, scale, _ = call
-    return QuantizedRows(*_ops.gelu_quantize.default(x, _vector(bias), approximate, scale))
+    x, bias, approximate, _ = call
+    return QuantizedRows(*_ops.gelu_quantize.default(x, _vector(bias), approximate))
 
 
 def _vector(given: Tensor | None) -> Tensor | None:
@@ -65,7 +64,7 @@ def _vector(given: Tensor | None) -> Tensor | None:
 
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot compute a linear layer, or None."""
-    x, weight, weight_scale, _, x_scales, _, _, residual, dtype = call
+    x, weight, weight_scale, _, x_scales, _, residual, dtype = call
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, weight, weight_scale)):
         return "packs plain tensors only"
     if weight.dtype != torch.int8:
@@ -97,7 +96,6 @@ def _run(
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
-    input_scale: Tensor | None,
     residual: Tensor | None,
     activation: str,
     dtype: torch.dtype,
@@ -109,7 +107,7 @@ def _run(
 
     packed = weight_cache.packed(weight, "linear_int8", pack, (weight_scale, bias))
     return _ops.linear_int8_packed.default(
-        x, x_scales, packed.weight, packed.scale, packed.bias, input_scale, residual, activation, dtype
+        x, x_scales, packed.weight, packed.scale, packed.bias, residual, activation, dtype
     )
 
 
@@ -129,6 +127,6 @@ torch.library.register_fake("cvt_kernels::linear_int8_packed", _shape_of)
 
 def linear_int8(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_int8`` for checked arguments."""
-    x, weight, weight_scale, bias, x_scales, input_scale, approximate, residual, dtype = call
+    x, weight, weight_scale, bias, x_scales, approximate, residual, dtype = call
     activation = "identity" if approximate is None else approximate
-    return _run(x, x_scales, weight, weight_scale, bias, input_scale, residual, activation, dtype)
+    return _run(x, x_scales, weight, weight_scale, bias, residual, activation, dtype)

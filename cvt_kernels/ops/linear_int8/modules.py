@@ -29,23 +29,19 @@ class QuantizedLayer(nn.Module):
         weight: The same tensor.
         weight_scale: Buffer ``(outputs,)``, float32 whatever the dtype of the module.
         bias: Parameter ``(outputs,)``, or None.
-        input_scale: Buffer ``()``, float32: one scale for all inputs; None for a scale per row.
     """
 
     qweight: Tensor
     weight_scale: Tensor
     bias: nn.Parameter | None
-    input_scale: Tensor | None
 
-    def __init__(self, outputs: int, inputs: int, bias: bool, static: bool, dtype: torch.dtype):
+    def __init__(self, outputs: int, inputs: int, bias: bool, dtype: torch.dtype):
         check_format(dtype)
         checks.check_flag("bias", bias)
-        checks.check_flag("static", static)
         super().__init__()
         self.register_buffer("qweight", torch.zeros(outputs, inputs, dtype=dtype))
         self.register_buffer("weight_scale", torch.zeros(outputs))
         self.register_parameter("bias", nn.Parameter(torch.zeros(outputs)) if bias else None)
-        self.register_buffer("input_scale", torch.ones(()) if static else None)
         self._float: nn.Module | None = None
 
     @property
@@ -58,31 +54,15 @@ class QuantizedLayer(nn.Module):
         """The float layer that was quantized; None if there was none, or another weight was loaded."""
         return self._float
 
-    def _take(self, layer: Any, input_scale: float | None) -> None:
+    def _take(self, layer: Any) -> None:
         """Quantizes a layer and keeps it for ``restore``, hidden from ``state_dict`` and ``.to()``."""
         weight = layer.weight.detach().flatten(1)
         if not weight.isfinite().all():
             raise ValueError("weight: has NaN or infinities, expected finite numbers")
         values, scales = reference.quantize_rows(weight.float(), dtype=self.weight.dtype)
         self.qweight, self.weight_scale, self.bias = values, scales.flatten(), layer.bias
-        if input_scale is not None:
-            self.set_input_scale(input_scale)
         self.train(layer.training)
         vars(self)["_float"] = layer
-
-    def set_input_scale(self, scale: float | None) -> None:
-        """Sets one positive scale for all inputs; None for a scale per row.
-
-        Raises:
-            TypeError: The scale is no number.
-            ValueError: The scale is not positive or not finite.
-        """
-        if scale is not None:
-            checks.check_number("input_scale", scale, "a positive number of float32")
-        made = None if scale is None else torch.tensor(float(scale), dtype=torch.float32)
-        if made is not None and not 0 < made < float("inf"):
-            raise ValueError(f"input_scale: got {scale}, expected a positive number of float32")
-        self.input_scale = None if made is None else made.to(self.weight.device)
 
     def product(self, x: Tensor | QuantizedRows, *, approximate: GeluVariant | None = None) -> Tensor:
         """Computes the layer for rows (..., inputs) and an optional GELU, without gradients.
@@ -91,7 +71,7 @@ class QuantizedLayer(nn.Module):
         """
         layer = self.weight, self.weight_scale, self.bias
         if not isinstance(x, QuantizedRows):
-            return linear_int8(x, *layer, input_scale=self.input_scale, approximate=approximate)
+            return linear_int8(x, *layer, approximate=approximate)
         dtype = modes.autocast_dtype(x.values) or (None if self.bias is None else self.bias.dtype)
         return linear_int8(x, *layer, approximate=approximate, dtype=dtype)
 
@@ -103,7 +83,7 @@ class QuantizedLayer(nn.Module):
     def _product_with_gradient(self, x: Tensor) -> Tensor:
         followed = F.linear(x, self.dequantized_weight().to(x.dtype), self.bias)
         bias = None if self.bias is None else self.bias.detach()
-        settings: dict[str, Any] = {"input_scale": self.input_scale, "dtype": followed.dtype}
+        settings: dict[str, Any] = {"dtype": followed.dtype}
         rounded = reference.linear_int8(x.detach(), self.weight, self.weight_scale, bias, **settings)
         return rounded + (followed - followed.detach())
 
@@ -113,13 +93,12 @@ class QuantizedLayer(nn.Module):
 
     def parameters_of_operator(self) -> QuantizedLinear:
         """Returns the operators' arguments, without copies."""
-        return QuantizedLinear(self.weight, self.weight_scale, self.bias, self.input_scale)
+        return QuantizedLinear(self.weight, self.weight_scale, self.bias)
 
     def _settings(self) -> str:
-        """Returns bias, scheme and dtype, as ``print(module)`` has them."""
-        scheme = "dynamic" if self.input_scale is None else "static"
+        """Returns bias and dtype, as ``print(module)`` has them."""
         name = "" if self.weight.dtype == torch.int8 else f", dtype={checks.dtype_name(self.weight.dtype)}"
-        return f"bias={self.bias is not None}, scheme={scheme}{name}"
+        return f"bias={self.bias is not None}{name}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Weight and scales keep their dtypes where the module becomes half precision.
@@ -179,7 +158,6 @@ class LinearInt8(QuantizedLayer):
         in_features: Inputs.
         out_features: Outputs.
         bias: Whether there is a bias.
-        static: Whether all inputs have one scale, found by calibration, instead of one per row.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
     """
 
@@ -189,34 +167,30 @@ class LinearInt8(QuantizedLayer):
         out_features: int,
         bias: bool = True,
         *,
-        static: bool = False,
         dtype: torch.dtype = torch.int8,
     ):
         checks.check_int("in_features", in_features, 0, MOST_INPUTS)
         _check_outputs("out_features", out_features, in_features)
-        super().__init__(out_features, in_features, bias, static, dtype)
+        super().__init__(out_features, in_features, bias, dtype)
         self.in_features, self.out_features = int(in_features), int(out_features)
 
     @classmethod
     @torch.no_grad()
-    def from_float(
-        cls, linear: nn.Linear, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
-    ) -> LinearInt8:
+    def from_float(cls, linear: nn.Linear, *, dtype: torch.dtype = torch.int8) -> LinearInt8:
         """Quantizes a linear layer, with a scale per row of its weight; the bias is shared.
 
         Args:
             linear: The layer, unchanged and kept for :func:`cvt_kernels.restore`.
-            input_scale: One scale for all inputs; None for a scale per row.
             dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
 
         Raises:
             TypeError: No linear layer, or another dtype.
-            ValueError: The weight has NaN or infinities, or the scale is not positive.
+            ValueError: The weight has NaN or infinities.
         """
         checks.check_kind("linear", linear, nn.Linear)
         made = cls(0, 0, bias=False, dtype=dtype)
         made.in_features, made.out_features = linear.in_features, linear.out_features
-        made._take(linear, input_scale)
+        made._take(linear)
         return made
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
@@ -224,7 +198,7 @@ class LinearInt8(QuantizedLayer):
         return self._call(x)
 
     def extra_repr(self) -> str:
-        """Returns sizes and scheme, for ``print(module)``."""
+        """Returns the sizes, for ``print(module)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self._settings()}"
 
 
@@ -242,7 +216,6 @@ class ConvInt8(QuantizedLayer):
         padding: As in ``nn.Conv2d``, in numbers.
         dilation: As in ``nn.Conv2d``.
         bias: Whether there is a bias.
-        static: Whether all patches have one scale, found by calibration, instead of one each.
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
     """
 
@@ -256,7 +229,6 @@ class ConvInt8(QuantizedLayer):
         dilation: Sequence[int] = (1, 1),
         bias: bool = True,
         *,
-        static: bool = False,
         dtype: torch.dtype = torch.int8,
     ):
         checks.check_int("in_channels", in_channels, 0)
@@ -269,7 +241,7 @@ class ConvInt8(QuantizedLayer):
                 f"in_channels and kernel_size: make {inputs} inputs, expected at most {MOST_INPUTS}"
             )
         _check_outputs("out_channels", out_channels, inputs)
-        super().__init__(out_channels, inputs, bias, static, dtype)
+        super().__init__(out_channels, inputs, bias, dtype)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.kernel_size, self.stride, self.padding, self.dilation = (
             (int(pair[0]), int(pair[1])) for pair in pairs.values()
@@ -277,9 +249,7 @@ class ConvInt8(QuantizedLayer):
 
     @classmethod
     @torch.no_grad()
-    def from_float(
-        cls, conv: nn.Conv2d, *, input_scale: float | None = None, dtype: torch.dtype = torch.int8
-    ) -> ConvInt8:
+    def from_float(cls, conv: nn.Conv2d, *, dtype: torch.dtype = torch.int8) -> ConvInt8:
         """Quantizes a dense, zero-padded convolution, see :meth:`LinearInt8.from_float`.
 
         Raises:
@@ -294,7 +264,7 @@ class ConvInt8(QuantizedLayer):
         }
         made = cls(0, 0, **settings, bias=False, dtype=dtype)
         made.in_channels, made.out_channels = conv.in_channels, conv.out_channels
-        made._take(conv, input_scale)
+        made._take(conv)
         return made
 
     def forward(self, image: Tensor) -> Tensor:
@@ -309,7 +279,7 @@ class ConvInt8(QuantizedLayer):
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
 
     def extra_repr(self) -> str:
-        """Returns sizes and scheme, for ``print(module)``."""
+        """Returns the sizes, for ``print(module)``."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, {self._settings()}"

@@ -85,7 +85,7 @@ def _rows(call: Record) -> tuple[Tensor, Tensor]:
     """Returns rows (rows, inputs) of 8-bit numbers, and their scales (rows, 1)."""
     x, x_scales = call.x, call.x_scales
     if x_scales is None:
-        x, x_scales = _by_another("quantize_rows", x, scale=call.input_scale, dtype=call.weight.dtype)
+        x, x_scales = _by_another("quantize_rows", x, dtype=call.weight.dtype)
     return x.reshape(-1, x.shape[-1]), x_scales.reshape(-1, 1)
 
 

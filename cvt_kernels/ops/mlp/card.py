@@ -1,4 +1,4 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ... import cards
 from ...launch.records import Mlp
+from .. import cards
 from ..linear.card import BIAS_GRADIENT, SCALED, factors
 
 

@@ -1,11 +1,11 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from ...cards import BOTH, FORWARD, GRID, WIDEST, Card, Launches, Step, image_of, once
+from ..cards import BOTH, FORWARD, GRID, WIDEST, Card, Launches, Step, image_of, once
 
 _USUAL: dict[str, Any] = {
     "batch": 2,

@@ -1,4 +1,4 @@
-"""Gather and scatter of tokens by an index per image, fused with residual sum and LayerNorm.
+"""Gather and scatter of tokens by an index per image.
 
 They are for blocks that compute only some of the tokens. ``rows`` has their indices, unique within an image.
 -1 pads images with fewer rows than others of the batch: it gathers zeros and scatters nothing.
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, reference
+from ... import checks
 from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator
 from ..autograd import check_inplace
 from ..cost_classes import first_images, images_within, size_class
-from ..layer_norm_gelu import check_layer_norm
 
 if TYPE_CHECKING:
     from . import cpu as _cpu
@@ -35,15 +34,10 @@ def _cost_class(call: Record) -> str:
         f"{size_class(call.rows.numel() * channels)} of {size_class(batch * tokens * channels)} elements, "
     )
     words += f"{channels} channels"
-    if "weight" in given and (call.weight is None or call.bias is None):
-        words += ", without weight or bias"
     if "values" in given and call.branch is None:
         words += ", without a branch"
     others = given.get("values"), given.get("branch")
     words += ", mixed dtypes" if any(t is not None and t.dtype != x.dtype for t in others) else ""
-    dtype = given.get("dtype")
-    if dtype is not None and (x.is_cuda or dtype != x.dtype):  # on a CPU it is the dtype of x by default
-        words += f", to {checks.dtype_name(dtype)}"
     words += ", in place" if given.get("inplace") else ""
     return words + ("" if x.stride(2) == 1 else ", strided")
 
@@ -102,53 +96,6 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """
     index = rows.clamp_min(0)[..., None].expand(-1, -1, x.shape[2])
     return x.gather(1, index).masked_fill((rows < 0)[..., None], 0.0)
-
-
-def _check_gather_add_layer_norm(call: Any) -> None:
-    _check_index(call.x, call.rows)
-    _check_rows("branch", call.branch, call.x, call.rows)
-    check_layer_norm(call.x, call.weight, call.bias, call.eps)
-    if call.dtype is not None:
-        checks.check_float_dtype("dtype", call.dtype)
-
-
-@operator(
-    backends={"cpu": extension_kernels(_cpu.gather_add_layer_norm)},
-    check=_check_gather_add_layer_norm,
-    check_numbers=("rows", _check_values),
-    **_OF_ROWS,
-)
-def gather_add_layer_norm(
-    x: Tensor,
-    rows: Tensor,
-    branch: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Computes h = gather_rows(x, rows) + branch and layer_norm(h).
-
-    Args:
-        x: As in :func:`gather_rows`.
-        rows: See there.
-        branch: ``(B, K, C)``, of the dtype of ``x``.
-        weight: ``(C,)``, or None for 1.
-        bias: ``(C,)``, or None for 0.
-        eps: Added to the (biased) variance.
-        dtype: As in :func:`cvt_kernels.layer_norm`, for the LayerNorm. The sum keeps its dtype.
-
-    Returns:
-        The sum and its LayerNorm, each ``(B, K, C)``.
-
-    Raises:
-        TypeError: An argument of the wrong type or dtype (under autocast dtypes may differ).
-        ValueError: A wrong shape or device, or ``eps`` not positive.
-        BackendUnavailable: The requested backend cannot serve the call.
-    """
-    h = reference.gather_rows(x, rows) + branch
-    return h, reference.layer_norm(h, weight, bias, eps=eps, dtype=dtype)
 
 
 def _check_scatter_rows(call: Any) -> None:

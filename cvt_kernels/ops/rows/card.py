@@ -1,4 +1,4 @@
-"""The cards of these operators; see ``cvt_kernels/cards.py``."""
+"""The cards of these operators; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import cards
+from .. import cards
 
 _SOME: dict[str, Any] = {"batch": 2, "tokens": 13, "count": 7, "channels": 40, "absent": "some"}
 _EXAMPLES: dict[str, dict[str, Any]] = {
@@ -26,12 +26,6 @@ def _index(m: Any) -> Tensor:
 
 def _gather_rows(m: Any) -> Any:
     return (m.activation(m.batch, m.tokens, m.channels), _index(m)), {}
-
-
-def _gather_add_layer_norm(m: Any) -> Any:
-    x, index = _gather_rows(m)[0]
-    branch = m.activation(m.batch, index.shape[1], m.channels)
-    return (x, index, branch, *m.norm(m.channels)[:2]), {"eps": m.eps, "dtype": cards.result_of(m)}
 
 
 def _scatter_rows(m: Any) -> Any:
@@ -55,12 +49,6 @@ def _gather_rows_stage(step: cards.Step) -> None:
     step.call("gather_rows", x, rows)
 
 
-def _gather_add_layer_norm_stage(step: cards.Step) -> None:
-    """Gathers 7 of 10 tokens, adds and normalizes."""
-    vector = step.tensor(step.channels)
-    step.call("gather_add_layer_norm", *_rows(step), vector, vector)
-
-
 def _scatter_rows_stage(step: cards.Step) -> None:
     """Puts 7 of 10 tokens back with a branch, in inference once more in place."""
     x, rows, values = _rows(step)
@@ -75,20 +63,6 @@ CARDS = {
         choices=cards.COMMON | cards.TOKENS | cards.ABSENT | {"count": (*cards.SIZES, 0)},
         examples=_EXAMPLES,
         multiplies=False,
-    ),
-    "gather_add_layer_norm": cards.Card(
-        call=_gather_add_layer_norm,
-        stages={"gather_add_layer_norm": cards.Launches(_gather_add_layer_norm_stage)},
-        choices=cards.COMMON
-        | cards.TOKENS
-        | cards.ABSENT
-        | {"count": (*cards.SIZES, 0)}
-        | cards.NORM
-        | cards.RESULT,
-        examples=_EXAMPLES | {"bare": _SOME | {"bare": True}},
-        normalizes=True,
-        multiplies=False,
-        wrong={"branch": ((2, 6, 40), (40,))},
     ),
     "scatter_rows": cards.Card(
         call=_scatter_rows,

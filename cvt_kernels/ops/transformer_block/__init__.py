@@ -64,10 +64,8 @@ def _words_of_tokens(call: Record) -> str:
 
 
 def _kind_of(layer: AnyLinear) -> str:
-    """Returns a word for a quantized layer's scheme; "" for other layers."""
-    if isinstance(layer, Linear):
-        return ""
-    return checks.dtype_name(layer.weight.dtype) + ("" if layer.input_scale is None else " with one scale")
+    """Returns the dtype of a quantized layer; "" for other layers."""
+    return "" if isinstance(layer, Linear) else checks.dtype_name(layer.weight.dtype)
 
 
 def _sample(factor: int, call: Record) -> Record:
@@ -108,9 +106,7 @@ def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
     """Computes a linear layer, quantized or not, in plain PyTorch."""
     if isinstance(layer, Linear):
         return F.linear(x, *layer)
-    return reference.linear_int8(
-        x, layer.weight, layer.weight_scale, layer.bias, input_scale=layer.input_scale
-    )
+    return reference.linear_int8(x, *layer)
 
 
 def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock) -> list[Tensor]:

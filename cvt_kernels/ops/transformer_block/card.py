@@ -1,4 +1,4 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ... import cards
 from ...records import DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
+from .. import cards
 from ..conv_projection.card import conv_batch_norm
 
 #: Of examples.
@@ -19,7 +19,7 @@ CHOICES = cards.FORWARD | cards.GRID | cards.NORM | {
     "gradient": ("none", "all"), "upstream": ("contiguous",), "channels": cards.WIDE, "heads": (1, 2, 3, 4),
     "head_dim": (*cards.SIZES, 64, 65, 128), "hidden": cards.WIDEST, "scale": (None, 0.1, 0.0, -1.0),
     "approximate": cards.VARIANTS, "inplace": cards.BOTH, "kernel": (1, 3, 5), "stride": (1, 2, 3),
-    "class_token": cards.BOTH, "mixed": cards.BOTH, **cards.ABSENT, "one_scale": ("none", "0.05"),
+    "class_token": cards.BOTH, "mixed": cards.BOTH, **cards.ABSENT,
     "quantized_layers": ("none", "all", "0", "1", "2", "3", "4", "5"),
     "reduce": ("convolutions", "squares", "nothing"), "ratio": (1, 2, 3, 4, 8), "mixes": cards.BOTH,
 }  # fmt: skip
@@ -36,7 +36,7 @@ def make_block(m: Any) -> Any:
     for i, shape in enumerate(shapes):
         if m.quantized_layers in ("all", str(i)):
             m.gradient = "none"
-            layers.append(m.quantized(*shape, torch.int8, m.row_scale()))
+            layers.append(m.quantized(*shape, torch.int8))
         else:
             layers.append(m.linear(*shape))
     norms, fc1 = (m.norm(c), m.norm(c)), layers[4]

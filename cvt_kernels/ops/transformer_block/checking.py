@@ -200,8 +200,6 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
         checks.check_shape(f"{name}.weight", weight, (outputs, inputs), _WEIGHT)
         checks.check_device(f"{name}.weight", weight, "x", x)
         check_scales(f"{name}.weight_scale", layer.weight_scale, x, (outputs,), "(outputs,)")
-        if layer.input_scale is not None:
-            check_scales(f"{name}.input_scale", layer.input_scale, x, (), "(), a scalar")
     if layer.bias is not None:
         checks.check_tensor_like(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
     return outputs

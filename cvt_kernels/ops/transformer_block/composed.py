@@ -144,9 +144,8 @@ def _add_and_hide(
     norm, proj, fc1, approximate = block.norm2, block.proj, block.fc1, block.approximate
     if isinstance(fc1, QuantizedLinear):
         stream = _add(y, proj, x, inplace)
-        weight, scale, bias, input_scale = fc1
-        settings: dict[str, Any] = {"scale": input_scale, "dtype": weight.dtype}
-        rows = layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, **settings)
+        weight, scale, bias = fc1
+        rows = layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, dtype=weight.dtype)
         activation = None if block.mix is not None else approximate
         hidden = linear_int8(rows, weight, scale, bias, approximate=activation, dtype=stream.dtype)
     else:

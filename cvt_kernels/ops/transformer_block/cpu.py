@@ -18,7 +18,6 @@ quantized: 8-bit numbers lose more. Results are bitwise deterministic, whatever 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +83,7 @@ def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
     linears = block.layers()
     packed = [*map(_pack_projection, block.convs), *map(_pack_linear, linears)]
     geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
-    return packed, _vectors(block), geometry, _widths(block), *_scales_of(block)
+    return packed, _vectors(block), geometry, _widths(block), _scales_of(block)
 
 
 @torch.inference_mode(False)
@@ -97,7 +96,7 @@ def _pack_pyramidal(block: TransformerBlock) -> tuple[Any, ...]:
         rows = [_ops.pack_linear.default(row) for row in reduction.weight.permute(2, 0, 3, 1).flatten(2)]
     conv = None if block.mix is None else _pack_convolution(block.mix)
     packed = [_pack_linear(linear) for linear in block.layers()]
-    return packed, rows, conv, vectors, _widths(block), *_scales_of(block)
+    return packed, rows, conv, vectors, _widths(block), _scales_of(block)
 
 
 def _pack_linear(linear: AnyLinear) -> Tensor:
@@ -105,28 +104,13 @@ def _pack_linear(linear: AnyLinear) -> Tensor:
     return pack.default(linear.weight)
 
 
-def _scales_of(block: TransformerBlock) -> tuple[list[Tensor], list[float]]:
-    linears = block.layers()
-    return [_weight_scale(linear) for linear in linears], [_input_scale(linear) for linear in linears]
+def _scales_of(block: TransformerBlock) -> list[Tensor]:
+    return [_weight_scale(linear) for linear in block.layers()]
 
 
 def _weight_scale(linear: AnyLinear) -> Tensor:
     """Returns the scales of a quantized layer's outputs; an empty tensor for other layers."""
     return torch.empty(0) if isinstance(linear, Linear) else linear.weight_scale.detach().contiguous()
-
-
-def _input_scale(linear: AnyLinear) -> float:
-    """Returns the scale of a quantized layer's input; 0 for a scale per row.
-
-    Raises:
-        ValueError: The scale is not a positive number.
-    """
-    if isinstance(linear, Linear) or linear.input_scale is None:
-        return 0.0
-    scale = float(linear.input_scale)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"input_scale: got {scale}, expected a positive number")
-    return scale
 
 
 def _pack_projection(conv: ConvBatchNorm) -> Tensor:

@@ -1,10 +1,10 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...cards import MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step, Work, bytes_of
+from ..cards import MANY_PIXELS, ODD_MAP, TINY_MAP, Card, Launches, Step, Work, bytes_of
 from ..transformer_block.card import BLOCK, CHOICES, PYRAMID, block_of, make_block
 
 

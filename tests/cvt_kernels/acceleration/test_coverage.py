@@ -38,12 +38,12 @@ def test_reasons_without_running_anything():
 def test_which_backends_served_each_block():
     model = accelerated()
     record_calls("attention")
-    backends.register("bias_gelu", "cpu", implementation("bias_gelu", ck.reference.bias_gelu))
+    backends.register("gelu", "cpu", implementation("gelu", ck.reference.gelu))
     for training in (True, False):
         rows = ck.coverage(model.train(training), images())
         built = "reference" if not_built() else "cpu"
         ours = ("layer_norm", "conv_projection", "add_layer_norm")
-        expected = {"linear": "reference", "attention": "cpu", "bias_gelu": "cpu"}
+        expected = {"linear": "reference", "attention": "cpu", "gelu": "cpu"}
         assert rows[0].backends == {"layer_norm": built}
         assert rows[1].backends == dict.fromkeys(ours, built) | expected
         assert rows.called["attention"] == {"cpu": 4}
@@ -68,7 +68,7 @@ def test_under_auto_it_reports_what_serves():
         for called in (evaluation, training):
             for operator, counts in called.items():
                 assert counts.keys() <= may_serve(operator), operator
-    assert evaluation.keys() - {"gather_rows", "gather_add_layer_norm"} == training.keys()
+    assert evaluation.keys() - {"gather_rows"} == training.keys()
     assert [sum(counts.values()) for counts in first.values()] == [
         sum(counts.values()) for counts in evaluation.values()
     ]
@@ -78,13 +78,10 @@ def test_under_auto_it_reports_what_serves():
 def test_blocks_behind_one_that_drops_tokens_compute_on_rows(keeps):
     config = CvTConfig(embed_dims=(8, 16, 24), depths=(1, 1, 4), num_heads=(1, 1, 2))
     rows = ck.coverage(create_model(config, token_keep=keeps).eval(), images())
-    found = {
-        row.path: [name for name in row.backends if "rows" in name or name == "gather_add_layer_norm"]
-        for row in rows
-    }
+    found = {row.path: [name for name in row.backends if "rows" in name] for row in rows}
     expected: dict[str, list[str]] = {path: [] for path in found}
     if keeps != 1.0:
-        expected["stage2.blocks.2"] = ["gather_rows", "gather_add_layer_norm", "scatter_rows"]
+        expected["stage2.blocks.2"] = ["gather_rows", "scatter_rows"]
     assert found == expected
 
 

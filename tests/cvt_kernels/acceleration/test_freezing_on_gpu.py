@@ -12,7 +12,7 @@ from cvt_kernels.acceleration import served as served_module
 from cvt_kernels.acceleration import stages
 from tests.checks import assert_accurate
 from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
-from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, SCALE, quantized, small
+from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, quantized, small
 from tests.upstream import images, in_float64, logits, microsoft
 
 #: The layers of a block, by the ends of their names in Microsoft's model.
@@ -71,7 +71,7 @@ def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
     called = set()
     for name in set(backends.operators) & set(vars(stages)):
         monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
-    own = quantized(small_model(layer_scale=0.3), SCALE if len(kept) % 2 else None, kept).double()
+    own = quantized(small_model(layer_scale=0.3), kept).double()
     fused = ck.accelerate(copy.deepcopy(own), freeze=True)
     x = images(2, dtype=torch.float64)
     with ck.use_backend("reference"):

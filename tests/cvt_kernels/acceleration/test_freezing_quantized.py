@@ -31,15 +31,14 @@ KERNELS = ("reference",) if not_built() else ("cpu", "reference")
 #: rounding has changed them (33 dB of a CvT-13); which numbers are such depends on the CPU. In float64 none
 #: is rounded.
 LEAST_DECIBELS, LEAST_IN_FLOAT64 = 25.0, 80.0
-SCALE = 0.05
 
 
-def quantized(model, scale=None, kept=()):
+def quantized(model, kept=()):
     """Returns a model in evaluation whose blocks' linear layers are quantized, except for some names."""
     for stage in stages_of(model):
         for name, linear in list(stage.named_modules()):
             if type(linear) is nn.Linear and not name.endswith(tuple(kept)):
-                stage.set_submodule(name, LinearInt8.from_float(linear, input_scale=scale))
+                stage.set_submodule(name, LinearInt8.from_float(linear))
     return model.eval()
 
 
@@ -80,10 +79,9 @@ def assert_served_alike(fused, own, x, served, count=None, least_in_float64=LEAS
 # The same results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [None, SCALE])
 @pytest.mark.parametrize("make", MODELS)
-def test_results_are_those_of_the_modules(make, scale, served):
-    own, (count, blocks) = quantized(make(), scale), MODELS[make]
+def test_results_are_those_of_the_modules(make, served):
+    own, (count, blocks) = quantized(make()), MODELS[make]
     fused = frozen(own)
     assert len(layers_of(fused)) == len(layers_of(own)) == 6 * blocks
     assert reasons(fused) == [None] * count
@@ -112,10 +110,9 @@ def test_the_backend_that_calls_other_operators(served):
         assert decibels(own(x), out) >= LEAST_DECIBELS
 
 
-@pytest.mark.parametrize("scale", [None, SCALE])
-def test_layer_scales_are_folded(scale, served):
+def test_layer_scales_are_folded(served):
     own = quantized(
-        small((16, 80, 96), (1, 5, 6), layer_scale=0.3, cls_token=(False, True, True), qkv_bias=False), scale
+        small((16, 80, 96), (1, 5, 6), layer_scale=0.3, cls_token=(False, True, True), qkv_bias=False)
     )
     # The product of two scales is rounded once more.
     assert_served_alike(frozen(own), own, images(), served, least_in_float64=LEAST_DECIBELS)
@@ -148,7 +145,7 @@ def bias_data(model):
 
 def another_module(model):
     mlp = in_stage(model, 0, "0.mlp")
-    mlp.fc1 = LinearInt8.from_float(nn.Linear(16, 64), input_scale=SCALE).eval()
+    mlp.fc1 = LinearInt8.from_float(nn.Linear(16, 64)).eval()
     mlp.fc1.bias.fill_(0.5)
     mlp.fc1.weight.fill_(1)
 
@@ -163,8 +160,6 @@ CHANGES = {
     "scales": lambda m: layers_of(m)[5].weight_scale.mul_(2),
     "scales of the scaled": lambda m: in_stage(m, 1, "0.attn.proj").weight_scale.mul_(2),
     "weight": lambda m: layers_of(m)[4].weight.neg_(),
-    "input scale": lambda m: layers_of(m)[0].input_scale.mul_(8),
-    "no input scale": lambda m: setattr(layers_of(m)[0], "input_scale", None),
     "buffer": lambda m: setattr(layers_of(m)[1], "weight_scale", layers_of(m)[1].weight_scale * 2),
     "bias": bias_data,
     "module": another_module,
@@ -179,7 +174,7 @@ CHANGES = {
     [*((name, None) for name in CHANGES), ("scales of the scaled", 0.3), ("bias", 0.3)],
 )
 def test_changes_are_noticed(name, layer_scale, served):
-    own = quantized(small(layer_scale=layer_scale), SCALE)
+    own = quantized(small(layer_scale=layer_scale))
     fused, x = frozen(own), images()
     with ck.use_backend(*KERNELS):
         before = fused(x)
@@ -238,7 +233,7 @@ def test_coverage_names_the_operators():
 
 @pytest.mark.parametrize("make", [huggingface, pvt_v2])
 def test_copies_pickles_and_restored_models(make, served):
-    own = quantized(make(), SCALE)
+    own = quantized(make())
     fused, x = frozen(own), images()
     with ck.use_backend(*KERNELS):
         expected = logits(fused(x))

@@ -147,7 +147,7 @@ WRONG = {
     "attention": (lambda out: 1.001 * out, "stage0.blocks.0, evaluation"),
     "conv_projection": (lambda outs: tuple(out + 1e-3 for out in outs), "stage0.blocks.0, evaluation"),
     "add_layer_norm": (lambda outs: (outs[0], outs[1].detach()), "stage0.blocks.0, gradients"),
-    "bias_gelu": (lambda out: torch.full_like(out, torch.nan), "stage0.blocks.0, evaluation: nan"),
+    "gelu": (lambda out: torch.full_like(out, torch.nan), "stage0.blocks.0, evaluation: nan"),
 }
 
 

@@ -18,8 +18,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
 from benchmarks import floors
-from cvt_kernels import cards, launching, machine, ops
-from cvt_kernels.cards import call_public
+from cvt_kernels import launching, machine, ops
+from cvt_kernels.ops import cards
+from cvt_kernels.ops.cards import call_public
 from cvt_kernels.ops.conv_linear import few_rows, stacked
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from cvt_kernels import choose, machine
-from cvt_kernels.cards import all_cards
+from cvt_kernels.ops.cards import all_cards
 from tests.checks import precision_of
 from tests.contract.examples import same_bits, served, tensors_of
 

@@ -4,7 +4,6 @@ import copy
 import io
 import math
 import pickle
-import re
 import shutil
 
 import pytest
@@ -76,7 +75,7 @@ def test_every_linear_layer_of_the_blocks_becomes_one_of_8_bits(make):
     before = dict(model.named_modules())
     report = ck.quantize(model)
     assert [row.path for row in report] == paths
-    assert {row[1:] for row in report} == {("dynamic", None, None)}
+    assert {row[1:] for row in report} == {("int8", None, None)}
     after = dict(model.named_modules())
     assert list(after) == list(before)
     assert [path for path, m in after.items() if m is not before[path]] == paths
@@ -87,44 +86,37 @@ def test_every_linear_layer_of_the_blocks_becomes_one_of_8_bits(make):
     assert dict(model.named_modules()) == before
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "static"])
 @pytest.mark.parametrize("make", MAKERS)
-def test_an_accelerated_model_and_its_calibration(make, scheme):
+def test_an_accelerated_model_and_its_calibration(make):
     model = ck.accelerate(make().eval())
     expected = run(model)
     x = images(2, *size_of(model))
-    report = ck.quantize(model, x, scheme=scheme)
-    assert {row.scheme for row in report} == {scheme}
+    report = ck.quantize(model, x)
+    assert {row.weight for row in report} == {"int8"}
     assert decibels(expected, run(model)) > 25
     assert all(row.fused for row in ck.coverage(model))
-    plain = ck.quantize(own := make().eval(), x, scheme=scheme)
+    plain = ck.quantize(own := make().eval(), x)
     for row, other in zip(report, plain, strict=True):
         assert row.sqnr == pytest.approx(other.sqnr, abs=2)
     assert decibels(run(own), run(model)) > 25
 
 
 def test_the_state_has_integers_scales_and_the_bias(model):
-    ck.quantize(model, images(1, 32, 32), scheme="static", keep_float=["stage0.*"])
+    ck.quantize(model, keep_float=["stage0.*"])
     state = model.state_dict()
     assert {key for key in state if key.startswith(FC2)} == {
-        f"{FC2}.{name}" for name in ("qweight", "weight_scale", "bias", "input_scale")
+        f"{FC2}.{name}" for name in ("qweight", "weight_scale", "bias")
     }
     assert (state[f"{FC2}.qweight"].dtype, state[f"{FC2}.qweight"].shape) == (torch.int8, (48, 192))
-    assert state[f"{FC2}.input_scale"].shape == ()
     assert state["stage0.blocks.0.mlp.fc2.weight"].dtype == torch.float32
     assert not any("_float" in key for key in state)
     same = ours().eval()
-    ck.quantize(same, images(1, 32, 32) / 3, scheme="static", keep_float=["stage0.*"])
+    torch.nn.init.ones_(same.get_submodule(FC2).weight)
+    ck.quantize(same, keep_float=["stage0.*"])
     same.load_state_dict(state)
     assert torch.equal(run(same), run(model))
     ck.restore(same)  # what it was made of had other weights
     assert torch.equal(run(same), run(model))
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-50, 1e300, math.nan])
-def test_scales_that_float32_has_not(scale):
-    with pytest.raises(ValueError, match=r"input_scale: got .*, expected a positive number of float32"):
-        LinearInt8(3, 4).set_input_scale(scale)
 
 
 def test_embeddings_but_the_first_are_products_too(model):
@@ -161,7 +153,7 @@ def test_other_layers_stay_and_are_listed_with_the_reason(model):
     block.mlp.fc2.register_forward_hook(lambda *_: None)
     block.attn.proj = nn.Sequential(block.attn.proj)
     block.attn.proj_q.__class__ = type("Linear", (nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
-    stay = {row.path.rpartition(".")[2]: row for row in ck.quantize(model) if row.scheme == "float"}
+    stay = {row.path.rpartition(".")[2]: row for row in ck.quantize(model) if row.weight == "float"}
     assert stay["fc1"].reason == "is a ParametrizedLinear, expected nn.Linear"
     assert stay["fc2"].reason == "has forward hooks"
     assert stay["proj"].reason == "is a Sequential, expected nn.Linear"
@@ -179,7 +171,7 @@ def test_a_block_of_another_forward_stays():
 
     model = ours().eval()
     model.stage0.blocks[0].mlp.__class__ = Mlp
-    rows = [row for row in ck.quantize(model) if row.scheme == "float"]
+    rows = [row for row in ck.quantize(model) if row.weight == "float"]
     layers = ("attn.proj_q", "attn.proj_k", "attn.proj_v", "attn.proj", "mlp.fc1", "mlp.fc2")
     assert [row.path for row in rows] == [f"stage0.blocks.0.{layer}" for layer in layers]
     assert rows[0].reason.startswith("mlp is a test_a_block_of_another_forward_stays")
@@ -187,7 +179,7 @@ def test_a_block_of_another_forward_stays():
 
 def test_layers_are_kept_by_name_or_pattern(model):
     report = ck.quantize(model, keep_float=[FC2, "stage1.*.attn.*"])
-    kept = [row.path for row in report if row.scheme == "float"]
+    kept = [row.path for row in report if row.weight == "float"]
     assert kept == [*(f"stage1.blocks.0.attn.{name}" for name in ("proj_q", "proj_k", "proj_v", "proj")), FC2]
     assert {row.reason for row in report if row.path in kept} == {"is kept by keep_float"}
     assert all(type(model.get_submodule(path)) is nn.Linear for path in kept)
@@ -203,7 +195,6 @@ WRONG = {
         "model: got Linear of torch, expected a model with linear",
     ),
     "training": ({}, lambda m: m.train(), "model: is in training mode"),
-    "no images": ({"scheme": "static"}, None, "calibration: got None, expected images"),
     "empty": ({"calibration": []}, None, "calibration: is empty"),
     "rank": ({"calibration": torch.ones(3, 32, 32)}, None, r"calibration: got torch.float32 of shape \(3"),
     "bytes": (
@@ -217,14 +208,11 @@ WRONG = {
         None,
         r"calibration: batch 1 of shape \(1, 4, 32, 32\) does not fit the model: images: got shape",
     ),
-    **{
-        f"{scheme} NaN": (
-            {"calibration": torch.full((1, 3, 32, 32), torch.nan), "scheme": scheme},
-            None,
-            "calibration: layer stage0.blocks.0.attn.proj_q got or returned NaN",
-        )
-        for scheme in ("dynamic", "static")
-    },
+    "NaN": (
+        {"calibration": torch.full((1, 3, 32, 32), torch.nan)},
+        None,
+        "calibration: layer stage0.blocks.0.attn.proj_q got or returned NaN",
+    ),
     "pattern": ({"keep_float": ["stage9.*"]}, None, r"keep_float: 'stage9.\*' matches none of the 24 layers"),
     "a long name": (
         {"keep_float": "y" * 10**5},
@@ -297,12 +285,10 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "static"])
-def test_batches_come_in_every_form(original, scheme):
+def test_batches_come_in_every_form(original):
     x = images(4, 32, 32)
     expected, *others = (
-        [row.sqnr for row in ck.quantize(copy.deepcopy(original), form(x), scheme=scheme)]
-        for form in (lambda x: x, *FORMS)
+        [row.sqnr for row in ck.quantize(copy.deepcopy(original), form(x))] for form in (lambda x: x, *FORMS)
     )
     for found in others:
         assert found == pytest.approx(expected, abs=0.1)
@@ -323,42 +309,6 @@ def test_calibration_evaluates_without_gradients_and_puts_modes_back(model):
     assert torch.equal(model.stage1.blocks[0].attn.conv_proj_q.bn.running_mean, statistics)
 
 
-def test_a_layer_has_the_better_of_two_scales(model):
-    """A lonely large input makes the percentile the better one; without it, the largest value is."""
-    layer = model.get_submodule(FC2)
-    rows = torch.randn(4096, 192, generator=torch.Generator().manual_seed(0))
-    scales = []
-    for largest in (None, 12.0):
-        if largest is not None:
-            rows[0, 0] = largest
-        scales.append(calibrated(layer, rows).input_scale)
-    assert scales[0] == pytest.approx(rows[1:].abs().max().item() / 127, rel=0.2)
-    assert 127 * scales[1] == pytest.approx(rows.abs().quantile(0.999).item(), rel=0.05)
-
-
-def test_a_layer_stays_dynamic_where_one_scale_would_lose_too_much():
-    """One scale is for a channel that has numbers in few rows, and nothing to say."""
-    layer = nn.Linear(8, 8)
-    rows = torch.randn(1024, 8, generator=torch.Generator().manual_seed(0))
-    rows[:10, 0] = 1e4
-    with torch.no_grad():
-        layer.weight[:, 0] = 0
-    choice = calibrated(layer, rows)
-    assert choice.input_scale is None
-    assert choice.sqnr == pytest.approx(20, abs=1)
-    assert re.fullmatch(r"one scale for all of its inputs would leave -?0\.\d dB", choice.reason)
-
-
-def calibrated(layer, rows):
-    """Returns the decision on a layer that gets some rows."""
-    made, known = LinearInt8.from_float(layer), quantization.calibration._Range()
-    known.see(rows, rows)
-    errors = quantization.calibration._Errors(made, known)
-    with torch.no_grad():
-        errors.see(rows, layer(rows))
-    return errors.choice(True)
-
-
 @pytest.mark.parametrize("make", [ours, segformer])
 def test_layers_that_would_lose_too_much_stay(make):
     model, x = make().eval(), images(2, 32, 48)
@@ -367,28 +317,30 @@ def test_layers_that_would_lose_too_much_stay(make):
     least = sorted(row.sqnr for row in report)[len(report) // 2]
     mixed = ck.quantize(model, x, min_sqnr=least)
     stayed = [row.path for row in report if row.sqnr < least]
-    assert [row.path for row in mixed if row.scheme == "float"] == stayed
+    assert [row.path for row in mixed if row.weight == "float"] == stayed
     assert all(type(model.get_submodule(path)) is nn.Linear for path in stayed)
     assert f"dB would be less than min_sqnr, {least:g}" in str(mixed)
     assert decibels(exact, run(model)) > 25
 
 
-def test_layers_without_numbers_stay_dynamic(model):
+def test_layers_without_numbers_and_without_calls(model):
     block = model.stage2.blocks[1]
     with torch.no_grad():
         block.mlp.fc1.weight.zero_()
         block.mlp.fc1.bias.zero_()
-    report = {row.path: row for row in ck.quantize(model, images(1, 32, 32), scheme="static")}
-    assert report[FC2].scheme == "dynamic"
-    assert report[FC2].reason == "got nothing but zeros in the calibration"
+    model.forward = model.forward_features
+    model.stage1.blocks[0].forward = lambda x, *rest: x
+    report = {row.path: row for row in ck.quantize(model, images(1, 32, 32))}
     assert report[FC2].sqnr == math.inf
+    uncalled = report["stage1.blocks.0.mlp.fc1"]
+    assert uncalled[1:] == ("int8", None, "was not called by the calibration")
 
 
 def test_progress_is_shown_on_a_terminal(model, monkeypatch):
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr("sys.stderr", stream)
-        ck.quantize(copy.deepcopy(model), [images(1, 32, 32)], scheme="static", progress=True)
-        assert ("errors" in stream.getvalue()) == ("scales" in stream.getvalue()) == shown
+        ck.quantize(copy.deepcopy(model), [images(1, 32, 32)], progress=True)
+        assert ("errors" in stream.getvalue()) == shown
 
 
 # Back to floating point -----------------------------------------------------------------------------------
@@ -493,7 +445,7 @@ def test_dtypes(model, dtype):
 
 def test_float8(model):
     expected = run(model)
-    report = ck.quantize(model, images(2, 32, 48), dtype=torch.float8_e4m3fn, scheme="static")
+    report = ck.quantize(model, images(2, 32, 48), dtype=torch.float8_e4m3fn)
     assert model.get_submodule(FC2).weight.dtype == torch.float8_e4m3fn
     assert min(row.sqnr for row in report) > 25
     assert decibels(expected, run(model)) > 20

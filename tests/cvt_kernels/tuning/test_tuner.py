@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from cvt_kernels.cards import laid_out
+from cvt_kernels.ops.cards import laid_out
 from cvt_kernels.tuning import accuracy, clock, tuner
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of
@@ -53,20 +53,20 @@ def branches(channels=6, strides=(1, 2, 2), *, dtype=torch.float32, shared=False
 # Wrong kernels --------------------------------------------------------------------------------------------
 
 
-def _one_wrong(x, *, approximate):
+def _one_wrong(x, bias=None, *, approximate):
     out = reference.gelu(x, approximate=approximate).clone()
     out.view(-1)[-1] += 0.01
     return out
 
 
-def _fails_silently(x, **_):
+def _fails_silently(x, *_, **__):
     raise RuntimeError
 
 
 def _changed(change):
     """Returns a kernel that changes the output of the reference, or the input."""
 
-    def kernel(x, *, approximate):
+    def kernel(x, bias=None, *, approximate):
         out = reference.gelu(x, approximate=approximate).clone()
         change(out, x)
         return out
@@ -79,16 +79,16 @@ def _changed(change):
     [
         (_one_wrong, "wrong: output is off by 1.0e-02, allowed are"),
         (_changed(lambda out, x: out[0, 0].fill_(torch.nan)), "wrong: output is off by nan, allowed are"),
-        (lambda x, **_: torch.empty_like(x), "wrong: output is off by nan, allowed are"),
+        (lambda x, *_, **__: torch.empty_like(x), "wrong: output is off by nan, allowed are"),
         (
             _changed(lambda out, x: x[0, 0].add_(1)),
             "wrong: tensor 0 of the arguments, after the call, is off by",
         ),
-        (lambda x, **_: x.sum(0), "wrong: returns [(torch.float32, torch.Size([24]))], expected ["),
-        (lambda x, **_: x.double(), "wrong: returns [(torch.float64, "),
-        (lambda x, **_: (x, x), "wrong: returns [(torch.float32, torch.Size([7, 24])), (torch.float32,"),
-        (lambda x, **_: None, "fails: "),
-        (lambda x, **_: 1 / 0, "fails: ZeroDivisionError: division by zero"),
+        (lambda x, *_, **__: x.sum(0), "wrong: returns [(torch.float32, torch.Size([24]))], expected ["),
+        (lambda x, *_, **__: x.double(), "wrong: returns [(torch.float64, "),
+        (lambda x, *_, **__: (x, x), "wrong: returns [(torch.float32, torch.Size([7, 24])), (torch.float32,"),
+        (lambda x, *_, **__: None, "fails: "),
+        (lambda x, *_, **__: 1 / 0, "fails: ZeroDivisionError: division by zero"),
         (_fails_silently, "fails: RuntimeError: no reason given"),
         (
             _changed(lambda out, x: setattr(ctypes.c_float.from_address(x.data_ptr() - 4), "value", 7.0)),
@@ -110,7 +110,7 @@ def test_an_error_is_described_with_its_cause():
 
         __module__ = "triton.compiler.errors"
 
-    def fails(x, **_):
+    def fails(x, *_, **__):
         try:
             raise CompilationError("at 36:21:\n    x = activate(x, SPEC.approximate)\n        ^") from error
         except CompilationError as inner:
@@ -129,7 +129,7 @@ def test_an_error_is_described_with_its_cause():
 @pytest.mark.parametrize("place", [-1, "behind"])
 @pytest.mark.parametrize("way", ["strides", "address"])
 def test_writes_outside_of_an_output_are_found(allocate, place, way):
-    def writes(x, *, approximate):
+    def writes(x, bias=None, *, approximate):
         out = allocate(x.mT).mT.contiguous() if allocate is torch.Tensor.contiguous else allocate(x)
         out.copy_(reference.gelu(x, approximate=approximate))
         index = out.numel() if place == "behind" else place
@@ -146,7 +146,7 @@ def test_writes_outside_of_an_output_are_found(allocate, place, way):
 @pytest.mark.parametrize("where", ["input", "output"])
 @pytest.mark.parametrize("side", [-2, 42])
 def test_writes_beside_tensors_that_begin_or_end_within_a_word_are_found(where, side):
-    def writes(x, *, approximate):
+    def writes(x, bias=None, *, approximate):
         out = torch.empty_like(x).copy_(reference.gelu(x, approximate=approximate))
         ctypes.memset((x if where == "input" else out).data_ptr() + side, 7, 2)
         return out
@@ -156,7 +156,7 @@ def test_writes_beside_tensors_that_begin_or_end_within_a_word_are_found(where, 
 
 
 def test_what_is_read_outside_of_an_input_is_nan():
-    def reads(x, *, approximate):
+    def reads(x, bias=None, *, approximate):
         beyond = x.as_strided((1,), (1,), x.storage_offset() + x.numel())
         return reference.gelu(x, approximate=approximate) + 0 * beyond
 
@@ -236,12 +236,8 @@ def test_real_data_are_taken_where_they_tell():
 
 
 def test_where_results_overflow_others_are_computed_of_the_same_rows():
-    x, branch, rows = (
-        torch.linspace(5e4, 6e4, 32).view(1, 4, 8).half(),
-        torch.linspace(5e4, 6e4, 16).view(1, 2, 8).half(),
-        [[0, 3]],
-    )
-    expected = expected_of("gather_add_layer_norm", x, torch.tensor(rows), branch, None, None, eps=1e-5)
+    x, values, rows = torch.full((1, 4, 8), 5e4).half(), torch.full((1, 2, 8), 6e4).half(), [[0, 3]]
+    expected = expected_of("scatter_rows", x, torch.tensor(rows), values, values)
     assert all(out.isfinite().all() for out in expected.same.outputs)
     assert expected.sample.record.rows.tolist() == rows
 
@@ -250,7 +246,7 @@ def test_where_results_overflow_others_are_computed_of_the_same_rows():
 def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
     dtypes = []
 
-    def counted(x, *, approximate):
+    def counted(x, bias=None, *, approximate):
         dtypes.append(x.dtype)
         return reference.gelu(x, approximate=approximate)
 
@@ -354,7 +350,7 @@ def test_outputs_of_cpu_kernels_lie_in_guarded_memory(operator):
 def test_gradients_of_cpu_kernels_lie_in_guarded_memory():
     with tuner.guarded_memory():
         [out], leaves = cpu("gelu", "all")
-        (gradient,) = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        gradient, *_ = torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert is_guarded(gradient)
 
 
@@ -460,11 +456,10 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("one_scale", ["none", "0.05"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("operator", ["quantize_rows", "layer_norm_quantize", "gelu_quantize"])
-def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype, one_scale):
-    expected = expected_of_integers(operator, to=dtype, one_scale=one_scale, leading="tokens", rows=40)
+def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype):
+    expected = expected_of_integers(operator, to=dtype, leading="tokens", rows=40)
     for name, (make, is_right) in ROWS.items():
         if name != "truncated" or dtype == "int8":  # of others a step is not 1
             flaw = check(make(operator), expected).flaw
@@ -475,7 +470,7 @@ def test_rows_of_integers_that_lie_at_ties():
     """Halves of integers: all but the last bit of a product decides on them."""
     x = torch.randint(-254, 255, (40, 64)) / 2
     x[:, 0] = 127
-    expected = tuner.task_of("quantize_rows", x, scale=None, dtype=torch.int8).expected()
+    expected = tuner.task_of("quantize_rows", x, dtype=torch.int8).expected()
     assert check(reference.quantize_rows, expected).flaw is None
 
     def upwards(x, **settings):
@@ -485,9 +480,9 @@ def test_rows_of_integers_that_lie_at_ties():
     assert check(upwards, expected).flaw is None  # the nearest as well
 
 
-def _with_truncated_input(x, weight, *args, x_scales, input_scale, **settings):
+def _with_truncated_input(x, weight, *args, x_scales, **settings):
     if x_scales is None:
-        wide = reference.quantize_rows(x.double(), scale=input_scale)
+        wide = reference.quantize_rows(x.double())
         x, x_scales = wide.values.trunc().to(torch.int8), wide.scales.float()
     return reference.linear_int8(x, weight, *args, x_scales=x_scales, **settings)
 
@@ -498,16 +493,14 @@ def _without_a_row(x, weight, *args, **settings):
     return reference.linear_int8(x, weight, *args, **settings)
 
 
-def _dequantized(x, weight, scale, bias, *, x_scales, input_scale, approximate, residual, dtype):
+def _dequantized(x, weight, scale, bias, *, x_scales, approximate, residual, dtype):
     rows = x if x_scales is None else x * x_scales
-    if input_scale is not None:
-        rows = rows.clamp(-127 * input_scale, 127 * input_scale)
     product = nn.functional.linear(rows.float(), weight.float() * scale[:, None], bias.float())
     return (reference.gelu(product, approximate=approximate) + residual).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [{"one_scale": "none"}, {"one_scale": "0.05"}, {"rounded": True}], ids=str)
+@pytest.mark.parametrize("rows", [{"rounded": False}, {"rounded": True}], ids=str)
 def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
     expected = expected_of_integers(
         "linear_int8", dtype=dtype, added=True, approximate="tanh", leading="tokens", rows=20, **rows
@@ -515,7 +508,7 @@ def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
     for right in (reference.linear_int8, _dequantized):
         assert check(right, expected).flaw is None
     wrong = [_without_a_row, lambda *args, **settings: torch.empty_like(settings["residual"])]
-    if "rounded" not in rows and dtype == "float32":
+    if not rows["rounded"] and dtype == "float32":
         wrong.append(_with_truncated_input)
     for kernel in wrong:
         assert "wrong: output is off by" in check(kernel, expected).flaw
@@ -534,7 +527,7 @@ def tune_task(task):
         expected = task.expected()
         checked = {name: tuner.check(each, expected) for name, each in task.candidates.items()}
         sound = {name: task.candidates[name] for name in checked if checked[name].flaw is None}
-        timed = tuner.time_in_turns(sound, task.timed, checked, task.default, task.margin)
+        timed = tuner.time_in_turns(sound, task.timed, checked)
     return tuner.fastest({**checked, **timed}, task.default, task.margin)
 
 
@@ -643,43 +636,21 @@ def test_tuning_exchanges_no_data_with_other_processes():
 # Timing ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "rounds", "chosen"),
-    [
-        ({"cpu": [1], "reference": [1.6]}, 3, "cpu"),
-        ({"cpu": [9, 1, 1], "reference": [1.6]}, 3, "cpu"),  # the first was interrupted
-        ({"cpu": [1.6], "reference": [1]}, 3, "reference"),
-        ({"cpu": [1], "reference": [3]}, 3, "cpu"),
-        ({"cpu": [10], "reference": [30]}, 2, "cpu"),  # no interruption is that long
-        ({"cpu": [20], "reference": [31]}, 2, "cpu"),
-        ({"cpu": [20], "reference": [51]}, 1, "cpu"),
-        ({"cpu": [1], "reference": [1.3]}, 5, "cpu"),
-        ({"cpu": [1], "reference": [1.05]}, 5, "reference"),  # which is the default
-        ({"cpu": [1], "reference": [1.15]}, 40, "cpu"),
-        ({"cpu": [1], "sdpa": [1.15]}, 40, "cpu"),  # nor is either of them the default
-        ({"cpu": [10], "sdpa": [19], "reference": [50]}, 3, "cpu"),
-        ({"cpu": [10], "sdpa": [50], "reference": [11.5]}, 40, "cpu"),
-    ],
-)
-def test_timing_ends_where_the_winner_is_clear(monkeypatch, milliseconds, rounds, chosen):
-    ran = []
+def test_candidates_are_timed_in_turns_and_the_fastest_run_counts(monkeypatch):
+    ran, milliseconds = [], {"cpu": [9, 1, 2, 2, 2], "reference": [3, 2, 2, 2, 2]}
 
-    def run_cold(function, device, taken):
+    def cold_seconds(function, device):
         function()
-        times = milliseconds[ran[-1]]
-        taken.device.append(times[min(len(taken.device), len(times) - 1)] / 1000)
-        return 0.0
+        return milliseconds[ran[-1]].pop(0) / 1000
 
-    monkeypatch.setattr(clock, "_run_cold", run_cold)
+    monkeypatch.setattr(clock, "_cold_seconds", cold_seconds)
+    monkeypatch.setattr(tuner, "_SECONDS", 0.0)
     candidates = {name: lambda x, name=name: ran.append(name) or x for name in milliseconds}
     call = tuner.Call((torch.ones(2, 2),), False)
-    measurements = tuner.time_in_turns(
-        candidates, call, dict.fromkeys(candidates, measurement(None)), "reference"
-    )
-    assert tuner.fastest(measurements, "reference").chosen == chosen
+    measurements = tuner.time_in_turns(candidates, call, dict.fromkeys(candidates, measurement(None)))
+    assert [each.seconds for each in measurements.values()] == [0.001, 0.002]
     others = 3  # the first run, and those before and after the timing whose bits are compared
-    assert ran.count(chosen) == others + rounds
-    assert [ran.count(name) for name in candidates if milliseconds[name] == [50]] in ([], [others + 1])
+    assert [ran.count(name) for name in candidates] == [others + tuner._FEWEST] * 2
 
 
 # Choice ---------------------------------------------------------------------------------------------------
@@ -708,7 +679,7 @@ def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
 def test_a_kernel_whose_bits_differ_from_run_to_run_has_a_race():
     runs = itertools.count()
 
-    def racing(x, *, approximate):
+    def racing(x, bias=None, *, approximate):
         out = reference.gelu(x, approximate=approximate).clone()
         out.view(-1)[5] *= 1 + (next(runs) > 5) * torch.finfo(x.dtype).eps
         return out
@@ -726,7 +697,7 @@ def test_the_arguments_that_a_call_writes_to_are_no_race():
 
 
 def test_a_lack_of_memory_is_no_flaw():
-    def lacks(x, **_):
+    def lacks(x, *_, **__):
         return torch.empty(2**60)
 
     with pytest.raises(RuntimeError) as caught:
@@ -791,7 +762,7 @@ def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, gradie
     if gradient:
         call.record.x.requires_grad_()
     measured = dict.fromkeys(names, tuner.Measurement(0.0, 1.0, None, None))
-    timed = tuner.time_in_turns(candidates, call, measured, "triton")
+    timed = tuner.time_in_turns(candidates, call, measured)
     assert tuner.fastest(timed, "triton", tuner._MARGIN_OF_GPU).chosen == fastest
 
 
@@ -800,7 +771,7 @@ def test_on_a_gpu_the_favored_one_stays_where_another_is_hardly_faster(monkeypat
     candidates = {"triton": gpu.candidate(1e-3, 1.02e-5), "composed": gpu.candidate(1e-6, 1e-5)}
     call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), False)
     measured = dict.fromkeys(candidates, tuner.Measurement(0.0, 1.0, None, None))
-    timed = tuner.time_in_turns(candidates, call, measured, "triton")
+    timed = tuner.time_in_turns(candidates, call, measured)
     assert tuner.fastest(timed, "triton", tuner._MARGIN_OF_GPU).chosen == "triton"
 
 

@@ -1,11 +1,11 @@
-"""The card of an operator; see ``cvt_kernels/cards.py``."""
+"""The card of an operator; see ``cvt_kernels/ops/cards.py``."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-from cvt_kernels import cards
+from cvt_kernels.ops import cards
 
 
 def _scaled_rows(m: Any) -> Any:

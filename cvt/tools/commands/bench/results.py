@@ -14,7 +14,7 @@ import torch
 
 from cvt.images import load_images, sample_photos
 from cvt_kernels import __version__, machine
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
 from .contenders import CONTENDERS, chosen

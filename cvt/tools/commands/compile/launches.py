@@ -12,7 +12,7 @@ import torch
 
 from cvt.config import PRESETS, default_image_size
 from cvt_kernels import backends, launching
-from cvt_kernels.cards import Embedding, Launches, Stage, Step, all_cards
+from cvt_kernels.ops.cards import Embedding, Launches, Stage, Step, all_cards
 
 from .. import pyramids
 

@@ -9,7 +9,7 @@ import torch
 import triton
 
 from cvt_kernels import __version__
-from cvt_kernels.tables import aligned
+from cvt_kernels.messages import aligned
 
 from .jobs import LaunchCase, Row
 

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.cache import get_cache_manager
 
-from cvt_kernels import compiling, launching
+from cvt_kernels import launching
 
 from .dependencies import overwritten, unordered
 from .gpus import RESERVED_SHARED, max_block_shared, occupancy
@@ -110,7 +110,7 @@ class Resources(NamedTuple):
         return flaws
 
 
-class TritonKernel(compiling.TritonKernel):
+class TritonKernel(launching.TritonKernel):
     """A specialized Triton kernel that can be examined."""
 
     @property
@@ -178,4 +178,4 @@ def messages_of(log: str) -> tuple[str, ...]:
 
 def specialize(launch: launching.Launch, arch: int) -> TritonKernel:
     """Returns the kernel of a launch, specialized as Triton specializes it for these arguments."""
-    return TritonKernel(*compiling.specialize(launch, arch))
+    return TritonKernel(*launching.specialize(launch, arch))

@@ -14,6 +14,6 @@ comparing the bits without the sign as integers, where NaN > infinity > all othe
 rounding must not be fused, which would round ties differently from the reference; these kernels are therefore
 compiled without FMA contraction.
 
-Products of such rows are PyTorch's. A scale of all rows (``scale``) is read by the kernels, so that nothing
-waits for the GPU. There are no gradients. Bytes per launch, with e per element of x: M·K·(e + 1) + 4·M.
+Products of such rows are PyTorch's. There are no gradients. Bytes per launch, with e per element of x:
+M·K·(e + 1) + 4·M.
 """

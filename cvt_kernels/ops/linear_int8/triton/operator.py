@@ -35,21 +35,20 @@ def why_rows_unsupported(call: Record) -> str | None:
 
 def quantize_rows(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
-    x, scale, dtype = call
-    return _served(quantize_rows_forward, x, scale, dtype)
+    return _served(quantize_rows_forward, *call)
 
 
 def layer_norm_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
-    x, weight, bias, eps, shift, scale, dtype = call
+    x, weight, bias, eps, shift, dtype = call
     weight, bias, shift = map(contiguous, (weight, bias, shift))
-    return _served(layer_norm_quantize_forward, x, weight, bias, eps, shift, scale, dtype)
+    return _served(layer_norm_quantize_forward, x, weight, bias, eps, shift, dtype)
 
 
 def gelu_quantize(call: Record) -> QuantizedRows:
     """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
-    x, bias, approximate, scale, dtype = call
-    return _served(gelu_quantize_forward, x, contiguous(bias), approximate, scale, dtype)
+    x, bias, approximate, dtype = call
+    return _served(gelu_quantize_forward, x, contiguous(bias), approximate, dtype)
 
 
 def _served(forward: Any, x: Tensor, *others: Any) -> QuantizedRows:

@@ -112,7 +112,7 @@ def _rounded(v, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC: tl.constexpr):
+def _store_rounded(ys, values_ptr, scales_ptr, first, row, rows, SPEC: tl.constexpr):
     """Stores the parts ``ys`` of rows, which are zeros beyond their end, and the scales of the rows."""
     PARTS: tl.constexpr = SPEC.parts
     COUNT: tl.constexpr = PARTS.count
@@ -124,22 +124,15 @@ def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC
         bits = tl.maximum(bits, ys[part].to(tl.int32, bitcast=True) & _WITHOUT_SIGN)
     bits = tl.max(bits, axis=-1, keep_dims=True)
     is_finite = bits < _INFINITY
-    if scale_ptr is None:
-        largest = bits.to(tl.float32, bitcast=True)
-        has_scale = is_finite & (largest >= _LEAST)
-        scales = tl.where(has_scale, tl.math.div_rn(largest, LIMIT), 0.0)
-        factor = tl.where(has_scale, tl.math.div_rn(LIMIT, tl.where(has_scale, largest, 1.0)), 0.0)
-    else:
-        scale = tl.load(scale_ptr)
-        scales = tl.zeros(bits.shape, tl.float32) + scale
-        factor = tl.math.div_rn(1.0, scale)
+    largest = bits.to(tl.float32, bitcast=True)
+    has_scale = is_finite & (largest >= _LEAST)
+    scales = tl.where(has_scale, tl.math.div_rn(largest, LIMIT), 0.0)
+    factor = tl.where(has_scale, tl.math.div_rn(LIMIT, tl.where(has_scale, largest, 1.0)), 0.0)
     tl.store(scales_ptr + first + row, tl.where(is_finite, scales, float("nan")), mask=row < count)
     values_ptr += first * C
     for part in tl.static_range(COUNT):
         c = channels_of(part, PARTS)[None, None, :]
         value = tl.where(is_finite, ys[part], 0.0) * factor
-        if scale_ptr is not None:
-            value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
         tl.store(values_ptr + (row * C + c), _rounded(value, SPEC), mask=_mask(part, row, count, SPEC))
 
 
@@ -147,17 +140,17 @@ def _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _quantize_rows_kernel(x_ptr, scale_ptr, values_ptr, scales_ptr, rows, SPEC: tl.constexpr):
+def _quantize_rows_kernel(x_ptr, values_ptr, scales_ptr, rows, SPEC: tl.constexpr):
     """Rounds rows of x (M, C)."""
     grid_dependency_synchronize()
     row, first = _rows_of_program(SPEC)
     xs = _load_rows(x_ptr, first, row, rows - first, SPEC)
-    _store_rounded(xs, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
+    _store_rounded(xs, values_ptr, scales_ptr, first, row, rows, SPEC)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _layer_norm_quantize_kernel(
-    x_ptr, shift_ptr, gamma_ptr, beta_ptr, scale_ptr, values_ptr, scales_ptr, rows, eps, SPEC: tl.constexpr
+    x_ptr, shift_ptr, gamma_ptr, beta_ptr, values_ptr, scales_ptr, rows, eps, SPEC: tl.constexpr
 ):  # fmt: skip
     """Rounds rows of layer_norm(x + shift), where the sum is in the dtype of x (M, C)."""
     grid_dependency_synchronize()
@@ -172,12 +165,12 @@ def _layer_norm_quantize_kernel(
             shifted = shifted + ((xs[part] + shift[part]).to(x_ptr.dtype.element_ty).to(tl.float32),)
         xs = shifted
     ys = layer_norm(xs, (), _vector(gamma_ptr, SPEC), _vector(beta_ptr, SPEC), eps, PARTS)
-    _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
+    _store_rounded(ys, values_ptr, scales_ptr, first, row, rows, SPEC)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gelu_quantize_kernel(
-    x_ptr, bias_ptr, scale_ptr, values_ptr, scales_ptr, rows, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
+    x_ptr, bias_ptr, values_ptr, scales_ptr, rows, APPROXIMATE: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
     """Rounds rows of gelu(x + bias), x (M, C)."""
     grid_dependency_synchronize()
@@ -192,7 +185,7 @@ def _gelu_quantize_kernel(
             x += bias[part]
         # The zeros beyond a row have biases of 0.
         ys = ys + (_gelu(x, APPROXIMATE, SPEC),)
-    _store_rounded(ys, scale_ptr, values_ptr, scales_ptr, first, row, rows, SPEC)
+    _store_rounded(ys, values_ptr, scales_ptr, first, row, rows, SPEC)
 
 
 # Launchers ------------------------------------------------------------------------------------------------
@@ -203,37 +196,35 @@ def _allocated(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @launcher("triton_quantize_rows", _allocated)
-def quantize_rows_forward(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_rows_forward(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the values and scales of contiguous rows x (M, C)."""
-    return _launch(_quantize_rows_kernel, x, scale, dtype)
+    return _launch(_quantize_rows_kernel, x, dtype)
 
 
 @launcher("triton_layer_norm_quantize", _allocated)
 def layer_norm_quantize_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shift: Tensor | None,
-    scale: Tensor | None, dtype: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the values and scales of layer_norm(x + shift) for contiguous rows x (M, C)."""
     given = {"shift_ptr": shift, "gamma_ptr": weight, "beta_ptr": bias, "eps": eps}
-    return _launch(_layer_norm_quantize_kernel, x, scale, dtype, **given)
+    return _launch(_layer_norm_quantize_kernel, x, dtype, **given)
 
 
 @launcher("triton_gelu_quantize", _allocated)
 def gelu_quantize_forward(
-    x: Tensor, bias: Tensor | None, approximate: str, scale: Tensor | None, dtype: torch.dtype
+    x: Tensor, bias: Tensor | None, approximate: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns the values and scales of gelu(x + bias) for contiguous rows x (M, C)."""
-    return _launch(_gelu_quantize_kernel, x, scale, dtype, bias_ptr=bias, APPROXIMATE=approximate)
+    return _launch(_gelu_quantize_kernel, x, dtype, bias_ptr=bias, APPROXIMATE=approximate)
 
 
-def _launch(
-    kernel: Any, x: Tensor, scale: Tensor | None, dtype: torch.dtype, **given: Any
-) -> tuple[Tensor, Tensor]:
+def _launch(kernel: Any, x: Tensor, dtype: torch.dtype, **given: Any) -> tuple[Tensor, Tensor]:
     rows = x.shape[0]
     values, scales = _allocated(x, dtype)
     spec, config = RowSpec.of(x, dtype)
     launching.launch(
         kernel, (-(-rows // (spec.repeats * spec.rows)),), on=x, options=config.options,
-        x_ptr=x, scale_ptr=scale, values_ptr=values, scales_ptr=scales, rows=rows, SPEC=spec, **given,
+        x_ptr=x, values_ptr=values, scales_ptr=scales, rows=rows, SPEC=spec, **given,
     )  # fmt: skip
     return values, scales

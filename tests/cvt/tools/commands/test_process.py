@@ -20,7 +20,7 @@ from cvt.tools.commands import evaluate, main
 from cvt.tools.commands.process import orderly, temporary_files_together, why_too_large
 from cvt.tools.explanation import class_title
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels.tables import printable
+from cvt_kernels.messages import printable
 from cvt_kernels.tuning import choices
 from tests.checks import bad
 from tests.processes import run_python

@@ -22,7 +22,7 @@ from cvt.tools.commands.quantize import fewest
 from cvt.tools.datasets import save_digits
 from cvt.tools.evaluation import Evaluation
 from tests.checks import Terminal, bad
-from tests.cvt.models import equal, small
+from tests.cvt.models import small
 
 PAGE = (Path(__file__).parents[4] / "docs" / "quantize.md").read_text(encoding="utf-8")
 
@@ -51,7 +51,7 @@ def test_files_and_figures(digits):
     assert before["bytes"] == sum(t.nbytes for t in create_model(checkpoint="digits").state_dict().values())
     assert len(content["layers"]) == 18
     for layer in content["layers"]:
-        assert (layer["scheme"], layer["reason"]) == ("dynamic", None)
+        assert (layer["weight"], layer["reason"]) == ("int8", None)
         assert layer["sqnr"] > 30
         assert f"{layer['path']} " in out
         assert f"{layer['sqnr']:.1f} dB" in out
@@ -66,7 +66,7 @@ def test_the_file_says_all(digits):
     path = digits[0] / "q.safetensors"
     original, checkpoint = read_checkpoint("digits"), read_checkpoint(path)
     assert checkpoint.card == original.card
-    assert set(checkpoint.quantized.values()) == {"dynamic"}
+    assert len(checkpoint.quantized) == 18
     assert checkpoint.tensors["head.weight"].dtype == torch.float16
     with safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "pt"
@@ -146,7 +146,7 @@ def test_layers_that_lose_most_stay_as_they_are(capsys, pretend, tmp_path, optio
     out = capsys.readouterr().out
     content = json.loads((tmp_path / "q.json").read_text())
     in_order = sorted(content["layers"], key=lambda layer: layer["sqnr"])
-    assert [layer["scheme"] for layer in in_order] == ["float"] * kept + ["dynamic"] * (18 - kept)
+    assert [layer["weight"] for layer in in_order] == ["float"] * kept + ["int8"] * (18 - kept)
     assert content["after"]["top1"] == pytest.approx(0.9 - 0.01 * (6 - kept))
     assert f"{18 - kept} of 18 layers quantized" in out
     assert out.count("for the sake of top-1") == kept
@@ -162,19 +162,17 @@ def test_layers_that_lose_most_stay_as_they_are(capsys, pretend, tmp_path, optio
 def test_options(capsys, pretend, tmp_path):
     pretend(99)
     kept = ["--keep-float", "stage0.*", "stage1.blocks.1.mlp.fc1", "--keep-float", "stage1.blocks.0.attn.*"]
-    assert quantize_digits(tmp_path, "--scheme", "static", "--embeddings", *kept) == 0
+    assert quantize_digits(tmp_path, "--embeddings", *kept) == 0
     quantized = read_checkpoint(tmp_path / "q.safetensors").quantized
     blocks = ["0.mlp.fc1", "0.mlp.fc2", "1.attn.proj", "1.attn.proj_k", "1.attn.proj_q", "1.attn.proj_v"]
     names = [f"stage1.blocks.{name}" for name in (*blocks, "1.mlp.fc2")]
     assert sorted(quantized) == [*names, "stage1.patch_embed.proj"]
-    assert set(quantized.values()) == {"static"}
     layers = json.loads((tmp_path / "q.json").read_text())["layers"]
-    reasons = [layer["reason"] for layer in layers if layer["scheme"] == "float"]
+    reasons = [layer["reason"] for layer in layers if layer["weight"] == "float"]
     assert reasons == 11 * ["is kept by keep_float"]
-    first = read_checkpoint(tmp_path / "q.safetensors").tensors
     for seed, same in (("0", True), ("1", False)):  # which chooses the images
-        quantize_digits(tmp_path, "--scheme", "static", "--embeddings", *kept, "--seed", seed)
-        assert equal(read_checkpoint(tmp_path / "q.safetensors").tensors, first) == same
+        quantize_digits(tmp_path, "--embeddings", *kept, "--seed", seed)
+        assert (json.loads((tmp_path / "q.json").read_text())["layers"] == layers) == same
 
 
 def test_bars_are_drawn_on_a_terminal(capsys, tmp_path, monkeypatch):

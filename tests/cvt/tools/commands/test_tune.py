@@ -37,7 +37,7 @@ def gelu_alone(monkeypatch):
     calls_of = run.calls_of
 
     def few(model, *args):
-        return [call for call in calls_of(model, *args) if call.operator == "bias_gelu"]
+        return [call for call in calls_of(model, *args) if call.operator == "gelu"]
 
     monkeypatch.setattr(run, "calls_of", few)
 
@@ -64,7 +64,7 @@ def test_a_table_a_file_and_choices(gelu_alone, tmp_path, capsys):
     assert known == {row["cache_key"]: row["chosen"] for row in rows}
 
     block, summary = (block.splitlines() for block in out.split("\n\n"))
-    assert block[0] == "bias_gelu, forward, float32 (times in µs)"
+    assert block[0] == "gelu, forward, float32 (times in µs)"
     assert max(map(len, block)) <= 110
     assert [line.split()[-1] for line in block[2:]] == [row["chosen"] for row in rows]
     assert summary[0].startswith("8 calls, 8 tuned in ")
@@ -100,7 +100,7 @@ def test_a_wrong_kernel_fails_the_command(gelu_alone, monkeypatch, tmp_path, cap
     assert main(SMALL) == 1
     out = capsys.readouterr().out
     assert " wrong " in out.split("\n\n")[0]
-    cache_key = "bias_gelu, forward, float32, quick, 16384+ elements, 256 channels"
+    cache_key = "gelu, forward, float32, quick, 16384+ elements, 256 channels"
     assert f"\ntriton, {cache_key}: wrong: output is off by " in out
     assert "Please report the lines of gluon, triton, cuda, cpu with the output of `cvt doctor`." in out
     assert choices.entries(CPU)[cache_key].chosen != "triton"

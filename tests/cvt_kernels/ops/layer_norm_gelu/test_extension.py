@@ -22,7 +22,7 @@ CALLS = [
     ("add_layer_norm", {}),
     *(
         (operator, {"approximate": approximate})
-        for operator in ("gelu", "bias_gelu", "layer_norm_gelu")
+        for operator in ("gelu", "layer_norm_gelu")
         for approximate in ("none", "tanh", "quick")
     ),
 ]
@@ -46,8 +46,7 @@ def arguments(operator, shape, dtype=torch.float64):
     chosen = {
         "layer_norm": (x, weight, bias),
         "add_layer_norm": (x, residual, weight, bias),
-        "gelu": (x,),
-        "bias_gelu": (x, bias),
+        "gelu": (x, bias),
         "layer_norm_gelu": (x, weight, bias),
     }[operator]
     return [t.to(dtype) for t in chosen]
@@ -179,7 +178,7 @@ def test_a_named_dtype(operator, dtype, named):
     assert {out.dtype for out in (exact if isinstance(exact, tuple) else (exact,))} == {torch.float64}
 
 
-@pytest.mark.parametrize("operator", ["layer_norm", "add_layer_norm", "gelu", "bias_gelu", "layer_norm_gelu"])
+@pytest.mark.parametrize("operator", ["layer_norm", "add_layer_norm", "gelu", "layer_norm_gelu"])
 def test_dtypes_may_differ_under_autocast(operator):
     """A branch of 16 bits, beside a stream and parameters of float32."""
     x, *others = arguments(operator, (37, 64), torch.float32)

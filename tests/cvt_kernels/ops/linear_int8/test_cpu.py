@@ -52,8 +52,8 @@ def check_products(rows, weight):
     quantized = ck.QuantizedRows(rows, torch.ones(rows.shape[0], 1))
     assert torch.equal(ck.linear_int8(quantized, weight, torch.ones(weight.shape[0])), exact)
 
-def check_rows(x, scale=None):
-    got, expected = ck.quantize_rows(x, scale=scale), reference.quantize_rows(x, scale=scale)
+def check_rows(x):
+    got, expected = ck.quantize_rows(x), reference.quantize_rows(x)
     assert torch.equal(got.values, expected.values)
     assert torch.equal(got.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
 
@@ -73,12 +73,10 @@ with ck.use_backend("cpu"), torch.no_grad():
             x = torch.randn(8, inputs).to(dtype)
             x[:, 0] = special.to(dtype)
             x[4:, 1:] *= 2.0**-125
-            for scale in (None, torch.tensor(0.03)):
-                check_rows(x, scale)
-                check_rows(x.roll(1, 1), scale)
+            check_rows(x)
+            check_rows(x.roll(1, 1))
     ties = torch.arange(-127, 127).add(0.5)
     check_rows(torch.cat([ties, torch.tensor([127.0])])[None])
-    check_rows(ties[None], torch.tensor(1.0))
 
     weight, scales = reference.quantize_rows(torch.randn(70, 100))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
@@ -105,10 +103,9 @@ def test_products_are_exact_and_rows_rounded_as_by_the_reference(name):
     channels=st.integers(1, 140),
     exponent=st.integers(-149, 126),
     dtype=st.sampled_from(DTYPES),
-    static=st.booleans(),
     layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "offset")),
 )
-def test_rows_of_any_shape_and_strides(sizes, channels, exponent, dtype, static, layout):
+def test_rows_of_any_shape_and_strides(sizes, channels, exponent, dtype, layout):
     x = (torch.randn(*sizes, channels, dtype=torch.float64) * 2.0**exponent).to(dtype)
     x = {
         "contiguous": lambda t: t,
@@ -117,8 +114,7 @@ def test_rows_of_any_shape_and_strides(sizes, channels, exponent, dtype, static,
         "expanded": lambda t: t[:1].expand(t.shape) if t.ndim > 1 else t,
         "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
     }[layout](x)
-    scale = torch.tensor(2.0 ** max(-120, exponent - 6) * 1.1) if static else None
-    assert_same_rows(ck.quantize_rows(x, scale=scale), reference.quantize_rows(x, scale=scale))
+    assert_same_rows(ck.quantize_rows(x), reference.quantize_rows(x))
 
 
 # Linear layers --------------------------------------------------------------------------------------------
@@ -136,14 +132,12 @@ def arguments(dtype, rows=(3, 20), outputs=70, inputs=100):
     inputs=st.integers(1, 200),
     dtype=st.sampled_from(DTYPES),
     quantized=st.booleans(),
-    static=st.booleans(),
     layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "part")),
 )
-def test_any_sizes_and_strides(rows, outputs, inputs, dtype, quantized, static, layout):
+def test_any_sizes_and_strides(rows, outputs, inputs, dtype, quantized, layout):
     x, weight, scales, bias, residual = arguments(dtype, rows, outputs, inputs)
-    scale = torch.tensor(0.02) if static else None
     if quantized:
-        x, x_scales = reference.quantize_rows(x, scale=scale)
+        x, x_scales = reference.quantize_rows(x)
     x = {
         "contiguous": lambda t: t,
         "sliced": lambda t: torch.stack([t, t], -1)[..., 1],
@@ -156,8 +150,8 @@ def test_any_sizes_and_strides(rows, outputs, inputs, dtype, quantized, static, 
         got = ck.linear_int8(ck.QuantizedRows(x, x_scales), weight, scales, bias, **others)
         expected = reference.linear_int8(x, weight, scales, bias, x_scales=x_scales, **others)
     else:
-        got = ck.linear_int8(x, weight, scales, bias, input_scale=scale, **others)
-        expected = reference.linear_int8(x, weight, scales, bias, input_scale=scale, **others)
+        got = ck.linear_int8(x, weight, scales, bias, **others)
+        expected = reference.linear_int8(x, weight, scales, bias, **others)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
@@ -166,12 +160,9 @@ def test_rows_that_are_not_finite_are_nan_and_no_others():
     x, weight, scales, bias, residual = arguments(torch.float32, (60,))
     x[3, 5], x[17, 99], x[40, 0], x[50] = float("nan"), float("inf"), -float("inf"), 0
     for approximate in (None, "none", "tanh", "quick"):
-        for scale in (None, torch.tensor(0.02)):
-            out = ck.linear_int8(
-                x, weight, scales, bias, input_scale=scale, approximate=approximate, residual=residual
-            )
-            assert out.isnan().all(1).nonzero().flatten().tolist() == [3, 17, 40]
-            assert out.isnan().sum() == 3 * 70
+        out = ck.linear_int8(x, weight, scales, bias, approximate=approximate, residual=residual)
+        assert out.isnan().all(1).nonzero().flatten().tolist() == [3, 17, 40]
+        assert out.isnan().sum() == 3 * 70
     assert torch.equal(ck.linear_int8(x[50:51], weight, scales, bias), bias[None])
 
 
@@ -233,7 +224,7 @@ def test_operators_check_what_they_would_read():
     x, residual = torch.randn(4, 100), torch.randn(4, 40)
     values, x_scales = reference.quantize_rows(x)
     packed = ops.pack_linear_int8(weight)
-    good = [x, None, packed, scales, bias, None, residual, "identity", torch.float32]
+    good = [x, None, packed, scales, bias, residual, "identity", torch.float32]
     ops.linear_int8_packed(*good)
     for place, wrong, message in (
         (0, x[:, :20], "packed: got .*, expected a weight that pack_linear_int8 packed"),
@@ -242,12 +233,10 @@ def test_operators_check_what_they_would_read():
         (1, x_scales, "x_scales: got .*, expected them for x of int8"),
         (3, scales.double(), "weight_scale: got .*, expected float32 of the channels"),
         (4, bias[:39], "bias: got .*, expected float32 of the channels"),
-        (5, torch.zeros(()), "scale: got 0, expected a positive number"),
-        (5, torch.ones(2), "input_scale: got .*, expected a float32 scalar"),
-        (6, residual.half(), "residual: got .*, expected the dtype of x"),
-        (6, residual[:3], "residual: got .*, expected the shape of float32"),
-        (7, "relu", "activation: got 'relu'"),
-        (8, torch.float64, "dtype: got .*, expected float32, bfloat16 or float16"),
+        (5, residual.half(), "residual: got .*, expected the dtype of x"),
+        (5, residual[:3], "residual: got .*, expected the shape of float32"),
+        (6, "relu", "activation: got 'relu'"),
+        (7, torch.float64, "dtype: got .*, expected float32, bfloat16 or float16"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.linear_int8_packed(*good[:place], wrong, *good[place + 1 :])

@@ -16,10 +16,10 @@ from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
-def make(bias=True, static=False, dtype=torch.int8):
+def make(bias=True, dtype=torch.int8):
     torch.manual_seed(0)
     layer = nn.Linear(12, 7, bias=bias)
-    return layer, LinearInt8.from_float(layer, input_scale=0.03 if static else None, dtype=dtype)
+    return layer, LinearInt8.from_float(layer, dtype=dtype)
 
 
 def rows(dtype=torch.float32):
@@ -28,26 +28,24 @@ def rows(dtype=torch.float32):
 
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("static", [True, False])
-def test_it_computes_the_operator(bias, static):
-    layer, made = make(bias, static)
+def test_it_computes_the_operator(bias):
+    layer, made = make(bias)
     x = rows()
-    expected = ck.linear_int8(x, *made.parameters_of_operator()[:3], input_scale=made.input_scale)
+    expected = ck.linear_int8(x, *made.parameters_of_operator())
     assert torch.equal(made(x), expected)
     assert (made(x) - layer(x)).abs().max() < 0.03 * layer(x).abs().max()
     weight, scale = reference.quantize_rows(layer.weight)
     assert torch.equal(made.dequantized_weight(), weight * scale)
     assert made.bias is layer.bias
-    rounded = ck.quantize_rows(x, scale=made.input_scale)
+    rounded = ck.quantize_rows(x)
     assert torch.equal(made(rounded), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_it_says_what_it_is(dtype):
-    _, made = make(bias=False, static=True, dtype=dtype)
+    _, made = make(bias=False, dtype=dtype)
     name = "" if dtype == torch.int8 else ", dtype=float8_e4m3fn"
-    assert str(made) == f"LinearInt8(in_features=12, out_features=7, bias=False, scheme=static{name})"
-    assert "bias=True, scheme=dynamic" in str(make()[1])
+    assert str(made) == f"LinearInt8(in_features=12, out_features=7, bias=False{name})"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +64,6 @@ def test_sizes_beyond_all_memory_are_refused(build, message):
 def test_wrong_settings():
     with pytest.raises(TypeError, match=r"^dtype: got torch.float16, expected torch.int8 or"):
         LinearInt8(2, 2, dtype=torch.float16)
-    for scale in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"^input_scale: got .*, expected a positive number"):
-            LinearInt8.from_float(nn.Linear(2, 2), input_scale=scale)
     layer = nn.Linear(2, 2)
     nn.init.constant_(layer.weight, torch.nan)
     with pytest.raises(ValueError, match=r"^weight: has NaN or infinities"):
@@ -85,7 +80,7 @@ def test_wrong_settings():
     ids=["half", "bfloat16", "double", "type"],
 )
 def test_weight_and_scales_keep_their_dtypes(move, dtype):
-    _, made = make(static=True, dtype=dtype)
+    _, made = make(dtype=dtype)
     before = {name: buffer.clone() for name, buffer in made.named_buffers()}
     move(made)
     assert made.bias.dtype != torch.float32
@@ -98,7 +93,7 @@ def test_weight_and_scales_keep_their_dtypes(move, dtype):
 
 
 def test_other_devices_and_empty_memory():
-    _, made = make(static=True)
+    _, made = make()
     made.to("meta")
     assert {t.device.type for t in made.state_dict().values()} == {"meta"}
     made.to_empty(device="cpu")
@@ -107,7 +102,7 @@ def test_other_devices_and_empty_memory():
 
 
 def test_copies():
-    layer, made = make(static=True)
+    layer, made = make()
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert other.state_dict().keys() == made.state_dict().keys()
         with torch.no_grad():
@@ -120,11 +115,10 @@ def test_copies():
 # States ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("assign", [True, False])
-def test_a_state_is_loaded_by_a_layer_of_its_kind(static, assign):
-    _, made = make(static=static)
-    other = LinearInt8(12, 7, static=static)
+def test_a_state_is_loaded_by_a_layer_of_its_kind(assign):
+    _, made = make()
+    other = LinearInt8(12, 7)
     other.load_state_dict(made.state_dict(), assign=assign)
     assert other.float_layer is None
     with torch.no_grad():
@@ -142,7 +136,6 @@ STATES = {
         "weight_scale: got dtype float16, expected float32",
     ),
     "no scales": ({"weight_scale": None}, "weight_scale: is missing beside layer.qweight"),
-    "no input_scale": ({"input_scale": None}, "input_scale: is missing beside layer.qweight"),
     "shape": ({"qweight": torch.ones(6, 12, dtype=torch.int8)}, "size mismatch for layer.qweight"),
 }
 
@@ -152,7 +145,7 @@ STATES = {
 def test_states_that_would_be_cast_or_mixed(case, strict):
     changes, message = STATES[case]
     model = nn.Sequential()
-    model.layer = make(static=True)[1]
+    model.layer = make()[1]
     state = model.state_dict() | {f"layer.{name}": value for name, value in changes.items()}
     state = {name: value for name, value in state.items() if value is not None}
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -161,12 +154,8 @@ def test_states_that_would_be_cast_or_mixed(case, strict):
     assert torch.equal(model.layer.weight, before["layer.qweight"])
 
 
-def test_a_static_state_is_not_for_a_dynamic_layer_and_others_may_lack_the_layer():
-    dynamic, state = make()[1], make(static=True)[1].state_dict()
-    for strict in (True, False):
-        with pytest.raises(RuntimeError, match="input_scale: is in the state, expected none"):
-            dynamic.load_state_dict(state, strict=strict)
-    missing = dynamic.load_state_dict({}, strict=False).missing_keys
+def test_a_state_may_lack_the_layer():
+    missing = make()[1].load_state_dict({}, strict=False).missing_keys
     assert sorted(missing) == ["bias", "qweight", "weight_scale"]
 
 
@@ -176,7 +165,7 @@ def test_a_static_state_is_not_for_a_dynamic_layer_and_others_may_lack_the_layer
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_are_those_of_the_dequantized_layer(dtype, bias):
-    _, made = make(bias, static=True)
+    _, made = make(bias)
     made.to(dtype)
     x = rows(dtype).requires_grad_()
     with ck.use_backend("reference"):

@@ -15,7 +15,6 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 NUMBERS = [torch.int8, torch.float8_e4m3fn]
 every_number = pytest.mark.parametrize("number", NUMBERS, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-SCALE = 0.02
 
 
 def randn(*shape, dtype=torch.float32):
@@ -29,10 +28,6 @@ def by(backend, function, *args, **options):
 
 def both(function, *args, **options):
     return (by(backend, function, *args, **options) for backend in ("triton", "reference"))
-
-
-def one_scale(value=SCALE):
-    return torch.tensor(value, device=DEVICE)
 
 
 def assert_same_rows(ours, theirs):
@@ -75,12 +70,10 @@ def special_rows(channels, dtype):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which interprets
 @every_number
 @every_dtype
-@pytest.mark.parametrize("scale", [None, SCALE])
-def test_rows_have_the_bits_of_the_reference(scale, dtype, number):
+def test_rows_have_the_bits_of_the_reference(dtype, number):
     for channels in (1, 7, 64, 192, 100):
         x = special_rows(channels, dtype)
-        scale_of_all = None if scale is None else one_scale()
-        assert_same_rows(*both(ck.quantize_rows, x, scale=scale_of_all, dtype=number))
+        assert_same_rows(*both(ck.quantize_rows, x, dtype=number))
 
 
 @settings(max_examples=15, deadline=None)
@@ -89,12 +82,10 @@ def test_rows_of_odd_sizes(data):
     shape = [data.draw(st.sampled_from([1, 2, 5, 33])) for _ in range(2)]
     channels = data.draw(st.integers(1, 200))
     number, dtype = (data.draw(st.sampled_from(each)) for each in (NUMBERS, DTYPES))
-    scale = data.draw(st.sampled_from([None, 0.001, 0.03]))
     x = (10 ** data.draw(st.integers(-6, 3)) * torch.randn(*shape, channels)).to(DEVICE, dtype)
     if data.draw(st.booleans()):
         x = x.transpose(0, 1)
-    options = {"scale": None if scale is None else one_scale(scale), "dtype": number}
-    assert_same_rows(*both(ck.quantize_rows, x, **options))
+    assert_same_rows(*both(ck.quantize_rows, x, dtype=number))
 
 
 def test_the_longest_rows():
@@ -105,13 +96,12 @@ def test_the_longest_rows():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_layer_norm(dtype, number):
     """Not in bfloat16, to which Triton's interpreter rounds a shifted row wrongly."""
-    for channels, scale in ((64, None), (192, one_scale()), (50, None)):
+    for channels in (64, 192, 50):
         x = randn(9, 3, channels, dtype=dtype)
         x[0, 0] = 5
         vectors = [randn(channels, dtype=dtype) for _ in range(3)]
-        options = {"scale": scale, "dtype": number}
-        assert_near_rows(*both(ck.layer_norm_quantize, x, *vectors[:2], shift=vectors[2], **options))
-        assert_near_rows(*both(ck.layer_norm_quantize, x + 30, eps=0.1, **options), rtol=1e-5)
+        assert_near_rows(*both(ck.layer_norm_quantize, x, *vectors[:2], shift=vectors[2], dtype=number))
+        assert_near_rows(*both(ck.layer_norm_quantize, x + 30, eps=0.1, dtype=number), rtol=1e-5)
 
 
 def test_a_shift_is_added_in_the_dtype_of_x():
@@ -125,9 +115,9 @@ def test_a_shift_is_added_in_the_dtype_of_x():
 @every_number
 @pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
 def test_gelu(approximate, number):
-    for dtype, channels, scale in ((torch.float32, 64, None), (torch.bfloat16, 100, one_scale())):
+    for dtype, channels in ((torch.float32, 64), (torch.bfloat16, 100)):
         x, bias = 3 * randn(30, channels, dtype=dtype), randn(channels, dtype=dtype)
-        options = {"approximate": approximate, "scale": scale, "dtype": number}
+        options = {"approximate": approximate, "dtype": number}
         assert_near_rows(*both(ck.gelu_quantize, x, bias, **options))
         assert_near_rows(*both(ck.gelu_quantize, x - 4, **options))
 
@@ -187,10 +177,9 @@ def test_cvts_shapes_on_a_gpu(dtype, number):
 @pytest.mark.gpu
 def test_captured_in_a_graph():
     x = randn(2, 50, 64)
-    scale = one_scale()
 
     def function():
-        rows = ck.layer_norm_quantize(x, scale=scale)
+        rows = ck.layer_norm_quantize(x)
         return ck.gelu_quantize(rows.values * rows.scales).scales
 
     with ck.use_backend("triton"):
@@ -198,7 +187,7 @@ def test_captured_in_a_graph():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = function()
-        scale.mul_(1.5)  # read when it is replayed
+        x.mul_(torch.arange(64, device=x.device))  # read when it is replayed
         graph.replay()
         assert not torch.equal(out, expected)
         torch.testing.assert_close(out, function(), rtol=0, atol=0)
@@ -210,5 +199,5 @@ def test_float8_is_rounded_once(capability, converts_exactly, monkeypatch):
     monkeypatch.setattr(machine, "INTERPRETING", False)
     x = torch.empty(8, 64, device="meta")
     with launching.recorded_launches(launching.Chip(capability, 1)) as launches:
-        rounding.quantize_rows_forward(x, None, torch.float8_e4m3fn)
+        rounding.quantize_rows_forward(x, torch.float8_e4m3fn)
     assert launches[0].arguments["SPEC"].converts_exactly == converts_exactly

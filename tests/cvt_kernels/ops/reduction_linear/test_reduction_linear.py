@@ -28,7 +28,7 @@ def call_of(**settings):
 def run(call):
     *arguments, eps = call
     with ck.use_backend("triton"):
-        return ck.reduction_linear(*arguments, eps=eps)
+        return reduction_linear.reduction_linear(*arguments, eps=eps)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
@@ -81,7 +81,7 @@ def test_layers_of_several_widths():
 def test_elsewhere_it_is_composed(given):
     call = made_of("reduction_linear", "reference", gradient="none", **given).call.record
     *arguments, eps = call
-    out, composed = ck.reduction_linear(*arguments, eps=eps), reduction_linear._compose(call)
+    out, composed = reduction_linear.reduction_linear(*arguments, eps=eps), reduction_linear._compose(call)
     expected = backends.operators["reduction_linear"].reference(call)
     for found in (out, composed):
         torch.testing.assert_close(found, expected)
@@ -90,11 +90,11 @@ def test_elsewhere_it_is_composed(given):
 def test_errors():
     x, weight, layer = torch.randn(2, 12, 4), torch.randn(4, 4, 4, 4), (torch.randn(4, 4), None)
     with pytest.raises(ValueError, match="grid: got 3×4, expected at least 4×4, the kernel"):
-        ck.reduction_linear(x, (3, 4), weight, None, None, None, [layer])
+        reduction_linear.reduction_linear(x, (3, 4), weight, None, None, None, [layer])
     with pytest.raises(ValueError, match="linears: got none, expected at least one pair"):
-        ck.reduction_linear(x, (3, 4), weight[..., :2, :2], None, None, None, [])
+        reduction_linear.reduction_linear(x, (3, 4), weight[..., :2, :2], None, None, None, [])
     with pytest.raises(ValueError, match="weight: got shape"):
-        ck.reduction_linear(x, (3, 4), weight[:, :3], None, None, None, [layer])
+        reduction_linear.reduction_linear(x, (3, 4), weight[:, :3], None, None, None, [layer])
 
 
 def test_it_is_the_modules_of_an_attention_with_a_reduction():
@@ -103,7 +103,9 @@ def test_it_is_the_modules_of_an_attention_with_a_reduction():
     x = torch.randn(2, 35, 6, dtype=torch.float64, requires_grad=True)
     kept = norm(conv(x.transpose(1, 2).unflatten(2, (5, 7))).flatten(2).transpose(1, 2))
     layers = [(layer.weight, layer.bias) for layer in (key, value)]
-    found = ck.reduction_linear(x, (5, 7), conv.weight, conv.bias, norm.weight, norm.bias, layers)
+    found = reduction_linear.reduction_linear(
+        x, (5, 7), conv.weight, conv.bias, norm.weight, norm.bias, layers
+    )
     for ours, layer in zip(found, (key, value), strict=True):
         torch.testing.assert_close(ours, layer(kept))
     parameters = [x, *conv.parameters(), *norm.parameters(), *key.parameters(), *value.parameters()]

@@ -5,7 +5,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
-from tests.checks import needs_extension, recorded_operators, run_on_instruction_set
+from cvt_kernels.ops.rows import gather_rows, scatter_rows
+from tests.checks import needs_extension, recorded_operators
 
 
 def make(batch=3, tokens=21, count=13, channels=40, dtype=torch.float32):
@@ -14,31 +15,6 @@ def make(batch=3, tokens=21, count=13, channels=40, dtype=torch.float32):
     rows = torch.stack([torch.randperm(tokens)[:count] for _ in range(batch)])
     rows[0, -2:] = -1
     return x, rows, torch.randn(batch, count, channels).to(dtype)
-
-
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-torch.manual_seed(0)
-rows = torch.tensor([[4, 0, -1], [1, 2, 6]])
-tolerances = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
-for dtype, atol in tolerances.items():
-    x, branch = torch.randn(2, 7, 83).to(dtype), torch.randn(2, 3, 83).to(dtype)
-    vectors = torch.randn(2, 83).to(dtype)
-    with ck.use_backend("cpu"), torch.no_grad():
-        h, y = ck.gather_add_layer_norm(x, rows, branch, *vectors)
-        out = ck.scatter_rows(x, rows, h, branch)
-    expected = ck.reference.gather_add_layer_norm(x, rows, branch)[0]
-    assert torch.equal(h, expected)
-    exact = ck.reference.layer_norm(h.double(), *vectors.double())
-    torch.testing.assert_close(y.double(), exact, rtol=0, atol=atol)
-    assert torch.equal(out, ck.reference.scatter_rows(x, rows, h, branch))
-"""
-
-
-@needs_extension
-@pytest.mark.parametrize("name", ["plain", "avx2", "avx512", "avx512_bf16"])  # the ones in its tables
-def test_values(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
 @needs_extension
@@ -50,10 +26,9 @@ def test_rows_that_x_does_not_have_are_refused(row, monkeypatch):
     rows[2, 5] = row
     before = x.clone()
     for call in (
-        lambda: ck.gather_rows(x, rows),
-        lambda: ck.gather_add_layer_norm(x, rows, values),
-        lambda: ck.scatter_rows(x, rows, values),
-        lambda: ck.scatter_rows(x, rows, values, inplace=True),
+        lambda: gather_rows(x, rows),
+        lambda: scatter_rows(x, rows, values),
+        lambda: scatter_rows(x, rows, values, inplace=True),
     ):
         with ck.use_backend("cpu"), pytest.raises(RuntimeError, match=f"rows: got {row}, expected"):
             call()
@@ -66,20 +41,18 @@ def test_every_negative_row_is_one_of_zeros():
     x, rows, values = make()
     other = torch.where(rows < 0, torch.tensor(-(2**40)), rows)
     with ck.use_backend("cpu"):
-        assert torch.equal(ck.gather_rows(x, other), ck.gather_rows(x, rows))
-        assert torch.equal(ck.scatter_rows(x, other, values), reference.scatter_rows(x, rows, values))
+        assert torch.equal(gather_rows(x, other), gather_rows(x, rows))
+        assert torch.equal(scatter_rows(x, other, values), reference.scatter_rows(x, rows, values))
 
 
 @needs_extension
 @torch.no_grad()
 def test_a_call_is_one_operator_without_copies():
     x, rows, values = make()
-    vector = torch.randn(40)
     calls = {
-        "gather_rows": lambda: ck.gather_rows(x[:, 1:], rows.clamp(max=19)),
-        "gather_add_layer_norm": lambda: ck.gather_add_layer_norm(x, rows, values, vector, vector),
-        "scatter_rows": lambda: ck.scatter_rows(x, rows, values, values),
-        "scatter_rows_": lambda: ck.scatter_rows(x, rows, values, values, inplace=True),
+        "gather_rows": lambda: gather_rows(x[:, 1:], rows.clamp(max=19)),
+        "scatter_rows": lambda: scatter_rows(x, rows, values),
+        "scatter_rows_": lambda: scatter_rows(x, rows, values, inplace=True),
     }
     for operator, call in calls.items():
         with ck.use_backend("cpu"):

@@ -6,6 +6,8 @@ from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import reference
+from cvt_kernels.ops.transformer_block import transformer_block
+from cvt_kernels.records import DepthwiseConv, Linear, Norm, QuantizedLinear, Reduction, TransformerBlock
 from tests.checks import assert_accurate
 from tests.cvt_kernels.test_reference import random_conv
 
@@ -33,21 +35,21 @@ def make(
         return (torch.randn(shape) * scale).to(dtype)
 
     def linear(outputs, inputs):
-        return ck.Linear(randn(outputs, inputs, scale=inputs**-0.5), randn(outputs) if bias else None)
+        return Linear(randn(outputs, inputs, scale=inputs**-0.5), randn(outputs) if bias else None)
 
     def norm():
         if not bias:
-            return ck.Norm(None, None, 1e-3)
-        return ck.Norm(1 + randn(channels, scale=0.25), randn(channels), 1e-5)
+            return Norm(None, None, 1e-3)
+        return Norm(1 + randn(channels, scale=0.25), randn(channels), 1e-5)
 
     reduce = None
     if ratio is None:
         reduce = tuple(random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in strides)
     elif ratio:
         weight = randn(channels, channels, ratio, ratio, scale=channels**-0.5 / ratio)
-        reduce = ck.Reduction(weight, randn(channels) if bias else None, norm())
-    mix = ck.DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
-    block = ck.TransformerBlock(
+        reduce = Reduction(weight, randn(channels) if bias else None, norm())
+    mix = DepthwiseConv(randn(hidden, 1, 3, 3, scale=1 / 3), randn(hidden) if bias else None)
+    block = TransformerBlock(
         norm1=norm(),
         reduce=reduce,
         linears=tuple(linear(width, channels) for _ in range(3)),
@@ -72,16 +74,16 @@ def in_float64(arguments):
     """Returns the arguments in float64; the scales of 8-bit numbers stay in float32, as operators expect."""
 
     def wide(leaf):
-        if isinstance(leaf, ck.QuantizedLinear):
+        if isinstance(leaf, QuantizedLinear):
             return leaf._replace(bias=wide(leaf.bias))
         return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(wide, arguments, is_leaf=lambda leaf: isinstance(leaf, ck.QuantizedLinear))
+    return pytree.tree_map(wide, arguments, is_leaf=lambda leaf: isinstance(leaf, QuantizedLinear))
 
 
 def call(backend, arguments, **settings):
     with torch.no_grad(), ck.use_backend(*BACKENDS[backend]):
-        return ck.transformer_block(*arguments, **settings)
+        return transformer_block(*arguments, **settings)
 
 
 def check(backend, arguments):
@@ -110,18 +112,15 @@ def check_images_apart(arguments, atol):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
 
 
-def quantized(layer, scale=None, dtype=torch.int8):
+def quantized(layer, dtype=torch.int8):
     values, scales = reference.quantize_rows(layer.weight, dtype=dtype)
-    scale = None if scale is None else torch.tensor(scale)
-    return ck.QuantizedLinear(values, scales.flatten(), layer.bias, scale)
+    return QuantizedLinear(values, scales.flatten(), layer.bias)
 
 
-def with_quantized(arguments, which=range(6), scale=None, dtype=torch.int8):
+def with_quantized(arguments, which=range(6), dtype=torch.int8):
     """Returns the arguments of a call with some of the six layers quantized."""
     x, grid, block = arguments
-    layers = [
-        quantized(layer, scale, dtype) if i in which else layer for i, layer in enumerate(block.layers())
-    ]
+    layers = [quantized(layer, dtype) if i in which else layer for i, layer in enumerate(block.layers())]
     linears, (proj, fc1, fc2) = tuple(layers[:3]), layers[3:]
     return x, grid, block._replace(linears=linears, proj=proj, fc1=fc1, fc2=fc2)
 

@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt_kernels import launching, machine, reference
 from cvt_kernels.ops import weight_cache
+from cvt_kernels.ops.transformer_block import transformer_block
 from tests.cvt_kernels.ops.transformer_block.calls import call, check, in_float64, pyramid
 
 
@@ -63,11 +64,11 @@ def test_nothing_that_a_graph_captures_is_kept():
     x, grid, block = pytree.tree_map_only(torch.Tensor, torch.Tensor.cuda, pyramid())
     expected = reference.transformer_block(x, grid, block)
     with ck.use_backend("composed", "reference"):
-        ck.transformer_block(x, grid, block)  # which loads cuBLAS
+        transformer_block(x, grid, block)  # which loads cuBLAS
         weight_cache.release_memory()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            ck.transformer_block(x, grid, block)
-        torch.testing.assert_close(ck.transformer_block(x, grid, block), expected, rtol=1e-3, atol=1e-3)
+            transformer_block(x, grid, block)
+        torch.testing.assert_close(transformer_block(x, grid, block), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_an_optimizer_step_is_noticed():
@@ -90,7 +91,7 @@ def test_gradients_go_to_the_layers_own_weights():
     tensors = [tensor.requires_grad_() for layer in block.linears for tensor in layer]
     tensors.append(block.reduce.weight.requires_grad_())
     with ck.use_backend("composed", "reference"):
-        ours = torch.autograd.grad(ck.transformer_block(x, grid, block).sum(), tensors)
+        ours = torch.autograd.grad(transformer_block(x, grid, block).sum(), tensors)
     theirs = torch.autograd.grad(reference.transformer_block(x, grid, block).sum(), tensors)
     for own, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(own, expected)
@@ -106,7 +107,7 @@ def test_launches_of_triton_kernels_of_a_block():
         x, grid, block = pyramid(ratio=ratio, dtype=torch.float16)
         recorded = launching.recorded_launches(launching.Chip(90, 132))
         with recorded as launches, ck.use_backend("triton", "composed", "reference"):
-            ck.transformer_block(x, grid, block)
+            transformer_block(x, grid, block)
         assert [each.kernel.__name__ for each in launches] == expected
 
 
@@ -117,6 +118,6 @@ def test_by_triton_kernels(grid):
     x, grid, block = pyramid(grid=grid, ratio=4, dtype=torch.float16)
     exact = reference.transformer_block(*in_float64((x, grid, block)))
     with ck.use_backend("triton", "composed", "reference"):
-        out = ck.transformer_block(x, grid, block)
+        out = transformer_block(x, grid, block)
     error = (out.double() - exact).abs().max()
     assert error <= 2 * (reference.transformer_block(x, grid, block).double() - exact).abs().max()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels.ops.transformer_block import transformer_block
 from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
 from tests.cvt_kernels.ops.transformer_block.calls import call, make, pyramid, some_rows, with_quantized
 
@@ -21,9 +22,9 @@ for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16
         )
 """,
     "quantized": """
-for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
+for which in (range(6), (0, 3, 5), (1, 4)):
     arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
-    x, *_ = arguments = with_quantized(arguments, which, scale)
+    x, *_ = arguments = with_quantized(arguments, which)
     same = reference.transformer_block(*arguments)
     assert decibels(same - x, call("cpu", arguments) - x) > 40  # a number close to a tie leaves 49 and more
     check_images_apart(arguments, 1.0)
@@ -119,19 +120,19 @@ def test_what_it_refuses(made):
     x, grid, block = made()
     with torch.no_grad(), ck.use_backend("cpu"):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):
-            ck.transformer_block(x, grid, block)
+            transformer_block(x, grid, block)
         for arguments, reason in (
             ((x.as_subclass(Subclass), grid, block), "packs plain tensors only"),
             (made(dtype=torch.float64), "serves float32, bfloat16 and float16"),
             (made(channels=260, heads=1), "heads have 260 channels, more than 256"),
         ):
             with pytest.raises(ck.BackendUnavailable, match=reason):
-                ck.transformer_block(*arguments)
+                transformer_block(*arguments)
 
 
 @needs_extension
 def test_torch_compile_is_refused():
-    compiled = torch.compile(ck.transformer_block, backend="eager")
+    compiled = torch.compile(transformer_block, backend="eager")
     with torch.no_grad(), ck.use_backend("cpu"), pytest.raises(Exception, match=r"is not for torch\.compile"):
         compiled(*make())
 
@@ -144,7 +145,7 @@ def test_the_operators_check_what_they_are_given():
     vectors = [*block.norm1[:2], *block.norm2[:2], *(layer.bias for layer in block.layers())]
     right = {
         "x": x, "height": 6, "width": 5, "packed": packed, "reduction": [], "conv": None, "vectors": vectors,
-        "widths": [24, 72, 3], "weight_scales": [torch.ones(0)] * 6, "input_scales": [0.0] * 6,
+        "widths": [24, 72, 3], "weight_scales": [torch.ones(0)] * 6,
         "eps": [1e-5, 1e-5], "scale": 1.0, "activation": "none",
     }  # fmt: skip
     assert ops.pyramid_block_packed(*right.values()).shape == x.shape
@@ -158,7 +159,6 @@ def test_the_operators_check_what_they_are_given():
         ("reduction", [packed[0]], "vectors: got 10 of them, expected 13"),
         ("weight_scales", [torch.ones(0)] * 5, "weight_scales: got 5 of them, expected 6"),
         ("weight_scales", [torch.ones(24)] * 6, "packed: got .*, expected a weight that pack_linear_int8"),
-        ("input_scales", [0.0] * 7, "input_scales: got 7 of them, expected 6"),
         ("conv", torch.ones(3), "conv: got .*, expected a convolution"),
         ("activation", "fast", "activation: got 'fast', expected none, tanh or quick"),
     ):

@@ -1,10 +1,11 @@
-"""transformer_block with quantized layers: any of the six, with a scale per row or one for all rows."""
+"""transformer_block with quantized layers: any of the six."""
 
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import reference
+from cvt_kernels.ops.transformer_block import transformer_block
 from tests.checks import assert_accurate, needs_extension, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
@@ -14,7 +15,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     is_far_from_ties,
     make,
     pyramid,
-    quantized,
     with_quantized,
 )
 
@@ -47,21 +47,15 @@ def check(backend, made):
 # Values ---------------------------------------------------------------------------------------------------
 
 
-def with_both_scales():
-    x, grid, block = with_quantized(make(), range(5))
-    return x, grid, block._replace(fc2=quantized(block.fc2, 0.02))
-
-
 CASES = {
     "exact": lambda: with_quantized(make(class_tokens=1)),
-    "tanh, one scale": lambda: with_quantized(make(class_tokens=1, approximate="tanh"), scale=0.1),
+    "tanh": lambda: with_quantized(make(class_tokens=1, approximate="tanh")),
     "quick": lambda: with_quantized(make(approximate="quick")),
     "q": lambda: with_quantized(make(channels=48, class_tokens=1), (0,)),
-    "k v proj": lambda: with_quantized(make(channels=48, class_tokens=1), (1, 2, 3), 0.05),
+    "k v proj": lambda: with_quantized(make(channels=48, class_tokens=1), (1, 2, 3)),
     "fc1": lambda: with_quantized(make(channels=48, class_tokens=1), (4,)),
     "fc2": lambda: with_quantized(make(channels=48, class_tokens=1), (5,)),
     "proj fc1": lambda: with_quantized(make(channels=48, class_tokens=1), (3, 4)),
-    "both scales": with_both_scales,
     "one token": lambda: with_quantized(make(1, (1, 1), 5, 1, 1, bias=False)),
     "one column": lambda: with_quantized(make(3, (7, 1), 21, 7)),
     "wide heads": lambda: with_quantized(make(2, (3, 8), 20, 2, strides=(1, 3, 3), width=36)),
@@ -77,7 +71,7 @@ def test_values(backend, name):
 
 PYRAMIDS = {
     "SegFormer": lambda: with_quantized(pyramid()),
-    "PVT, one scale": lambda: with_quantized(pyramid(convolves=False, approximate="tanh"), scale=0.1),
+    "PVT": lambda: with_quantized(pyramid(convolves=False, approximate="tanh")),
     "no reduction": lambda: with_quantized(pyramid(ratio=0, grid=(9, 14), channels=40, heads=5)),
     "q k": lambda: with_quantized(pyramid(channels=48), (0, 1)),
     "v proj fc1": lambda: with_quantized(pyramid(channels=48), (2, 3, 4)),
@@ -97,7 +91,7 @@ def test_pyramids(backend, name):
 
 OF_16_BITS = {
     "CvT": lambda dtype: with_quantized(make(class_tokens=1, dtype=dtype)),
-    "CvT, one scale": lambda dtype: with_quantized(make(approximate="tanh", dtype=dtype), scale=0.1),
+    "CvT, tanh": lambda dtype: with_quantized(make(approximate="tanh", dtype=dtype)),
     "CvT, proj fc1": lambda dtype: with_quantized(make(channels=48, dtype=dtype), (3, 4)),
     "CvT, k fc2": lambda dtype: with_quantized(make(channels=35, heads=5, dtype=dtype), (1, 5)),
     "SegFormer": lambda dtype: with_quantized(pyramid(dtype=dtype)),
@@ -146,19 +140,12 @@ def test_cpu_leaves_floats_of_8_bits_to_the_composition():
 
 
 @needs_extension
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
-def test_cpu_refuses_other_scales(scale):
-    with pytest.raises(ValueError, match=r"input_scale: got .*, expected a positive number"):
-        call("cpu", with_quantized(make(), (4,), scale))
-
-
-@needs_extension
-@pytest.mark.parametrize("field", ["weight", "weight_scale", "bias", "input_scale"])
+@pytest.mark.parametrize("field", ["weight", "weight_scale", "bias"])
 @pytest.mark.parametrize("layer", range(6))
 @pytest.mark.parametrize("made", [make, pyramid])
 def test_changed_layers_are_packed_anew(made, layer, field):
     for _ in range(100):
-        x, _, block = arguments = with_quantized(made(), scale=0.05)
+        x, _, block = arguments = with_quantized(made())
         before = call("cpu", arguments)
         tensor = getattr(block.layers()[layer], field)
         tensor.copy_(tensor // 2 if field == "weight" else tensor * 3)
@@ -172,6 +159,6 @@ def test_changed_layers_are_packed_anew(made, layer, field):
 def test_compiled():
     torch.compiler.reset()
     arguments = far_from_ties(lambda: with_quantized(make(), (0, 3, 4)), least=100)
-    compiled = torch.compile(ck.transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
     assert decibels(reference.transformer_block(*arguments), compiled(*arguments)) > 80
     torch.compiler.reset()

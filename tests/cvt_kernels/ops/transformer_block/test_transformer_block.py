@@ -7,6 +7,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, choose, reference
+from cvt_kernels.ops.transformer_block import transformer_block
+from cvt_kernels.records import Linear
 from cvt_kernels.tuning import tuner
 from tests.cvt_kernels.ops.transformer_block.calls import (
     BACKENDS,
@@ -116,11 +118,11 @@ def test_some_tokens_without_convolutions(backend, inplace):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized", "one scale"])
+@pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized"])
 def test_every_backend_passes_its_accuracy_check(kind, inplace):
     x, grid, block = pyramid() if kind == "pyramid" else make(class_tokens=1)
-    if kind in ("quantized", "one scale"):
-        _, _, block = with_quantized((x, grid, block), scale=0.1 if kind == "one scale" else None)
+    if kind == "quantized":
+        _, _, block = with_quantized((x, grid, block))
     settings = {"rows": some_rows(x, grid, 9), "scores": "cls"} if kind == "rows" else {}
     x[:] = 1.0  # which the tuning replaces by random numbers, and not the rows
     given = x.clone()
@@ -184,8 +186,7 @@ KINDS = {
     "pyramid": pyramid, "hidden": lambda: pyramid(hidden=48), "ratio": lambda: pyramid(ratio=3),
     "ratio of 1": lambda: pyramid(ratio=1), "no reduction": lambda: pyramid(ratio=0),
     "no convolution": lambda: pyramid(convolves=False),
-    "quantized": lambda: with_quantized(make()), "scale": lambda: with_quantized(make(), scale=1.0),
-    "fc2": lambda: with_quantized(make(), (5,)), "scale of fc2": lambda: with_quantized(make(), (5,), 1.0),
+    "quantized": lambda: with_quantized(make()), "fc2": lambda: with_quantized(make(), (5,)),
     "fc1": lambda: with_quantized(make(), (4,)),
 }  # fmt: skip
 
@@ -205,7 +206,7 @@ def test_kinds_of_calls():
         "3 heads of 8, 72 hidden, with a convolution"
     )
     assert asked["quantized", False] == asked["usual", False] + ", int8 in q k v proj fc1 fc2"
-    assert asked["scale of fc2", False] == asked["usual", False] + ", int8 with one scale in fc2"
+    assert asked["fc2", False] == asked["usual", False] + ", int8 in fc2"
 
 
 def test_kinds_of_calls_of_some_tokens():
@@ -226,9 +227,9 @@ SETTINGS = {
     "scale": lambda block: block._replace(scale=0.5),
     "norm1": lambda block: block._replace(norm1=block.norm1._replace(eps=1.0)),
     "norm2": lambda block: block._replace(norm2=block.norm2._replace(eps=1.0)),
-    "bias": lambda block: block._replace(proj=ck.Linear(block.proj.weight, None)),
+    "bias": lambda block: block._replace(proj=Linear(block.proj.weight, None)),
     "hidden": lambda block: block._replace(
-        fc1=ck.Linear(block.fc1.weight[:24]), fc2=ck.Linear(block.proj.weight), mix=None
+        fc1=Linear(block.fc1.weight[:24]), fc2=Linear(block.proj.weight), mix=None
     ),
 }
 OF_CONVOLUTIONS = SETTINGS | {
@@ -291,7 +292,7 @@ ROWS = torch.tensor([[0], [1]])
         (CONVOLUTIONAL, {"reduce": (CONVS[0], *CONVS[:2])}, {}, "got 4×5 keys and 2×3 values"),
         (CONVOLUTIONAL, {"reduce": ()}, {}, "block.reduce: got 0"),
         (CONVOLUTIONAL, {"linears": LAYERS[:2]}, {}, "block.linears: got 2"),
-        (CONVOLUTIONAL, {"linears": (ck.Linear(torch.ones(30, 24)), *LAYERS[1:])}, {}, "got 30, 24 and 24"),
+        (CONVOLUTIONAL, {"linears": (Linear(torch.ones(30, 24)), *LAYERS[1:])}, {}, "got 30, 24 and 24"),
         (CONVOLUTIONAL, {"reduce": (TRAINED, *CONVS[1:])}, {}, r"reduce\[0\].running_mean: got None"),
         (CONVOLUTIONAL, {"num_heads": 5}, {}, "block.num_heads: got 5, expected a divisor of 24"),
         (CONVOLUTIONAL, {}, {"rows": torch.arange(21).expand(2, 21) - 1}, r"rows: .* \(2, 1 to 20\)"),
@@ -304,10 +305,10 @@ ROWS = torch.tensor([[0], [1]])
 def test_parts_that_do_not_fit_together(arguments, changes, settings, message):
     x, grid, block = arguments
     with pytest.raises(ValueError, match=message), torch.no_grad():
-        ck.transformer_block(x, grid, block._replace(**changes), **settings)
+        transformer_block(x, grid, block._replace(**changes), **settings)
 
 
 def test_quantized_layers_have_no_gradients():
     x, grid, block = with_quantized(make(), (5,))
     with pytest.raises(ValueError, match="x: a gradient is wanted, expected none"):
-        ck.transformer_block(x.requires_grad_(), grid, block)
+        transformer_block(x.requires_grad_(), grid, block)

@@ -5,6 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching
+from cvt_kernels.records import Linear, Norm, TransformerBlock
 from tests.cvt_kernels.ops.test_accesses import random_conv
 from tests.processes import run_python
 
@@ -17,13 +18,13 @@ CHANNELS, GRID = 128, (5, 4)
 
 def layer(inputs, outputs, dtype=torch.bfloat16):
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
-    return ck.Linear(weight, torch.randn(outputs).to(dtype))
+    return Linear(weight, torch.randn(outputs).to(dtype))
 
 
 def block(dtype=torch.bfloat16, **changes):
     c = CHANNELS
-    norms = [ck.Norm(torch.rand(c).add(0.5).to(dtype), torch.randn(c).to(dtype), 1e-5) for _ in range(2)]
-    made = ck.TransformerBlock(
+    norms = [Norm(torch.rand(c).add(0.5).to(dtype), torch.randn(c).to(dtype), 1e-5) for _ in range(2)]
+    made = TransformerBlock(
         norm1=norms[0],
         reduce=tuple(random_conv(c, dtype=dtype, stride=n, padding=1) for n in (1, 2, 2)),
         linears=tuple(layer(c, c, dtype) for _ in range(3)),
@@ -51,7 +52,7 @@ def call(blocks=2, dtype=torch.bfloat16, tokens=1, inplace=False, **changes):
         (lambda: call(dtype=torch.float16), None),
         (lambda: call(dtype=torch.float32), "not float32"),
         (lambda: call(reduce=None), "not one of CvT's"),
-        (lambda: call(norm1=ck.Norm(None, None, 1e-5)), "has no weight or no bias"),
+        (lambda: call(norm1=Norm(None, None, 1e-5)), "has no weight or no bias"),
         (lambda: call(fc1=layer(CHANNELS, 100)), "rows do not begin at multiples of 16 bytes"),
         (lambda: call()._replace(x=torch.empty(0, 20, CHANNELS).bfloat16()), "the batch is empty"),
         (lambda: call()._replace(x=torch.empty(3, 42, CHANNELS).bfloat16()[:, ::2]), "not contiguous"),
@@ -116,7 +117,7 @@ with launching.intercepted_launches(runner.run, chip), torch.no_grad(), ck.use_b
 assert not any(ran.result.faults for ran in runner.ran)
 assert len(set(widths)) == 2 or MULTIPROCESSORS > 1, widths
 with ck.use_backend("reference"):
-    plain = ck.transformer_blocks(*record[:3])
+    plain = transformer_blocks(*record[:3])
 assert (out.double() - plain.double()).norm() < 0.02 * plain.double().norm()
 """
 

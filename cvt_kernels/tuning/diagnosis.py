@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from . import backends, choose, machine
-from .tables import printable
-from .tuning import choices
+from .. import backends, choose, machine
+from ..messages import printable
+from . import choices
 
 _BROKEN = "the extension does not load, see above"
 

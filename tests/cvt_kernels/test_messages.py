@@ -1,6 +1,6 @@
 """Tables as text: cells stay as they are, columns line up, Markdown is unpadded."""
 
-from cvt_kernels.tables import aligned, markdown
+from cvt_kernels.messages import aligned, markdown
 
 
 def test_columns_line_up_and_cells_stay_as_they_are():

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import backends, launching, reference
-from .records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
-from .tuning import tuner
+from .. import backends, launching, reference
+from ..records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
+from ..tuning import tuner
 
 
 class Card(NamedTuple):
@@ -186,7 +186,7 @@ def call_public(operator: str, call: backends.Record) -> Any:
     if operator == "linear_int8" and (scales := arguments.pop("x_scales")) is not None:
         arguments["x"] = QuantizedRows(call.x, scales)
     declared: Any = backends.operators[operator]
-    return getattr(sys.modules[__package__], operator, declared.public)(**arguments)
+    return getattr(sys.modules["cvt_kernels"], operator, declared.public)(**arguments)
 
 
 # Tensors --------------------------------------------------------------------------------------------------
@@ -273,17 +273,11 @@ class Maker:
             rows[rows == tokens] = -1
         return rows
 
-    def quantized(
-        self, outputs: int, inputs: int, dtype: torch.dtype, scale: Tensor | None
-    ) -> QuantizedLinear:
+    def quantized(self, outputs: int, inputs: int, dtype: torch.dtype) -> QuantizedLinear:
         """Returns a linear layer of 8-bit numbers."""
         weight = self._randn(outputs, inputs).float() * inputs**-0.5
         values, scales = reference.quantize_rows(weight, dtype=dtype)
-        return QuantizedLinear(values, scales.flatten(), self.optional(outputs), scale)
-
-    def row_scale(self) -> Tensor | None:
-        """Returns the scale of all rows that are quantized, or None."""
-        return None if self.one_scale == "none" else torch.tensor(float(self.one_scale))
+        return QuantizedLinear(values, scales.flatten(), self.optional(outputs))
 
     def integers(self, most: int, *shape: int) -> Tensor:
         """Returns random integers of at least 0 and less than ``most``."""

@@ -11,7 +11,7 @@ import torch
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.tools import commands
-from cvt_kernels import machine, missing
+from cvt_kernels import machine
 from tests.processes import run_python
 from tests.upstream import huggingface
 
@@ -23,7 +23,7 @@ BUILD = "pip install --no-build-isolation ."
 def at(monkeypatch):
     """Returns a function that makes this machine another one, where nothing has been said yet."""
     find_spec = machine.importlib.util.find_spec
-    monkeypatch.setattr(missing, "_said", False)
+    monkeypatch.setattr(machine, "_said_missing", False)
     monkeypatch.delenv("CXX", raising=False)
 
     def become(
@@ -83,7 +83,7 @@ def at(monkeypatch):
 )  # fmt: skip
 def test_kernels_that_are_missing_are_named_with_the_command_that_mends_it(at, where, says):
     at(**where)
-    reason = missing.why_kernels_are_missing()
+    reason = machine.why_kernels_are_missing()
     assert (reason is None) == (not says)
     assert "\n" not in str(reason)
     for words in says:
