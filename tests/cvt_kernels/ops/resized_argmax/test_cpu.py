@@ -15,21 +15,6 @@ def run(logits, size):
 
 
 @needs_extension
-@every_instruction_set
-def test_values(name):
-    usual = {"height": 5, "width": 6, "channels": 19, "out_height": 20, "out_width": 24}
-    cases = [
-        {"channels_last": True},
-        {"channels": 1},
-        {"channels": 1000, "out_height": 7},
-        {"height": 1, "width": 1},
-        {"height": 9, "width": 8, "out_height": 4, "out_width": 3},
-        {"out_height": 5, "out_width": 6},
-    ]
-    assert_agrees_on(name, "resized_argmax", *(usual | case for case in cases), dtypes=DTYPES[:3])
-
-
-@needs_extension
 def test_smooth_logits_of_a_few_regions():
     """A photograph has such: nearly all pixels have neighbors of one class; classes are PyTorch's."""
     coarse = torch.randn(2, 21, 3, 4, generator=torch.Generator().manual_seed(0))
