@@ -67,7 +67,7 @@ SIZES = {
         "triton": """
             height=15 width=20 inputs=3 channels=64 kernel=7 stride=4 padding=2 dtype=float16
             height=15 width=20 inputs=3 channels=64 kernel=7 stride=4 padding=2 bare=True dtype=bfloat16
-            height=33 width=41 inputs=3 channels=64 kernel=7 stride=4 padding=2 channels_last=True dtype=float16
+            height=33 width=41 inputs=3 channels=64 kernel=7 stride=4 channels_last=True dtype=float16
             height=7 width=3 inputs=3 channels=64 kernel=7 stride=4 padding=2 dtype=float64
             height=32 width=44 inputs=3 channels=48 kernel=7 stride=4 padding=2 dtype=float16
             height=10 width=8 inputs=1 channels=16 kernel=7 stride=4 padding=9 dtype=float16
@@ -76,9 +76,9 @@ SIZES = {
             height=9 width=14 inputs=40 channels=24 layout=steps dtype=bfloat16
             height=9 width=14 inputs=40 channels=24 channels_last=True
             height=5 width=4 inputs=30 channels=300 dtype=float16
-            height=8 width=8 inputs=32 channels=32 kernel=8 stride=8 padding=0 channels_last=True dtype=float16
+            height=8 width=8 inputs=32 kernel=8 stride=8 padding=0 channels_last=True dtype=float16
             batch=3 height=9 width=14 inputs=40 kernel=4 stride=4 padding=0 channels_last=True dtype=float64
-            height=7 width=5 channels=300 kernel=2 padding=0 channels_last=True class_token=False dtype=float16
+            height=7 width=5 channels=300 kernel=2 padding=0 channels_last=True bare=True dtype=float16
             height=5 width=3 inputs=1 channels=1 kernel=1 stride=1 padding=0 channels_last=True dtype=bfloat16
             height=3 width=22 inputs=7 channels=160 kernel=3 stride=3 padding=0 channels_last=True bare=True
         """,
@@ -99,7 +99,7 @@ SIZES = {
         """,
     },
     "linear": {
-        "convolution": "leading=rows rows=2500 channels=33 outputs=24\nleading=vector channels=33 dtype=float16",
+        "convolution": "leading=rows rows=2500 channels=33\nleading=vector dtype=float16",
         "float32": "leading=rows rows=2500 channels=33 outputs=24 bare=False dtype=float16",
     },
     "linear_gelu": {
@@ -184,13 +184,13 @@ SIZES = {
 #: What every instruction set computes in every dtype that it serves, by operator, besides the usual examples.
 IN_EVERY_SET = {
     "attention": "queries=31 keys=300 heads=3 channels=20",
-    "conv_projection": "height=7 width=21 channels=37 training=True\nheight=7 width=21 channels=37 kernel=5 stride=3",
+    "conv_projection": "height=7 width=21 channels=37 training=True\nheight=7 width=21 kernel=5 stride=3",
     "conv_embedding": """
         height=41 width=30 inputs=5 channels=80 kernel=7 stride=4 padding=2
         height=41 width=30 inputs=5 channels=80 kernel=7 stride=4 padding=2 channels_last=True
     """,
     "depthwise_conv_gelu": "height=7 width=21 channels=37 approximate=quick",
-    "depth_head": "height=9 width=17 inputs=17 channels=9\nheight=9 width=17 inputs=17 channels=9 channels_last=True",
+    "depth_head": "height=9 width=17 inputs=17\nheight=9 width=17 inputs=17 channels=9 channels_last=True",
     "layer_norm_gelu": "rows=37 channels=65\nrows=37 channels=65 approximate=tanh",
     "resized_argmax": """
         height=5 width=6 out_height=20 out_width=24 channels_last=True

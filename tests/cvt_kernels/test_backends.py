@@ -7,15 +7,13 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import backends, choose, machine
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.cost_classes import size_class
-from tests.checks import add_marked_backend, needs_extension, not_built, remember_entry
+from tests.checks import add_marked_backend, needs_extension, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
 from tests.fuzz.judge import call_public

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import checks, modes
+from cvt_kernels import checks
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 from cvt_kernels.records import PositionBias
 from tests.cvt_kernels.ops.transformer_block.calls import make

@@ -1,6 +1,5 @@
 """Public functions: what they look like, and which calls the dispatch cache serves."""
 
-import contextlib
 import gc
 import inspect
 import weakref
@@ -12,10 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends
 from cvt_kernels.declaration import facts_of
-from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
-from tests.checks import precision_of
+from cvt_kernels.records import ConvBatchNorm
 
 
 @pytest.fixture

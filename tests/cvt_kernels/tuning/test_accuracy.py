@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cvt_kernels.tuning import accuracy, clock
+from cvt_kernels.tuning import accuracy
 from cvt_kernels.tuning.accuracy import (
     GRADIENT_FACTOR,
     VALUE_FACTOR,

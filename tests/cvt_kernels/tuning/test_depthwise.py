@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from cvt_kernels import backends
 from cvt_kernels.tuning import tuner

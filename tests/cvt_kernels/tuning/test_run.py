@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, reference
-from cvt_kernels.tuning import calls, choices, run, tuner, worker
+from cvt_kernels import backends
+from cvt_kernels.tuning import calls, choices, run, tuner
 from cvt_kernels.tuning.worker import Worker
 from tests.checks import implementation
 from tests.cvt_kernels.tuning import broken_kernels as kernels

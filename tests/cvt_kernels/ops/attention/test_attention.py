@@ -7,8 +7,6 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.tuning import accuracy
-from tests.checks import assert_accurate
 
 
 def make(tokens, *, heads=3, dtype=torch.float32):

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import machine, reference
-from tests.checks import assert_accurate, every_instruction_set, needs_extension
-from tests.cvt_kernels.ops.agreement import assert_agrees, assert_agrees_on
+from cvt_kernels import reference
+from tests.checks import assert_accurate, needs_extension
 
 DTYPES = "float32", "bfloat16", "float16", "float64"
 

@@ -8,7 +8,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.records import PositionBias
-from tests.checks import needs_extension, run_on_instruction_set
+from tests.checks import needs_extension
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = 230  # two blocks of the CPU kernels, several tiles of the Triton kernels

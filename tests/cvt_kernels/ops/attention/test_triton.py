@@ -4,16 +4,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch.records import Attention
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.attention.triton import backward, forward
 from cvt_kernels.ops.attention.triton.autograd import why_unsupported
 from tests.checks import WIDEST, precision_of
-from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = launching.Chip(90, 132)

@@ -1,9 +1,6 @@
 """The projection of live modules: what calls like an earlier one skip, and what makes them another call."""
 
 import copy
-import gc
-import pickle
-import weakref
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.modules import project
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

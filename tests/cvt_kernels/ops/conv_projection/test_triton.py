@@ -7,19 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
 from cvt_kernels import launch, launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from cvt_kernels.ops.conv_projection.triton.autograd import why_unsupported
-from cvt_kernels.tuning import tuner
 from tests.checks import needs_float64
 from tests.contract.examples import assert_right, run, same_bits
 from tests.contract.test_contract import run_guarded
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.cvt_kernels.ops.agreement import made_of
 
 KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cvt_kernels import backends, choose, reference
+from cvt_kernels import reference
 
 GRID, CHANNELS = (3, 4), 6
 X = torch.randn(2, 12, CHANNELS)

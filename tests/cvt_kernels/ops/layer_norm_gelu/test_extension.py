@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import machine, reference
+from cvt_kernels import reference
 from tests.checks import (
     assert_accurate,
     needs_extension,
     recorded_operators,
-    run_on_instruction_set,
     run_python,
 )
 

@@ -1,9 +1,5 @@
 """LayerNorm, GELU and their combinations: the kinds of their calls, and their page."""
 
-import pytest
-import torch
-
-from cvt_kernels import choose
 from tests.checks import python_blocks, run_blocks, section_of
 
 

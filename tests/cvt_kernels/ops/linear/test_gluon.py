@@ -8,7 +8,6 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine
-from tests.processes import run_python
 
 gluon = pytest.importorskip("cvt_kernels.ops.linear.gluon", reason="this Triton has no Gluon")
 

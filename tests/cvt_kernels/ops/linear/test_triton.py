@@ -5,14 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching, machine
+from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Product
 from cvt_kernels.ops.linear.triton import autograd, common, forward
-from tests.checks import WIDEST, assert_accurate
+from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

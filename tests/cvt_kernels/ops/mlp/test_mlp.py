@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, reference
-from tests.checks import record_all_calls
+from cvt_kernels import reference
 
 GELUS = {"none": F.gelu, "tanh": nn.GELU(approximate="tanh"), "quick": lambda x: x * torch.sigmoid(1.702 * x)}
 

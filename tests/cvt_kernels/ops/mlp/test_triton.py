@@ -10,7 +10,7 @@ from cvt_kernels import launch, launching
 from cvt_kernels.launch.records import Mlp
 from cvt_kernels.ops import triton_gelu
 from cvt_kernels.ops.mlp.triton import forward
-from tests.checks import WIDEST, assert_accurate, needs_float64
+from tests.checks import WIDEST, assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_AND_SINGLE = [torch.float16, torch.bfloat16, torch.float32]

@@ -6,10 +6,9 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine
-from cvt_kernels.ops import reduction_linear
 from cvt_kernels.ops.reduction_linear import triton
-from tests.checks import needs_float64, recorded_operators
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.checks import recorded_operators
+from tests.cvt_kernels.ops.agreement import made_of
 
 SIZES = [
     {"height": 9, "width": 14, "channels": 40, "kernel": 4, "outputs": 40},

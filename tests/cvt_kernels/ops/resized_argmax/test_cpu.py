@@ -5,8 +5,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from tests.checks import every_instruction_set, needs_extension
-from tests.cvt_kernels.ops.agreement import DTYPES, assert_agrees_on
+from tests.checks import needs_extension
 
 
 def run(logits, size):

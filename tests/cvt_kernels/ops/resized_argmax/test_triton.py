@@ -4,10 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch.records import Rows
+from cvt_kernels import backends, launching
 from cvt_kernels.tuning import tuner
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
 DTYPES = "float16", "bfloat16", "float32"
 

@@ -5,7 +5,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
-from tests.checks import needs_extension, recorded_operators, run_on_instruction_set
+from tests.checks import needs_extension, recorded_operators
 
 
 def make(batch=3, tokens=21, count=13, channels=40, dtype=torch.float32):

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import reference
-from cvt_kernels.tuning import tuner
 from tests.checks import CPU_KERNELS
 
 BATCH, TOKENS, CHANNELS, COUNT = 2, 7, 6, 4

@@ -4,46 +4,42 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
-from tests.cvt_kernels.ops.transformer_block.calls import call, make, pyramid, some_rows, with_quantized
+from cvt_kernels import reference
+from tests.checks import needs_extension
+from tests.cvt_kernels.ops.transformer_block.calls import (
+    call,
+    check_images_apart,
+    decibels,
+    make,
+    pyramid,
+    some_rows,
+    with_quantized,
+)
 
-PROGRAMS = {
-    "convolutional": """
-for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
-    arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype)
-    check_images_apart(arguments, atol)
-""",
-    "pyramid": """
-for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
-    for convolves in (True, False):
+
+def check_values():
+    """Checks all kinds of blocks, on the instruction set of the process; see ``tests/contract/test_sizes.py``."""
+    from tests.cvt_kernels.ops.transformer_block import test_rows
+
+    torch.manual_seed(0)
+    for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
         check_images_apart(
-            pyramid(3, (11, 9), 40, heads=5, hidden=600, convolves=convolves, dtype=dtype), atol
+            make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype), atol
         )
-""",
-    "quantized": """
-for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
-    arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
-    x, *_ = arguments = with_quantized(arguments, which, scale)
-    same = reference.transformer_block(*arguments)
-    assert decibels(same - x, call("cpu", arguments) - x) > 40  # a number close to a tie leaves 49 and more
-    check_images_apart(arguments, 1.0)
-""",
-    "rows": """
-from tests.cvt_kernels.ops.transformer_block.test_rows import check
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
-    for scores in ("cls", "avg"):
-        check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
-""",
-}
-IMPORTS = "import torch\nfrom tests.cvt_kernels.ops.transformer_block.calls import *\ntorch.manual_seed(0)"
-
-
-@needs_extension
-@every_instruction_set
-@pytest.mark.parametrize("program", [*list(PROGRAMS)[:3], pytest.param("rows", marks=pytest.mark.slow)])
-def test_values(name, program):
-    run_on_instruction_set(name, IMPORTS + PROGRAMS[program])
+        for convolves in (True, False):
+            settings = {"heads": 5, "hidden": 600, "convolves": convolves, "dtype": dtype}
+            check_images_apart(pyramid(3, (11, 9), 40, **settings), atol)
+        arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
+        for scores in ("cls", "avg"):
+            test_rows.check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
+    for which, scale in ((range(6), None), ((0, 3, 5), 0.04), ((1, 4), None)):
+        arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
+        x, *_ = arguments = with_quantized(arguments, which, scale)
+        same = reference.transformer_block(*arguments)
+        assert (
+            decibels(same - x, call("cpu", arguments) - x) > 40
+        )  # a number close to a tie leaves 49 and more
+        check_images_apart(arguments, 1.0)
 
 
 def of_some_tokens():

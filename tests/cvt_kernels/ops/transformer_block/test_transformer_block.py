@@ -1,12 +1,10 @@
 """transformer_block on a CPU: more kinds of blocks than the contract has, what it keys on and refuses."""
 
-import itertools
-
 import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, reference
+from cvt_kernels import backends, reference
 from cvt_kernels.tuning import tuner
 from tests.cvt_kernels.ops.transformer_block.calls import (
     BACKENDS,
