@@ -52,7 +52,7 @@ SIZES = {
         "triton": """
             height=1 width=1 channels=3 dtype=bfloat16 gradient=none
             height=3 width=4 channels=66 dtype=float16 gradient=none
-            height=1 width=7 channels=4 stride=2 branches=3 dtype=float16 training=True
+            height=1 width=7 channels=4 branches=3 dtype=float16 training=True
             height=5 width=1 channels=2 dtype=float64 training=True
             height=4 width=3 channels=3 class_token=False dtype=bfloat16 training=True
         """,
@@ -99,7 +99,7 @@ SIZES = {
         """,
     },
     "linear": {
-        "convolution": "leading=rows rows=2500 channels=33\nleading=vector dtype=float16",
+        "convolution": "leading=rows rows=2500 channels=33",
         "float32": "leading=rows rows=2500 channels=33 outputs=24 bare=False dtype=float16",
     },
     "linear_gelu": {
@@ -223,9 +223,8 @@ REFUSED = """
     layer_norm_mlp triton: channels=129 | rows have 129 channels, more than 128
     layer_norm_mlp triton: rows=0 | there are no rows
     layer_norm_mlp triton: channels=64 outputs=520 | 520 hidden features of 64 channels do not fit
-    linear convolution: dtype=float64 | no advantage in float64
     linear_gelu triton: rows=0 | the batch is empty
-    linear_add_layer_norm triton: outputs=513 | 513 channels, more than 512
+    linear_add_layer_norm triton: outputs=513 | rows of 513 channels, more than 512
     reduction_linear triton: dtype=float32 | float32 would need more registers than there are
     reduction_linear triton: channels=513 kernel=1 dtype=float16 | tokens have 513 channels, more than 512
     resized_argmax cpu: dtype=float64 | serves float32, bfloat16 and float16
@@ -233,7 +232,6 @@ REFUSED = """
     resized_argmax triton: batch=0 | the batch is empty
     segmentation_head triton: dtype=float64 | serves float32, bfloat16 and float16
     segmentation_head triton: batch=0 | the batch is empty
-    segmentation_head triton: others=5 | interpolates up to 4 maps
     transformer_block cpu: dtype=float64 | serves float32, bfloat16 and float16
     transformer_block cpu: head_dim=260 heads=1 | heads have 260 channels, more than 256
 """

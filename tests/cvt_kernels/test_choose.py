@@ -210,7 +210,7 @@ def test_a_cost_class_of_any_size_takes_what_most_entries_say():
     anywhere = parts[3].replace(parts[3].split(" elements")[0].split(", ")[-1], backends.ANY_SIZE)
     assert choose._remembered("gelu", x.dtype, CPU, False, anywhere) == "reference"
     flawed = good._replace(flaw="wrong: by 1")
-    choices.use(CPU, {keys[1]: choices.Entry("cpu", {"cpu": good, "reference": flawed})})
+    choices.use(CPU, {keys[1]: choices.Entry("reference", {"cpu": good, "reference": flawed})})
     assert choose._remembered("gelu", x.dtype, CPU, False, anywhere) == "cpu"
 
 

@@ -18,7 +18,7 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
 
 
 def check_values():
-    """Checks all kinds of blocks, on the instruction set of the process; see ``tests/contract/test_sizes.py``."""
+    """Checks all kinds of blocks, for ``tests/contract/test_sizes.py`` on every instruction set."""
     from tests.cvt_kernels.ops.transformer_block import test_rows
 
     torch.manual_seed(0)
