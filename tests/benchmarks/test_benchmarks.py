@@ -106,26 +106,6 @@ def test_a_part_that_cannot_start():
     assert outcome(python(""), run.GRACE)["lines"] == ["no time is left"]
 
 
-@pytest.mark.usefixtures("_short_grace")
-def test_no_part_costs_another_its_results(tmp_path, capsys):
-    path, summary = tmp_path / "summary.json", {"parts": {}}
-    hang = "import time; time.sleep(60)"
-    parts = [
-        python("raise SystemExit(1)", "bad"),
-        python(hang, "slow", 1.0),
-        python(f"print(len(__import__('json').load(open({str(path)!r}))['parts']))", "good"),
-    ]
-    assert not run.run(parts, summary, path, seconds=60.0, device="cpu")
-    statuses = {name: part["status"] for name, part in json.loads(path.read_text())["parts"].items()}
-    assert statuses == {"bad": "failed", "slow": "timed out", "good": "passed"}
-    assert summary["parts"]["good"]["lines"] == ["2"]  # what came before was on disk by then
-    assert capsys.readouterr().out.count("\n") == 3
-    # What is left of all the time bounds a part too.
-    summary = {"parts": {}}
-    assert not run.run([python(hang, "a"), python(hang, "b")], summary, path, seconds=1.2, device="cpu")
-    assert [part["status"] for part in summary["parts"].values()] == ["timed out", "skipped"]
-
-
 @pytest.fixture
 def known(tmp_path, monkeypatch):
     """The parts of each stage."""

@@ -315,17 +315,6 @@ def test_numbers_of_rows(run, operation, activation, dtype):
 
 
 @every_operation
-@every_dtype
-def test_absent_and_float_parameters(run, operation, activation, dtype):
-    calls = [
-        make(operation, (5, channels), dtype, activation, weight=weight, bias=bias, parameters=torch.float32)
-        for channels in (40, 9)
-        for weight, bias in ((False, False), (True, False), (False, True), (True, True))
-    ]
-    assert_right(run, calls, dtype)
-
-
-@every_operation
 def test_order_of_threads_does_not_matter(run_on_host, operation, activation):
     """A barrier that is missing would show; so would a sum whose order is left to chance."""
     for channels in (40, 200, 1500, 5000):

@@ -17,7 +17,7 @@ CALLS = {
     "mix(gelu='relu')": "activation: got 'relu'",
     "ops.attention_inference(zeros(2, 5, 1, 8), zeros(1, 4, 1, 8), zeros(1, 4, 1, 8), 1.0)": "k: got float32",
     "ops.attention_inference(zeros(2, 5, 1, 8), zeros(2, 4, 1, 8), zeros(2, 3, 1, 8), 1.0)": "v: got float32",
-    "ops.layer_norm(zeros(4, 6), zeros(5), None, 1e-5, 'none', torch.float32)": "weight: got float32 (5,)",
+    "ops.layer_norm(zeros(4, 6), zeros(5), None, 1e-5, 'none', torch.float32)": "weight: got float32 (5)",
     "ops.gelu_backward(zeros(4, 6).half(), zeros(4, 6), None, 'none')": "dout: got float16",
     "embed(kernel=2**32)": "got a kernel of 4294967296",
     "embed(padding=2**62)": "got a padding of 4611686018427387904",

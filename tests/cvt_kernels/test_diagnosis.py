@@ -1,8 +1,5 @@
 """The report of ``doctor``: what serves every operator, what is tuned, and why not another."""
 
-import subprocess
-import sys
-
 import torch
 
 import cvt_kernels as ck
@@ -126,9 +123,3 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch):
     assert not any("attention" in line for line in lacking if line.startswith("("))
     assert fact(report, "tuned")[0].startswith("cpu: nothing")
     assert choose.chosen_backends("linear", gpu)[0] == ("triton", "tuned on this machine")
-
-
-def test_the_package_run_as_a_module_prints_it():
-    result = subprocess.run([sys.executable, "-m", "cvt_kernels"], capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("python   ")
-    assert "served by" in result.stdout

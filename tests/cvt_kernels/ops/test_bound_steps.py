@@ -1,7 +1,6 @@
 """Bound steps: operators that are bound to packed parameters, and everything that ends them."""
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -75,12 +74,6 @@ def test_other_tensors_have_other_steps(model, x):
     served(model)
     assert not served(model, x)
     assert served(model)
-
-
-def test_other_settings_have_other_steps(model):
-    served(model, X, (2, 3))
-    assert not served(model, X, (3, 2))
-    assert served(model, X, (2, 3))
 
 
 def write(model):
@@ -169,27 +162,7 @@ def test_memory_is_released(model):
         gc.collect()
 
 
-def test_modules_without_steps_are_asked_once(model):
-    def bind():
-        model.bound += 1
-
-    model.bind = bind
-    assert [served(model) for _ in range(3)] == [False] * 3
-    assert model.bound == 1
-
-
 def test_ever_new_sizes_do_not_fill_the_memory(model):
     for n in range(2 * MOST):
         model.bound_steps.add(torch.zeros(n + 1), lambda: [model.weight], model.bind)
     assert len(model.bound_steps._known) <= MOST
-
-
-def test_threads(model):
-    served(model)
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(served(model))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 8

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.tuning import calls, choices, run, tuner
+from cvt_kernels.tuning import calls, choices, run, tuner, worker
 from cvt_kernels.tuning.worker import Worker
 from tests.checks import implementation
 from tests.cvt_kernels.tuning import broken_kernels as kernels
+from tests.processes import Copied
 
 CPU = torch.device("cpu")
 SECONDS = 4
@@ -31,6 +33,15 @@ def gelu_call(kernel, *, gradient=False):
 def attention_call():
     q, k = torch.empty(1, 8, 1, 4), torch.empty(1, 4, 1, 4)
     return calls.call_of("attention", q, k, k)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_starts():
+    """Starts the process of ``tune`` as a copy of one that has imported torch, half of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick = {"Popen": Copied, "DEVNULL": None, "TimeoutExpired": subprocess.TimeoutExpired}
+        patch.setattr(worker, "subprocess", types.SimpleNamespace(**quick))
+        yield
 
 
 @pytest.fixture(scope="module")

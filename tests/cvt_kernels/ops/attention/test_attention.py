@@ -1,4 +1,4 @@
-"""attention with a bias by PyTorch's scaled_dot_product_attention, and attention_map."""
+"""Samples of large images for tuning, and attention_map."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The CPU kernels of attention against the reference."""
+"""Attention on a CPU: softmax that is sharp or flat, and sums over wide heads."""
 
 import pytest
 import torch

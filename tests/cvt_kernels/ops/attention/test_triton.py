@@ -1,4 +1,4 @@
-"""The Triton kernels of attention, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""Attention in Triton: views without copies, large scores, tiles of keys, and launches."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The public function of the token embedding: its composition on a CPU, and kinds of calls."""
+"""The token embedding: positions, kinds of calls, and what depends on TF32."""
 
 import pytest
 import torch

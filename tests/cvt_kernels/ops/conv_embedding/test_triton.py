@@ -1,4 +1,4 @@
-"""The Triton kernels of the token embedding, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The token embedding in Triton: views, positions, packed weights, and which kernel serves."""
 
 import pytest
 import torch

@@ -200,19 +200,3 @@ def test_every_strip_has_one_program(stage, batch):
 )
 def test_blocks_of_outputs(outputs, widths):
     assert common._widths(outputs, 128) == widths
-
-
-def test_one_launch_reads_its_arguments_as_they_lie():
-    """The linear weights are the model's own, and nothing is computed before the launch."""
-    call = made_of("conv_linear", "triton").call.record
-    with launching.recorded_launches(launching.Chip(90, 132)) as recorded:
-        forward.conv_linear(call)
-    (launch,) = recorded
-    assert launch.arguments["x_ptr"] is call.x
-    for name, tensors in {
-        "w_ptrs": [conv.weight for conv in call.convs],
-        "var_ptrs": [conv.running_var for conv in call.convs],
-        "linear_ptrs": [weight for weight, _ in call.linears],
-        "bias_ptrs": [bias for _, bias in call.linears],
-    }.items():
-        assert all(a is b for a, b in zip(launch.arguments[name], tensors, strict=True)), name

@@ -1,4 +1,4 @@
-"""The CPU kernels of conv_projection against the reference."""
+"""The projection on a CPU: a mean of many deviations, and what it refuses."""
 
 import pytest
 import torch

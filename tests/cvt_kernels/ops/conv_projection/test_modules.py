@@ -1,4 +1,4 @@
-"""The projection of live modules: what calls like an earlier one skip, and what makes them another call."""
+"""The projection of live modules: changes that calls like an earlier one notice."""
 
 import copy
 

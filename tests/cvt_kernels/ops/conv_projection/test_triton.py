@@ -1,4 +1,4 @@
-"""The Triton kernels of conv_projection, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The projection in Triton: CvT's stages, statistics of many regions, running ones, launches."""
 
 import contextlib
 import copy

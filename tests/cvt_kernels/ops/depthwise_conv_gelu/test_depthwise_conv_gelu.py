@@ -1,4 +1,4 @@
-"""The depthwise convolution of tokens with GELU: its formula, kinds and samples of calls."""
+"""The depthwise convolution with GELU: its reference is a loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Triton kernels of depthwise_conv_gelu, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The depthwise convolution with GELU in Triton: strips and images of a program, views, launches."""
 
 import contextlib
 

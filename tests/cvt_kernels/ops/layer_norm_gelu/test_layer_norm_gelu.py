@@ -1,4 +1,4 @@
-"""LayerNorm, GELU and their combinations: the kinds of their calls, and their page."""
+"""The page of LayerNorm and GELU."""
 
 from tests.checks import python_blocks, run_blocks, section_of
 

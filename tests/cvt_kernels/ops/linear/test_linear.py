@@ -1,4 +1,4 @@
-"""The forms of the linear layer and the choice among them; the composition of layers with what follows."""
+"""Linear layers: the gradient of a bias, calls without a choice, what entries choose, samples."""
 
 import contextlib
 import dataclasses

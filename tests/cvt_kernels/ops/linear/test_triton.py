@@ -1,4 +1,4 @@
-"""The Triton kernels of linear layers with what follows them, on a GPU or else in Triton's interpreter."""
+"""Linear layers in Triton: persistent programs, descriptors, dtypes side by side, launches."""
 
 import dataclasses
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The public function ``layer_norm_mlp``, and its composition of other operators."""
+"""MLPs: PyTorch's modules, sums with factors, and what is saved for the backward."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The reduction of tokens with the layers of keys and values, by Triton and composed of other operators."""
+"""The reduction with the layers of keys and values: one launch, refusals, PyTorch's modules."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""resized_argmax by the compiled extension, on every instruction set."""
+"""Classes of resized logits on a CPU: smooth regions, and what is refused."""
 
 import torch
 from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""The Triton kernels of resized_argmax, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""Classes of resized logits in Triton: neighbors that agree, tuning, and what is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operators on rows of tokens: values, gradients, arguments, and the choice of what serves."""
+"""Rows of tokens: a loop, autocast, torch.compile in place, and what is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""segmentation_head by the compiled extension, on every instruction set."""
+"""The segmentation head on a CPU: images in parts, and sums of many channels."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of the segmentation head, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The segmentation head in Triton: maps of one pixel, numbers that are not finite, programs of classes."""
 
 import pytest
 import torch
