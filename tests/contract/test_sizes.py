@@ -59,7 +59,7 @@ def check_all() -> None:
 @needs_extension
 @every_instruction_set
 def test_every_instruction_set(name):
-    """In one process for each, since it is chosen once."""
+    """A process chooses its instruction set once."""
     run_on_instruction_set(name, f"from {__name__} import check_all; check_all()")
 
 
