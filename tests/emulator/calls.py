@@ -185,7 +185,7 @@ def _by_cards() -> dict[str, Call]:
             calls[f"tf32: {operator}"] = _call(tests.call, operator, words, dtype="float32", precision="tf32")
         for example in [*card.accesses.values()][:1]:
             settings = card.settings(cards.worded(example.words))
-            kept = ("kernel", "padding", "branches")
+            kept = ("kernel", "padding", "branches") if "padding" in settings else ()
             ones = {
                 name: 1 if type(value) is int and name not in kept else value
                 for name, value in settings.items()

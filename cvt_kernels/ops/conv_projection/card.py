@@ -149,6 +149,10 @@ CARDS = {
             )
             for name, kernels, others, words in (
                 (
+                    *("sliding, frozen", "fwd bwd_sums bwd_conv bwd_input", "sum_regions"),
+                    "gradient=all height=3 width=2 channels=3 branches=2",
+                ),
+                (
                     *("sliding", _STEPS, _MERGED),
                     "training=True gradient=all height=5 width=3 channels=5 branches=2 layout=chunk",
                 ),
@@ -159,10 +163,6 @@ CARDS = {
                 (
                     *("sliding at one pixel", _STEPS, _MERGED),
                     "training=True gradient=all height=1 width=1 channels=3 branches=2",
-                ),
-                (
-                    *("sliding, frozen", "fwd bwd_sums bwd_conv bwd_input", "sum_regions"),
-                    "gradient=all height=3 width=2 channels=3 branches=2",
                 ),
                 (
                     *("averages over all batches", "fwd stats", "merge_stats update_running"),
