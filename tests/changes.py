@@ -148,7 +148,7 @@ def holders(model: nn.Module) -> list[nn.Module]:
     containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
     return [
         module
-        for module in inner(model, nn.Module)
+        for module in telling(model, nn.Module)
         if module._modules and not isinstance(module, containers) and "forward" in dir(type(module))
     ]
 

@@ -134,14 +134,6 @@ needs_extension = pytest.mark.skipif(not_built(), reason="there is no C++ compil
 CPU_KERNELS = pytest.param("cpu", marks=needs_extension)
 
 
-def operators_asked_on_a_cpu() -> set[str]:
-    """Returns the operators that models on a CPU need cache entries for."""
-    of_extension = {"gelu"} if not_built() else {"gelu", "conv_embedding"}
-    parts = {"conv_projection", "attention", "layer_norm", "add_layer_norm", "linear"}
-    parts |= {"gather_rows", "scatter_rows"}  # of a last block
-    return {*parts, *of_extension, "transformer_block"}
-
-
 def implementation(operator: str, function: Callable[..., Any], **conditions: Any) -> backends.Implementation:
     """Returns an implementation of an operator by functions of its parameters."""
     passing_on = backends.operators[operator].passing_on

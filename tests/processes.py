@@ -73,6 +73,40 @@ class Child:
             return out, Path(self._errors.name).read_text(encoding="utf-8")
 
 
+class Copied:
+    """A ``subprocess.Popen`` of ``python -c`` that hands over pipes, but starts as a copy of that process."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **_: object):
+        pipes = [Connection(os.dup(number)) for number in pass_fds]
+        arguments = command[-1], env, pass_fds, pipes
+        self._process = CONTEXT.Process(target=_run_with_pipes, args=arguments, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+        for pipe in pipes:
+            pipe.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; returns its exit code."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("python", timeout or 0.0)
+        return self._process.exitcode
+
+
+def _run_with_pipes(
+    code: str, environment: dict[str, str], numbers: list[int], pipes: list[Connection]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    os.setsid()
+    kept = [os.dup(pipe.fileno()) for pipe in pipes]  # above all numbers, as copies of them are
+    for number, copy in zip(numbers, kept, strict=True):
+        os.dup2(copy, number, inheritable=True)
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
 def run_ranks(function: Callable[..., None], *arguments: object) -> None:
     """Runs ``function(rank, *arguments)`` in two child processes, and waits for their end."""
     torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method="forkserver")

@@ -52,8 +52,13 @@ def is_stage_wanted(stage: nn.Module) -> bool:
 
 
 def is_block_wanted(block: nn.Module) -> bool:
-    """Returns whether a block may compute the class token alone, since nobody watches its modules."""
+    """Returns whether a block may compute the class token alone.
+
+    It may if nobody watches its modules, and no dropout within it draws random numbers for all tokens.
+    """
     if torch.compiler.is_compiling() or not any(module is block for module in _wanted.modules[1:]):
+        return False
+    if any(module.training for module in block.modules()):
         return False
     return _wanted.even_if_watched or not any(map(is_watched, block.modules()))
 

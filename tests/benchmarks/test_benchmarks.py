@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import archive, kernels, run, sweep
+from benchmarks import archive, run, sweep
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
@@ -106,26 +106,6 @@ def test_a_part_that_cannot_start():
     assert outcome(python(""), run.GRACE)["lines"] == ["no time is left"]
 
 
-@pytest.mark.usefixtures("_short_grace")
-def test_no_part_costs_another_its_results(tmp_path, capsys):
-    path, summary = tmp_path / "summary.json", {"parts": {}}
-    hang = "import time; time.sleep(60)"
-    parts = [
-        python("raise SystemExit(1)", "bad"),
-        python(hang, "slow", 1.0),
-        python(f"print(len(__import__('json').load(open({str(path)!r}))['parts']))", "good"),
-    ]
-    assert not run.run(parts, summary, path, seconds=60.0, device="cpu")
-    statuses = {name: part["status"] for name, part in json.loads(path.read_text())["parts"].items()}
-    assert statuses == {"bad": "failed", "slow": "timed out", "good": "passed"}
-    assert summary["parts"]["good"]["lines"] == ["2"]  # what came before was on disk by then
-    assert capsys.readouterr().out.count("\n") == 3
-    # What is left of all the time bounds a part too.
-    summary = {"parts": {}}
-    assert not run.run([python(hang, "a"), python(hang, "b")], summary, path, seconds=1.2, device="cpu")
-    assert [part["status"] for part in summary["parts"].values()] == ["timed out", "skipped"]
-
-
 @pytest.fixture
 def known(tmp_path, monkeypatch):
     """The parts of each stage."""
@@ -147,39 +127,11 @@ def test_every_part_has_its_script_and_a_name_of_its_own(known):
         assert stage == "cpu" or sum(part.seconds for part in parts[:3]) <= run.LIMIT - run.RESERVE
 
 
-def test_stage_1_measures_first_what_users_compare_with(known):
-    words = {part.name: " ".join(part.command) for part in known["1"]}
-    assert list(words)[1:3] == ["graphed", "compile"]
-    assert {"eager", "live", "train_live", "train_graphed", "train_compile", "train_eager"} < set(words)
-    assert words["compile"].endswith("-k cvt_13-bfloat16- and -compile] and not slow")
-    assert " benchmarks/test_training.py " in words["train_live"]
-    assert words["train_live"].endswith("-k cvt_13-bfloat16- and -accelerate]")
-    assert {part.name for part in known["1"] if part.fresh} >= {"graphed", "compile", "train_compile"}
-
-
-def test_counters_are_read_after_the_profile_that_says_which(known):
-    names = [part.name for part in known["2"]]
-    files = {part.name: part.command[3] for part in known["2"] if part.name != "build"}
-    for name in names:
-        if name.startswith("counters_"):
-            profile = name.replace("counters", "kernels")
-            assert names.index(profile) < names.index(name)
-            assert files[profile] == files[name]
-
-
 def test_every_sweep_is_of_known_kernels():
     assert {space.part for space in sweep.SPACES.values() if space.stages} == {*run.SWEEPS}
     for name, stage in sweep.jobs_of(list(run.SWEEPS)):
         assert sweep.launched(name, stage, 1, None), (name, stage)
     assert sweep.jobs_of(["attention fwd:2", "mlp"]) == [("attention fwd", 2), *sweep.jobs_of(["mlp"])]
-
-
-def test_a_configuration_takes_the_place_of_the_shipped_one():
-    space = sweep.SPACES["linear_gelu"]
-    config = space.configurations()[0]
-    (shipped,), (other,) = (sweep.launched("linear_gelu", 3, 1, each) for each in (None, config))
-    assert other.options["num_stages"] == config.num_stages
-    assert other.arguments["SPEC"] != shipped.arguments["SPEC"]
 
 
 def test_the_sanitizer_runs_every_operator_of_the_suites(known):
@@ -195,16 +147,6 @@ def test_gpu_tests_are_found_by_their_marks():
         marked = re.search("^@pytest.mark.gpu$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert marked is None or str(path.relative_to(ROOT)) in named
     assert "tests/contract/test_contract.py" in named
-
-
-def test_the_cpu_is_measured_by_the_suites(known, tmp_path):
-    words = {part.name: " ".join(part.command) for part in known["cpu"]}
-    assert list(words) == ["build", "operators", "models", "training"]
-    for name in ("operators", "models", "training"):
-        assert f" benchmarks/test_{name}.py " in words[name]
-        assert words[name].endswith(f"--benchmark-json={tmp_path / name}.json")
-    _, only = run.stages("cpu", tmp_path, only="attention and not bfloat16")["cpu"]
-    assert only.command[-2:] == ["-k", "attention and not bfloat16"]
 
 
 def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch):
@@ -271,14 +213,6 @@ folder.mkdir(parents=True)
 (folder / "kernel.cubin").write_text("compiled")
 (folder / "__grp__kernel.json").write_text('{"child_paths": {"kernel.cubin": "/gone/kernel.cubin"}}')
 """
-TUNES = (
-    COMPILES
-    + """
-folder = pathlib.Path(os.environ["XDG_CACHE_HOME"], "cvt_kernels", "choices")
-folder.mkdir(parents=True)
-(folder / "key.json").write_text('{"choices": {"a": 1}}')
-"""
-)
 
 
 def test_an_archive_has_results_choices_and_new_kernels(stage, tmp_path, monkeypatch):
@@ -322,13 +256,6 @@ def test_an_archive_brings_the_extension_for_the_same_sources(stage, tmp_path):
         assert archive.is_built() == (package / "_C.so").exists() == taken
 
 
-def test_what_a_part_with_empty_caches_has_tuned_serves_later_ones(stage, tmp_path):
-    passed, files = stage(python(TUNES, "first", fresh=True), python(TUNES, "again", fresh=True))
-    assert passed
-    assert json.loads(files["choices/key.json"]) == {"choices": {"a": 2, "c": 2}}
-    assert "triton/new/kernel.cubin" in files
-
-
 @pytest.mark.usefixtures("_short_grace")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_archive_is_left_at_a_signal(stage, number, capsys):
@@ -341,39 +268,6 @@ def test_an_archive_is_left_at_a_signal(stage, number, capsys):
     assert list(summary["parts"]) == ["first"]
     assert f"ended by {number.name}" in capsys.readouterr().out
     assert signal.getsignal(number) is not signal.SIG_IGN
-
-
-@pytest.mark.usefixtures("_short_grace")
-def test_an_archive_is_left_when_time_is_up_and_by_an_exception(stage, monkeypatch):
-    passed, files = stage(python("import time; time.sleep(1000)", "slow", 1000.0), limit=2.5)
-    assert not passed
-    summary = json.loads(files["results/a-gpu/2026-01-01-0000/summary.json"])
-    assert summary["parts"]["slow"]["status"] == "timed out"
-
-    def broken(*arguments):
-        raise RuntimeError("no good")
-
-    monkeypatch.setattr(run, "run_part", broken)
-    with pytest.raises(RuntimeError, match="no good"):
-        stage(python(""))
-
-
-def test_kernels_for_which_an_archive_has_no_room_are_left_out(stage, tmp_path):
-    stage()
-    path = tmp_path / "small.tar.gz"
-    assert archive.write(path, tmp_path / "a-gpu" / "2026-01-01-0000", limit=0) == 1
-    with tarfile.open(path) as content:
-        assert "choices/key.json" in content.getnames()
-
-
-def test_parts_run_as_if_nothing_had_been_requested(tmp_path, monkeypatch):
-    names = ("CVT_KERNELS_BACKEND", "CVT_KERNELS_TUNED")
-    for name in names:
-        monkeypatch.setenv(name, "0")
-    part = python(f"import os; print(sorted(set({names}) & set(os.environ)))")
-    summary = {"parts": {}}
-    assert run.run([part], summary, tmp_path / "summary.json", seconds=60.0, device="cpu")
-    assert summary["parts"]["part"]["lines"] == ["[]"]
 
 
 def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
@@ -392,16 +286,3 @@ def test_what_run_complains_of_in_one_line(tmp_path, monkeypatch, capsys):
     assert "there is no NVIDIA GPU" in complaint("--stage", "1")
     monkeypatch.setattr(run, "REQUIRED", ("torch", "no_such_module"))
     assert "no_such_module" in complaint("--stage", "1")
-
-
-# Kernels --------------------------------------------------------------------------------------------------
-
-
-def test_a_report_has_a_line_for_each_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    report = kernels.Report(tmp_path / "a.json", "a schema", {"fact": 1})
-    report.add({"a": 1}, {"a": "µ"})
-    text = (tmp_path / "a.json").read_text()
-    assert [line.strip().rstrip(",") for line in text.splitlines()[-4:-2]] == ['{"a": 1}', '{"a": "µ"}']
-    content = json.loads(text)
-    assert (content["schema"], content["device"], content["fact"]) == ("a schema", "Some GPU", 1)

@@ -38,21 +38,3 @@ def test_kernels_are_set_beside_their_launches():
     assert row["us"] == pytest.approx(6.0)
     assert row["floor_us"] == pytest.approx(1.0)  # memory and products take as long
     assert row["operators"] == ["PyTorch: convolution"]
-
-
-def test_kernels_of_torch_compile_have_no_floors():
-    (group,) = kernels.grouped([Kernel("triton_poi_fused_0", 1.0)], [])
-    assert group.row(Ceilings(1, 1)) == {"kernels": ["triton_poi_fused_0"], "us": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "plain"),
-    [
-        ("_linear_add_kernel", "_linear_add_kernel"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(int)",
-         "vectorized_layer_norm_kernel"),
-        ("void cutlass__5x_cudnn::Kernel<cutlass_tensorop>(Params)", "Kernel"),
-    ],
-)  # fmt: skip
-def test_the_plain_name_of_a_kernel(kernel, plain):
-    assert kernels.plain_name(kernel) == plain

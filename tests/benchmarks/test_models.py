@@ -128,18 +128,6 @@ def test_a_wrong_contender_fails_instead_of_being_timed(reported, monkeypatch):
     assert reported("cvt", "cvt-frozen").data
 
 
-def test_one_of_ours_that_crashes_fails_alone(reported, monkeypatch):
-    def crash(self, size):
-        if self._contender.freeze:
-            raise ChildProcessError("its process ended with signal SIGSEGV")
-        return TURN
-
-    monkeypatch.setattr(workers.Runner, "turn", crash)
-    with pytest.raises(ChildProcessError, match="SIGSEGV"):
-        reported("cvt-frozen", "cvt")
-    assert reported("cvt", "cvt-frozen").data
-
-
 @pytest.mark.parametrize(
     ("key", "why_not"),
     [
@@ -167,13 +155,6 @@ def test_a_contender_that_cannot_run_is_skipped_with_the_reason(key, why_not, re
         monkeypatch.setattr(models, "TINY", models.TINY._replace(build=lambda: subject))
     with pytest.raises(pytest.skip.Exception, match=why_not):
         reported(key)
-
-
-def test_a_test_without_the_clock_is_refused():
-    with pytest.raises(ValueError, match="benchmark: got another timer"):
-        recorded.report(Benchmark(timer=lambda: 0.0), [1.0, 2.0])
-    with pytest.raises(ValueError, match="seconds: got none"):
-        recorded.report(Benchmark(), [])
 
 
 @pytest.mark.rest

@@ -173,14 +173,6 @@ def test_files_that_are_no_results(tmp_path, capsys, text, told):
     assert error.count("\n") == 1
 
 
-def test_a_smoke_test_is_no_result(tmp_path, capsys):
-    path = write(tmp_path, model_row("hf", 1.0), tiny=True)
-    assert report.main([str(path)]) == 2
-    assert f"{path}: holds a smoke test" in capsys.readouterr().err
-    assert report.main([str(tmp_path / "none.json")]) == 2
-    assert "none.json" in capsys.readouterr().err
-
-
 def test_a_page_without_marks_is_refused(tmp_path):
     write(tmp_path, model_row("hf", 1.0))
     (tmp_path / "README.md").write_text("nothing\n")

@@ -57,23 +57,6 @@ def test_what_a_call_moves_and_multiplies():
     assert both.flops == 3 * made.flops
 
 
-def test_timed_calls_may_change_their_arguments():
-    """The running statistics of a BatchNorm, and the residual of what is written in place."""
-    made = operators.Prepared(case_of("conv_projection-cvt_13-stage1-float32-forward+backward"))
-    reference = operators.function("conv_projection", "reference")
-    for _ in range(2):
-        made.run(reference)
-    made.check(reference, "reference")
-
-
-def test_a_backend_that_cannot_run_says_why():
-    if not torch.cuda.is_available():
-        assert operators.why_absent("layer_norm", "cuda") == "serves cuda tensors, not cpu"
-    made = operators.Prepared(case_of("attention-cvt_13-stage1-float32-forward+backward"))
-    assert made.why_not("cpu") in ("has no gradients on a CPU", "not built")
-    assert made.why_not("reference") is made.why_not(operators.COMPILED) is None
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Returns the output and the JSON of a run that times a few operators in the smallest shapes."""

@@ -169,6 +169,26 @@ def test_no_images_or_rows(operator, backend):
     assert not any(gradient.any() for gradient in ours.gradients)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pairs(lambda operator, backend: is_ours(operator, backend) and operator not in ROUNDING)
+@pytest.mark.parametrize("values", ["nan", "infinite"])
+def test_numbers_that_are_not_finite_reach_what_they_reach_by_pytorch(operator, backend, values):
+    made = served(operator, backend, "usual", values=values)
+    for out, expected in zip(infer(made), infer(made._replace(backend="reference")), strict=True):
+        is_finite = expected.isfinite()
+        assert torch.equal(out.isfinite(), is_finite)
+        torch.testing.assert_close(out[is_finite], expected[is_finite], rtol=1e-3, atol=1e-3)
+
+
+@pairs(lambda operator, backend: backend == "cpu")
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_an_image_is_the_same_alone(operator, backend, dtype):
+    made = served(operator, backend, "many", dtype=dtype)
+    first = backends.operators[operator].sample(0, made.call.record)
+    alone = infer(made._replace(call=made.call._replace(record=first)))
+    assert all(torch.equal(one, out[: len(one)]) for one, out in zip(alone, infer(made), strict=True))
+
+
 @pairs()
 def test_arguments_stay_as_they_are(operator, backend):
     """Nothing is changed in place, and no result lies in the memory of an argument."""
@@ -224,17 +244,18 @@ def test_the_same_bits_every_time(operator, backend, dtype):
     """Results depend neither on the number of threads nor on where tensors lie."""
     gradient = gradient_of(operator, backend)
     name = "usual" if backend == "triton" else "many"
-    made = served(operator, backend, name, gradient=gradient, dtype=dtype)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 1) if backend == "triton" else (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            results.append([*run(made), infer(made)])
-    finally:
-        torch.set_num_threads(threads)
-    if not is_ours(operator, backend):  # PyTorch's may depend on the number
-        results = results[1::2]
-    assert all(same_bits(results[0], other) for other in results[1:])
+    threads = torch.get_num_threads()
+    for each in (name, *({"training"} & {*EXAMPLES[operator]})):
+        made, results = served(operator, backend, each, gradient=gradient, dtype=dtype), []
+        try:
+            for count in (1, 1) if backend == "triton" else (1, 2, 3, 2):
+                torch.set_num_threads(count)
+                results.append([*run(made), infer(made)])
+        finally:
+            torch.set_num_threads(threads)
+        if not is_ours(operator, backend):  # PyTorch's may depend on the number
+            results = results[1::2]
+        assert all(same_bits(results[0], other) for other in results[1:])
 
 
 @pairs(is_ours)
@@ -374,12 +395,16 @@ def traced(made, monkeypatch):
         yield
 
 
+def compiled_names(operator):
+    return [(name,) for name in ("usual", "training", "rows") if name in EXAMPLES[operator]]
+
+
 @pytest.mark.spread  # the next test asks every kernel what compiling needs
-@pairs()
-def test_compiled(operator, backend, monkeypatch):
+@combined(lambda operator, backend: True, compiled_names, "name")
+def test_compiled(operator, backend, name, monkeypatch):
     torch.compiler.reset()
     gradient = gradient_of(operator, backend)
-    made = served(operator, backend, "usual", gradient=gradient)
+    made = served(operator, backend, name, gradient=gradient)
     with traced(made, monkeypatch):
         pass
     compiled = torch.compile(made.public, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -393,7 +418,9 @@ def test_compiled(operator, backend, monkeypatch):
     torch.testing.assert_close(eager, results, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("operator", EXAMPLES)
+@pytest.mark.parametrize(
+    "operator", [name for name in EXAMPLES if backends.operators[name].fused_by_compiler]
+)
 def test_compiled_without_a_request(operator):
     """PyTorch's operators may serve where the compiler fuses them, and compute the same."""
     torch.compiler.reset()

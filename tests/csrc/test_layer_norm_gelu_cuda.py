@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import cvt_kernels as ck
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
 from cvt_kernels.toolkit import find_nvcc
@@ -289,28 +288,6 @@ def test_a_shift(run, dtype, float_shift):
             assert_results_accurate(call, results, torch.float32 if call.result else dtype)
 
 
-def test_a_shift_is_the_sum_that_is_normalized(run):
-    for channels in (64, 65, 2000):
-        shifted = make("layer_norm", (70, channels), torch.float32, shift=torch.float32)
-        summed = shifted._replace(x=shifted.x + shifted.shift, shift=None)
-        assert all(torch.equal(a, b) for a, b in zip(*run(shifted, summed), strict=True))
-
-
-@pytest.mark.parametrize("result", [torch.bfloat16, torch.float16], ids=str)
-def test_a_result_of_another_dtype_is_rounded_once(run, result):
-    """The gradient of a branch is the stream's, rounded; so is the result compared with float32's."""
-    calls = [
-        make("layer_norm", (70, 64), torch.float32),
-        make("layer_norm_backward", (70, 64), torch.float32),
-    ]
-    narrow = make("layer_norm_backward", (70, 64), torch.float32, addend=True, result=result)
-    (wide, *statistics), _, (dx, dbranch, *_) = run(*calls, narrow)
-    (got, *same), *_ = run(calls[0]._replace(result=result))
-    assert torch.equal(got, wide.to(result))
-    assert all(torch.equal(a, b) for a, b in zip(statistics, same, strict=True))
-    assert torch.equal(dbranch, dx.to(result))
-
-
 @every_operation
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_every_layout_of_channels_in_threads(run, operation, activation, dtype):
@@ -334,17 +311,6 @@ def test_numbers_of_rows(run, operation, activation, dtype):
     ]
     calls.append(make(operation, (700, 48), dtype, activation))
     calls.append(make(operation, (40, 1100), dtype, activation))
-    assert_right(run, calls, dtype)
-
-
-@every_operation
-@every_dtype
-def test_absent_and_float_parameters(run, operation, activation, dtype):
-    calls = [
-        make(operation, (5, channels), dtype, activation, weight=weight, bias=bias, parameters=torch.float32)
-        for channels in (40, 9)
-        for weight, bias in ((False, False), (True, False), (False, True), (True, True))
-    ]
     assert_right(run, calls, dtype)
 
 
@@ -450,98 +416,3 @@ def test_accesses_are_of_16_bytes(layout):
     assert reads
     assert all(".128" in read for read in reads)
     assert [write for write in writes if ".128" not in write] == ["STG.E"] * 2 * code.count("Function :")
-
-
-# On a GPU ---------------------------------------------------------------------------------------------------
-
-OPERATORS = ("layer_norm", "add_layer_norm", "gelu", "layer_norm_gelu")
-
-
-def cuda_arguments(operator, shape, dtype):
-    x, residual = torch.randn(2, *shape, device="cuda", dtype=torch.float64).unbind()
-    weight, bias = torch.randn(2, shape[-1], device="cuda", dtype=torch.float64).unbind()
-    chosen = {"add_layer_norm": (x, residual, weight, bias), "gelu": (x, bias)}
-    return [t.to(dtype) for t in chosen.get(operator, (x, weight, bias))]
-
-
-def outputs_and_gradients(function, tensors):
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    outputs = function(*leaves)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    weights = [(torch.arange(t.numel(), device=t.device) % 17 / 8 - 1).view(t.shape).to(t) for t in outputs]
-    return [t.detach() for t in outputs], torch.autograd.grad(outputs, leaves, weights)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("operator", OPERATORS)
-@every_dtype
-@pytest.mark.parametrize(
-    "shape", [(8, 3136, 64), (8, 784, 192), (8, 197, 384), (3, 8191), (5, 1024)], ids=str
-)
-def test_accuracy_on_a_gpu(operator, dtype, shape):
-    tensors = cuda_arguments(operator, shape, dtype)
-    with ck.use_backend("cuda"):
-        ours = outputs_and_gradients(getattr(ck, operator), tensors)
-        again = outputs_and_gradients(getattr(ck, operator), tensors)
-    theirs = outputs_and_gradients(getattr(reference, operator), tensors)
-    exact = outputs_and_gradients(getattr(reference, operator), [t.double() for t in tensors])
-    for factor, group in zip((2, 3), range(2), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours[group], again[group], strict=True))
-        for got, same, right in zip(ours[group], theirs[group], exact[group], strict=True):
-            assert_accurate(got, same, right, factor=factor)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_a_captured_graph_computes_on_new_values(operator):
-    tensors = cuda_arguments(operator, (4, 50, 64), torch.bfloat16)
-    with ck.use_backend("cuda"):
-        outputs_and_gradients(getattr(ck, operator), tensors)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = outputs_and_gradients(getattr(ck, operator), tensors)
-        for t in tensors:
-            t.copy_(torch.randn_like(t))
-        graph.replay()
-        expected_now = outputs_and_gradients(getattr(ck, operator), tensors)
-    for a, b in zip(captured, expected_now, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.gpu
-def test_the_current_stream_and_the_dtypes_of_autocast():
-    half, full, weight = (torch.randn(64, 64, device="cuda") for _ in range(3))
-    half, weight = half.half(), weight[0]
-    with (
-        ck.use_backend("cuda"),
-        torch.autocast("cuda", torch.float16),
-        torch.cuda.stream(torch.cuda.Stream()),
-    ):
-        for operator in OPERATORS:
-            tensors = {"add_layer_norm": (half, half, weight), "gelu": (half,)}.get(operator, (half, weight))
-            torch.cuda._sleep(10_000_000)  # on this stream: work on another would see the sum unfinished
-            shifted = [t + 1 for t in tensors]
-            ours, theirs = (getattr(f, operator)(*shifted) for f in (ck, reference))
-            torch.testing.assert_close(ours, theirs)
-        ours, theirs = (f.add_layer_norm(full, half, weight) for f in (ck, reference))
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.gpu
-@every_dtype
-@pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
-def test_gelu_where_it_saturates_on_a_gpu(approximate, dtype):
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 20, -20, 0, -0.0], device="cuda").to(dtype)
-    huge = torch.tensor([1e38, -1e38, 3e38, -3e38], device="cuda").to(dtype)
-    with ck.use_backend("cuda"):
-        for t in (x, huge):
-            ours, theirs = ck.gelu(t, approximate=approximate), reference.gelu(t, approximate=approximate)
-            torch.testing.assert_close(ours, theirs, equal_nan=True)
-
-
-@pytest.mark.gpu
-def test_too_many_channels_and_float64_are_refused_on_a_gpu():
-    x = torch.randn(2, 8193, device="cuda")
-    for tensor, reason in ((x, "up to 8192 channels"), (x[:, :8].double(), "no kernels for float64")):
-        with ck.use_backend("cuda"), pytest.raises(ck.BackendUnavailable, match=reason):
-            ck.layer_norm(tensor)

@@ -11,6 +11,14 @@ CALLS = {
     "ops.pack_convolution(zeros(4, 0, 1, 3), *[zeros(4)] * 4, 1e-5)": "weight: got float32 (4, 0, 1, 3)",
     "ops.pack_convolution(zeros(13, 1, 4, 5), *[zeros(13)] * 4, 1e-5)": "weight: got float32 (13, 1, 4, 5)",
     "ops.pack_depthwise(zeros(4096, 1, 3, 3), zeros(4096, 0))": "bias: got float32 (4096, 0)",
+    "mix(channels=5)": "weight: got float32 (5, 1",
+    "mix(width=6)": "x: got float32 (1, 20",
+    "mix(bias=zeros(5))": "bias: got float32",
+    "mix(gelu='relu')": "activation: got 'relu'",
+    "ops.attention_inference(zeros(2, 5, 1, 8), zeros(1, 4, 1, 8), zeros(1, 4, 1, 8), 1.0)": "k: got float32",
+    "ops.attention_inference(zeros(2, 5, 1, 8), zeros(2, 4, 1, 8), zeros(2, 3, 1, 8), 1.0)": "v: got float32",
+    "ops.layer_norm(zeros(4, 6), zeros(5), None, 1e-5, 'none', torch.float32)": "weight: got float32 (5)",
+    "ops.gelu_backward(zeros(4, 6).half(), zeros(4, 6), None, 'none')": "dout: got float16",
     "embed(kernel=2**32)": "got a kernel of 4294967296",
     "embed(padding=2**62)": "got a padding of 4611686018427387904",
     "embed(stride=-(2**63))": "got a stride of -9223372036854775808",
@@ -61,6 +69,10 @@ def transform(height, width, scores=False):
         x, height, width, [conv] * 3 + [ops.pack_linear(zeros(2, 2))] * 6, [vector] * 10, [3, 1, 1, 1] * 3,
         [2, 2, 1], [zeros(0)] * 6, 1e-5, 1e-5, 1.0, "none", None, *[x[..., 0], "avg"] * scores,
     )
+
+
+def mix(width=5, channels=6, bias=None, gelu="none"):
+    return ops.depthwise_conv_gelu(zeros(1, 20, 6), 4, width, zeros(channels, 1, 3, 3), bias, gelu)
 
 
 def reduce(height, width):

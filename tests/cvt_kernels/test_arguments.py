@@ -394,8 +394,8 @@ def test_numbers_of_every_kind_are_taken(kind, backend):
 
 def test_a_padding_is_bounded_by_the_map_and_the_kernel():
     x, one = randn(1, T, C), conv()
-    (y,) = ck.conv_projection(x, GRID, [one._replace(padding=W + 2)], training=False)
-    assert y.shape[1] == (H + 2 * W + 2) * (W + 2 * W + 2)
+    (y,) = ck.conv_projection(x, GRID, [one._replace(padding=W + 4)], training=False)
+    assert y.shape[1] == (H + 2 * W + 6) * (W + 2 * W + 6)
     with pytest.raises(
         ValueError, match=r"convs\[0\].padding: got 65, expected at most 64, for a map of 4×5"
     ):

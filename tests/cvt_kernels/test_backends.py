@@ -7,41 +7,17 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt_kernels import backends, choose, machine
 from cvt_kernels.backends import Implementation
 from cvt_kernels.ops.cost_classes import size_class
-from tests.checks import add_marked_backend, needs_extension, not_built, remember_entry
+from tests.checks import add_marked_backend, needs_extension, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
 from tests.fuzz.judge import call_public
 from tests.processes import run_python
-
-
-def test_auto_takes_ours_on_a_cpu_and_records_why_not():
-    x = torch.zeros(3)
-    add_marked_backend("cpu", 10.0)
-    assert torch.equal(ck.gelu(x), ck.reference.gelu(x) + 10)
-    assert ck.fallbacks() == {}
-    add_marked_backend("cpu", 10.0, why_unavailable=lambda device_type: "is not built")
-    assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
-    assert ck.fallbacks() == {("gelu", "cpu"): "is not built"}
-
-
-def test_auto_takes_the_backend_of_the_entry_if_it_can_serve_the_call():
-    x = torch.zeros(3)
-    add_marked_backend("cpu", 10.0)
-    add_marked_backend("triton", 20.0)
-    for backend, mark in (("triton", 20), ("cpu", 10)):
-        remember_entry(backend, "gelu", x, approximate="none")
-        assert torch.equal(ck.gelu(x), x + mark)
-    add_marked_backend("cpu", 10.0, devices=("cuda",))
-    assert torch.equal(ck.gelu(x), ck.reference.gelu(x))
-    assert ck.fallbacks()["gelu", "cpu"] == "serves cuda tensors, not cpu"
 
 
 def test_an_implementation_is_loaded_where_it_is_chosen():
@@ -155,27 +131,6 @@ def test_names_are_an_order_of_preference():
     assert ck.fallbacks() == {("gelu", "sdpa"): "not implemented in this version"}
 
 
-def test_an_order_of_preference_that_cannot_serve_raises_with_the_last_reason():
-    add_marked_backend("cpu", 10.0, devices=("cuda",))
-    add_marked_backend("triton", 20.0, why_unsupported=no_tanh)
-    x = torch.ones(3)
-    for names, reason in (
-        (("cpu", "triton"), "gelu: backend 'triton' is unavailable: no tanh"),
-        (("triton", "cpu"), "gelu: backend 'cpu' is unavailable: serves cuda tensors, not cpu"),
-        (("triton", "sdpa"), "gelu: backend 'sdpa' is unavailable: not implemented in this version"),
-    ):
-        with ck.use_backend(*names), pytest.raises(ck.BackendUnavailable) as caught:
-            ck.gelu(x, approximate="tanh")
-        assert str(caught.value) == reason
-    with ck.use_backend("cpu", "triton", "reference"):
-        assert torch.equal(ck.gelu(x, approximate="tanh"), ck.reference.gelu(x, approximate="tanh"))
-    assert {backend: reason for (_, backend), reason in ck.fallbacks().items()} == {
-        "cpu": "serves cuda tensors, not cpu",
-        "triton": "no tanh",
-        "sdpa": "not implemented in this version",
-    }
-
-
 def test_an_operator_without_kernels_of_ours_is_not_concerned_by_requests_for_these():
     x, weight = torch.randn(4, 8), torch.randn(3, 8)
     for names in (("cpu",), ("triton",), ("triton", "cpu")):
@@ -242,16 +197,6 @@ def test_the_backward_in_a_thread_of_pytorch_is_served_as_the_forward():
     assert seen == [("triton", "reference"), ("auto",), ("reference",), ("auto",)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_gpu_checkpointing_computes_again_with_the_requested_backend(backend):
-    x = torch.randn(64, 32, device="cuda", requires_grad=True)
-    layer = nn.Linear(32, 64).cuda()
-    with ck.use_backend(backend):
-        checkpoint(ck.linear_gelu, x, layer.weight, layer.bias, use_reentrant=False).sum().backward()
-    assert x.grad.isfinite().all()
-
-
 def test_names_that_cannot_be_registered():
     with pytest.raises(ValueError, match="operator: got 'conv'"):
         backends.register("conv", "cpu", Implementation(abs))
@@ -310,23 +255,6 @@ def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
         assert choose.chosen_backends("attention", cpu) == [("sdpa", "requested")]
 
 
-def test_kernels_of_this_project_may_serve_where_they_are_requested_or_chosen():
-    add_marked_backend("cpu", 10.0)
-    for names, expected in (
-        (("cpu",), True),
-        (("reference", "cpu"), True),
-        (("triton", "reference"), False),
-        (("reference",), False),
-        (("auto",), True),
-    ):
-        with ck.use_backend(*names):
-            assert choose.may_be_ours("gelu", "cpu") == expected
-    assert not choose.may_be_ours("linear", "cpu")
-    assert choose.may_be_ours("layer_norm", "cpu") == (not not_built())
-    add_marked_backend("cpu", 10.0, why_unavailable=lambda device_type: "is broken")
-    assert not choose.may_be_ours("gelu", "cpu")
-
-
 def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
     x = torch.ones(3)
     add_marked_backend("cpu", 10.0)
@@ -371,21 +299,6 @@ def test_calls_with_other_costs_have_other_cache_keys(operator):
         with torch.autocast("cpu", dtype):
             cache_keys.append(cache_key_of(operator))
     assert len(set(cache_keys)) == len(cache_keys)
-
-
-def test_what_other_kernels_compute_is_another_cache_key():
-    x, row = torch.randn(2, 4, 8), torch.randn(8)
-    norms = [choose.cache_key("layer_norm", x, *given, eps=1e-5) for given in ((row, row), (None, None))]
-    q, settings = torch.randn(2, 4, 1, 8), {"scale": None, "dropout_p": 0.0}
-    biases = (None, torch.randn(4, 4), torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4, requires_grad=True))
-    attention = [choose.cache_key("attention", q, q, q, bias=bias, **settings) for bias in biases]
-    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
-    conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3), row, row, row, row.abs(), padding=1)
-    projections = [
-        choose.cache_key("conv_projection", t, (2, 2), (conv,), training=False) for t in (x, strided)
-    ]
-    for cache_keys in (norms, attention, projections):
-        assert len(set(cache_keys)) == len(cache_keys)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 15, 16, 1000, 4**10 - 1, 4**10])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import checks, modes
+from cvt_kernels import checks
 from cvt_kernels.ops.linear_int8.modules import ConvInt8, LinearInt8
 from cvt_kernels.ops.transformer_block import transformer_block
 from cvt_kernels.records import PositionBias
@@ -48,18 +48,6 @@ def test_classes_of_the_same_name_are_told_apart_by_their_modules():
         LinearInt8.from_float(nn.Conv2d(1, 1, 1))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_autocast_leaves_float64(backend):
-    x, ones = torch.randn(1, 16, 8, dtype=torch.float64), torch.ones(4, 8, dtype=torch.float64)
-    conv = ck.ConvBatchNorm(torch.randn(8, 1, 3, 3, dtype=torch.float64), *ones, padding=1)
-    with ck.use_backend(backend):
-        (expected,) = ck.conv_projection(x, (4, 4), [conv], training=False)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert modes.autocast_dtype(x.half()) == torch.bfloat16
-            (y,) = ck.conv_projection(x, (4, 4), [conv], training=False)
-    assert torch.equal(y, expected)
-
-
 def test_integers_of_numpy_are_taken():
     checks.check_pair("size", [np.int64(1), 2], 1)
     checks.check_int("n", np.int64(3), 1, 3)
@@ -72,13 +60,6 @@ def test_integers_of_numpy_are_taken():
     conv = nn.Conv2d(3, 4, np.int64(3))
     assert ConvInt8.from_float(conv).kernel_size == ConvInt8(3, 4, [3, 3]).kernel_size == (3, 3)
     assert type(LinearInt8(np.int64(8), 4).in_features) is int
-
-
-def test_the_largest_padding():
-    """It lets a kernel of 3 reach the map of 100 rows from its last place."""
-    assert checks.check_geometry("", 3, (100, 90), 1, 102) == (302, 292)
-    with pytest.raises(ValueError, match="padding: got 103, expected at most 102, for a map of 100×90"):
-        checks.check_geometry("", 3, (100, 90), 1, 103)
 
 
 @pytest.mark.parametrize(

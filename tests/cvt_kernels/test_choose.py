@@ -89,15 +89,6 @@ def test_linear_layers_by_instruction_set(on, processor, dtype, rows, inputs, gr
     assert linear_row(dtype, rows, inputs, gradient) == (expected,)
 
 
-def test_a_call_takes_the_row_of_its_size(on):
-    on("amx_bf16")
-    weight = torch.empty(8, 64, dtype=torch.bfloat16)
-    for rows, expected in ((1023, ("cpu", "reference")), (1024, ("convolution", "reference"))):
-        x = torch.empty(rows, 64, dtype=torch.bfloat16)
-        call = backends.operators["linear"].bind(x, weight, None)
-        assert choose._names_for("linear", call)[0] == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_an_h200_has_what_it_has_run(on, dtype):
     on("9.0")
@@ -209,24 +200,6 @@ def test_pytorch_serves_where_the_tables_backend_cannot(monkeypatch):
         ck.gelu(x)
 
 
-def test_a_choice_is_the_same_in_every_call_and_writes_nothing():
-    x = torch.randn(2, 3)
-    chosen = {served(x) for _ in range(3)}
-    assert len(chosen) == 1
-    ck.gelu(x)
-    assert not choices.cache_directory().exists()
-
-
-def test_subclasses_and_transforms_are_pytorchs():
-    class Named(torch.Tensor):
-        pass
-
-    assert served(torch.randn(2, 3).as_subclass(Named)) == "reference"
-    assert torch.func.vmap(ck.gelu)(torch.randn(2, 3)).shape == (2, 3)
-    tangent = torch.func.jvp(lambda x: ck.gelu(x), (torch.randn(3),), (torch.ones(3),))[1]
-    assert tangent.shape == (3,)
-
-
 def test_a_cost_class_of_any_size_takes_what_most_entries_say():
     x = torch.randn(2, 3)
     keys = [choose.cache_key("gelu", torch.randn(4**i, 3), approximate="none") for i in range(1, 4)]
@@ -237,7 +210,7 @@ def test_a_cost_class_of_any_size_takes_what_most_entries_say():
     anywhere = parts[3].replace(parts[3].split(" elements")[0].split(", ")[-1], backends.ANY_SIZE)
     assert choose._remembered("gelu", x.dtype, CPU, False, anywhere) == "reference"
     flawed = good._replace(flaw="wrong: by 1")
-    choices.use(CPU, {keys[1]: choices.Entry("cpu", {"cpu": good, "reference": flawed})})
+    choices.use(CPU, {keys[1]: choices.Entry("reference", {"cpu": good, "reference": flawed})})
     assert choose._remembered("gelu", x.dtype, CPU, False, anywhere) == "cpu"
 
 

@@ -1,6 +1,5 @@
 """Public functions: what they look like, and which calls the dispatch cache serves."""
 
-import contextlib
 import gc
 import inspect
 import weakref
@@ -12,11 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import backends
 from cvt_kernels.declaration import facts_of
 from cvt_kernels.ops.rows import gather_rows
-from cvt_kernels.records import ConvBatchNorm, Norm, PositionBias
-from tests.checks import precision_of
+from cvt_kernels.records import ConvBatchNorm
 
 
 @pytest.fixture
@@ -71,57 +69,6 @@ def test_an_error_of_arguments_is_the_only_one(name):
     assert caught.value.__context__ is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda: ck.gelu(torch.randn(5, 4)),
-        lambda: ck.gelu(torch.randn(5, 4).t()),
-        lambda: ck.gelu(torch.randn(4, 5).double()),
-        lambda: ck.gelu(torch.nn.Parameter(torch.randn(4, 5))),
-        lambda: ck.gelu(torch.randn(4, 5, requires_grad=True)),
-        lambda: ck.gelu(torch.randn(4, 5), approximate="tanh"),
-        lambda: ck.gelu(torch.randn(4, 5, device="meta")),
-        lambda: ck.gelu(torch.randn(4, 5).to_mkldnn().to_dense().to_mkldnn()),
-    ],
-    ids=["shape", "strides", "dtype", "parameter", "gradient", "setting", "device", "layout"],
-)
-def test_a_change_of_arguments_is_noticed(first, change):
-    for _ in range(3):
-        ck.gelu(torch.randn(4, 5))
-    assert len(first) == 1
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # the reference refuses it
-        change()
-    assert len(first) == 2
-
-
-def test_numbers_of_different_types_are_different(first):
-    q = torch.randn(1, 4, 2, 8)
-    for scale in (1, 1.0, True):
-        ck.attention(q, q, q, scale=scale)
-    assert len(first) == 3
-
-
-def test_the_state_of_the_process_is_noticed(first):
-    x, threads = torch.randn(4, 5), torch.get_num_threads()
-    ck.gelu(x)
-    with torch.no_grad():
-        ck.gelu(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        ck.gelu(x)
-    with torch.autocast("cpu", torch.float16):
-        ck.gelu(x)
-    with ck.use_backend("reference", "cpu"):
-        ck.gelu(x)
-    try:
-        torch.set_num_threads(threads + 1)
-        ck.gelu(x)
-    finally:
-        torch.set_num_threads(threads)
-    assert len(first) == 6
-    ck.gelu(x)
-    assert len(first) == 6
-
-
 def test_nothing_is_planned_where_tensors_are_not_what_they_seem(first):
     kept = len(backends.dispatch_cache)
     with FakeTensorMode():
@@ -131,16 +78,6 @@ def test_nothing_is_planned_where_tensors_are_not_what_they_seem(first):
     torch.func.grad(lambda x: ck.gelu(x).sum())(torch.randn(4, 5))
     assert len(first) == 4
     assert len(backends.dispatch_cache) == kept
-
-
-@pytest.mark.skipif(not machine.INTERPRETING, reason="no kernel on a CPU takes TF32")
-@pytest.mark.parametrize("products", [torch.backends.cuda.matmul, torch.backends.cudnn.conv])
-def test_what_float32_may_be_rounded_to_is_noticed(first, products):
-    for precision in ("tf32", "ieee", "tf32"):
-        with precision_of(products, precision):
-            ck.gelu(torch.randn(4, 5))
-            ck.gelu(torch.randn(4, 5, dtype=torch.float16))
-    assert len(first) == 3
 
 
 def test_plans_keep_no_tensors(first):
@@ -168,20 +105,6 @@ def test_values_are_checked_at_every_call():
         gather_rows(x, rows)
     with pytest.raises(ValueError, match="rows"):
         gather_rows(x, rows + 6)
-
-
-def test_facts_of_records():
-    weight, vector = torch.randn(4, 1, 3, 3), torch.randn(4)
-    conv = ConvBatchNorm(weight, vector, vector, vector, vector)
-    facts = facts_of(conv, False)
-    assert facts == facts_of(conv._replace(weight=weight + 1), False)
-    assert facts != facts_of(conv._replace(stride=2), False)
-    assert facts != facts_of(conv._replace(stride=1.0), False)
-    assert facts != facts_of(conv._replace(bn_bias=None), False)
-    assert facts != facts_of(tuple(conv), False)
-    assert facts_of(Norm(None, None), False) != facts_of(Norm(vector, None), False)
-    position = PositionBias(torch.randn(1, 3, 3), (2, 2), (2, 2), 1)
-    assert facts_of(position, False) != facts_of(position._replace(query_grid=(2.0, 2)), False)
 
 
 def test_facts_keep_no_objects():

@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools.evaluation import cost
-from cvt_kernels import backends, modes
+from cvt_kernels import backends
 from cvt_kernels.ops.cards import all_cards
-from tests.checks import recorded_operators
 from tests.contract.examples import example
 from tests.fuzz.judge import call_public
 from tests.upstream import KERNELS_FIRST, huggingface, images, logits, microsoft, ours, with_all_tokens
@@ -129,38 +128,3 @@ def test_each_operator_costs_what_its_reference_does(operator, name, backend, co
     with torch.no_grad(), ck.use_backend(backend):
         call_public(operator, made.call.map(torch.clone).record)  # later calls of the kind are quicker
         assert count(call_public, operator, made.call.record) == expected > 0
-
-
-def test_other_modes_see_what_runs():
-    x = torch.randn(2, 20, 2, 8)
-    with ck.use_backend("cpu"), recorded_operators() as names:
-        assert not modes.is_counted()
-        ck.attention(x, x, x)
-    assert "cvt_kernels.attention_inference.default" in names
-
-
-# Other packages -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["aten", "pytorch"])
-def test_ptflops(backend):
-    """Its figures differ by what it counts besides products: biases, and activations that are modules."""
-    ptflops = pytest.importorskip("ptflops")
-    own = huggingface().eval()
-    models = [own, ck.accelerate(copy.deepcopy(own)), ck.accelerate(copy.deepcopy(own), freeze=True)]
-    with torch.no_grad(), ck.use_backend(*KERNELS_FIRST):
-        counts = [
-            ptflops.get_model_complexity_info(
-                model, (3, 64, 64), as_strings=False, print_per_layer_stat=False, backend=backend
-            )[0]
-            for model in models
-        ]
-    assert counts == [pytest.approx(counts[0], rel=0.005)] * 3
-
-
-def test_torchinfo():
-    torchinfo = pytest.importorskip("torchinfo")
-    own = huggingface().eval()
-    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
-    summaries = [torchinfo.summary(model, input_data=images(), verbose=0) for model in (own, frozen)]
-    assert summaries[0].total_mult_adds == summaries[1].total_mult_adds > 0

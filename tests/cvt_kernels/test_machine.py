@@ -7,16 +7,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, machine
+from cvt_kernels import machine
 from tests.checks import needs_extension
-
-
-@pytest.mark.usefixtures("_reload")
-def test_the_facts_where_nothing_is_installed(monkeypatch):
-    monkeypatch.setattr(machine, "find_nvcc", lambda: None)
-    monkeypatch.setattr(machine, "installed_version", lambda package: None)
-    facts = machine.facts()
-    assert (facts.triton, facts.nvcc) == ("not installed", "not found")
 
 
 @needs_extension
@@ -68,16 +60,6 @@ def test_an_extension_that_does_not_load_says_why(monkeypatch):
     report = ck.doctor()
     assert "undefined symbol: aoti_torch_x" in report
     assert "cpu: the extension does not load, see above" in report
-
-
-@pytest.mark.parametrize("message", ["not enough memory", ""])
-def test_what_goes_wrong_otherwise_is_not_taken_for_a_refused_instruction_set(monkeypatch, message):
-    def gelu(*args):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(torch.ops.cvt_kernels, "gelu", gelu, raising=False)
-    with pytest.raises(RuntimeError, match=f"^{message}$"):
-        machine._check_instruction_set()
 
 
 @pytest.mark.usefixtures("_reload")
@@ -179,16 +161,6 @@ def test_a_triton_of_wrong_products_is_refused(gpus, monkeypatch, capability, ve
     else:
         assert reason == f"Triton below 3.7.1 computes wrong products on GPU 0; {version} is installed"
     assert machine.why_gpu_unsupported("cuda", 0) is None
-
-
-def test_a_gpu_that_no_kernel_serves_leaves_the_others_alone(gpus):
-    gpus((7, 5), (9, 0))
-    assert machine.why_extension_unavailable("cuda") is None
-    assert machine.why_triton_unavailable("cuda") in (None, "the package triton is not installed")
-    for backend in ("cpu", "triton"):
-        reasons = [backends._gpu_lacks(backend, torch.device("cuda", index)) for index in (0, 1)]
-        assert "GPU 0 has 7.5" in reasons[0]
-        assert reasons[1] is None
 
 
 def test_a_rehearsal_counts_as_a_capture_in_its_thread():

@@ -13,14 +13,6 @@ def test_columns_line_up_and_cells_stay_as_they_are():
     ]
 
 
-def test_wide_characters_take_two_columns():
-    assert aligned([["class", "images"], ["金魚", "2"], ["tench", "3"]], right=[1]) == [
-        "class  images",
-        "金魚        2",
-        "tench       3",
-    ]
-
-
 def test_markdown_is_unpadded():
     rows = [["", "images/s"], ["`hf`", "0.10"], ["`accelerate`", "1 (1–2)"]]
     lines = ["|  | images/s |", "|---|---|", "| `hf` | 0.10 |", "| `accelerate` | 1 (1–2) |"]

@@ -62,16 +62,6 @@ def test_the_librarys_own_requests_are_never_the_processs(monkeypatch):
         evaluation.cost(ONE_STAGE, 32)
 
 
-def test_blocks_that_end_in_another_order():
-    first, second = ck.use_backend("cpu").__enter__(), ck.use_backend("reference").__enter__()
-    first.__exit__()
-    assert requested_backends() == REFERENCE
-    second.__exit__()
-    assert requested_backends() == AUTO
-    with pytest.raises(RuntimeError, match="did not begin in this thread or task"):
-        second.__exit__()
-
-
 def test_one_object_nested_and_in_several_threads():
     block = ck.use_backend("cpu")
     with block:
@@ -126,33 +116,6 @@ def test_compiled_functions_follow_the_context():
         for run, outer in ((context.run, 10), (lambda f, *args: f(*args), 0)):
             assert [float(out[0]) for out in run(gelu, x)] == [outer, 10]
     assert len(traced) == 2
-    assert requested_backends() == REFERENCE
-
-
-def test_a_statement_within_a_compiled_function():
-    @torch.compile(backend="eager", fullgraph=True)
-    def request(x):
-        ck.use_backend("cpu")
-        return x + 1
-
-    request(torch.zeros(1))
-    assert requested_backends() == CPU_KERNELS
-    with requesting("reference"):
-        assert requested_backends() == REFERENCE
-    assert requested_backends() == CPU_KERNELS
-    with ck.use_backend("reference"):
-        request(torch.zeros(1))
-        assert requested_backends() == REFERENCE
-    assert (requested_backends(), in_thread(requested_backends)) == (CPU_KERNELS, CPU_KERNELS)
-    backends.reset()
-    with ck.use_backend("reference"):
-        in_thread(lambda: request(torch.zeros(1)))  # which has nothing to do with this block
-        assert requested_backends() == REFERENCE
-        with ck.use_backend("sdpa"):
-            assert requested_backends() == ("sdpa",)
-        assert requested_backends() == REFERENCE
-    assert requested_backends() == CPU_KERNELS
-    ck.use_backend("reference")
     assert requested_backends() == REFERENCE
 
 

@@ -15,7 +15,12 @@ pytestmark = [
 ]
 
 CASES = [(operator, "usual") for operator in backends.operators]
-CASES += [("transformer_block", "SegFormer"), ("linear_add", "inplace=True"), ("attention", "position")]
+CASES += [
+    ("transformer_block", "SegFormer"),
+    ("linear_add", "inplace=True"),
+    ("attention", "position"),
+    ("transformer_block", "rows"),
+]
 every_operator = pytest.mark.parametrize(("operator", "name"), CASES)
 
 

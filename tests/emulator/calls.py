@@ -40,12 +40,6 @@ def _call(function: Callable[..., Any], *args: Any, precision: str = "ieee", **k
     return Call(tests.Case(lambda: function(*args, **kwargs), ""), precision=precision)
 
 
-def _project_only(grid: tuple[int, int], channels: int, dtype: Any, batch: int = 2, tokens: int = 1) -> Any:
-    x = tests.randn(batch, tokens + grid[0] * grid[1], channels, dtype=dtype)
-    convs = [tests.random_conv(channels, dtype=dtype, stride=stride, padding=1) for stride in (1, 2, 2)]
-    return tests.ck.conv_projection(x, grid, convs, training=False)
-
-
 def _layer(
     operator: str, rows: int, channels: int, outputs: int, *, dtype: Any = BFLOAT16, **settings: Any
 ) -> Any:
@@ -53,20 +47,27 @@ def _layer(
     return tests.call(operator, "", dtype=str(dtype).removeprefix("torch."), **sizes, **settings)
 
 
-def _attend_serving(queries: int, keys: int, heads: int) -> Any:
-    q, k, v = (tests.randn(1, n, heads, 64, dtype=BFLOAT16) for n in (queries, keys, keys))
-    return ck.attention(q, k, v)
-
-
 def _of_cvt_13() -> dict[str, Call]:
     """Returns what CvT-13 calls for one image of 224², in bfloat16, by stage."""
     calls: dict[str, Call] = {}
     for stage, (size, heads) in enumerate(((56, 1), (28, 3), (14, 6)), 1):
         tokens, keys, channels = size**2, (size // 2) ** 2, 64 * heads
-        hidden, grid = 4 * channels, (size, size)
+        hidden, of_half = 4 * channels, "dtype=bfloat16"
         calls |= {
-            f"stage {stage}: attention": _call(_attend_serving, tokens, keys, heads),
-            f"stage {stage}: projection": _call(_project_only, grid, channels, BFLOAT16, 1, 0),
+            f"stage {stage}: attention": _call(
+                tests.call, "attention", of_half, queries=tokens, keys=keys, heads=heads, channels=64
+            ),
+            f"stage {stage}: projection": _call(
+                tests.call,
+                "conv_projection",
+                of_half,
+                height=size,
+                width=size,
+                channels=channels,
+                kernel=3,
+                padding=1,
+                branches=3,
+            ),
             f"stage {stage}: linear_gelu": _call(
                 _layer, "linear_gelu", tokens, channels, hidden, gradient="all"
             ),
@@ -75,27 +76,18 @@ def _of_cvt_13() -> dict[str, Call]:
                 tests.train_linear_add, tokens, 8, channels, BFLOAT16, batch=1, scales_sum=True
             ),
         }
-    return calls | {"stage 1: embedding": _call(tests.embed, (3, 64), 7, 4, (224, 224), dtype=BFLOAT16)}
+    words = "dtype=bfloat16 height=224 width=224 inputs=3 channels=64 kernel=7 stride=4 padding=3"
+    return calls | {"stage 1: embedding": _call(tests.call, "conv_embedding", words)}
 
 
 def _of_every_dtype() -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for name, dtype in {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}.items():
         calls |= {
-            f"{name}: attention": _call(tests.attend, 197, 50, batch=2, dim=64, dtype=dtype, grad=False),
-            f"{name}: attention, many keys": _call(tests.attend, 65, 197, heads=1, dim=64, dtype=dtype),
-            f"{name}: attention, training": _call(tests.attend, 131, 37, heads=3, dim=64, dtype=dtype),
-            f"{name}: attention, bias": _call(tests.attend, 67, 35, bias=(2, 67, 35), dim=32, dtype=dtype),
-            f"{name}: projection": _call(_project_only, (14, 14), 64, dtype),
-            f"{name}: projection, training": _call(tests.project, (14, 13), 40, (3, 3, 3), dtype=dtype),
-            f"{name}: projection, averages": _call(tests.project_with_averages, (9, 10), 34, dtype),
             f"{name}: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), dtype=dtype),
             f"{name}: conv_linear in two launches": _call(
                 tests.project_linearly, (7, 9), 200, (72,) * 3, dtype=dtype
             ),
-            f"{name}: embedding": _call(tests.embed, (3, 64), 7, 4, (29, 31), dtype=dtype),
-            f"{name}: embedding of maps": _call(tests.embed, (64, 96), 3, 2, (15, 14), dtype=dtype),
-            f"{name}: patches": _call(tests.reduce_tokens, (40, 136), 4, (13, 27), dtype=dtype),
             f"{name}: patches, packed weight": _call(
                 tests.reduce_tokens, (40, 136), 4, (13, 27), dtype=dtype, packs=True
             ),
@@ -123,7 +115,9 @@ def _of_the_table() -> dict[str, Call]:
                 stack.enter_context(mock.patch.object(conv_linear, "_is_stacked", return_value=False))
                 return tests.project_linearly((rows, 14), *sizes, 3 * sizes, dtype=dtype)
             if entry.kernel == "conv_projection_sliding_bwd_conv":
-                return tests.project((rows, 13), *sizes, (3, 3, 3), dtype=dtype)
+                words = "kernel=3 padding=1 batch=3 class_token=True branches=3 training=True gradient=all"
+                sizes_of = {"height": rows, "width": 13, "channels": sizes[0], "dtype": "bfloat16"}
+                return tests.call("conv_projection", words, **sizes_of)
             settings = cards.worded(next(iter(cards.card_of(entry.kernel).emulated.values())))
             sizes_of = {"rows": rows, "channels": sizes[0], "outputs": sizes[1], "dtype": "bfloat16"}
             return tests.call(entry.kernel, "", **settings | sizes_of)
@@ -167,21 +161,14 @@ _FEW = {
 }
 #: Sizes of 1 are constants for Triton, which compiles other code for them.
 _ONES = {
-    "ones: attention": _call(tests.attend, 1, 1, heads=1, dim=1),
-    "ones: attention, bias": _call(tests.attend, 1, 1, heads=1, dim=1, bias=(1, 1, 1)),
-    "ones: projection": _call(tests.project, (1, 2), 1, (3, 3, 3), (1, 1, 1), batch=1),
-    "ones: projection, frozen": _call(tests.project, (1, 1), 1, (3, 3, 3), batch=1, training=False),
-    "ones: regions": _call(tests.project, (6, 5), 8, (3, 5), (1, 3), batch=1, tokens=0),
-    "ones: regions, frozen": _call(tests.project, (1, 1), 1, (3, 5), (1, 3), batch=1, training=False),
     "ones: conv_linear": _call(tests.project_linearly, (1, 1), 1, (1, 1, 1)),
-    "ones: embedding": _call(tests.embed, (1, 1), 3, 2, (1, 1)),
-    "ones: patches": _call(tests.reduce_tokens, (1, 1), 1, (1, 1)),
     "ones: linear_add, training": _call(tests.train_linear_add, 1, 1, 1, BFLOAT16, batch=1),
 }
 _TF32 = {
-    "tf32: attention": _call(tests.attend, 65, 197, heads=1, dim=64, precision="tf32"),
-    "tf32: attention, training": _call(tests.attend, 131, 37, heads=3, dim=64, precision="tf32"),
-    "tf32: attention of one query": _call(tests.attend, 1, 50, dim=64, grad=False, precision="tf32"),
+    f"tf32: {name}": _call(tests.call, "attention", words, dtype="float32", precision="tf32")
+    for name, words in cards.card_of("attention").emulated.items()
+    if "bias" not in words
+} | {
     "tf32: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), precision="tf32"),
 }
 
@@ -201,7 +188,11 @@ def _by_cards() -> dict[str, Call]:
             calls[f"tf32: {operator}"] = _call(tests.call, operator, words, dtype="float32", precision="tf32")
         for example in [*card.accesses.values()][:1]:
             settings = card.settings(cards.worded(example.words))
-            ones = {name: 1 if type(value) is int else value for name, value in settings.items()}
+            kept = ("kernel", "padding", "branches") if "padding" in settings else ()
+            ones = {
+                name: 1 if type(value) is int and name not in kept else value
+                for name, value in settings.items()
+            }
             calls[f"ones: {operator}"] = _call(tests.call, operator, "", **ones)
     return calls
 
@@ -317,7 +308,8 @@ CALLS |= SHIPPED
 
 #: A part of them, with a kernel of each family, all of which compile quickly.
 SMOKE = (
-    "no gradient", "keys on the chip", "float32: projection", "embedding", "embedding of many channels",
+    "no gradient", "keys on the chip", "float32: projection", "embedding with positions",
+    "embedding of many channels with positions",
     "with linear layers", "convolution and GELU", "GELU", "sum of 16 bits", "LayerNorm", "MLP", "int8 rows",
     "LayerNorm to int8", "GELU to int8",
     "tf32: linear_add",
@@ -333,5 +325,5 @@ SMOKE_90 = (
 #: Calls in which faults are planted, of kernels with all that can be left out.
 PLANTED = (
     "bfloat16: attention, training", "bfloat16: linear_gelu", "bfloat16: linear_add_layer_norm",
-    "bfloat16: conv_linear", "bfloat16: MLP", "sliding at one pixel", "embedding",
+    "bfloat16: conv_linear", "bfloat16: MLP", "sliding at one pixel", "embedding with positions",
 )  # fmt: skip

@@ -99,12 +99,6 @@ def test_a_line_names_a_case():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", ["gemm:1", "gelu:x", "gelu rows=3000", "gelu columns=3", "gelu rows", ""])
-def test_lines_that_name_none(line):
-    with pytest.raises(ValueError, match="case: got"):
-        cases.parsed(line)
-
-
 def fuzz(monkeypatch, *words):
     monkeypatch.setattr(sys, "argv", ["fuzz", *words])
     return main()
@@ -124,27 +118,6 @@ def test_a_case_alone(monkeypatch, capsys):
     plant("gelu", lambda function, x, **settings: function(x, **settings) + 1)
     assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 1
     assert "cpu outputs 0 is off by" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [["--case", "gemm"], ["--seed", "-1"], ["--only", "gemm"]])
-def test_wrong_command_lines(monkeypatch, capsys, words):
-    with pytest.raises(SystemExit) as ended:
-        fuzz(monkeypatch, *words)
-    assert ended.value.code == 2
-    assert words[1] in capsys.readouterr().err
-
-
-def test_figures():
-    def odd(line):
-        number = int(line.split(":")[1])
-        return Answer([f"is off by {number}"] if number % 2 else [], served=number % 3, ratio=number / 100)
-
-    lines = (f"gelu:{i}" for i in itertools.count())
-    figures = campaign.search("gelu", lines, odd, lambda line: (), cases=10, seconds=None)
-    assert (figures.cases, figures.refused, figures.failed, figures.worst_ratio) == (10, 4, 5, 0.09)
-    assert [failure.case for failure in figures.failures] == ["gelu:1", "gelu:3"]
-    assert campaign.table([figures])[1].split()[:3] == ["gelu", "10", "4"]
-    assert campaign.search("gelu", lines, odd, lambda line: (), cases=None, seconds=0.0).cases == 0
 
 
 def test_a_process_that_ends_or_has_an_answer():

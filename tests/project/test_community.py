@@ -9,7 +9,6 @@ import cvt_kernels as ck
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def load(path):
@@ -44,16 +43,6 @@ def test_changes_are_tested_and_pip_is_cached():
     assert [python["cache"] for python in pythons] == ["pip", "pip"]
     for python in pythons:
         assert all((ROOT / name).is_file() for name in python["cache-dependency-path"].split())
-
-
-def test_forms_ask_for_something():
-    assert len(FORMS) == 2
-    for form in map(load, FORMS):
-        assert {"name", "description", "body"} <= set(form)
-        identifiers = [field["id"] for field in form["body"]]
-        assert len(set(identifiers)) == len(identifiers)
-        assert any(field.get("validations", {}).get("required") for field in form["body"])
-    assert "cvt doctor" in (ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text(encoding="utf-8")
 
 
 def test_the_citation_names_this_version_and_the_paper():

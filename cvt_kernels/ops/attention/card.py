@@ -10,7 +10,21 @@ import torch
 
 from ...launch.records import Attention
 from ...records import PositionBias
-from ..cards import ABSENT, BOTH, COMMON, FEW, WIDE, Card, Launches, Step, Sweep, Work, bytes_of, matrix
+from ..cards import (
+    ABSENT,
+    BOTH,
+    COMMON,
+    FEW,
+    WIDE,
+    Accesses,
+    Card,
+    Launches,
+    Step,
+    Sweep,
+    Work,
+    bytes_of,
+    matrix,
+)
 
 
 def _attention(m: Any) -> Any:
@@ -89,6 +103,8 @@ def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Wor
 
 
 _OF_QUERIES = "q k v dout stats delta"
+#: Kernels with all gradients in one launch behind the forward, and those of a backward in two.
+_AT_ONCE, _IN_TWO = "attention_fwd attention_bwd", "attention_bwd_dq attention_bwd_dkdv"
 
 
 def _work(names: str, products: int) -> Any:
@@ -162,6 +178,36 @@ CARDS = {
             "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
         },
         uncounted={"attention": "bias"},
+        accesses={
+            "no gradient": Accesses("attention_fwd", "queries=5 keys=3 heads=2 channels=7"),
+            "keys on the chip": Accesses(
+                _AT_ONCE, "gradient=all batch=3 queries=37 keys=5 heads=2 channels=7 layout=chunk"
+            ),
+            "tiles of keys": Accesses(
+                f"attention_fwd {_IN_TWO}", "gradient=all queries=67 keys=71 channels=7 dtype=float16"
+            ),
+            "keys in a loop": Accesses(
+                f"attention_fwd_loop {_IN_TWO}",
+                "gradient=all queries=33 keys=67 heads=2 channels=7 layout=chunk",
+            ),
+            "last keys apart": Accesses(
+                f"attention_fwd_loop {_IN_TWO}", "gradient=all queries=3 keys=211 channels=7 dtype=float16"
+            ),
+            "a bias": Accesses(
+                f"{_AT_ONCE} attention_bwd_bias",
+                "gradient=all batch=3 queries=37 keys=5 heads=2 channels=7 bias=matrix",
+            ),
+            "a bias of keys": Accesses(
+                f"{_AT_ONCE} attention_bwd_bias",
+                "gradient=all batch=3 queries=37 keys=35 heads=2 channels=7 bias=keys",
+            ),
+        },
+        emulated={
+            "attention": "batch=2 queries=197 keys=50 heads=2 channels=64",
+            "attention, many keys": "gradient=all queries=65 keys=197 channels=64",
+            "attention, training": "gradient=all queries=131 keys=37 heads=3 channels=64",
+            "attention, bias": "gradient=all queries=67 keys=35 heads=2 channels=32 bias=matrix",
+        },
         sweeps={
             f"attention {kernel}": _sweep(kernel, stages)
             for kernel, stages in (

@@ -106,6 +106,13 @@ def _sweep(kernel: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> c
     return cards.Sweep("projection", stages, name, Sliding, tried | values, training=kernel != "fwd")
 
 
+_STEPS, _MERGED = "fwd stats bwd_sums bwd_conv bwd_input", "merge_stats sum_regions"
+
+
+def _sliding(kernels: str) -> str:
+    return " ".join(f"conv_projection_sliding_{kernel}" for kernel in kernels.split())
+
+
 CARDS = {
     "conv_projection": cards.Card(
         call=_conv_projection,
@@ -134,6 +141,46 @@ CARDS = {
         uncounted={
             "conv_projection": "w gamma beta mean var sums",
             "merge_stats": "running_mean running_var tracked",
+        },
+        accesses={
+            name: cards.Accesses(
+                f"{_sliding(kernels)} {others}",
+                f"kernel=3 padding=1 batch=2 class_token=True {words}",
+            )
+            for name, kernels, others, words in (
+                (
+                    *("sliding, frozen", "fwd bwd_sums bwd_conv bwd_input", "sum_regions"),
+                    "gradient=all height=3 width=2 channels=3 branches=2",
+                ),
+                (
+                    *("sliding", _STEPS, _MERGED),
+                    "training=True gradient=all height=5 width=3 channels=5 branches=2 layout=chunk",
+                ),
+                (
+                    *("sliding of pairs", _STEPS, _MERGED),
+                    "training=True gradient=all height=3 width=5 channels=6 dtype=bfloat16",
+                ),
+                (
+                    *("sliding at one pixel", _STEPS, _MERGED),
+                    "training=True gradient=all height=1 width=1 channels=3 branches=2",
+                ),
+                (
+                    *("averages over all batches", "fwd stats", "merge_stats update_running"),
+                    "training=True statistics=averaged height=3 width=4 channels=6 branches=2",
+                ),
+            )
+        },
+        emulated={
+            name: f"kernel=3 padding=1 class_token=True {words}"
+            for name, words in {
+                "projection": "batch=2 height=14 width=14 channels=64 branches=3",
+                "projection, training": (
+                    "training=True gradient=all batch=3 height=14 width=13 channels=40 branches=3"
+                ),
+                "projection, averages": (
+                    "training=True statistics=averaged batch=2 height=9 width=10 channels=34 branches=2"
+                ),
+            }.items()
         },
         sweeps={
             "conv_projection fwd": _sweep("fwd", (1,)),

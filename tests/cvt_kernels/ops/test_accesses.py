@@ -64,52 +64,7 @@ def gradients(outs: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
     return *outs, *torch.autograd.grad(outs, inputs, [torch.ones_like(out) for out in outs])
 
 
-# Attention ------------------------------------------------------------------------------------------------
-
-
-def attend(queries, keys, *, batch=1, heads=2, dim=7, bias=None, dtype=FLOAT32, grad=True):
-    sizes = queries, keys, keys
-    q, k, v = (randn(batch, n, heads, dim, dtype=dtype, gap=8, grad=grad) for n in sizes)
-    biases = [] if bias is None else [randn(*bias, dtype=dtype, grad=True)]
-    out = ck.attention(q, k, v, bias=biases[0] if biases else None)
-    return gradients(out, q, k, v, *biases) if grad else out
-
-
-AT_ONCE, IN_TWO = "attention_bwd", "attention_bwd_dq attention_bwd_dkdv"
-ATTENTION = {
-    "one token": Case(lambda: attend(1, 1, dim=1), f"attention_fwd {AT_ONCE}"),
-    "no gradient": Case(lambda: attend(5, 3, grad=False), "attention_fwd"),
-    "keys on the chip": Case(lambda: attend(37, 5, batch=3), f"attention_fwd {AT_ONCE}"),
-    "tiles of keys": Case(lambda: attend(67, 71, heads=1, dtype=FLOAT16), f"attention_fwd {IN_TWO}"),
-    "keys in a loop": Case(lambda: attend(33, 67), f"attention_fwd_loop {IN_TWO}"),
-    "last keys apart": Case(lambda: attend(3, 211, heads=1, dtype=FLOAT16), f"attention_fwd_loop {IN_TWO}"),
-    "a bias": Case(
-        lambda: attend(37, 5, batch=3, bias=(2, 37, 5)), f"attention_fwd {AT_ONCE} attention_bwd_bias"
-    ),
-    "a bias of keys": Case(
-        lambda: attend(37, 35, batch=3, bias=(3, 1, 1, 35)), f"attention_fwd {AT_ONCE} attention_bwd_bias"
-    ),
-}
-
-# The projection, with its linear layers and without --------------------------------------------------------
-
-
-def project(grid, channels, kernels, strides=(1, 2, 2), *, batch=3, tokens=1, training=True, dtype=FLOAT32):
-    x = randn(batch, tokens + grid[0] * grid[1], channels, dtype=dtype, gap=4, grad=True)
-    convs = [
-        random_conv(channels, k, dtype=dtype, grad=True, stride=stride, padding=k // 2, dilation=1)
-        for k, stride in zip(kernels, strides, strict=True)
-    ]
-    outs = ck.conv_projection(x, grid, convs, training=training)
-    return gradients(outs, x, *(t for conv in convs for t in conv[:3]))
-
-
-def project_with_averages(grid, channels, dtype=FLOAT32):
-    """Projects with running statistics that are averages over all batches."""
-    x = randn(2, grid[0] * grid[1], channels, dtype=dtype)
-    convs = [random_conv(channels, dtype=dtype, padding=1, momentum=None) for _ in range(2)]
-    with torch.no_grad():
-        return ck.conv_projection(x, grid, convs, training=True)
+# What no card calls ---------------------------------------------------------------------------------------
 
 
 def project_linearly(grid, channels, outputs, *, strides=(1, 2, 2), dtype=FLOAT32, gap=4):
@@ -148,17 +103,6 @@ def attend_and_add(queries, keys, heads, dim, outputs, *, dtype=FLOAT16, block_m
     return q, k, v, weight, bias, before, residual, sums
 
 
-def embed(channels, kernel_size, stride, size, *, token=True, gap=0, dtype=FLOAT32):
-    inputs, outputs = channels
-    image = randn(2, inputs, *size, dtype=dtype, gap=gap)
-    weight = randn(outputs, inputs, kernel_size, kernel_size, dtype=dtype)
-    bias, gamma, beta, class_token = (randn(outputs, dtype=dtype) for _ in range(4))
-    return ck.conv_embedding(
-        image, weight, bias, gamma, beta, stride=stride, padding=kernel_size // 2,
-        class_token=class_token if token else None,
-    )  # fmt: skip
-
-
 def reduce_tokens(channels, ratio, size, *, gap=0, dtype=FLOAT16, packs=False):
     inputs, outputs = channels
     image = randn(2, size[0], size[1] * inputs, dtype=dtype, gap=gap).unflatten(2, (size[1], inputs))
@@ -176,25 +120,7 @@ def find_classes(classes, sizes, *, gap=0, dtype=FLOAT16, channels_last=True):
     return resized.gather(1, classes[:, None]).to(dtype)  # numbers, which are compared
 
 
-def names(prefix: str, kernels: str) -> str:
-    return " ".join(prefix + kernel for kernel in kernels.split())
-
-
-MERGED = "merge_stats sum_regions"
-STEPS = "fwd stats bwd_sums bwd_conv bwd_input"
-SLIDING = f"{names('conv_projection_sliding_', STEPS)} {MERGED}"
 CONVOLUTIONS = {
-    "sliding": Case(lambda: project((5, 3), 5, (3, 3), (1, 2), batch=2), SLIDING),
-    "sliding of pairs": Case(lambda: project((3, 5), 6, (3,), (1,), batch=2, dtype=BFLOAT16), SLIDING),
-    "sliding at one pixel": Case(lambda: project((1, 1), 3, (3, 3), (1, 2), tokens=0, batch=2), SLIDING),
-    "sliding, frozen": Case(
-        lambda: project((3, 2), 3, (3, 3), (2, 1), batch=2, training=False),
-        f"{names('conv_projection_sliding_', 'fwd bwd_sums bwd_conv bwd_input')} sum_regions",
-    ),
-    "averages over all batches": Case(
-        lambda: project_with_averages((3, 4), 6),
-        f"{names('conv_projection_sliding_', 'fwd stats')} merge_stats update_running",
-    ),
     "with linear layers": Case(lambda: project_linearly((5, 3), 5, (7, 3, 17)), "conv_linear_fwd"),
     "with linear layers, pairs": Case(
         lambda: project_linearly((3, 5), 34, (18, 6, 6), dtype=FLOAT16), "conv_linear_fwd"
@@ -208,17 +134,8 @@ CONVOLUTIONS = {
         lambda: project_linearly((127, 1), 200, (24, 24, 24), strides=(1, 1, 1), dtype=FLOAT16),
         "conv_projection_sliding_fwd grouped_linear",
     ),
-    "embedding": Case(lambda: embed((3, 5), 7, 4, (9, 13), gap=1, dtype=BFLOAT16), "conv_embedding_embed"),
-    "embedding of pairs": Case(
-        lambda: embed((3, 20), 7, 4, (11, 16), dtype=FLOAT16, token=False), "conv_embedding_embed"
-    ),
-    "embedding of many channels": Case(lambda: embed((40, 13), 3, 2, (5, 3)), "conv_embedding_normalize"),
-    "patches": Case(lambda: reduce_tokens((5, 13), 3, (9, 6), gap=1), "conv_embedding_patches"),
     "patches by a packed weight": Case(
         lambda: reduce_tokens((5, 13), 3, (9, 6), gap=1, packs=True), "conv_embedding_patches"
-    ),
-    "patches of many channels": Case(
-        lambda: reduce_tokens((40, 300), 2, (4, 18), dtype=BFLOAT16), "conv_embedding_patches"
     ),
     "classes of resized logits": Case(
         lambda: find_classes(19, ((3, 5), (12, 20)), gap=1), "pixel_classes resized_argmax"
@@ -304,7 +221,7 @@ OF_BLOCKS = {
     "attention and a layer": Case(lambda: attend_and_add(21, 5, 3, 7, 67)[-2:], "attention_add"),
 }
 
-CASES = ATTENTION | CONVOLUTIONS | LINEAR | BY_CARD | OF_BLOCKS
+CASES = CONVOLUTIONS | LINEAR | BY_CARD | OF_BLOCKS
 
 # The tests ------------------------------------------------------------------------------------------------
 
@@ -344,9 +261,7 @@ def test_every_program_keeps_to_its_own_memory(name):
 SIZES, DTYPES = [1, 2, 8, 17, 40, 67], [FLOAT16, BFLOAT16, FLOAT32]
 #: Calls whose sizes are drawn by ``n``, which returns one of a list.
 DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
-    lambda n: attend(n(SIZES), n(SIZES), batch=n([1, 3]), dim=n([1, 8, 40]), dtype=n(DTYPES)),
     lambda n: project_linearly((n([1, 5]), n([2, 7])), n([2, 5, 34]), (n(SIZES),), strides=[n([1, 2])]),
-    lambda n: embed((n([1, 3]), n(SIZES)), n([3, 7]), n([2, 4]), (n([7, 16]), 11), gap=n([0, 1])),
     lambda n: train_linear_add(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
 ]
 
@@ -354,6 +269,7 @@ DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
 def drawn(operator: str, words: str, n: Callable[[list[Any]], Any]) -> Any:
     """Makes a call of other sizes than words say."""
     sizes = {"tokens": [67], **dict.fromkeys(("rows", "count", "channels", "outputs"), SIZES)}
+    sizes |= {"queries": SIZES, "keys": SIZES, "height": [1, 5], "width": [2, 7]}
     drawn = {name: n(sizes[name]) for name in cards.worded(words) if name in sizes}
     return call(operator, words, **drawn, dtype=n(["float16", "bfloat16", "float32"]))
 

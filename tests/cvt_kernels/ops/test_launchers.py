@@ -60,9 +60,8 @@ def test_graphs_call_its_operator():
     assert graphs == [["cvt_kernels.test_scaled.default"]]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_shapes_may_change_in_a_graph(backend):
-    compiled = torch.compile(lambda x: scaled(x, 3.0) + 1, backend=backend, fullgraph=True, dynamic=True)
+def test_shapes_may_change_in_a_graph():
+    compiled = torch.compile(lambda x: scaled(x, 3.0) + 1, backend="aot_eager", fullgraph=True, dynamic=True)
     for n in (4, 7):
         x = torch.randn(n, 3)
         torch.testing.assert_close(compiled(x), x.double() * 3 + 1)
@@ -79,19 +78,6 @@ def test_changes_of_what_is_written_to_are_counted(run):
         inference = torch.ones(2)
     run(inference, [])  # whose changes are not counted
     assert inference[0].item() == 2
-
-
-def test_a_graph_writes_to_its_arguments():
-    x, y = torch.ones(2), torch.ones(2)
-    torch.compile(lambda x, y: double_(x, [y]), backend="aot_eager", fullgraph=True)(x, y)
-    assert (x[0].item(), y[0].item()) == (2, 2)
-
-
-@pytest.mark.parametrize(("operator", "args"), [("test_scaled", (torch.ones(3), 2.0))])
-def test_operators_pass_the_check_of_pytorch(operator, args):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    args = (args[0].clone().requires_grad_(), *args[1:])
-    torch.library.opcheck(getattr(torch.ops.cvt_kernels, operator).default, args, test_utils=tests)
 
 
 #: The arguments that another launch goes on with.

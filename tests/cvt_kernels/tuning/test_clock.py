@@ -69,17 +69,6 @@ def test_turns_that_other_work_disturbs(timer, monkeypatch, costs, waits, distur
     assert times.is_disturbed == disturbed
 
 
-@pytest.mark.parametrize(
-    ("costs", "rounds", "fastest"),
-    [([0.01, 0.3, 0.2, 0.4], 3, 0.2), ([9.0, 1.5, 1.0], 20, 1.0)],  # the second ends after two seconds
-)
-def test_the_fastest_call_after_one_that_warms_up(timer, costs, rounds, fastest):
-    calls = []
-    function = costing(timer, calls, "a", costs)
-    assert clock.fastest(function, "cpu", rounds=rounds) == pytest.approx(fastest)
-    assert len(calls) == len(costs)
-
-
 def test_the_clock_of_a_gpu_runs_between_two_readings_once_armed(monkeypatch):
     class Event:
         now = 0.0
@@ -209,16 +198,6 @@ def test_peak_memory_counts_tensors_that_live_at_once():
     assert clock.peak_bytes(lambda: None, "cpu") == 0
 
 
-@pytest.mark.gpu
-def test_peak_of_memory_on_a_gpu():
-    def call():
-        first = torch.empty(2**20, dtype=torch.uint8, device="cuda")
-        del first
-        return torch.empty(2**19, dtype=torch.uint8, device="cuda")
-
-    assert clock.peak_bytes(call, "cuda") == 2**20
-
-
 # Ceilings -------------------------------------------------------------------------------------------------
 
 
@@ -237,29 +216,12 @@ def test_rates_by_a_clock_that_stands(monkeypatch):
     assert len(calls) == 3
 
 
-def test_both_ways_to_a_product_compute_it():
-    product, pixels = (way() for way in clock.Product("cpu", torch.float64, 16).ways)
-    torch.testing.assert_close(pixels[0, :, :, 0].T, product)
-
-
 # Who measures ---------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_measured_at_import():
     code = "import sys, cvt_kernels; sys.exit('cvt_kernels.tuning.clock' in sys.modules)"
     assert run_python(code).returncode == 0
-
-
-def test_all_functions_are_timed_in_graphs_or_none(monkeypatch):
-    ran = []
-    monkeypatch.setattr(
-        clock, "graph_replay", lambda *calls: None if "b" in calls else lambda: ran.append(calls)
-    )
-    assert clock.replays([["a", "a"], ["b", "b"]]) is None
-    ran.clear()
-    replays = clock.replays([["a", "c"], ["d", "d"]])
-    assert [replay.calls for replay in replays] == [2, 2]
-    assert ran == [("a", "c"), ("d", "d")]  # once before they are timed
 
 
 def test_a_replay_has_the_device_time_of_one_call(monkeypatch):

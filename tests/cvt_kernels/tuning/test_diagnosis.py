@@ -1,8 +1,6 @@
 """The report of ``doctor``: what serves every operator, what is tuned, and why not another."""
 
 import re
-import subprocess
-import sys
 
 import torch
 
@@ -132,9 +130,3 @@ def test_doctor_of_a_machine_with_a_gpu(monkeypatch):
     assert not any("(attention)" in line for line in lacking)
     assert fact(report, "tuned")[0].startswith("cpu: nothing")
     assert choose.chosen_backends("linear", gpu)[0] == ("triton", "tuned on this machine")
-
-
-def test_the_package_run_as_a_module_prints_it():
-    result = subprocess.run([sys.executable, "-m", "cvt_kernels"], capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("python   ")
-    assert "\non cpu:\n" in result.stdout

@@ -104,25 +104,6 @@ def test_flaws_of_wrong_kernels(function, flaw):
     assert gelu_flaw(function).startswith(flaw)
 
 
-def test_an_error_is_described_with_its_cause():
-    class CompilationError(Exception):
-        """Stands for Triton's."""
-
-        __module__ = "triton.compiler.errors"
-
-    def fails(x, *_, **__):
-        try:
-            raise CompilationError("at 36:21:\n    x = activate(x, SPEC.approximate)\n        ^") from error
-        except CompilationError as inner:
-            raise CompilationError("at 9:4:\n    y = _load(x)\n        ^") from inner
-
-    error = AttributeError("'str' object has no attribute 'type'")
-    expected = "fails: CompilationError: at 9:4: AttributeError: 'str' object has no attribute 'type'"
-    assert gelu_flaw(fails) == expected
-    error = CompilationError("at 1:2:\n    y = tl.load(x)\n        ^\nexpected a pointer\n")
-    assert gelu_flaw(fails) == "fails: CompilationError: at 9:4: expected a pointer"
-
-
 @pytest.mark.parametrize(
     "allocate", [torch.empty_like, torch.zeros_like, torch.clone, torch.Tensor.contiguous]
 )
@@ -208,16 +189,6 @@ def test_wrong_running_statistics_are_found(wrong):
     assert "of the arguments, after the call, is off by" in check(function, expected).flaw
 
 
-@pytest.mark.parametrize("ignored", ["weight", "bias"])
-def test_weights_as_they_begin_do_not_hide_that_they_are_ignored(ignored):
-    def function(x, weight, bias, *, eps, **_):
-        weight, bias = (None, bias) if ignored == "weight" else (weight, None)
-        return reference.layer_norm(x, weight, bias, eps=eps)
-
-    expected = expected_of("layer_norm", torch.randn(4, 8), torch.ones(8), torch.zeros(8), eps=1e-5)
-    assert check(function, expected).flaw.startswith("wrong: output is off by")
-
-
 @pytest.mark.parametrize("value", [0.0, 3.0, torch.nan, torch.inf, 1e30])
 def test_data_that_tell_nothing_do_not_hide_a_wrong_kernel(value):
     assert gelu_flaw(_one_wrong, torch.full((7, 24), value)) is not None
@@ -225,21 +196,6 @@ def test_data_that_tell_nothing_do_not_hide_a_wrong_kernel(value):
     mixed = torch.randn(7, 24)
     mixed[3, 3] = value
     assert gelu_flaw(_one_wrong, mixed) is not None
-
-
-def test_real_data_are_taken_where_they_tell():
-    x, residual = torch.randn(4, 8), torch.zeros(4, 8)
-    expected = expected_of("add_layer_norm", x, residual, torch.ones(8), None, eps=1e-5)
-    assert torch.equal(expected.sample.record.x, x)
-    for replaced in expected.sample.record[1:3]:
-        assert replaced.min() < replaced.max()
-
-
-def test_where_results_overflow_others_are_computed_of_the_same_rows():
-    x, values, rows = torch.full((1, 4, 8), 5e4).half(), torch.full((1, 2, 8), 6e4).half(), [[0, 3]]
-    expected = expected_of("scatter_rows", x, torch.tensor(rows), values, values)
-    assert all(out.isfinite().all() for out in expected.same.outputs)
-    assert expected.sample.record.rows.tolist() == rows
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -291,13 +247,6 @@ def test_right_kernels_pass(operator, name, settings, dtype):
     assert set(found.values()) == {None}
 
 
-@pytest.mark.parametrize("operator", CPU_KERNELS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_right_kernels_pass_under_autocast(operator, dtype):
-    with torch.autocast("cpu", dtype):
-        assert set(flaws(served(operator, "cpu", "usual")).values()) == {None}
-
-
 def test_a_small_gradient_beside_a_large_one_is_judged_by_itself():
     """The bias's is off by 1e-4 of its size, which is little beside the weight's."""
     x, weight, bias = 1e3 * torch.randn(50, 64), torch.randn(24, 64), torch.randn(24)
@@ -316,12 +265,6 @@ def test_gradients_that_cancel_are_no_flaw(keys):
     made = example("attention", "triton", "usual", keys=keys, gradient="all", queries=5)
     with ck.use_backend("triton"):
         assert flaws(made)["triton"] is None
-
-
-def test_what_pytorch_itself_cannot_compute_is_not_judged():
-    x, weight = torch.randn(4, 1).half(), torch.randn(1).half().requires_grad_()
-    with pytest.raises(FloatingPointError, match="PyTorch's own results are not finite"):
-        expected_of("layer_norm", x.requires_grad_(), weight, None, eps=1e-12, gradient=True)
 
 
 # Guarded memory -------------------------------------------------------------------------------------------
@@ -466,20 +409,6 @@ def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype):
             assert (flaw is None) == is_right, (name, flaw)
 
 
-def test_rows_of_integers_that_lie_at_ties():
-    """Halves of integers: all but the last bit of a product decides on them."""
-    x = torch.randint(-254, 255, (40, 64)) / 2
-    x[:, 0] = 127
-    expected = tuner.task_of("quantize_rows", x, dtype=torch.int8).expected()
-    assert check(reference.quantize_rows, expected).flaw is None
-
-    def upwards(x, **settings):
-        scales = reference.quantize_rows(x, **settings).scales
-        return (x / scales + 0.5).floor().clamp(-127, 127).to(torch.int8), scales
-
-    assert check(upwards, expected).flaw is None  # the nearest as well
-
-
 def _with_truncated_input(x, weight, *args, x_scales, **settings):
     if x_scales is None:
         wide = reference.quantize_rows(x.double())
@@ -608,23 +537,6 @@ def test_tuning_in_any_context(context):
     } == {None}
 
 
-def test_tensors_of_inference_mode():
-    with torch.inference_mode():
-        x, convs = torch.randn(2, 12, 6), tuple(conv._replace(weight=conv.weight + 0) for conv in branches())
-        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["cpu"].flaw is None
-    with torch.no_grad():
-        assert tune("conv_projection", x, (3, 4), convs, training=False).measurements["cpu"].flaw is None
-
-
-def test_a_branch_without_gradients():
-    x, convs = torch.randn(2, 12, 6), branches()
-    frozen = tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in convs[0])
-    backends.register("conv_projection", "cpu", implementation("conv_projection", reference.conv_projection))
-    entry = tune("conv_projection", x, (3, 4), (ck.ConvBatchNorm(*frozen), convs[1]), training=True)
-    assert entry.measurements["cpu"].flaw is None
-    assert entry.measurements["cpu"].seconds is not None
-
-
 def test_tuning_exchanges_no_data_with_other_processes():
     convs = tuple(conv._replace(process_group=object()) for conv in branches())
     task = tuner.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
@@ -688,12 +600,6 @@ def test_a_kernel_whose_bits_differ_from_run_to_run_has_a_race():
     entry = tune("gelu", torch.randn(7, 24), approximate="none")
     assert entry.measurements["cpu"].flaw == tuner.RACES
     assert entry.chosen == "reference"
-
-
-def test_the_arguments_that_a_call_writes_to_are_no_race():
-    residual = torch.randn(40, 16)
-    entry = tune("linear_add", torch.randn(40, 16), torch.randn(16, 16), None, residual, inplace=True)
-    assert all(each.flaw is None for each in entry.measurements.values())
 
 
 def test_a_lack_of_memory_is_no_flaw():
@@ -764,15 +670,6 @@ def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, gradie
     measured = dict.fromkeys(names, tuner.Measurement(0.0, 1.0, None, None))
     timed = tuner.time_in_turns(candidates, call, measured)
     assert tuner.fastest(timed, "triton", tuner._MARGIN_OF_GPU).chosen == fastest
-
-
-def test_on_a_gpu_the_favored_one_stays_where_another_is_hardly_faster(monkeypatch):
-    gpu = GpuClock(monkeypatch)
-    candidates = {"triton": gpu.candidate(1e-3, 1.02e-5), "composed": gpu.candidate(1e-6, 1e-5)}
-    call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), False)
-    measured = dict.fromkeys(candidates, tuner.Measurement(0.0, 1.0, None, None))
-    timed = tuner.time_in_turns(candidates, call, measured)
-    assert tuner.fastest(timed, "triton", tuner._MARGIN_OF_GPU).chosen == "triton"
 
 
 def test_gradients_are_timed_by_the_kernels_that_the_check_has_run():

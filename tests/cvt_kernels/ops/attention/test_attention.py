@@ -1,4 +1,4 @@
-"""attention with a bias by PyTorch's scaled_dot_product_attention, and attention_map."""
+"""Samples of large images for tuning, and attention_map."""
 
 import math
 
@@ -7,35 +7,10 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.tuning import accuracy
-from tests.checks import assert_accurate
 
 
 def make(tokens, *, heads=3, dtype=torch.float32):
     return torch.randn(2, tokens, heads, 8, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((2, 3, 9, 17), torch.bfloat16), ((3, 9, 17), torch.float32), ((2, 1, 1, 17), torch.float32),
-     ((9, 17), torch.bfloat16), ((17,), torch.float32)],
-    ids=str,
-)  # fmt: skip
-def test_a_bias_that_may_exclude_every_key_by_sdpa(shape, dtype):
-    tensors = [make(n, dtype=dtype) for n in (9, 17, 17)]
-    bias = torch.randn(shape).to(dtype)
-    bias[..., 4] = -torch.inf
-    if len(shape) > 1:
-        bias[(0,) * (len(shape) - 1)] = -torch.inf  # a row of nothing
-    results = []
-    for backend, convert in (("sdpa", dtype), ("reference", dtype), ("reference", torch.float64)):
-        leaves = [x.to(convert).detach().clone().requires_grad_() for x in (*tensors, bias)]
-        with ck.use_backend(backend):
-            out = ck.attention(*leaves[:3], bias=leaves[3], scale=0.3)
-        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
-    factors = accuracy.VALUE_FACTOR, *4 * (accuracy.GRADIENT_FACTOR,)
-    for actual, own, exact, factor in zip(*results, factors, strict=True):
-        assert_accurate(actual, own, exact, factor=factor, floor=2.0)
 
 
 # Samples for tuning -----------------------------------------------------------------------------------------

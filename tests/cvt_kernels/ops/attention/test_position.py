@@ -8,13 +8,10 @@ from cvt_kernels.records import PositionBias
 from cvt_kernels.reference import gather_rows
 from tests.checks import (
     CPU_KERNELS,
-    needs_extension,
     python_blocks,
-    recorded_operators,
     run_blocks,
     section_of,
 )
-from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORWARD = ["sdpa", CPU_KERNELS]
@@ -27,10 +24,6 @@ GRIDS = [
     ((1, 1), (1, 1), 2, 1),
     ((2, 3), (3, 4), 1, 0),  # some offsets occur in no pair
 ]
-
-
-#: Settings of a call of the contract.
-SIZES = {"position": "table", "height": 6, "width": 5, "key_height": 3, "key_width": 3, "stride": 2}
 
 
 def make(grids, *, batch=2, heads=2, dim=8, dtype=torch.float64, table=1.0, rows=None):
@@ -127,85 +120,7 @@ def test_gradients_of_chosen_queries():
     assert ours[3].abs().max() > 1e-3
 
 
-def test_a_table_and_another_bias_together():
-    assert_agrees("attention", "sdpa", **SIZES, bias="matrix")
-
-
-# Zeros, and accuracy --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["reference", *FORWARD])
-@pytest.mark.parametrize("scale", [0.3, -0.3])
-def test_zeros_leave_every_bit(backend, dtype, scale):
-    q, k, v, position = make(((9, 11), (5, 6), 2, 1), batch=1, dtype=dtype, table=0.0)
-    plain = attend(backend, q, k, v, scale=scale)
-    assert torch.equal(attend(backend, q, k, v, scale=scale, position=position), plain)
-    other = position._replace(table=torch.ones_like(position.table).cumsum(2))
-    assert not torch.equal(attend(backend, q, k, v, scale=scale, position=other), plain)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("backend", FORWARD)
-def test_accuracy(backend, dtype):
-    """At the second stage's width, with scores that the bias dominates."""
-    shape = SIZES | {"width": 28, "key_width": 14, "channels": 64, "batch": 1}
-    assert_agrees("attention", backend, **shape, scale=0.05, dtype=dtype)
-
-
-@needs_extension
-def test_any_number_of_threads_and_blocks_of_keys():
-    """More keys than a block of the CPU kernels, which then begin in the midst of a row of keys."""
-    q, k, v, position = make(((16, 17), (16, 17), 1, 1), batch=1, dtype=torch.float32)
-    out = attend("cpu", q, k, v, position=position)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(attend("cpu", q, k, v, position=position), out)
-    finally:
-        torch.set_num_threads(threads)
-    torch.testing.assert_close(out, attend("reference", q, k, v, position=position), rtol=1e-4, atol=1e-5)
-
-
 # The rest of the interface --------------------------------------------------------------------------------
-
-
-@needs_extension
-def test_a_scale_of_zero_is_left_to_others():
-    q, k, v, position = make(GRIDS[1])
-    with pytest.raises(ck.BackendUnavailable, match="too close to 0 to divide"):
-        attend("cpu", q, k, v, scale=0.0, position=position)
-    out = attend("sdpa", q, k, v, scale=0.0, position=position)
-    probabilities = by_hand(position, 1).softmax(-1)
-    torch.testing.assert_close(out, torch.einsum("hqk,bkhd->bqhd", probabilities, v))
-
-
-@needs_extension
-def test_gradients_of_the_table_alone_are_left_to_others():
-    q, k, v, position = make(GRIDS[1])
-    live = position._replace(table=position.table.requires_grad_())
-    with ck.use_backend("cpu"), pytest.raises(ck.BackendUnavailable, match="has no gradients on a CPU"):
-        ck.attention(q, k, v, position=live)
-
-
-@pytest.mark.parametrize("backend", FORWARD)
-def test_autocast_reads_a_table_in_float32(backend):
-    """Keys are of another dtype than queries, as they may be there."""
-    q, k, v, position = make(GRIDS[1], dtype=torch.float32)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        out = attend(backend, q, k.bfloat16(), v, scale=0.3, position=position)
-    wide = [t.bfloat16().double() for t in (q, k, v)]
-    table = position.table.double()
-    exact = attend("reference", *wide, scale=0.3, position=position._replace(table=table))
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=3e-2)
-
-
-def test_a_compiled_call_has_the_gradients():
-    tensors = make(((2, 3), (1, 2), 2, 0), dtype=torch.float32, batch=1, heads=1)
-    compiled = torch.compile(ck.attention, fullgraph=True, backend="aot_eager")
-    results = [run("sdpa", *tensors, attention=function) for function in (ck.attention, compiled)]
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("with_rows", [False, True])
@@ -227,11 +142,3 @@ def test_queries_that_are_no_tokens_are_refused(backend):
     position = ck.PositionBias(table, (4, 4), (2, 2), 1, torch.tensor([[3, 16]]))
     with pytest.raises(ValueError, match=r"position\.rows: got 16, expected the tokens 0 to 15, or -1"):
         attend(backend, q, kv, kv, position=position)
-
-
-@needs_extension
-def test_the_extension_reads_the_table_itself():
-    q, k, v, position = make(GRIDS[1], dtype=torch.float32)
-    with recorded_operators() as called:
-        attend("cpu", q, k, v, position=position)
-    assert called == ["cvt_kernels.attention_by_position.default"]

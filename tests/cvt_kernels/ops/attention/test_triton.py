@@ -1,19 +1,17 @@
-"""The Triton kernels of attention, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""Attention in Triton: views without copies, large scores, tiles of keys, and launches."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch.records import Attention
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.attention.triton import backward, forward
 from cvt_kernels.ops.attention.triton.autograd import why_unsupported
 from tests.checks import WIDEST, precision_of
-from tests.cvt_kernels.ops.agreement import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = launching.Chip(90, 132)
@@ -39,54 +37,6 @@ def run(backend, tensors, *, scale=None, double=False):
 
 def sizes(queries, keys, heads=2, channels=16, **settings):
     return {"queries": queries, "keys": keys, "heads": heads, "channels": channels, **settings}
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize(("queries", "keys", "heads"), [(70, 50, 6), (70, 196, 3), (40, 784, 1)])
-def test_keys_and_heads_of_cvt_13(queries, keys, heads, dtype):
-    shape = sizes(queries, keys, heads, 64, batch=1, dtype=dtype)
-    assert_agrees("attention", "triton", **shape, scale=(heads * 64) ** -0.5)
-
-
-@pytest.mark.rest
-@settings(max_examples=10, deadline=None)
-@given(
-    queries=st.sampled_from([1, 2, 15, 17, 33, 65, 80]),
-    keys=st.sampled_from([2, 15, 17, 33, 65, 80]),
-    batch=st.sampled_from([1, 3]),
-    heads=st.sampled_from([1, 2, 3]),
-    channels=st.sampled_from([1, 7, 16, 40]),
-    bias=st.sampled_from(["none", "full", "matrix", "keys", "heads", "queries"]),
-    excluded=st.sampled_from(["none", "most", "block"]),
-    dtype=st.sampled_from(["float32", "float64"]),
-    scale=st.sampled_from([None, 0.1, -1.0, 0.0]),
-)
-def test_odd_sizes(**settings):
-    assert_agrees("attention", "triton", **settings)
-
-
-@pytest.mark.parametrize("dim", [16, 32, 64, 128])
-@pytest.mark.parametrize(
-    "keys", [20, 120, 150]
-)  # one tile; a last tile as wide as the others; a narrower one
-def test_head_dimensions(keys, dim):
-    assert_agrees("attention", "triton", **sizes(33, keys, 2, dim, batch=1, dtype="float16"))
-    assert_agrees("attention", "triton", **sizes(17, keys, 1, dim, batch=1, dtype="float32"))
-
-
-@pytest.mark.parametrize(("keys", "dtype"), [(20, "float64"), (70, "float16")])
-@pytest.mark.parametrize("bias", ["full", "matrix", "heads", "keys", "queries"])
-def test_bias_and_its_gradient(bias, keys, dtype):
-    assert_agrees("attention", "triton", **sizes(70, keys, bias=bias, dtype=dtype), scale=0.2)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [sizes(6, 5, bias="matrix", excluded="most"), sizes(6, 70, bias="matrix", excluded="all")],
-    ids=str,
-)
-def test_rows_that_the_bias_excludes(settings):
-    assert_agrees("attention", "triton", **settings)
 
 
 @pytest.mark.parametrize("keys", [5, 66])
@@ -123,17 +73,6 @@ def test_large_logits(dtype, keys):
         # Gradients all but cancel, from terms of some 20.
         atol = units * torch.finfo(dtype).eps * max(expected.abs().max().item(), 20)
         torch.testing.assert_close(ours.double(), expected, rtol=0, atol=atol)
-
-
-def test_numbers_at_the_ends_of_their_range():
-    """Takes one key whose score is far above the others, and large values."""
-    q, k, v = make(20, 150, dtype=torch.float32)
-    q, k = torch.ones_like(q), torch.zeros_like(k)
-    k[:, 7], k[:, 8] = 100.0, -1e4
-    v[:, :7] = 6e4
-    out, *gradients = run("triton", [q, k, v], scale=1.0)
-    torch.testing.assert_close(out, v[:, 7:8].expand_as(out))
-    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.gpu
@@ -174,34 +113,6 @@ def test_no_gradient_is_computed_that_nobody_needs():
     assert q.grad is not None
 
 
-@pytest.mark.parametrize("shape", [None, (5, None)])
-@pytest.mark.parametrize("keys", [20, 100, 300])
-def test_inference_gives_the_same_without_statistics(keys, shape):
-    """Calls where nobody needs gradients store no statistics, and are not recorded by autograd."""
-    shape = shape and tuple(keys if n is None else n for n in shape)
-    q, k, v, *biases = make(5, keys, bias=shape, dtype=torch.float16)
-    for bias in biases:
-        bias[1] = -torch.inf
-    stored = []
-
-    def take(launch):
-        stored.append(launch.arguments["STORE_STATS"])
-        launch.start()
-
-    def attend(q):
-        return ck.attention(q, k, v, bias=biases[0] if biases else None)
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    with launching.intercepted_launches(take), ck.use_backend("triton"):
-        trained = attend(q.clone().requires_grad_())
-        inferred = [attend(q), compiled(q)]
-        with torch.no_grad():
-            inferred.append(attend(q.clone().requires_grad_()))
-    assert stored == [True, False, False, False]
-    assert trained.requires_grad
-    assert all(torch.equal(out, trained) and not out.requires_grad for out in inferred)
-
-
 @given(keys=st.integers(1, 600), widest=st.sampled_from([16, 64, 128]))
 def test_tiles_of_keys_waste_less_than_16(keys, widest):
     firsts, widths = forward.key_tiles(keys, widest)
@@ -222,39 +133,7 @@ def test_float32_takes_tensor_cores_where_pytorch_allows_tf32():
         assert precision(torch.float16) == ["ieee"]
 
 
-def test_a_configuration_is_overridden_for_a_while():
-    def warps():
-        with launching.recorded_launches(H200) as launches:
-            run("triton", make(70, 150, dtype=torch.float16))
-        return [launch.options["num_warps"] for launch in launches]
-
-    shipped = warps()
-    config = Attention(block_q=16, block_kv=32, num_warps=16, num_stages=1)
-    with launch.overridden("attention_bwd_dq", config):
-        assert warps() == [shipped[0], 16, shipped[2]]
-    assert warps() == shipped
-    with launch.overridden("attention_fwd_loop", config):
-        assert_agrees("attention", "triton", **sizes(33, 300))
-
-
 # What is left to others -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "dropout_p", "reason"),
-    [
-        ({}, 0.5, "dropout of the probabilities is not supported"),
-        ({"batch": 0}, 0.0, "the batch is empty"),
-        ({"dim": 129}, 0.0, "heads have 129 channels, more than 128"),
-    ],
-)
-def test_what_is_unsupported_is_refused(changes, dropout_p, reason):
-    q, k, v = make(5, 4, dtype=torch.float32, **changes)
-    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
-        ck.attention(q, k, v, dropout_p=dropout_p)
-    with ck.use_backend("triton", "reference"):
-        assert ck.attention(q, k, v, dropout_p=dropout_p).shape == q.shape
-    assert ck.fallbacks()["attention", "triton"] == reason
 
 
 def test_images_beyond_32_bit_offsets_are_unsupported():

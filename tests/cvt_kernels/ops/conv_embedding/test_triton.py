@@ -1,18 +1,16 @@
-"""The Triton kernels of the token embedding, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The token embedding in Triton: views, positions, packed weights, and which kernel serves."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch.records import Rows
+from cvt_kernels import backends, launching
 from cvt_kernels.ops.conv_embedding.triton import embed, operator, patches
 from tests.checks import assert_accurate, needs_float64, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
 
 FLOAT64 = pytest.param("float64", marks=needs_float64)
-DTYPES = ["float16", "bfloat16", "float32", FLOAT64]
 
 
 def sizes(height, width, **settings):
@@ -58,60 +56,6 @@ def launched_by(call):
 
 def kernels_of(call):
     return [launch.kernel.__name__ for launch in launched_by(call)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["contiguous", "channels last", "steps"])
-@each_stage
-def test_stages(stage, kernel, layout, dtype):
-    how = {"channels_last": True} if layout == "channels last" else {"layout": layout}
-    assert_agrees("conv_embedding", "triton", **stage, **how, dtype=dtype)
-    kernel = "normalize" if dtype == "float32" else kernel  # behind PyTorch's convolution
-    assert kernels_of(call_of(**stage, **how, dtype=dtype)) == [f"_conv_embedding_{kernel}_kernel"]
-
-
-@each_stage
-@pytest.mark.parametrize("class_token", [True, False])
-@pytest.mark.parametrize("positions", [True, False])
-@pytest.mark.parametrize(
-    "absent", [(), ("bias",), ("norm_weight", "norm_bias"), ("bias", "norm_weight")], ids=str
-)
-def test_what_may_be_left_out(absent, positions, class_token, stage, kernel):
-    call = call_of(**stage, dtype="float16", class_token=class_token, positions=positions)
-    call = call._replace(**dict.fromkeys(absent))
-    expected = backends.operators["conv_embedding"].reference(call)
-    torch.testing.assert_close(run(call), expected, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("dtype", ["float16", FLOAT64])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        FIRST | sizes(33, 41),  # odd: no pairs of elements
-        FIRST | sizes(7, 3),  # one token
-        FIRST | sizes(32, 44, channels=24),  # one part with empty channels
-        FIRST | sizes(32, 44, channels=48),  # three parts
-        FIRST | sizes(10, 8, inputs=1, channels=16, padding=9),  # windows beyond the image
-        FIRST | sizes(16, 12, inputs=2, channels=16, kernel=4, padding=0),  # no empty elements
-        FIRST | sizes(8, 12, channels=16, kernel=1, stride=3),
-        LATER | sizes(16, 12, inputs=8),
-        LATER | sizes(7, 9, inputs=30, channels=5),
-        LATER | sizes(5, 4, inputs=30, channels=300),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_odd_sizes(channels_last, settings, dtype):
-    assert_agrees("conv_embedding", "triton", **settings, batch=1, channels_last=channels_last, dtype=dtype)
-
-
-@each_stage
-@pytest.mark.parametrize("class_token", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_positions(dtype, class_token, stage, kernel):
-    settings = {"class_token": class_token, "positions": True, "dtype": dtype}
-    assert_agrees("conv_embedding", "triton", **stage, **settings, batch=3)
-    assert len(kernels_of(call_of(**stage, **settings))) == 1
 
 
 @pytest.mark.parametrize("settings", [FIRST, PATCHES], ids=["embed", "patches"])
@@ -187,19 +131,6 @@ def test_division_of_images(batch, tiles, programs, splits):
     assert embed._splits(batch, tiles, programs) == splits
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
-@pytest.mark.parametrize("settings", WINDOWS, ids=str)
-@pytest.mark.parametrize("class_token", [False, True], ids=["", "class token"])
-@with_positions
-def test_windows_side_by_side(positions, class_token, settings, dtype):
-    settings = settings | {"class_token": class_token, "positions": positions}
-    call = call_of(**settings, dtype=dtype)
-    (launched,) = launched_by(call)
-    assert launched.kernel.__name__ == "_conv_embedding_patches_kernel"
-    assert launched.arguments["w_ptr"] is call.weight  # without a copy
-    assert_agrees("conv_embedding", "triton", **settings, batch=3, dtype=dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("settings", WINDOWS, ids=str)
 @with_positions
@@ -261,13 +192,6 @@ def test_which_windows_are_gathered(settings, reason):
     call = call_of(**{"dtype": "float16"} | settings)
     told = patches.why_not_gathered(call.image, call.weight, call.stride, call.padding, call.class_token)
     assert told == reason
-
-
-@each_stage
-def test_replaced_configurations(stage, kernel):
-    config = Rows(elements=1024, num_warps=1, resident_programs=1)
-    with launch.overridden(f"conv_embedding_{kernel}", config):
-        assert_agrees("conv_embedding", "triton", **stage)
 
 
 @pytest.mark.parametrize(

@@ -107,17 +107,6 @@ def test_launches_by_size(images, grid, channels, launches):
     assert len(launched(backends.operators["conv_linear"].bind(x, grid, convs, linears))) == launches
 
 
-@pytest.mark.parametrize("strides", [(1, 1, 1), (2, 2, 2), (2, 1, 2), (2, 1)], ids=str)
-def test_strides(strides):
-    """Each branch has as many outputs as its layer."""
-    x, grid, (conv, *_), _ = made_of("conv_linear", "triton").call.record
-    convs = [conv._replace(stride=stride) for stride in strides]
-    linears = [(torch.randn(n, x.shape[2], device=x.device), None) for n in (5, 40, 13)[: len(strides)]]
-    with ck.use_backend("triton"):
-        ours = ck.conv_linear(x, grid, convs, linears)
-    torch.testing.assert_close(ours, ck.reference.conv_linear(x, grid, convs, linears), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("without_bias", [(), (1,), (0, 1, 2)])
 @pytest.mark.parametrize("strides", [(1, 1, 1), (2, 2, 2), (2, 1, 2)], ids=str)
 def test_branches_of_the_same_sizes_share_code_and_nothing_else(strides, without_bias):
@@ -133,16 +122,6 @@ def test_branches_of_the_same_sizes_share_code_and_nothing_else(strides, without
     with ck.use_backend("triton"):
         ours = ck.conv_linear(x, grid, convs, linears)
     torch.testing.assert_close(ours, ck.reference.conv_linear(x, grid, convs, linears), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "channels"),
-    [("float16", 48), ("float16", 66), ("float16", 260), ("float32", 20)],
-    ids=str,
-)
-def test_configurations_that_ship(dtype, channels):
-    with launch.overridden("conv_linear", shipped(channels, getattr(torch, dtype))):
-        assert_agrees("conv_linear", "triton", **sizes(1, (2, 2), channels, dtype=dtype, outputs=channels))
 
 
 @pytest.mark.parametrize(
@@ -221,19 +200,3 @@ def test_every_strip_has_one_program(stage, batch):
 )
 def test_blocks_of_outputs(outputs, widths):
     assert common._widths(outputs, 128) == widths
-
-
-def test_one_launch_reads_its_arguments_as_they_lie():
-    """The linear weights are the model's own, and nothing is computed before the launch."""
-    call = made_of("conv_linear", "triton").call.record
-    with launching.recorded_launches(launching.Chip(90, 132)) as recorded:
-        forward.conv_linear(call)
-    (launch,) = recorded
-    assert launch.arguments["x_ptr"] is call.x
-    for name, tensors in {
-        "w_ptrs": [conv.weight for conv in call.convs],
-        "var_ptrs": [conv.running_var for conv in call.convs],
-        "linear_ptrs": [weight for weight, _ in call.linears],
-        "bias_ptrs": [bias for _, bias in call.linears],
-    }.items():
-        assert all(a is b for a, b in zip(launch.arguments[name], tensors, strict=True)), name

@@ -11,10 +11,8 @@ import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import read_checkpoint
 from cvt_kernels import backends, reference
-from cvt_kernels.ops.conv_projection import geometry_of, modules
-from tests.checks import CPU_KERNELS, needs_extension, not_built, recorded_operators
+from tests.checks import needs_extension, not_built
 from tests.cvt.models import small
-from tests.cvt_kernels.ops.agreement import assert_agrees
 
 HYBRID = (3, 1, 1), (5, 4, 2)  # kernel size, padding and dilation of each summand
 GRID = (4, 5)
@@ -54,59 +52,6 @@ def test_the_reference_sums_normalized_maps_and_has_the_class_token_once():
     assert torch.equal(y[:, 0], x[:, 0])
 
 
-@needs_extension
-@pytest.mark.parametrize(("training", "dtype"), [(True, "float32"), (False, "bfloat16")], ids=str)
-def test_results_and_gradients(training, dtype):
-    sizes = {"height": 4, "width": 3, "channels": 5, "dilation": 2, "padding": 2, "summands": 2}
-    assert_agrees("conv_projection", "cpu", **sizes, training=training, dtype=dtype)
-
-
-@needs_extension
-@pytest.mark.parametrize("grid", [(1, 2), (3, 4), (8, 7), (11, 13)])
-@pytest.mark.parametrize("kinds", [HYBRID, ((3, 1, 1), (3, 1, 1), (1, 0, 1)), ((5, 2, 1), (3, 3, 3))])
-def test_cpu_rows_of_every_width(grid, kinds):
-    x = make_x(grid, 18, dtype=torch.float64)
-    branches = [
-        tuple(make_conv(18, *each, stride=s, dtype=torch.float64) for each in kinds) for s in (1, 2, 3)
-    ]
-    expected = reference.conv_projection(x, grid, branches, training=False)
-    with ck.use_backend("cpu"):
-        torch.testing.assert_close(project(x, branches, grid), expected)
-
-
-@pytest.mark.parametrize("backend", ["reference", CPU_KERNELS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_summand_of_zeros_changes_no_bit(backend, dtype):
-    x, branches = make_x((5, 7), 20, dtype=dtype), make_branches(20, dtype=dtype)
-    for _, other in branches:
-        other.bn_weight.zero_()
-        other.bn_bias.zero_()
-    with ck.use_backend(backend):
-        hybrid = project(x, branches, (5, 7))
-        plain = project(x, [one for one, _ in branches], (5, 7))
-    assert all(map(torch.equal, hybrid, plain))
-
-
-@needs_extension
-@torch.no_grad()
-def test_cpu_evaluates_all_in_one_pass():
-    x, branches = make_x(GRID, 6), make_branches(6)
-    with ck.use_backend("cpu"), recorded_operators() as called:
-        project(x, branches)
-    assert called == ["cvt_kernels.conv_projection_inference.default"]
-
-
-@needs_extension
-def test_an_output_that_is_not_used_takes_no_part_in_the_gradients():
-    x = make_x(GRID, 6, dtype=torch.float64).requires_grad_()
-    branches = make_branches(6, dtype=torch.float64)
-    gradients = []
-    for backend in ("reference", "cpu"):
-        with ck.use_backend(backend):
-            gradients.append(torch.autograd.grad(project(x, branches)[1].sin().sum(), x)[0])
-    torch.testing.assert_close(*gradients)
-
-
 def test_conv_linear_takes_sums():
     x, branches = make_x(GRID, 6), make_branches(6)
     linears = [(torch.randn(4, 6), torch.randn(4)) for _ in branches]
@@ -136,31 +81,6 @@ def test_conv_linear_takes_sums():
 def test_bad_sums(branch, message):
     with pytest.raises(ValueError, match=message):
         project(make_x(GRID, 6), [make_conv(6, 3, 1, 1), branch])
-
-
-def test_a_sum_of_one_is_a_branch():
-    x, conv = make_x(GRID, 6), make_conv(6, 3, 1, 1)
-    assert torch.equal(project(x, [conv])[0], project(x, [(conv,)])[0])
-    assert geometry_of([conv]) == geometry_of([(conv,)])
-
-
-def test_kinds_of_call_tell_sums_from_branches():
-    one, other = make_conv(6, 3, 1, 1), make_conv(6, 3, 1, 1)
-    declared, x = backends.operators["conv_projection"], make_x(GRID, 6)
-    for convs, words in (([one, other], "3x3/1/1/1 3x3/1/1/1"), ([(one, other)], "3x3/1/1/1+3x3/1/1/1")):
-        assert words in declared.cost_class(declared.bind(x, GRID, convs, training=False))
-
-
-@needs_extension
-@torch.no_grad()
-def test_a_known_call_is_not_taken_for_another():
-    x, pairs = make_x(GRID, 6), make_branches(6, strides=(1, 1))
-    flat = [conv for pair in pairs for conv in pair]
-    with ck.use_backend("cpu"):
-        for convs in (flat, pairs, [flat[0], *pairs[1:], flat[1]]):
-            expected = reference.conv_projection(x, GRID, convs, training=False)
-            for _ in range(2):
-                torch.testing.assert_close(project(x, convs), expected)
 
 
 @needs_extension
@@ -204,12 +124,6 @@ def test_a_merged_convolution_is_the_sum(kinds, stride):
     conv.load_state_dict({"weight": merged.weight, "bias": merged.bn_bias})
     maps = conv(x[:, 1:].transpose(1, 2).unflatten(2, (7, 9))).flatten(2).transpose(1, 2)
     torch.testing.assert_close(maps, expected[:, 1:], rtol=0, atol=1e-12)
-
-
-def test_what_is_padded_by_more_than_a_small_map_may_be_is_merged():
-    x, convs = make_x((99, 2), 4), (make_conv(4, 3, 100, 1), make_conv(4, 1, 99, 1))
-    expected, y = (project(x, [branch], (99, 2))[0] for branch in (convs, ck.merge_convolutions(convs)))
-    torch.testing.assert_close(y, expected)
 
 
 ONE = make_conv(6, 3, 1, 1)
@@ -287,21 +201,6 @@ def test_hooks_on_the_dilated_part_are_called(part):
     assert calls == [part]
 
 
-@pytest.mark.parametrize("frozen", ["bn", "dilated_bn"])
-def test_one_of_two_batch_norms_may_be_frozen(frozen):
-    model = hybrid().train()
-    by_modules = copy.deepcopy(model)
-    for each in (model, by_modules):
-        getattr(branch_of(each), frozen).eval()
-    branch = branch_of(model)
-    x = torch.randn(2, 13, 16)
-    y = modules.project(x, (3, 4), [branch.summands()])[0]
-    maps = branch_of(by_modules)(x[:, 1:].transpose(1, 2).unflatten(2, (3, 4)))
-    torch.testing.assert_close(y[:, 1:], maps.flatten(2).transpose(1, 2))
-    assert torch.equal(y[:, 0], x[:, 0])
-    torch.testing.assert_close(dict(branch.named_buffers()), dict(branch_of(by_modules).named_buffers()))
-
-
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_step_of_training_moves_the_dilated_part(amp):
     model = hybrid(start=True).train()
@@ -314,15 +213,6 @@ def test_a_step_of_training_moves_the_dilated_part(amp):
     for name in ("bn.weight", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked"):
         after = branch_of(model).state_dict()[f"dilated_{name}"]
         assert not torch.equal(after, before[f"dilated_{name}"])
-
-
-@pytest.mark.slow
-def test_a_hybrid_model_compiles_whole():
-    model = hybrid()
-    with torch.no_grad():
-        expected = model(IMAGES)
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(IMAGES), expected)
 
 
 def test_no_stage_of_a_hybrid_model_can_be_frozen():

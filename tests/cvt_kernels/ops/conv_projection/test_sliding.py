@@ -33,16 +33,6 @@ def assert_launches(made, *names):
     return launched
 
 
-@pytest.mark.parametrize("channels", [3, 66])
-@pytest.mark.parametrize("grid", [(1, 1), (3, 4)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_packed_and_single_channels_at_edges(dtype, grid, channels):
-    """Even numbers of 16-bit channels are read two at a time, odd ones and float32 one by one."""
-    assert_launches(
-        made_with((1, 2, 2), **sizes(grid, channels, dtype=dtype, gradient="none")), "sliding_fwd"
-    )
-
-
 @pytest.mark.parametrize("layout", ["offset", "sliced"])
 def test_what_cannot_be_read_two_channels_at_a_time(layout):
     """16-bit tokens and weights that do not lie at multiples of 4 bytes are read one by one."""
@@ -122,23 +112,6 @@ def test_small_batches_get_shorter_strips():
 
 
 # Gradients -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("grid", "channels", "class_token", "strides", "dtype"),
-    [
-        ((3, 5), 6, True, (1, 2, 2), "float32"),
-        ((4, 3), 3, False, (1, 1, 1), "bfloat16"),  # odd channels are not packed
-        ((1, 7), 4, True, (2, 2, 2), "float16"),
-        ((5, 1), 2, True, (1, 2), "float64"),
-        ((2, 2), 66, False, (2,), "bfloat16"),
-        ((1, 1), 2, False, (1,), "float64"),
-    ],
-    ids=str,
-)
-def test_gradients(grid, channels, class_token, strides, dtype):
-    made = made_with(strides, **sizes(grid, channels, class_token=class_token, dtype=dtype), training=True)
-    assert_launches(made, "sliding_bwd_sums", "sliding_bwd_conv", "sliding_bwd_input")
 
 
 @pytest.mark.parametrize(("dtype", "strides"), [("bfloat16", (1, 2, 2)), ("float64", (1,))], ids=str)

@@ -1,4 +1,4 @@
-"""The Triton kernels of conv_projection, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The projection in Triton: CvT's stages, statistics of many regions, running ones, launches."""
 
 import contextlib
 import copy
@@ -7,19 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
 from cvt_kernels import launch, launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from cvt_kernels.ops.conv_projection.triton.autograd import why_unsupported
-from cvt_kernels.tuning import tuner
 from tests.checks import needs_float64
 from tests.contract.examples import assert_right, run, same_bits
 from tests.contract.test_contract import run_guarded
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.cvt_kernels.ops.agreement import made_of
 
 KERNELS = ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input")
 
@@ -76,21 +73,6 @@ def wide_tiles(channels):
             config = replace(common.configuration(f"sliding_{name}", x), channels=channels_of_all)
             stack.enter_context(launch.overridden(f"conv_projection_sliding_{name}", config))
         yield
-
-
-@pytest.mark.rest
-@settings(max_examples=4, deadline=None)
-@given(
-    height=st.integers(1, 6),
-    width=st.integers(2, 6),
-    channels=st.sampled_from([1, 3, 17]),
-    class_token=st.booleans(),
-    branches=st.integers(1, 2),
-    training=st.booleans(),
-)
-def test_odd_sizes(**settings):
-    usual = {"kernel": 3, "stride": 1, "padding": 1, "dilation": 1}
-    assert_agrees("conv_projection", "triton", **settings, **usual, dtype="float64")
 
 
 @pytest.mark.parametrize(
@@ -205,25 +187,6 @@ def test_running_statistics_take_a_launch_of_their_own_for_an_average_only(momen
     assert [name.removesuffix("_kernel") for name in names] == [*kernels.split(), "fwd"]
 
 
-def test_training_under_autocast():
-    with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
-        made = made_with((1, 2, 2), **sizes((6, 6), 8), training=True)
-        assert_right(made, run(made), dtype=torch.bfloat16)
-
-
-def test_compiled_training():
-    torch.compiler.reset()
-    compiled = torch.compile(ck.conv_projection, fullgraph=True, backend="aot_eager")
-    call = made_with((1, 2), **sizes((2, 3), 4), training=True).call
-    results = []
-    for function in (ck.conv_projection, compiled):
-        copied = call.map(tuner._copied)
-        with ck.use_backend("triton"):
-            outs = function(*copied.record[:3], training=True)
-        results.append(tuner._results(copied, list(outs), [out.detach().sin() for out in outs]))
-    assert same_bits(*results)
-
-
 def test_a_huge_mean_beside_a_small_deviation():
     """Σy² − (Σy)²/n would be left with nothing there, and β − mean · scale with little."""
     made = made_with((1,), **sizes((6, 6), 32, statistics="none"))
@@ -253,22 +216,6 @@ def test_more_than_two_billion_elements():
     outs = made.public(made.call.record._replace(x=made.call.record.x.expand(2100, -1, -1)))
     assert outs[0].numel() > 2**31
     assert all(torch.equal(out[-1], out[0]) for out in outs)
-
-
-@pytest.mark.gpu
-def test_training_in_a_cuda_graph():
-    made = made_with((1, 2, 2), **sizes((6, 6), 64), dtype="float16", gradient="none", training=True)
-    call, stream = made.call.record, torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        made.public(made.call.map(tuner._copied).record)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            outs = made.public(call)
-        call.x.mul_(2)
-        graph.replay()
-        stream.synchronize()
-        expected = made.public(call)
-    assert all(map(torch.equal, outs, expected))
 
 
 # Launches -------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""The depthwise convolution of tokens with GELU: its formula, kinds and samples of calls."""
+"""The depthwise convolution with GELU: its reference is a loop."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from cvt_kernels import backends, choose, reference
+from cvt_kernels import reference
 
 GRID, CHANNELS = (3, 4), 6
 X = torch.randn(2, 12, CHANNELS)
@@ -23,22 +23,3 @@ def test_the_reference_is_a_loop(approximate, bias):
     quick = sums * torch.sigmoid(1.702 * sums)
     expected = quick if approximate == "quick" else F.gelu(sums, approximate=approximate)
     torch.testing.assert_close(out, expected.flatten(1, 2))
-
-
-def test_the_words_for_a_kind_of_call():
-    def cache_key(x=X, grid=GRID, bias=BIAS, approximate="none"):
-        return choose.cache_key("depthwise_conv_gelu", x, grid, WEIGHT, bias, approximate=approximate)
-
-    plain = cache_key()
-    assert plain == cache_key(grid=(4, 3)) == cache_key(X[:1].expand(3, -1, -1).contiguous())
-    kinds = [plain, cache_key(bias=None), cache_key(approximate="tanh"), cache_key(X.mT.contiguous().mT)]
-    assert len({*kinds}) == 4
-    assert "6 channels" in str(plain)
-
-
-def test_a_sample_has_fewer_images():
-    declared = backends.operators["depthwise_conv_gelu"]
-    call = declared.bind(torch.empty(9, 2**14, 4), (128, 128), WEIGHT)
-    sample = declared.sample(1, call)
-    assert sample.x.shape == (4, 2**14, 4)
-    assert sample[1:] == call[1:]

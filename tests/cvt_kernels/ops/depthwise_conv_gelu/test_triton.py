@@ -1,4 +1,4 @@
-"""The Triton kernels of depthwise_conv_gelu, on a GPU or else in Triton's interpreter on CPU tensors."""
+"""The depthwise convolution with GELU in Triton: strips and images of a program, views, launches."""
 
 import contextlib
 
@@ -42,37 +42,6 @@ def run(grid, x, weight, bias):
         y = ck.depthwise_conv_gelu(x, grid, weight, bias)
     dy = torch.linspace(-1, 1, y.numel(), device=DEVICE).view_as(y).to(y.dtype)
     return y.detach(), *torch.autograd.grad(y, [t for t in (x, weight, bias) if t.requires_grad], dy)
-
-
-@pytest.mark.usefixtures("wide_strips")
-@pytest.mark.parametrize(
-    ("dtype", "approximate"),
-    [
-        ("float16", "none"),
-        ("float16", "quick"),
-        ("bfloat16", "none"),
-        ("bfloat16", "tanh"),
-        ("float32", "none"),
-    ],
-)
-def test_results_and_gradients_are_accurate(dtype, approximate):
-    settings = {"dtype": dtype, "approximate": approximate, "channels": 64}
-    assert_agrees("depthwise_conv_gelu", "triton", **settings)
-
-
-@pytest.mark.parametrize(
-    ("batch", "grid", "channels", "dtype"),
-    [
-        (1, (1, 1), 1, "float32"),
-        (3, (1, 5), 3, "bfloat16"),  # odd channels are read one by one
-        (2, (4, 1), 66, "float16"),
-        (1, (2, 9), 130, "bfloat16"),  # two blocks of columns, and of channels
-    ],
-    ids=str,
-)
-def test_sizes_at_edges(batch, grid, channels, dtype):
-    settings = {"batch": batch, "height": grid[0], "width": grid[1], "channels": channels}
-    assert_agrees("depthwise_conv_gelu", "triton", **settings, dtype=dtype, bare=batch == 1)
 
 
 def launched_by(function):
@@ -168,13 +137,3 @@ def plan_of(grid, channels, dtype):
 @pytest.mark.parametrize(("channels", "block"), [(64, 64), (65, 64), (68, 128), (128, 128), (192, 64)])
 def test_blocks_of_channels(channels, block):
     assert plan_of((2, 2), channels, torch.bfloat16).others["LANES"].channels == block
-
-
-def test_a_configuration_is_overridden_for_a_while():
-    def warps():
-        return plan_of((4, 8), 4, torch.float32).sliding.options["num_warps"]
-
-    config = Sliding(pairs=2, channels=128, registers=128, resident_warps=16)
-    with launch.overridden("depthwise_conv_gelu_fwd", config):
-        assert warps() == 2
-    assert warps() == 4

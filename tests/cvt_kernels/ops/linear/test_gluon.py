@@ -8,7 +8,6 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine
-from tests.processes import run_python
 
 gluon = pytest.importorskip("cvt_kernels.ops.linear.gluon", reason="this Triton has no Gluon")
 
@@ -85,55 +84,3 @@ def test_a_request_says_why_it_cannot_be_served():
         pytest.skip("there is a GPU that runs it")
     with ck.use_backend("gluon"), pytest.raises(ck.BackendUnavailable, match="'gluon' is unavailable"):
         ck.linear_gelu(x, weight)
-
-
-#: proj + residual with the statistics of its rows, then fc1 with LayerNorm folded, in the emulator.
-FOLDED = """
-import os
-import torch
-from torch.nn import functional as F
-from cvt_kernels import launching
-from cvt_kernels.ops.linear import gluon
-from tests.emulator.launches import Runner
-
-torch.manual_seed(0)
-mean, rows, channels, programs, dtype = eval(os.environ["CASE"])
-y, stream = torch.randn(rows, channels).to(dtype), (torch.randn(rows, channels) + mean).to(dtype)
-proj, fc1 = ((torch.randn(n, channels) / channels**0.5).to(dtype) for n in (channels, 4 * channels))
-gamma, beta, bias = torch.rand(channels) + 0.5, torch.randn(channels), torch.randn(4 * channels)
-folded = (fc1.double() * gamma.double()).to(dtype)
-hidden = torch.full((rows, 4 * channels), float("nan"), dtype=dtype)
-before, runner = stream.clone(), Runner(90)
-with launching.intercepted_launches(runner.run, launching.Chip(90, programs)):
-    statistics = gluon.product(y, proj, None, stream, residual=stream, has_statistics=True)
-    norm = gluon.FoldedNorm(statistics, folded.double().sum(1).float(), 1e-5)
-    shifted = (fc1.double() @ beta.double() + bias.double()).float()
-    gluon.product(stream, folded, shifted, hidden, approximate="none", norm=norm)
-assert not any(ran.result.faults for ran in runner.ran)
-exact = y.double() @ proj.double().T + before.double()
-assert ((stream.double() - exact).abs() / (exact.abs() + 1)).max() < 2**-8
-parts = stream.double().split(statistics.width, dim=1)
-for part, (total, squares) in zip(parts, statistics.sums.double().unbind(1), strict=True):
-    torch.testing.assert_close(total, part.sum(1), rtol=1e-5, atol=1e-4)
-    deviations = part - part.mean(1, keepdim=True)
-    torch.testing.assert_close(squares, deviations.square().sum(1), rtol=1e-4, atol=0)
-normed = F.layer_norm(stream.double(), (channels,), gamma.double(), beta.double(), 1e-5)
-exact = F.gelu(normed @ fc1.double().T + bias.double())
-rounded = F.layer_norm(stream.float(), (channels,), gamma, beta, 1e-5).to(dtype).double()
-plain = F.gelu(rounded @ fc1.double().T + bias.double()).to(dtype).double()
-assert (hidden.double() - exact).norm() <= 1.2 * (plain - exact).norm()
-"""
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "0.5, 197, 192, 3, torch.bfloat16",
-        "100.0, 65, 384, 5, torch.bfloat16",
-        "-100.0, 130, 136, 132, torch.float16",
-    ],
-    ids=["usual", "mean of 100 deviations", "float16, mean of 100 deviations"],
-)
-def test_layer_norm_is_folded_into_products(case):
-    child = run_python(FOLDED, CASE=case, TRITON_INTERPRET="0")
-    assert child.returncode == 0, child.stderr

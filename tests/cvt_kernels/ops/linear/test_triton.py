@@ -1,22 +1,18 @@
-"""The Triton kernels of linear layers with what follows them, on a GPU or else in Triton's interpreter."""
+"""Linear layers in Triton: persistent programs, descriptors, dtypes side by side, launches."""
 
 import dataclasses
 from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching, machine
+from cvt_kernels import backends, launch, launching
 from cvt_kernels.launch.records import Product
 from cvt_kernels.ops.linear.triton import autograd, common, forward
-from tests.checks import WIDEST, assert_accurate
+from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-VARIANTS = ["none", "tanh", "quick"]
 
 
 def make(*shapes, dtype=torch.float32):
@@ -65,35 +61,6 @@ def launches_of(function, *args, chip=None, **options):
     with launching.intercepted_launches(take, chip), ck.use_backend("triton"):
         function(*args, **options)
     return launches
-
-
-#: The shapes of CvT, with fewer rows (descriptors in 16 bits, pointers in float32), and the widest ones.
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (40, 192), (32, 384), (16, 512)])
-def test_shapes_of_cvt(inputs, outputs, dtype):
-    tensors = make_layer((2, 40), inputs, outputs, dtype)
-    assert_agree(ck.linear_gelu, tensors[:3], approximate="quick")
-    assert_agree(ck.linear_add, tensors)
-    norm = make((outputs,), (outputs, 1), dtype=dtype)
-    assert_agree(ck.linear_add_layer_norm, [*tensors, norm[0], norm[1].flatten()], shift=tensors[2])
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.data())
-def test_odd_sizes(data):
-    rows, outputs = (data.draw(st.sampled_from([1, 2, 7, 16, 33, 72])) for _ in range(2))
-    inputs = data.draw(st.sampled_from([1, 3, 8, 24, 72]))
-    dtype = data.draw(st.sampled_from([torch.float16, torch.float32, WIDEST]))
-    x, weight, bias, residual = make_layer(rows, inputs, outputs, dtype)
-    if data.draw(st.booleans()):
-        bias = None
-    assert_agree(ck.linear_gelu, [x, weight, bias], approximate=data.draw(st.sampled_from(VARIANTS)), floor=4)
-    assert_agree(ck.linear_add, [x, weight, bias, residual], floor=4)
-    norm = [data.draw(st.sampled_from([None, torch.randn(outputs).to(residual)])) for _ in range(3)]
-    eps = 0.5 if outputs == 1 else 1e-5  # one channel: what is left of it is 0, without rounding errors
-    tensors = [x, weight, bias, residual, *norm[:2]]
-    # With few channels their variance may be anything, and the error of their mean is divided by it.
-    assert_agree(ck.linear_add_layer_norm, tensors, eps=max(eps, 0.01), shift=norm[2], floor=16)
 
 
 def test_many_tiles_in_one_program():
@@ -148,24 +115,6 @@ def test_rows_far_from_zero():
 # Gradients ------------------------------------------------------------------------------------------------
 
 
-def step(backend, tensors, approximate):
-    live = [t.detach().requires_grad_() for t in tensors]
-    with ck.use_backend(backend):
-        out = ck.linear_gelu(*live, approximate=approximate)
-    pattern = torch.linspace(-1, 1, out.numel(), device=DEVICE).bfloat16().view(out.shape).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, live, pattern)]
-
-
-@pytest.mark.parametrize("approximate", VARIANTS)
-def test_gradients_without_cpu_kernels(approximate, monkeypatch):
-    monkeypatch.setattr(machine, "why_extension_unavailable", lambda device_type: "not built")
-    tensors = make_layer(40, 24, 136, torch.bfloat16)[:3]
-    ours, theirs = (step(backend, tensors, approximate) for backend in ("triton", "reference"))
-    exact = step("reference", wide(tensors), approximate)
-    for i, results in enumerate(zip(ours, theirs, exact, strict=True)):
-        assert_accurate(*results, factor=3 if i else 2, floor=4 if i else 1)
-
-
 def test_what_gelu_is_applied_to_is_written_for_gradients_only():
     x, weight, bias, _ = make_layer(4, 8, 16)
     compiled = torch.compile(ck.linear_gelu, fullgraph=True, backend="aot_eager")
@@ -182,23 +131,6 @@ def test_what_gelu_is_applied_to_is_written_for_gradients_only():
 
 
 # Calls and configurations ---------------------------------------------------------------------------------
-
-
-def test_calls_that_are_refused():
-    x, weight, bias, residual = make_layer(4, 8, 16)
-    live = weight.clone().requires_grad_()
-    for function, call, reason in (
-        (ck.linear_gelu, (x[:0], weight, bias), "the batch is empty"),
-        (ck.linear_gelu, (x, weight[:0], bias[:0]), "the weight is empty"),
-        (ck.linear_add_layer_norm, (x, live, bias, residual), "has no gradients"),
-        (ck.linear_add_layer_norm, make_layer(2, 8, 513), "513 channels, more than 512"),
-    ):
-        with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
-            function(*call)
-    half = [t.bfloat16() for t in (x, weight, bias, residual)]
-    refused = pytest.raises(ck.BackendUnavailable, match="place")
-    with torch.autocast(DEVICE, torch.float16), ck.use_backend("triton"), refused:
-        ck.linear_add(*half, inplace=True)
 
 
 def test_other_configurations():
@@ -241,12 +173,3 @@ def test_a_stream_of_float32_is_written_in_place_under_autocast(operator):
             same = operator(x, weight, bias, residual)
     assert (out[0] if isinstance(out, tuple) else out) is stream
     torch.testing.assert_close(out, same, rtol=0.05, atol=0.05)
-
-
-def test_the_graph_operator_of_the_norm_has_two_dtypes():
-    """Under autocast on a GPU the LayerNorm is float32."""
-    x, weight, bias, residual = make_layer((60,), 32, 64, torch.bfloat16)
-    operator = torch.ops.cvt_kernels.linear_add_layer_norm.default
-    arguments = x, weight, bias, residual, None, None, None, 1e-5, torch.bfloat16, torch.float32
-    assert [out.dtype for out in operator(*arguments)] == [torch.bfloat16, torch.float32]
-    torch.library.opcheck(operator, arguments, test_utils=("test_faketensor",))

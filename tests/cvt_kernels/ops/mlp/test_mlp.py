@@ -1,4 +1,4 @@
-"""The public function ``layer_norm_mlp``, and its composition of other operators."""
+"""MLPs: PyTorch's modules, sums with factors, and what is saved for the backward."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, reference
-from tests.checks import record_all_calls
+from cvt_kernels import reference
 
 GELUS = {"none": F.gelu, "tanh": nn.GELU(approximate="tanh"), "quick": lambda x: x * torch.sigmoid(1.702 * x)}
 
@@ -16,22 +15,6 @@ def make(rows=(2, 5), channels=12, hidden=20, dtype=torch.float64):
     """Returns x and the parameters, in the order of the operator."""
     shapes = (*rows, channels), (channels,), (channels,), (hidden, channels), (hidden,), (channels, hidden)
     return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in (*shapes, (channels,))]
-
-
-def formula(x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gelu, shift=0, eps=1e-5):
-    z = x + shift
-    z = (z - z.mean(-1, keepdim=True)) / (z.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
-    hidden = gelu((z * norm_weight + norm_bias) @ fc1_weight.t() + fc1_bias)
-    return x + hidden @ fc2_weight.t() + fc2_bias
-
-
-@pytest.mark.parametrize("approximate", GELUS)
-def test_the_composition_is_the_formula(approximate):
-    tensors, shift = make(), torch.randn(12, dtype=torch.float64)
-    plain = ck.layer_norm_mlp(*tensors, approximate=approximate)
-    shifted = ck.layer_norm_mlp(*tensors, approximate=approximate, shift=shift, eps=0.1)
-    torch.testing.assert_close(plain, formula(*tensors, GELUS[approximate]))
-    torch.testing.assert_close(shifted, formula(*tensors, GELUS[approximate], shift, 0.1))
 
 
 class _QuickGELU(nn.Module):
@@ -59,24 +42,6 @@ def test_the_reference_is_what_pytorchs_modules_compute(approximate, bias, shift
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_calls_the_operators_one_after_the_other():
-    called = record_all_calls()
-    backends.implementations["layer_norm_mlp"].pop("cpu")
-    with ck.use_backend("cpu"):
-        ck.layer_norm_mlp(*make())
-    assert called == ["layer_norm", "linear_gelu", "linear_add"]
-
-
-def test_kinds_of_calls():
-    tensors = make((2, 40), 64, 256, torch.float32)
-    settings = {"eps": 1e-5, "approximate": "quick", "shift": None}
-    asked = choose.cache_key("layer_norm_mlp", *tensors, **settings)
-    assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden")
-    strided = tensors[0].transpose(0, 1)
-    asked = choose.cache_key("layer_norm_mlp", strided, *tensors[1:], **settings)
-    assert asked.endswith("quick, 64+ rows of 64 channels, 256 hidden, strided")
-
-
 @pytest.mark.parametrize("approximate", GELUS)
 @pytest.mark.parametrize("scales_sum", [False, True])
 def test_the_sum_is_the_formula(approximate, scales_sum):
@@ -89,13 +54,6 @@ def test_the_sum_is_the_formula(approximate, scales_sum):
     expected = (residual + branch) * factor if scales_sum else residual + branch * factor
     out = ck.mlp_add(x, *layers, residual, approximate=approximate, **settings)
     torch.testing.assert_close(out, expected)
-
-
-def test_kinds_of_sums():
-    x, _, _, *layers = make((2, 40), 64, 256, torch.float32)
-    settings = {"approximate": "quick", "scale": torch.ones(2), "scales_sum": True}
-    asked = choose.cache_key("mlp_add", x, *layers, torch.randn(2, 40, 64), **settings)
-    assert asked.endswith("64 channels, 256 hidden, scaled by image, with the sum")
 
 
 def test_saves_the_hidden_features_once():

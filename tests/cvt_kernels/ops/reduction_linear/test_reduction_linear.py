@@ -1,4 +1,4 @@
-"""The reduction of tokens with the layers of keys and values, by Triton and composed of other operators."""
+"""The reduction with the layers of keys and values: one launch, refusals, PyTorch's modules."""
 
 import pytest
 import torch
@@ -8,10 +8,9 @@ import cvt_kernels as ck
 from cvt_kernels import backends, launching, machine
 from cvt_kernels.ops import reduction_linear
 from cvt_kernels.ops.reduction_linear import triton
-from tests.checks import needs_float64, recorded_operators
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.checks import recorded_operators
+from tests.cvt_kernels.ops.agreement import made_of
 
-FLOAT64 = pytest.param("float64", marks=needs_float64)
 SIZES = [
     {"height": 9, "width": 14, "channels": 40, "kernel": 4, "outputs": 40},
     {"height": 8, "width": 16, "channels": 32, "kernel": 8, "outputs": 32, "layers": 1},
@@ -29,14 +28,6 @@ def run(call):
     *arguments, eps = call
     with ck.use_backend("triton"):
         return reduction_linear.reduction_linear(*arguments, eps=eps)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", FLOAT64])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("settings", SIZES, ids=str)
-def test_sizes(settings, channels_last, dtype):
-    settings = {**settings, "channels_last": channels_last, "dtype": dtype}
-    assert_agrees("reduction_linear", "triton", batch=3, **settings)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -75,26 +66,6 @@ def test_layers_of_several_widths():
     assert [each.shape[2] for each in found] == [5, 40]
     for ours, expected in zip(found, backends.operators["reduction_linear"].reference(call), strict=True):
         torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("given", [{}, {"layers": 1}, {"layers": 3, "bare": True}], ids=str)
-def test_elsewhere_it_is_composed(given):
-    call = made_of("reduction_linear", "reference", gradient="none", **given).call.record
-    *arguments, eps = call
-    out, composed = reduction_linear.reduction_linear(*arguments, eps=eps), reduction_linear._compose(call)
-    expected = backends.operators["reduction_linear"].reference(call)
-    for found in (out, composed):
-        torch.testing.assert_close(found, expected)
-
-
-def test_errors():
-    x, weight, layer = torch.randn(2, 12, 4), torch.randn(4, 4, 4, 4), (torch.randn(4, 4), None)
-    with pytest.raises(ValueError, match="grid: got 3×4, expected at least 4×4, the kernel"):
-        reduction_linear.reduction_linear(x, (3, 4), weight, None, None, None, [layer])
-    with pytest.raises(ValueError, match="linears: got none, expected at least one pair"):
-        reduction_linear.reduction_linear(x, (3, 4), weight[..., :2, :2], None, None, None, [])
-    with pytest.raises(ValueError, match="weight: got shape"):
-        reduction_linear.reduction_linear(x, (3, 4), weight[:, :3], None, None, None, [layer])
 
 
 def test_it_is_the_modules_of_an_attention_with_a_reduction():

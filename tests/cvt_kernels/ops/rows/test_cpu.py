@@ -1,4 +1,4 @@
-"""Operators on rows by the compiled extension: accuracy, instruction sets, rows that x does not have."""
+"""Rows on a CPU: those that x lacks, negative ones, and calls without copies."""
 
 import pytest
 import torch

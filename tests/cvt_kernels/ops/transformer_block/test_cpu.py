@@ -4,47 +4,43 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from cvt_kernels import reference
 from cvt_kernels.ops.transformer_block import transformer_block
-from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
-from tests.cvt_kernels.ops.transformer_block.calls import call, make, pyramid, some_rows, with_quantized
+from tests.checks import needs_extension
+from tests.cvt_kernels.ops.transformer_block.calls import (
+    call,
+    check_images_apart,
+    decibels,
+    make,
+    pyramid,
+    some_rows,
+    with_quantized,
+)
 
-PROGRAMS = {
-    "convolutional": """
-for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
-    arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype)
-    check_images_apart(arguments, atol)
-""",
-    "pyramid": """
-for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
-    for convolves in (True, False):
+
+def check_values():
+    """Checks all kinds of blocks, for ``tests/contract/test_sizes.py`` on every instruction set."""
+    from tests.cvt_kernels.ops.transformer_block import test_rows
+
+    torch.manual_seed(0)
+    for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
         check_images_apart(
-            pyramid(3, (11, 9), 40, heads=5, hidden=600, convolves=convolves, dtype=dtype), atol
+            make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype), atol
         )
-""",
-    "quantized": """
-for which in (range(6), (0, 3, 5), (1, 4)):
-    arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
-    x, *_ = arguments = with_quantized(arguments, which)
-    same = reference.transformer_block(*arguments)
-    assert decibels(same - x, call("cpu", arguments) - x) > 40  # a number close to a tie leaves 49 and more
-    check_images_apart(arguments, 1.0)
-""",
-    "rows": """
-from tests.cvt_kernels.ops.transformer_block.test_rows import check
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
-    for scores in ("cls", "avg"):
-        check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
-""",
-}
-IMPORTS = "import torch\nfrom tests.cvt_kernels.ops.transformer_block.calls import *\ntorch.manual_seed(0)"
-
-
-@needs_extension
-@every_instruction_set
-@pytest.mark.parametrize("program", [*list(PROGRAMS)[:3], pytest.param("rows", marks=pytest.mark.slow)])
-def test_values(name, program):
-    run_on_instruction_set(name, IMPORTS + PROGRAMS[program])
+        for convolves in (True, False):
+            settings = {"heads": 5, "hidden": 600, "convolves": convolves, "dtype": dtype}
+            check_images_apart(pyramid(3, (11, 9), 40, **settings), atol)
+        arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
+        for scores in ("cls", "avg"):
+            test_rows.check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
+    for which in (range(6), (0, 3, 5), (1, 4)):
+        arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
+        x, *_ = arguments = with_quantized(arguments, which)
+        same = reference.transformer_block(*arguments)
+        assert (
+            decibels(same - x, call("cpu", arguments) - x) > 40
+        )  # a number close to a tie leaves 49 and more
+        check_images_apart(arguments, 1.0)
 
 
 def of_some_tokens():
@@ -128,43 +124,3 @@ def test_what_it_refuses(made):
         ):
             with pytest.raises(ck.BackendUnavailable, match=reason):
                 transformer_block(*arguments)
-
-
-@needs_extension
-def test_torch_compile_is_refused():
-    compiled = torch.compile(transformer_block, backend="eager")
-    with torch.no_grad(), ck.use_backend("cpu"), pytest.raises(Exception, match=r"is not for torch\.compile"):
-        compiled(*make())
-
-
-@needs_extension
-def test_the_operators_check_what_they_are_given():
-    ops = torch.ops.cvt_kernels
-    x, _, block = pyramid(ratio=1, convolves=False)
-    packed = [ops.pack_linear(layer.weight) for layer in block.layers()]
-    vectors = [*block.norm1[:2], *block.norm2[:2], *(layer.bias for layer in block.layers())]
-    right = {
-        "x": x, "height": 6, "width": 5, "packed": packed, "reduction": [], "conv": None, "vectors": vectors,
-        "widths": [24, 72, 3], "weight_scales": [torch.ones(0)] * 6,
-        "eps": [1e-5, 1e-5], "scale": 1.0, "activation": "none",
-    }  # fmt: skip
-    assert ops.pyramid_block_packed(*right.values()).shape == x.shape
-    for name, wrong, message in (
-        ("height", 7, "x: got .*, expected contiguous"),
-        ("x", x.double(), "x: got .*, expected float32, bfloat16 or float16"),
-        ("packed", packed[:5], "packed: got 5 of them, expected 6"),
-        ("packed", [packed[5], *packed[1:]], "packed: got .*, expected a weight"),
-        ("vectors", [x[0, 0, :3], *vectors[1:]], "vectors: got .*, expected float32 of the channels"),
-        ("widths", [24, 72, 5], "widths: got 24, expected channels of 5 heads"),
-        ("reduction", [packed[0]], "vectors: got 10 of them, expected 13"),
-        ("weight_scales", [torch.ones(0)] * 5, "weight_scales: got 5 of them, expected 6"),
-        ("weight_scales", [torch.ones(24)] * 6, "packed: got .*, expected a weight that pack_linear_int8"),
-        ("conv", torch.ones(3), "conv: got .*, expected a convolution"),
-        ("activation", "fast", "activation: got 'fast', expected none, tanh or quick"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            ops.pyramid_block_packed(*(right | {name: wrong}).values())
-    with pytest.raises(RuntimeError, match=r"weight: got .*, expected contiguous"):
-        ops.pack_depthwise(torch.ones(3, 1, 3, 2), None)
-    with pytest.raises(RuntimeError, match=r"bias: got .*, expected contiguous"):
-        ops.pack_depthwise(torch.ones(3, 1, 3, 3), torch.ones(2))

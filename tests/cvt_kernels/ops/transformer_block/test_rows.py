@@ -6,7 +6,6 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
 from cvt_kernels.ops import token_selection
-from cvt_kernels.ops.transformer_block import transformer_block
 from tests.checks import assert_accurate, needs_extension, not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
@@ -129,16 +128,6 @@ def test_quantized_layers(backend, which):
         assert torch.equal(out, torch.where(is_computed(x, rows), call(backend, arguments), x))
 
 
-@needs_extension
-@pytest.mark.parametrize("kept", [1, 12])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_quantized_layers_of_16_bits(dtype, kept):
-    x, grid, _ = arguments = with_quantized(make(batch=3, class_tokens=1, channels=48, dtype=dtype))
-    rows = some_rows(x, grid, kept)
-    out = call("cpu", arguments, rows=rows)
-    assert torch.equal(out, torch.where(is_computed(x, rows), call("cpu", arguments), x))
-
-
 # Scores ---------------------------------------------------------------------------------------------------
 
 
@@ -174,38 +163,6 @@ def test_tokens_get_what_their_keys_receive():
 
 
 # Elsewhere ------------------------------------------------------------------------------------------------
-
-
-def test_compiled():
-    torch.compiler.reset()
-    x, grid, _ = arguments = make(class_tokens=1)
-    rows = some_rows(x, grid, 7)
-    compiled = torch.compile(transformer_block, fullgraph=True, backend="aot_eager", dynamic=False)
-    with torch.no_grad():
-        out, received = compiled(*arguments, rows=rows, scores="cls")
-    expected = reference.transformer_block(*arguments, rows=rows, scores="cls")
-    torch.testing.assert_close((out, received), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_recorded():
-    x, grid, block = make(class_tokens=1)
-    rows = some_rows(x, grid, 7)
-    with torch.no_grad():
-        traced = torch.jit.trace(
-            lambda x, rows: transformer_block(x, grid, block, rows=rows, scores="avg"), (x, rows)
-        )
-        others = torch.randn_like(x), some_rows(x, grid, 7, seed=1)
-        expected = reference.transformer_block(others[0], grid, block, rows=others[1], scores="avg")
-        torch.testing.assert_close(traced(*others), expected)
-
-
-@pytest.mark.parametrize("backend", ["reference", "composed", "cpu"])
-def test_an_empty_batch(backend):
-    x, grid, block = make()
-    rows = torch.zeros(0, 3, dtype=torch.int64)
-    out, received = call(backend, (x[:0], grid, block), rows=rows, scores="avg")
-    assert (out.shape, received.shape) == ((0, *x.shape[1:]), (0, 6))
 
 
 #: Wrong rows, what every backend says of them, and what the kernel itself does.

@@ -1,12 +1,10 @@
 """transformer_block on a CPU: more kinds of blocks than the contract has, what it keys on and refuses."""
 
-import itertools
-
 import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, reference
+from cvt_kernels import backends, reference
 from cvt_kernels.ops.transformer_block import transformer_block
 from cvt_kernels.records import Linear
 from cvt_kernels.tuning import tuner
@@ -178,47 +176,6 @@ def test_samples_of_large_images_that_have_no_grid_or_stay_whole():
         assert (sample.x.shape, sample.grid) == (x.shape, grid)
 
 
-KINDS = {
-    "usual": make, "batch": lambda: make(batch=4), "wide": lambda: make(channels=48),
-    "heads": lambda: make(heads=2), "class token": lambda: make(class_tokens=1),
-    "quick": lambda: make(approximate="quick"), "strides": lambda: make(strides=(1, 1, 1)),
-    "bfloat16": lambda: make(dtype=torch.bfloat16), "width": lambda: make(width=48),
-    "pyramid": pyramid, "hidden": lambda: pyramid(hidden=48), "ratio": lambda: pyramid(ratio=3),
-    "ratio of 1": lambda: pyramid(ratio=1), "no reduction": lambda: pyramid(ratio=0),
-    "no convolution": lambda: pyramid(convolves=False),
-    "quantized": lambda: with_quantized(make()), "fc2": lambda: with_quantized(make(), (5,)),
-    "fc1": lambda: with_quantized(make(), (4,)),
-}  # fmt: skip
-
-
-def test_kinds_of_calls():
-    asked = {
-        (name, inplace): choose.cache_key("transformer_block", *made(), inplace=inplace)
-        for (name, made), inplace in itertools.product(KINDS.items(), (False, True))
-    }
-    assert len(set(asked.values())) == len(asked)
-    assert asked["usual", True] == (
-        "transformer_block, forward, float32, exact, 1+ images, 24 channels, kernel/stride/padding/dilation "
-        "3x3/1/1/1 3x3/2/1/1 3x3/2/1/1, 16+ pixels, 3 heads of 8, 72 hidden, in place"
-    )
-    assert asked["pyramid", False] == (
-        "transformer_block, forward, float32, exact, 1+ images, 24 channels, 16+ tokens, keys of 2x2 tokens, "
-        "3 heads of 8, 72 hidden, with a convolution"
-    )
-    assert asked["quantized", False] == asked["usual", False] + ", int8 in q k v proj fc1 fc2"
-    assert asked["fc2", False] == asked["usual", False] + ", int8 in fc2"
-
-
-def test_kinds_of_calls_of_some_tokens():
-    x, grid, _ = arguments = make(class_tokens=1)
-    calls = [{}, *({"rows": some_rows(x, grid, kept)} for kept in (4, 7, 8, 17)), {"scores": "cls"}]
-    calls.append({"rows": some_rows(x, grid, 8), "scores": "avg"})
-    cache_keys = [choose.cache_key("transformer_block", *arguments, **each) for each in calls]
-    assert cache_keys[1] == cache_keys[2] == cache_keys[0] + ", 4+ tokens computed"
-    assert len(set(cache_keys)) == len(calls) - 1
-    assert cache_keys[-1] == cache_keys[0] + ", 8+ tokens computed, with scores of avg"
-
-
 # Calls that are like an earlier one -----------------------------------------------------------------------
 
 SETTINGS = {
@@ -267,15 +224,6 @@ def test_another_setting_is_another_call(made, change, backend):
     torch.testing.assert_close(out, expected)
 
 
-@every_backend
-@pytest.mark.parametrize("made", [make, pyramid])
-def test_wrong_arguments_after_a_right_call(backend, made):
-    x, grid, block = made()
-    call(backend, (x, grid, block))
-    with pytest.raises(ValueError, match=r"block.fc2.bias: got shape \(3,\)"):
-        call(backend, (x, grid, block._replace(fc2=block.fc2._replace(bias=torch.ones(3)))))
-
-
 # What does not fit together -------------------------------------------------------------------------------
 
 CONVOLUTIONAL, PYRAMID = make(), pyramid()
@@ -306,9 +254,3 @@ def test_parts_that_do_not_fit_together(arguments, changes, settings, message):
     x, grid, block = arguments
     with pytest.raises(ValueError, match=message), torch.no_grad():
         transformer_block(x, grid, block._replace(**changes), **settings)
-
-
-def test_quantized_layers_have_no_gradients():
-    x, grid, block = with_quantized(make(), (5,))
-    with pytest.raises(ValueError, match="x: a gradient is wanted, expected none"):
-        transformer_block(x.requires_grad_(), grid, block)
