@@ -178,7 +178,7 @@ SIZES = {
     "layer_norm": {"cpu": "rows=2 channels=8192\nrows=37 channels=192 shifted=True dtype=bfloat16"},
     "add_layer_norm": {"cpu": "rows=2 channels=8192\nrows=37 channels=192 result=float16 dtype=bfloat16"},
     "layer_norm_gelu": {"cpu": "rows=37 channels=192 dtype=float16\nrows=2 channels=8192 approximate=quick"},
-    "bias_gelu": {"cpu": "rows=2 channels=8192 approximate=tanh\nrows=37 channels=192 dtype=bfloat16"},
+    "gelu": {"cpu": "rows=2 channels=8192 approximate=tanh\nrows=37 channels=192 dtype=bfloat16"},
 }
 
 #: What every instruction set computes in every dtype that it serves, by operator, besides the usual examples.
