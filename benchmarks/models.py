@@ -50,9 +50,20 @@ def _public(name: str, *on_gpu: int, **settings: Any) -> Model:
     )
 
 
+def _build_variant(
+    name: str, image_size: int, model: str | CvTConfig = "cvt_13", **overrides: Any
+) -> Subject:
+    """Builds a CvT with random weights that transformers does not have, such as one that drops tokens."""
+    ours = create_model(model, drop_path_rate=0.0, **overrides)
+    randomize(ours)
+    count = 2 * cost(ours.config, image_size).multiply_adds
+    is_judged = ours.config.token_keep == 1.0
+    return Subject(name, f"random weights (seed {SEED})", None, ours, image_size, count, is_judged)
+
+
 def _variant(name: str, config: CvTConfig | str = "cvt_13", size: int = 224, **overrides: Any) -> Model:
     keys = "eager", "cvt", "cvt-frozen", "cvt-graphed"
-    return Model(functools.partial(build_variant, name, size, config, **overrides), contenders=keys)
+    return Model(functools.partial(_build_variant, name, size, config, **overrides), contenders=keys)
 
 
 _CVT_13 = PRESETS["cvt_13"]
@@ -71,15 +82,6 @@ MODELS = {
     ),
     "segmenter": _variant("cvt_13 with classes for pixels", head="segment", num_classes=150),
 }
-
-
-def build_variant(name: str, image_size: int, model: str | CvTConfig = "cvt_13", **overrides: Any) -> Subject:
-    """Builds a CvT with random weights that transformers does not have, such as one that drops tokens."""
-    ours = create_model(model, drop_path_rate=0.0, **overrides)
-    randomize(ours)
-    count = 2 * cost(ours.config, image_size).multiply_adds
-    is_judged = ours.config.token_keep == 1.0
-    return Subject(name, f"random weights (seed {SEED})", None, ours, image_size, count, is_judged)
 
 
 def _tiny() -> Subject:
