@@ -201,7 +201,7 @@ def _with_values(
 
 
 class State:
-    """What something was made from, to notice later changes.
+    """The state of what something was made from, to notice later changes.
 
     It keeps neither the tensors nor their memory alive. It refers only to storages: a weak reference to a
     tensor would make ``torch.utils.swap_tensors`` fail.

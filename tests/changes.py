@@ -246,7 +246,7 @@ def _data_copy(tensor: Tensor) -> None:
 
 @each("data.lerp_")
 def _data_lerp(tensor: Tensor) -> None:
-    """As ema_pytorch averages the weights of a teacher."""
+    """Averages the weights of a teacher as ema_pytorch does."""
     tensor.data.lerp_(1.5 * tensor.detach(), 0.2)
 
 
@@ -313,7 +313,7 @@ def another_process(model: nn.Module, source: Source) -> Iterator[None]:
 
 @change("weights")
 def averages_swapped_in_and_out(model: nn.Module, source: Source) -> Iterator[None]:
-    """As torch_ema does for an evaluation."""
+    """Swaps them as torch_ema does for an evaluation."""
     before = [tensor.detach().clone() for tensor in floats(model)]
     for tensor in floats(model):
         tensor.data.copy_(1.1 * tensor.detach())
@@ -358,7 +358,7 @@ def other_memory_of_one_tensor(model: nn.Module, source: Source) -> None:
 
 @change("weights", not_in=("quantized",))
 def the_same_memory_transposed(model: nn.Module, source: Source) -> None:
-    """Which PyTorch does not count."""
+    """A change that PyTorch does not count."""
     square = [m.weight for m in inner(model, nn.Linear) if len({*m.weight.shape}) == 1]
     for weight in square:
         weight.data = weight.data.t()
@@ -1125,7 +1125,7 @@ def token_keep_of_entropy(model: nn.Module, source: Source) -> Iterator[None]:
 
 @change("settings", "attention chosen in the configuration", only=("segformer",))
 def _attention(model: nn.Module, source: Source) -> Iterator[None]:
-    """With it, the model returns probabilities."""
+    """Makes the model return probabilities."""
     with attribute(model.config, "_attn_implementation", "eager"):
         yield
         with attribute(model.config, "output_attentions", True):
@@ -1243,7 +1243,7 @@ def _change_all(module: nn.Module) -> None:
 
 @change("hooks")
 def hooks_on_the_state(model: nn.Module, source: Source) -> None:
-    """That a state is loaded, a part learns."""
+    """Lets a part learn that a state is loaded."""
     part = source.choice(telling(model))
     part.register_load_state_dict_post_hook(lambda module, keys: _change_all(module))
     part.register_state_dict_post_hook(lambda module, state, prefix, metadata: None)

@@ -242,7 +242,7 @@ def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
 
 
 class _Here(threading.local):
-    """Whether upstream's own forwards run in this thread, since the host takes longer than the GPU."""
+    """The choice of a thread: upstream's own forwards, where the host takes longer than the GPU."""
 
     is_upstreams = False
 

@@ -25,7 +25,7 @@ FLOORS = (
     {"cvt_kernels.records"},
     {"cvt_kernels.reference"},
     {"cvt_kernels.machine"},
-    {"cvt_kernels.launching", "cvt_kernels.structure"},
+    {"cvt_kernels.changes", "cvt_kernels.launching"},
     {"cvt_kernels.tuning"},
     {"cvt_kernels.backends"},
     {"cvt_kernels.launch"},
