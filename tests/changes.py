@@ -929,6 +929,18 @@ def a_shadowed_parameter(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
+@change("members", not_in=("graphed", "quantized"))  # 8-bit numbers may round to either side of a tie
+def a_shadowed_module(model: nn.Module, source: Source) -> Iterator[None]:
+    block = source.choice(blocks_of(model))
+    name = source.choice([name for name, m in block._modules.items() if isinstance(m, nn.LayerNorm)])
+    for factor in (0.5, 2.0):  # the second replaces the first
+        vars(block)[name] = norm = copy.deepcopy(block._modules[name])
+        norm.bias.data.add_(factor)
+        yield
+    del vars(block)[name]
+    yield
+
+
 @change("members", only=("huggingface", "microsoft", "ours"), not_in=("graphed",))
 def a_shadowed_buffer(model: nn.Module, source: Source) -> Iterator[None]:
     norm = source.choice(telling(model, nn.BatchNorm2d))

@@ -284,4 +284,7 @@ def _why_other_parts(block: nn.Module, entry: BlockEntry, parts: Parts) -> str |
             return f"{_path_of(block, module)} {reason}"
         if type(module) not in PLAIN and (patch := patch_of(original_class(type(module)))) is not None:
             return f"the forward of {_path_of(block, module)} is patched by {patch}"
+    for path, module in block.named_modules():
+        for name in module._modules.keys() & vars(module).keys():
+            return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
     return _why_another_holder(block, entry, parts)

@@ -153,11 +153,13 @@ class Examined(State):
         training: bool = False,
     ):
         super().__init__(tensors, owner, modules, training=training)
-        self._owner, self._tensors = weakref.ref(owner), tensors
+        self._owner, self._tensors, self._count = weakref.ref(owner), tensors, _count_of_attributes(owner)
 
     def is_current(self, module: nn.Module) -> bool:
         """Returns whether it is the result of examining this module as it is now."""
-        return self._owner() is module and self.holds(self._tensors)
+        if self._owner() is not module or _count_of_attributes(module) != self._count:
+            return False
+        return self.holds(self._tensors)
 
     def keep(self) -> None:
         """Keeps it until the module is examined again."""
@@ -167,6 +169,11 @@ class Examined(State):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _count_of_attributes(module: nn.Module) -> int:
+    """Returns how many attributes a module has itself; another one may be in the place of a member."""
+    return len(vars(module)) - (KNOWN in vars(module))
 
 
 _Examined = TypeVar("_Examined", bound=Examined)
