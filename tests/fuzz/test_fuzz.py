@@ -115,7 +115,7 @@ def test_a_run_prints_and_writes_its_figures(monkeypatch, capsys, tmp_path):
 def test_a_case_alone(monkeypatch, capsys):
     assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 0
     assert capsys.readouterr().out.startswith("gelu rows=3 seed=1\nno failure")
-    plant("gelu", lambda function, x, **settings: function(x, **settings) + 1)
+    plant("gelu", lambda function, x, *others, **settings: function(x, *others, **settings) + 1)
     assert fuzz(monkeypatch, "--case", "gelu rows=3 seed=1") == 1
     assert "cpu outputs 0 is off by" in capsys.readouterr().out
 
@@ -153,8 +153,8 @@ def found(operator, fault, *, trials=60):
 
 
 def test_an_error_of_4_units_is_found():
-    def fault(function, x, **settings):
-        out = function(x, **settings)
+    def fault(function, x, *others, **settings):
+        out = function(x, *others, **settings)
         numbers = out.detach()[out.detach().isfinite()]
         return out + 4 * torch.finfo(out.dtype).eps * (numbers.abs().max() if numbers.numel() else 0)
 
@@ -175,17 +175,17 @@ def test_a_read_out_of_bounds_is_found():
 
 
 def test_a_write_out_of_bounds_is_found():
-    def fault(function, x, **settings):
+    def fault(function, x, *others, **settings):
         if x.shape[0] > 64 and x.storage_offset() > _GUARDED:
             x.detach().as_strided((1,), (1,), x.storage_offset() - 1).fill_(1)
-        return function(x, **settings)
+        return function(x, *others, **settings)
 
     assert found("gelu", fault)["gelu rows=65 seed=0"] == "cpu writes outside of its tensors"
 
 
 def test_a_row_that_is_left_out_is_found():
-    def fault(function, x, **settings):
-        out = function(x, **settings)
+    def fault(function, x, *others, **settings):
+        out = function(x, *others, **settings)
         return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if out.shape[0] > 64 else out
 
     assert "gelu rows=65 seed=0" in found("gelu", fault)
@@ -194,18 +194,18 @@ def test_a_row_that_is_left_out_is_found():
 def test_other_faults_are_found():
     count = itertools.count()
 
-    def changes(function, x, **settings):
+    def changes(function, x, *others, **settings):
         x.detach().add_(1)
-        return function(x, **settings)
+        return function(x, *others, **settings)
 
-    def raises(function, x, **settings):
+    def raises(function, x, *others, **settings):
         raise RuntimeError("no reason")
 
-    def widens(function, x, **settings):
-        return function(x, **settings).double()
+    def widens(function, x, *others, **settings):
+        return function(x, *others, **settings).double()
 
-    def varies(function, x, **settings):
-        return function(x, **settings) * (1 + (next(count) % 2) * torch.finfo(x.dtype).eps)
+    def varies(function, x, *others, **settings):
+        return function(x, *others, **settings) * (1 + (next(count) % 2) * torch.finfo(x.dtype).eps)
 
     said = []
     for fault in (changes, raises, widens, varies):

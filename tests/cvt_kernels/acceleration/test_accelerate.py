@@ -21,7 +21,7 @@ from cvt_kernels.acceleration import families, fused, matching
 from cvt_kernels.ops import autograd
 from cvt_kernels.tuning import choices
 from tests import microsoft_cvt
-from tests.checks import assert_accurate, record_all_calls, record_calls
+from tests.checks import assert_accurate, implementation, record_all_calls, record_calls
 from tests.conftest import DATA
 from tests.upstream import (
     PYRAMIDS,
@@ -228,12 +228,20 @@ def test_every_block_calls_the_operators(make):
 @every_upstream
 def test_without_a_compiled_gelu_the_linear_layer_adds_its_bias(make):
     own, fused = pair(make)
-    x, called = images(), record_calls("gelu")
+    x, biases = images(), []
+
+    def noting(x, bias, **settings):
+        biases.append(bias)
+        return ck.reference.gelu(x, bias, **settings)
+
     absent = backends.Implementation(ck.reference.gelu, why_unavailable=lambda device_type: "not here")
     backends.register("gelu", "cpu", absent)
+    backends.register("gelu", "reference", implementation("gelu", noting))
     with torch.no_grad():
         assert relative(logits(fused(x)), logits(own(x))) < 1e-5
-    assert len(called) == len([row for row in ck.coverage(fused, x) if "gelu" in row.backends])
+    count = len(biases)
+    assert count == len([row for row in ck.coverage(fused, x) if "gelu" in row.backends])
+    assert biases[:count] == [None] * count
 
 
 @pytest.mark.parametrize(
