@@ -42,10 +42,9 @@ def why_damaged(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _why_no_weight(weight: Tensor) -> str | None:
-    if weight.dtype not in LIMITS:
-        return f"got dtype {dtype_name(weight.dtype)}, expected {' or '.join(map(dtype_name, LIMITS))}"
-    if weight.ndim < 2 or not is_plain(weight):
-        return f"got shape {tuple(weight.shape)}, {weight.layout}, expected (outputs, inputs)"
+    if weight.dtype not in LIMITS or weight.ndim < 2 or not is_plain(weight):
+        got = f"got shape {tuple(weight.shape)} of {dtype_name(weight.dtype)}, {weight.layout}"
+        return f"{got}, expected (outputs, inputs) of {' or '.join(map(dtype_name, LIMITS))}"
     limit = LIMITS[weight.dtype]
     within = bool((weight.float().abs() <= limit).all())
     return None if within else f"has a number that is not from -{limit:g} to {limit:g}"

@@ -39,6 +39,7 @@ def state_in_python(
     spaces: list[dict[str, Any]],
     own: str,
     hooks: list[dict[int, Any]],
+    ignored: set[int],
     items: tuple[list[Any], list[str], list[Any]],
     attributes: tuple[list[Any], list[str], list[Any]],
     tensors: list[Tensor | None],
@@ -51,6 +52,7 @@ def state_in_python(
         spaces: Dicts of attributes, whose number matters, and whether a forward is among them.
         own: The name of the attribute that does not count.
         hooks: Dicts of hooks, whose numbers matter.
+        ignored: The numbers of hooks that do not.
         items: Dicts, names, and the values that the items of these names should be or equal.
         attributes: Objects, names and values of attributes likewise.
         tensors: Tensors, or None.
@@ -64,7 +66,7 @@ def state_in_python(
         [*map(id, itertools.chain.from_iterable(map(dict.values, members)))],
         [*map(type, modules)],
         [(len(space) - (own in space), "forward" in space) for space in spaces],
-        [*map(list, hooks)],
+        [[number for number in each if number not in ignored] for each in hooks],
         [*map(dict.get, items[0], items[1])] == items[2],
         [*map(getattr, attributes[0], attributes[1], itertools.repeat(None))] == attributes[2],
     )
@@ -164,10 +166,34 @@ _SETTINGS = (
 _CONVOLUTION = ("stride", "padding", "dilation", "groups", "padding_mode")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_NOTHING: tuple[Any, ...] = ([], [], [], KNOWN, [], ([], [], []), ([], [], []))
+_NOTHING: tuple[Any, ...] = ([], [], [], KNOWN, [], set(), ([], [], []), ([], [], []))
 
 
-def _asked_of(owner: nn.Module, modules: Sequence[nn.Module], *, training: bool) -> tuple[Any, ...]:
+# Hooks of transformers ------------------------------------------------------------------------------------
+
+
+def is_recorder(hook: Any) -> bool:
+    """Returns whether a hook is one by which transformers records outputs; it stays once one was recorded."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def records_attentions(hook: Any) -> bool:
+    """Returns whether a hook records attention maps, of which it finds none where a block runs fused."""
+    if not is_recorder(hook):
+        return False
+    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return "key" in held and held["key"].cell_contents == "attentions"
+
+
+records_attentions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+#: Which hooks do not matter → the numbers of those that were seen.
+_seen: dict[Callable[[Any], bool], set[int]] = {is_recorder: set(), records_attentions: set()}
+
+
+def _asked_of(
+    owner: nn.Module, modules: Sequence[nn.Module], ignores: Callable[[Any], bool], *, training: bool
+) -> tuple[Any, ...]:
     """Returns the arguments of the question for a module and those within it.
 
     They refer to the inner modules, but not to the owner, which they must not keep alive.
@@ -188,6 +214,7 @@ def _asked_of(owner: nn.Module, modules: Sequence[nn.Module], *, training: bool)
         spaces,
         KNOWN,
         [space[kind] for space in spaces for kind in HOOKS],
+        _seen[ignores],
         _with_values(items, dict.get),
         _with_values(attributes, lambda each, name: getattr(each, name, None)),
     )
@@ -211,6 +238,7 @@ class State:
         owner: The module whose results matter, if there is one.
         modules: The modules within it that matter, and their settings.
         training: Whether modules within it in training mode matter.
+        ignores: Which hooks do not matter.
     """
 
     def __init__(
@@ -220,9 +248,11 @@ class State:
         modules: Sequence[nn.Module] = (),
         *,
         training: bool = False,
+        ignores: Callable[[Any], bool] = records_attentions,
     ):
-        self.is_outdated = False
-        self.asked = _NOTHING if owner is None else _asked_of(owner, modules, training=training)
+        self.is_outdated, self._ignores = False, ignores
+        self.asked = _NOTHING if owner is None else _asked_of(owner, modules, ignores, training=training)
+        self._has_new_ignored_hooks()
         # Another object in the place of a member must not get its identity.
         self._members = [each for members in self.asked[0] for each in members.values()] if modules else []
         self.found = self.ask(tensors)
@@ -246,6 +276,19 @@ class State:
             sample,
         )
 
+    def _has_new_ignored_hooks(self) -> bool:
+        """Returns whether there are hooks that do not matter and had not been seen before."""
+        ignored = _seen[self._ignores]
+        hooks = itertools.chain.from_iterable(each.items() for each in self.asked[4] if each)
+        new = {number for number, hook in hooks if number not in ignored and self._ignores(hook)}
+        ignored |= new
+        return bool(new)
+
+    def now(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any, Any, Any]:
+        """Returns the state now, to be compared with the one that was found."""
+        found = self.ask(tensors)
+        return self.ask(tensors) if found[0] != self.found[0] and self._has_new_ignored_hooks() else found
+
     def holds(self, tensors: Sequence[Tensor | None] = ()) -> bool:
         """Returns whether these are the same tensors, unchanged, and the modules compute as they did.
 
@@ -254,7 +297,7 @@ class State:
         """
         if self.is_outdated:
             return False
-        found = self.ask(tensors)
+        found = self.now(tensors)
         if found == self.found:
             return True
         if found[:3] == self.found[:3]:

@@ -37,7 +37,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from . import backends, checks, machine, messages, modes
-from .changes import State, note_written
+from .changes import State, is_recorder, note_written
 from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
 from .ops import weight_cache
 from .training_graph import TrainingGraph, Turn
@@ -317,7 +317,6 @@ class _Graphs:
                 outputs = forward(*call.args, **call.kwargs)
                 # If the forward replaces parameters or buffers, a capture would leave uncomputed ones behind.
                 if not snapshot.serves_as_before(model, with_gradients):
-                    self.forget()
                     return outputs
             while len(self._graphs) >= self.most:
                 self._drop(next(iter(self._graphs)))
@@ -530,12 +529,12 @@ class _Snapshot(State):
         self._tensors = tensors
         self._placed = [] if self._why_unknown else tensors
         self._inner = [] if scripted else inner
-        super().__init__(self._placed, model, self._inner)
+        super().__init__(self._placed, model, self._inner, ignores=is_recorder)
         with torch.no_grad():
             self._memory = [tensor.detach() for tensor in self._placed]
         self._devices = {tensor.device for tensor in tensors}
         self._spaces = [vars(module) for module in self._inner]
-        self._hooks = [hook for space in self._spaces for kind in _HOOKS for hook in space[kind].values()]
+        self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
         self._has_backward_hooks = any(space[kind] for space in self._spaces for kind in _BACKWARD_HOOKS)
         self._has_own_forward = any("forward" in space for space in self._spaces)
         self._served = [module for module in inner if hasattr(module, _SERVED)]
@@ -579,7 +578,7 @@ class _Snapshot(State):
 
     def has_same_modules(self) -> bool:
         """Returns whether the model still has the same modules and tensors, in the same memory."""
-        found = self.ask(self._placed)
+        found = self.now(self._placed)
         if found[:2] != self.found[:2]:
             return False
         if self.is_outdated or found != self.found:
@@ -618,7 +617,7 @@ class _Snapshot(State):
             return "the model is in training mode, and no gradient is wanted; call its eval() before"
         elif any(space["training"] for space in self._spaces):
             return "a module of the model is in training mode, and no gradient is wanted"
-        if not all(map(_is_idle, self._hooks)):
+        if any(self._hooks) and not all(_is_idle(hook) for each in self._hooks for hook in each.values()):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
@@ -652,7 +651,7 @@ def _is_idle(hook: Any) -> bool:
 
     These hooks stay in a model after its first recording. A replay has what they recorded at the capture.
     """
-    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+    if not is_recorder(hook):
         return False
     collector = getattr(sys.modules[hook.__module__], "_active_collector", None)
     return collector is not None and collector.get() is None

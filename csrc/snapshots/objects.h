@@ -54,14 +54,16 @@ inline void add_attributes(const py::list& spaces, py::handle own, Facts& found)
   }
 }
 
-// The numbers of the hooks in each dict; PyTorch gives no number twice.
-inline void add_hooks(const py::list& dicts, Facts& found) {
+// The numbers of the hooks in each dict but the ignored ones; PyTorch gives no number twice.
+inline void add_hooks(const py::list& dicts, const py::set& ignored, Facts& found) {
   for (size_t i = 0; i < dicts.size(); i++) {
     PyObject* dict = dict_of(PyList_GET_ITEM(dicts.ptr(), static_cast<Py_ssize_t>(i)));
-    if (PyDict_GET_SIZE(dict) == 0) continue;
-    found.push_back(static_cast<int64_t>(i));
     PyObject* key;
     for (Py_ssize_t place = 0; PyDict_Next(dict, &place, &key, nullptr);) {
+      const int is_ignored = PySet_Contains(ignored.ptr(), key);
+      if (is_ignored < 0) throw py::error_already_set();
+      if (is_ignored != 0) continue;
+      found.push_back(static_cast<int64_t>(i));
       const int64_t number = PyLong_AsLongLong(key);
       if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
       found.push_back(number);
@@ -227,13 +229,13 @@ struct Contents {
 
 // The state of modules and tensors; see state_in_python in cvt_kernels/changes.py.
 inline py::tuple state(const py::list& members, const py::list& modules, const py::list& spaces, const py::str& own,
-                       const py::list& hooks, const py::tuple& items, const py::tuple& attributes, const py::list& tensors) {
+                       const py::list& hooks, const py::set& ignored, const py::tuple& items, const py::tuple& attributes, const py::list& tensors) {
   Facts facts;
   facts.reserve(4 * members.size() + 3 * modules.size());
   add_identities(members, facts);
   for (const py::handle module : modules) facts.push_back(reinterpret_cast<int64_t>(Py_TYPE(module.ptr())));
   add_attributes(spaces, own, facts);
-  add_hooks(hooks, facts);
+  add_hooks(hooks, ignored, facts);
   facts.push_back(Settings(items).are_same(&item_or_none));
   facts.push_back(Settings(attributes).are_same(&attribute_or_none));
   const Contents contents(tensors);

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..changes import KNOWN, State, is_plain
+from ..changes import KNOWN, State, is_plain, records_attentions
 from ..ops.linear_int8.modules import LinearInt8
 
 # One module -----------------------------------------------------------------------------------------------
@@ -84,17 +84,7 @@ def _is_noticed(hooks: Mapping[int, Any]) -> bool:
 
     These stay in a model once outputs have been recorded, and find no maps where a block runs fused.
     """
-    return not all(map(_records_attentions, hooks.values()))
-
-
-def _records_attentions(hook: Any) -> bool:
-    if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
-        return False
-    held = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-    return "key" in held and held["key"].cell_contents == "attentions"
-
-
-_records_attentions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return not all(map(records_attentions, hooks.values()))
 
 
 def patch_of(cls: type) -> str | None:

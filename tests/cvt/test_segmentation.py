@@ -115,7 +115,7 @@ def test_frozen_and_quantized():
     report = ck.quantize(model, x)
     error = (model(x) - expected).square().mean() / expected.square().mean()
     assert 0 < error < 1e-2
-    assert all(row.path.startswith("stage") for row in report if row.scheme != "float")
+    assert all(row.path.startswith("stage") for row in report if row.weight != "float")
 
 
 # Weights --------------------------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ def ask(request):
         question = changes.question()
         assert question == machine.load_extension().state  # or both would be the same
 
-    def ask(*, members=(), modules=(), spaces=(), hooks=(), items=NONE, attributes=NONE, tensors=()):
-        lists = [*members], [*modules], [*spaces], changes.KNOWN, [*hooks]
+    def ask(
+        *, members=(), modules=(), spaces=(), hooks=(), ignored=(), items=NONE, attributes=NONE, tensors=()
+    ):
+        lists = [*members], [*modules], [*spaces], changes.KNOWN, [*hooks], {*ignored}
         return question(*lists, items, attributes, [*tensors])
 
     return ask
@@ -104,6 +106,7 @@ def test_hooks(ask):
         seen.append(ask(hooks=hooks)[0])
     assert all(seen[i] not in seen[:i] for i in range(1, 4))
     assert ask(hooks=hooks)[0] == seen[-1]
+    assert ask(hooks=hooks, ignored=[*hooks[0]][1:])[0] == seen[2]
     modules[0]._forward_hooks.popitem()
     assert ask(hooks=hooks)[0] == seen[2]
     modules[0].register_forward_hook(print)  # in the place of the one before
@@ -270,16 +273,16 @@ def test_layouts(ask, name):
 def test_arguments_of_the_extension():
     state = machine.load_extension().state
     for i in (0, 2, 4):
-        lists = [[], [], [], "", []]
+        lists = [[], [], [], "", [], set()]
         lists[i] = [{}, 1]
         with pytest.raises(TypeError, match="expected a list of dicts"):
             state(*lists, NONE, NONE, [])
     with pytest.raises(TypeError, match="expected a list of dicts"):
-        state([], [], [], "", [], ([()], ["a"], [1]), NONE, [])
+        state([], [], [], "", [], set(), ([()], ["a"], [1]), NONE, [])
     with pytest.raises(ValueError, match="expected lists of one length"):
-        state([], [], [], "", [], ([{}], ["a"], []), NONE, [])
+        state([], [], [], "", [], set(), ([{}], ["a"], []), NONE, [])
     with pytest.raises(AttributeError):
-        state([], [], [], "", [], NONE, NONE, [torch.zeros(1), 1])
+        state([], [], [], "", [], set(), NONE, NONE, [torch.zeros(1), 1])
 
 
 def test_without_an_extension_or_with_an_unknown_torch(monkeypatch):

@@ -124,7 +124,7 @@ class _Pair:
             # Graphs do not look at attributes: docs/serve.md.
             if self.is_graphed and ("graphed" in change.not_in or change.kind == "settings"):
                 ck.graphed(self.accelerated)
-            self.compare_as_served(change.tolerance)
+            self.compare_as_served(2 * change.tolerance)  # others before it round, too
 
     def _serve(self, model: nn.Module) -> nn.Module:
         try:

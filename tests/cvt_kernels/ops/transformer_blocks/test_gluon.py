@@ -97,6 +97,7 @@ UNLIKE = """
 import torch
 import cvt_kernels as ck
 from cvt_kernels import launching
+from cvt_kernels.ops.transformer_blocks import transformer_blocks
 from tests.cvt_kernels.ops.transformer_blocks.test_gluon import CHANNELS, block, call, gluon, layer
 from tests.emulator.launches import Runner
 
