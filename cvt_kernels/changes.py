@@ -192,7 +192,12 @@ _seen: dict[Callable[[Any], bool], set[int]] = {is_recorder: set(), records_atte
 
 
 def _asked_of(
-    owner: nn.Module, modules: Sequence[nn.Module], ignores: Callable[[Any], bool], *, training: bool
+    owner: nn.Module,
+    modules: Sequence[nn.Module],
+    ignores: Callable[[Any], bool],
+    *,
+    training: bool,
+    attributes: bool,
 ) -> tuple[Any, ...]:
     """Returns the arguments of the question for a module and those within it.
 
@@ -205,18 +210,18 @@ def _asked_of(
     items += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
     items += [(space, "training") for space in spaces if training]
     classes = {cls for module in every for cls in type(module).__mro__ if hasattr(cls, "forward")}
-    attributes: list[tuple[Any, str]] = [(cls, "forward") for cls in classes]
+    found: list[tuple[Any, str]] = [(cls, "forward") for cls in classes]
     configs = {id(config): config for each in every if (config := vars(each).get("config")) is not None}
-    attributes += [(config, "_attn_implementation") for config in configs.values()]
+    found += [(config, "_attn_implementation") for config in configs.values()]
     return (
         members,
         list(modules),
-        spaces,
+        spaces if attributes else [],
         KNOWN,
         [space[kind] for space in spaces for kind in HOOKS],
         _seen[ignores],
         _with_values(items, dict.get),
-        _with_values(attributes, lambda each, name: getattr(each, name, None)),
+        _with_values(found, lambda each, name: getattr(each, name, None)),
     )
 
 
@@ -238,6 +243,7 @@ class State:
         owner: The module whose results matter, if there is one.
         modules: The modules within it that matter, and their settings.
         training: Whether modules within it in training mode matter.
+        attributes: Whether attributes that are set on modules within it matter.
         ignores: Which hooks do not matter.
     """
 
@@ -248,10 +254,13 @@ class State:
         modules: Sequence[nn.Module] = (),
         *,
         training: bool = False,
+        attributes: bool = True,
         ignores: Callable[[Any], bool] = records_attentions,
     ):
         self.is_outdated, self._ignores = False, ignores
-        self.asked = _NOTHING if owner is None else _asked_of(owner, modules, ignores, training=training)
+        self.asked = _NOTHING
+        if owner is not None:
+            self.asked = _asked_of(owner, modules, ignores, training=training, attributes=attributes)
         self._has_new_ignored_hooks()
         # Another object in the place of a member must not get its identity.
         self._members = [each for members in self.asked[0] for each in members.values()] if modules else []

@@ -529,14 +529,13 @@ class _Snapshot(State):
         self._tensors = tensors
         self._placed = [] if self._why_unknown else tensors
         self._inner = [] if scripted else inner
-        super().__init__(self._placed, model, self._inner, ignores=is_recorder)
+        super().__init__(self._placed, model, self._inner, attributes=False, ignores=is_recorder)
         with torch.no_grad():
             self._memory = [tensor.detach() for tensor in self._placed]
         self._devices = {tensor.device for tensor in tensors}
         self._spaces = [vars(module) for module in self._inner]
         self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
         self._has_backward_hooks = any(space[kind] for space in self._spaces for kind in _BACKWARD_HOOKS)
-        self._has_own_forward = any("forward" in space for space in self._spaces)
         self._served = [module for module in inner if hasattr(module, _SERVED)]
         self._forms: dict[bool, list[Any]] = {}  # with or without gradients
         #: What changes whenever a number of a tensor may have changed.
@@ -621,7 +620,7 @@ class _Snapshot(State):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
-        if self._has_own_forward:
+        if any("forward" in space for space in self._spaces):
             return "a module of the model has a forward of its own on the object"
         return None
 
