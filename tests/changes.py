@@ -1201,6 +1201,8 @@ for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
             "full backward hook",
         ):
             _shows = "gradients" if _name in _BACKWARD_HOOKS else "always"
+            if _name in _BACKWARD_HOOKS and _level == "the model":
+                _shows = "never"  # of a model whose result is no tensor
             change("hooks", f"a {_name} on {_level}", shows=_shows)(_hooked(_register, _level))
 
 

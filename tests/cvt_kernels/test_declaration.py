@@ -30,10 +30,11 @@ def first(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*backends.operators} & {*ck.__all__} - {"linear_int8"})
+    "name", sorted(set(backends.operators) - {"linear_int8"})
 )  # whose public function takes more
 def test_a_public_function_looks_as_it_was_declared(name):
-    function = getattr(ck, name)
+    function = backends.operators[name].public
+    assert function is getattr(ck, name, function)
     assert inspect.signature(function) == backends.operators[name].signature
     assert function.__doc__
     assert function.__name__ == name

@@ -230,7 +230,7 @@ _WAYS_OF_TEST = collections.defaultdict(lambda: 3, hooks=2)
 
 
 def cases():
-    """Yields every change in every way for every family, and marks those that are not for ``make test``."""
+    """Yields every change in every way for every family, and marks those that take too long for CI."""
     for number, name in enumerate(CHANGES):
         ways = [way for way in WAYS if any(is_possible(name, way, family) for family in FAMILIES)]
         stride = max(1, len(ways) // _WAYS_OF_TEST[CHANGES[name].kind])
@@ -238,12 +238,14 @@ def cases():
             possible = [family for family in FAMILIES if is_possible(name, way, family)]
             for k, family in enumerate(possible):
                 is_first = (number + i) % stride == 0 and k == (number + i) % len(possible)
-                marks = [] if is_first and not CHANGES[name].is_long else [pytest.mark.rest]
+                marks = [] if is_first and not CHANGES[name].is_long else [pytest.mark.slow]
                 yield pytest.param(name, way, family, marks=marks, id=f"{name}-{way}-{family}")
 
 
 @pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning", "ignore:For backward hooks to be called:UserWarning"
+    "ignore:Full backward hook is firing:UserWarning",
+    "ignore:For backward hooks to be called:UserWarning",
+    "ignore:cvt_kernels. a frozen model was called where gradients:RuntimeWarning",
 )
 @pytest.mark.parametrize(("name", "way", "family"), [*cases()])
 def test_a_change(name, way, family):
