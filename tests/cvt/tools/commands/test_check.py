@@ -54,7 +54,8 @@ def test_a_model_against_published_values(make, tmp_path, photo, monkeypatch, ca
     values = report["first_values"]
     monkeypatch.setitem(check.FIRST_VALUES, folder, tuple(values))
     assert checked(folder, "--photo", photo)[0] == 0
-    assert not checked(folder)[1]["expected"]  # of random numbers nothing is known
+    if make is not upstream.glpn:  # this small one takes multiples of 64 pixels
+        assert not checked(folder)[1]["expected"]  # of random numbers nothing is known
 
     monkeypatch.setitem(check.FIRST_VALUES, folder, (values[0] + 0.1, *values[1:]))
     code, report = checked(folder, "--photo", photo)

@@ -72,7 +72,7 @@ def test_the_python_of_the_page(digits, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "digits").symlink_to(digits)
-    page = Path(__file__).parents[4] / "docs" / "training.md"
+    page = Path(__file__).parents[4] / "docs" / "evaluation.md"
     names = run_blocks(python_blocks(page.read_text(encoding="utf-8")))
     assert read_checkpoint("digits.safetensors").card == read_checkpoint(digits).card
     lines = capsys.readouterr().out.splitlines()
