@@ -235,8 +235,8 @@ def _with_values(
 class State:
     """The state of what something was made from, to notice later changes.
 
-    It keeps neither the tensors nor their memory alive. It refers only to storages: a weak reference to a
-    tensor would make ``torch.utils.swap_tensors`` fail.
+    It keeps the members of its owner, and otherwise neither tensors nor their memory alive: it refers only to
+    storages, since a weak reference to a tensor would make ``torch.utils.swap_tensors`` fail.
 
     Args:
         tensors: The tensors.
@@ -263,7 +263,7 @@ class State:
             self.asked = _asked_of(owner, modules, ignores, training=training, attributes=attributes)
         self._has_new_ignored_hooks()
         # Another object in the place of a member must not get its identity.
-        self._members = [each for members in self.asked[0] for each in members.values()] if modules else []
+        self._members = [each for members in self.asked[0] for each in members.values()]
         self.found = self.ask(tensors)
         for storage in {id(s): s for s in (t.untyped_storage() for t in tensors if t is not None)}.values():
             _dependents_of(storage).add(self)
