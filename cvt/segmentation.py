@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt_kernels.acceleration.fused import apply_layer_norm, apply_linear
+from cvt_kernels.models.forward import apply_layer_norm, apply_linear
 
 from .config import MOST_LABELS, CvTConfig
 from .model import CvT, Stages, init_weights

@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import reference
-from .acceleration import accelerate, restore
-from .acceleration.coverage import coverage
+from .models import accelerate, restore
+from .models.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .changes import refresh
 from .graphs import graphed
@@ -30,7 +30,7 @@ from .quantization import quantize
 from .records import ConvBatchNorm, PositionBias, QuantizedRows
 
 if TYPE_CHECKING:
-    from .acceleration.verify import verify
+    from .models.verify import verify
     from .tuning.diagnosis import doctor
     from .tuning.run import tune
 
@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 # These are imported at first use: the import of the package would take a fifth longer with them.
-_AT_FIRST_USE = {"doctor": ".tuning.diagnosis", "tune": ".tuning.run", "verify": ".acceleration.verify"}
+_AT_FIRST_USE = {"doctor": ".tuning.diagnosis", "tune": ".tuning.run", "verify": ".models.verify"}
 
 
 def __getattr__(name: str) -> Any:

@@ -36,10 +36,10 @@ TESTS = (
     "tests/cvt_kernels/test_backends.py",
     "tests/cvt_kernels/test_graphs.py",
     "tests/cvt_kernels/test_tracing.py",
-    "tests/cvt_kernels/acceleration/test_compiling.py",
-    "tests/cvt_kernels/acceleration/test_pyramids.py",
-    "tests/cvt_kernels/acceleration/test_segformer.py",
-    "tests/cvt_kernels/acceleration/test_tracing.py",
+    "tests/cvt_kernels/models/test_compiling.py",
+    "tests/cvt_kernels/models/test_pyramids.py",
+    "tests/cvt_kernels/models/test_segformer.py",
+    "tests/cvt_kernels/models/test_tracing.py",
 )
 
 # What these tests and the build need besides torch, which says itself which setuptools it can be used with.

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ..acceleration import accelerated_forward
-from ..acceleration.blocks import HUGGING_FACE, block_of
-from ..acceleration.families import SERVED, TABLE
+from ..models import accelerated_forward
+from ..models.blocks import HUGGING_FACE, block_of
+from ..models.families import SERVED, TABLE
 from ..classes import cached
 
 #: The beginnings of names of classes, and the models of transformers that they belong to.

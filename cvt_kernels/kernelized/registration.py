@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ..acceleration.families import recognize
-from ..acceleration.matching import why_mismatched
+from ..models.families import recognize
+from ..models.matching import why_mismatched
 from ..machine import warn_of_missing_kernels
 from . import layers
 

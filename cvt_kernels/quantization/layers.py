@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..acceleration.blocks import why_another_class
-from ..acceleration.families import MODELS
-from ..acceleration.matching import blocks_in, model_name, why_mismatched
-from ..acceleration.watching import why_must_be_called
+from ..models.blocks import why_another_class
+from ..models.families import MODELS
+from ..models.matching import blocks_in, model_name, why_mismatched
+from ..models.watching import why_must_be_called
 from ..ops.linear_int8 import MOST_INPUTS
 from ..ops.linear_int8.modules import ConvInt8, LinearInt8, QuantizedLayer
 

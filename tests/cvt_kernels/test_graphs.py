@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import acceleration, backends, changes, graphs
-from cvt_kernels.acceleration import served as served_module
-from cvt_kernels.acceleration import stages
+from cvt_kernels import backends, changes, graphs, models
+from cvt_kernels.models import served as served_module
+from cvt_kernels.models import stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8 import primitives
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
@@ -1102,7 +1102,7 @@ def test_a_graphed_model_has_our_kernels_in_small_calls():
 def test_a_block_that_is_left_runs_upstreams_own_forward(monkeypatch, freeze):
     own = huggingface().eval()
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
-    monkeypatch.setattr(acceleration, "is_bound_by_host", lambda x: True)
+    monkeypatch.setattr(models, "is_bound_by_host", lambda x: True)
     monkeypatch.setattr(served_module, "serves_on", lambda device: False)  # as on a GPU
     x = torch.randn(2, 3, 64, 64)
     with torch.no_grad(), ck.use_backend("auto"):

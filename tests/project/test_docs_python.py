@@ -12,8 +12,8 @@ from cvt import create_model, read_checkpoint
 from cvt.factory import randomize
 from cvt.hub import MICROSOFT
 from cvt_kernels import backends, choose
-from cvt_kernels.acceleration.blocks import block_of
-from cvt_kernels.acceleration.families import SERVED, TABLE
+from cvt_kernels.models.blocks import block_of
+from cvt_kernels.models.families import SERVED, TABLE
 from tests.checks import DOCS, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 

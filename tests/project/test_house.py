@@ -39,7 +39,7 @@ FLOORS = (
     {"cvt_kernels.training_graph"},
     {"cvt_kernels.graphs"},
     {"cvt_kernels.tuning.run"},
-    {"cvt_kernels.acceleration"},
+    {"cvt_kernels.models"},
     {"cvt_kernels.kernelized", "cvt_kernels.quantization"},
     {"cvt_kernels.tuning.diagnosis"},
     {"cvt_kernels"},
@@ -199,12 +199,12 @@ def test_docstrings_begin_with_what_a_thing_is_or_does():
 
 def test_reports_are_imported_at_first_use():
     code = (
-        "import sys, cvt_kernels; assert 'cvt_kernels.acceleration.verify' not in sys.modules;"
+        "import sys, cvt_kernels; assert 'cvt_kernels.models.verify' not in sys.modules;"
         "assert dir(cvt_kernels) == sorted(cvt_kernels.__all__);"
         "from cvt_kernels import doctor, verify; print(verify.__module__, doctor.__module__)"
     )
     result = run_python(code)
-    expected = ["cvt_kernels.acceleration.verify", "cvt_kernels.tuning.diagnosis"]
+    expected = ["cvt_kernels.models.verify", "cvt_kernels.tuning.diagnosis"]
     assert result.stdout.split() == expected, result.stderr
     with pytest.raises(AttributeError, match="module 'cvt_kernels' has no attribute 'verifi'"):
         _ = cvt_kernels.verifi

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import decode_head
+from cvt_kernels.models import decode_head
 from tests.checks import assert_accurate, record_calls, recorded_operators
 from tests.upstream import assert_same_step, images, logits, pair, relative, segformer, with_right_gradients
 

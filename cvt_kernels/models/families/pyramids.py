@@ -18,7 +18,7 @@ from ..blocks import (
     gelu_variant,
     parts_of_norm,
 )
-from ..fused import embed_tokens
+from ..forward import embed_tokens
 
 
 def common_parts(self: Any, attention: Any, attention_drop: nn.Module) -> dict[str, Any]:

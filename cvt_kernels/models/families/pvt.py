@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import backends, modes
 from ..blocks import HUGGING_FACE, BlockEntry, BlockParts, BypassedParts, Family, parts_of_norm
 from ..encoders import encode_pvt, encode_pvt_v2
-from ..fused import check_images, embed_tokens, is_one_embedding, normalize, output_grid
+from ..forward import check_images, embed_tokens, is_one_embedding, normalize, output_grid
 from .pyramids import block_entry, common_parts, embeddings_entry, encoder_entry, stage_entry
 
 

@@ -10,7 +10,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.acceleration import class_token
+from cvt_kernels.models import class_token
 from tests.upstream import (
     huggingface,
     images,

@@ -11,13 +11,13 @@ import cvt.model
 import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
-from cvt_kernels.acceleration import families, stages
-from cvt_kernels.acceleration import served as served_module
+from cvt_kernels.models import families, stages
+from cvt_kernels.models import served as served_module
 from cvt_kernels.ops import token_selection
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import assert_accurate, not_built
 from tests.cvt.models import two_stages
-from tests.cvt_kernels.acceleration.served import decibels, frozen, rows_of_stages, stages_of
+from tests.cvt_kernels.models.served import decibels, frozen, rows_of_stages, stages_of
 from tests.upstream import images, in_float64
 
 BACKENDS = [("reference",), ("composed", "reference"), *([] if not_built() else [("cpu", "reference")])]

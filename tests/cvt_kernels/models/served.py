@@ -8,7 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.acceleration import freezable
+from cvt_kernels.models import freezable
 from tests.upstream import glpn, huggingface, images, microsoft, ours, pvt, pvt_v2, segformer
 
 #: The makers of models of each kind, with the numbers of their stages or layers, and of their blocks.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import acceleration, launching
+from cvt_kernels import launching, models
 from tests import upstream
 
 _FOUR_STAGES = {
@@ -91,6 +91,6 @@ def test_a_training_step(family):
 @pytest.mark.parametrize("family", DEEP)
 def test_a_small_call_is_upstreams_own(monkeypatch, family, freeze):
     """Measured: 1.05 (cvt) to 1.10 (pvt_v2)."""
-    monkeypatch.setattr(acceleration, "is_bound_by_host", lambda x: True)  # as of few tokens on a GPU
+    monkeypatch.setattr(models, "is_bound_by_host", lambda x: True)  # as of few tokens on a GPU
     with torch.inference_mode(), ck.use_backend("auto"):
         assert ratio(family, lambda model, x: model(x), "eval", freeze) <= 1.2

@@ -11,7 +11,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import launching, modes
-from cvt_kernels.acceleration import fused
+from cvt_kernels.models import forward
 from cvt_kernels.ops import autograd
 from tests.checks import (
     assert_accurate,
@@ -21,8 +21,8 @@ from tests.checks import (
     run_blocks,
     section_of,
 )
-from tests.cvt_kernels.acceleration.served import noted_backends
-from tests.cvt_kernels.acceleration.test_accelerate import inputs
+from tests.cvt_kernels.models.served import noted_backends
+from tests.cvt_kernels.models.test_accelerate import inputs
 from tests.upstream import (
     PYRAMIDS,
     glpn,
@@ -294,13 +294,13 @@ def test_a_pvt_says_which_image_size_it_takes():
 def test_embeddings_of_a_pvt_add_positions(monkeypatch, freeze):
     """One operator does where kernels of a GPU serve; in training and on a CPU PyTorch does."""
     model, calls = ck.accelerate(pvt().eval(), freeze=freeze), []
-    embed = fused.conv_embedding
+    embed = forward.conv_embedding
 
     def noted(*args, class_token, positions, **settings):
         calls.append((class_token is not None, positions is not None))
         return embed(*args, class_token=class_token, positions=positions, **settings)
 
-    monkeypatch.setattr(fused, "conv_embedding", noted)
+    monkeypatch.setattr(forward, "conv_embedding", noted)
     stages = len(model.pvt.encoder.block)
     by_triton = ck.use_backend("triton", "composed", "cpu", "reference")
     with torch.no_grad(), by_triton:

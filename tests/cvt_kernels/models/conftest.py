@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import served as served_module
+from cvt_kernels.models import served as served_module
 from tests.upstream import KERNELS_FIRST
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import backends, modes
-from cvt_kernels.acceleration import families, fused, matching
+from cvt_kernels.models import families, forward, matching
 from cvt_kernels.ops import autograd
 from cvt_kernels.tuning import choices
 from tests import microsoft_cvt
@@ -184,11 +184,11 @@ def test_images_on_a_gpu_become_channels_last():
     with FakeTensorMode():
         for dtype, expected in ((torch.bfloat16, True), (torch.float32, False)):
             image = torch.empty(2, 3, 8, 8, dtype=dtype, device="cuda")
-            made = fused._channels_last(conv, image)
+            made = forward._channels_last(conv, image)
             assert made.is_contiguous(memory_format=torch.channels_last) == expected
         conv.register_forward_hook(lambda *_: None)
-        assert fused._channels_last(conv, image.bfloat16()).is_contiguous()
-    assert fused._channels_last(nn.Conv2d(3, 4, 3), x := torch.ones(1, 3, 8, 8, dtype=torch.bfloat16)) is x
+        assert forward._channels_last(conv, image.bfloat16()).is_contiguous()
+    assert forward._channels_last(nn.Conv2d(3, 4, 3), x := torch.ones(1, 3, 8, 8, dtype=torch.bfloat16)) is x
 
 
 @every_upstream

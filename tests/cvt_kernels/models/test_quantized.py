@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration.fused import apply_linear_and_gelu
+from cvt_kernels.models.forward import apply_linear_and_gelu
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from cvt_kernels.records import QuantizedRows
 from tests.checks import record_all_calls

@@ -1,6 +1,6 @@
 """The blocks of CvT: Hugging Face's (models/cvt/modeling_cvt.py), Microsoft's (cls_cvt.py) and ours (cvt).
 
-The classes of ``cvt`` call :func:`cvt_kernels.acceleration.fused.forward_block` themselves.
+The classes of ``cvt`` call :func:`cvt_kernels.models.forward.forward_block` themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..blocks import (
     tokens_of_map,
 )
 from ..class_token import ClassifierEntry
-from ..fused import check_images, embed, is_plain_layer_norm, normalize
+from ..forward import check_images, embed, is_plain_layer_norm, normalize
 
 # Hugging Face's -------------------------------------------------------------------------------------------
 

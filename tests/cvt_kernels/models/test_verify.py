@@ -16,7 +16,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.tuning import clock
 from tests.checks import Terminal, implementation
-from tests.cvt_kernels.acceleration.test_accelerate import inputs
+from tests.cvt_kernels.models.test_accelerate import inputs
 from tests.upstream import (
     KERNELS_FIRST,
     PYRAMIDS,
@@ -29,7 +29,7 @@ from tests.upstream import (
     ours,
 )
 
-verify_module = importlib.import_module("cvt_kernels.acceleration.verify")  # of the name of a function
+verify_module = importlib.import_module("cvt_kernels.models.verify")  # of the name of a function
 
 
 def spoil(operator, change):

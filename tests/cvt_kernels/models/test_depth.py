@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.acceleration import depth
+from cvt_kernels.models import depth
 from tests import upstream
 from tests.checks import assert_accurate, not_built
 

@@ -12,7 +12,7 @@ from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import not_built
-from tests.cvt_kernels.acceleration.served import (
+from tests.cvt_kernels.models.served import (
     MODELS,
     decibels,
     frozen,

@@ -42,7 +42,7 @@ from ..records import (
 )
 from .blocks import BlockParts, StageParts, wide
 from .class_token import class_token_of
-from .fused import output_grid
+from .forward import output_grid
 
 #: The widest tokens whose MLP is asked of ``layer_norm_mlp``: more weights do not fit on a multiprocessor.
 _MLP_CHANNELS = 64

@@ -9,7 +9,7 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt_kernels import backends, choose
-from cvt_kernels.acceleration.coverage import BlockCoverage, Coverage
+from cvt_kernels.models.coverage import BlockCoverage, Coverage
 from tests.checks import implementation, not_built, record_all_calls, record_calls
 from tests.upstream import UPSTREAMS, huggingface, images, microsoft, ours
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import as_map, normalize
+from .forward import as_map, normalize
 
 #: What a stage makes of an image or a map: tokens, and their height and width.
 _Stage = Callable[[Tensor], tuple[Tensor, int, int]]

@@ -12,10 +12,10 @@ import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
 from cvt_kernels import graphs
-from cvt_kernels.acceleration import served as served_module
+from cvt_kernels.models import served as served_module
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, not_built
-from tests.cvt_kernels.acceleration.served import (
+from tests.cvt_kernels.models.served import (
     CVTS,
     LAYERED,
     MODELS,

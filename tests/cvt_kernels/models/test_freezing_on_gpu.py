@@ -8,11 +8,11 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.acceleration import served as served_module
-from cvt_kernels.acceleration import stages
+from cvt_kernels.models import served as served_module
+from cvt_kernels.models import stages
 from tests.checks import assert_accurate
-from tests.cvt_kernels.acceleration.served import decibels, frozen, noted_backends
-from tests.cvt_kernels.acceleration.test_freezing_quantized import LEAST_DECIBELS, quantized, small
+from tests.cvt_kernels.models.served import decibels, frozen, noted_backends
+from tests.cvt_kernels.models.test_freezing_quantized import LEAST_DECIBELS, quantized, small
 from tests.upstream import images, in_float64, logits, microsoft
 
 #: The layers of a block, by the ends of their names in Microsoft's model.

@@ -17,7 +17,7 @@ from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
 from ..records import written_of
 from .blocks import class_name
-from .fused import as_map, drop, tokens_of
+from .forward import as_map, drop, tokens_of
 from .watching import is_watched
 
 #: The 1×1 convolutions whose work is done without calling them.

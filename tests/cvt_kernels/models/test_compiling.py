@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from tests.cvt_kernels.acceleration.served import CVTS, frozen, inputs, outermost_of, stages_of
+from tests.cvt_kernels.models.served import CVTS, frozen, inputs, outermost_of, stages_of
 from tests.upstream import images, logits, microsoft, ours, pvt_v2, relative, segformer
 
 STAGE, LAYER = "cvt_kernels.frozen_stage.default", "cvt_kernels.frozen_layer.default"

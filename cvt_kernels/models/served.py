@@ -31,7 +31,7 @@ from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
 from .freezable import why_not_freezable
-from .fused import output_grid
+from .forward import output_grid
 from .stages import FoldedStage, bound, compute, fold, grid_of
 from .watching import Examined, known_of
 

@@ -18,7 +18,7 @@ from ..blocks import (
     parts_of_norm,
 )
 from ..decode_head import POINTWISE_LAYERS, decode, why_head_unsupported
-from ..fused import as_map, normalize, tokens_of
+from ..forward import as_map, normalize, tokens_of
 from .pyramids import block_entry, common_parts, embeddings_entry, stage_entry
 
 

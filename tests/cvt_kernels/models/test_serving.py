@@ -10,9 +10,9 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
-from cvt_kernels.acceleration import served as served_module
+from cvt_kernels.models import served as served_module
 from cvt_kernels.ops import weight_cache
-from tests.cvt_kernels.acceleration.served import MODELS, inputs, outermost_of
+from tests.cvt_kernels.models.served import MODELS, inputs, outermost_of
 from tests.upstream import (
     huggingface,
     images,
