@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cvt_kernels.checks import check_kind, check_tensor
 from cvt_kernels.models.blocks import BATCH_NORMS
 from cvt_kernels.models.class_token import (
     class_token_of,
@@ -26,7 +27,6 @@ from cvt_kernels.models.class_token import (
 from cvt_kernels.models.families.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.models.forward import apply_layer_norm, forward_block
 from cvt_kernels.models.matching import parts_if_fused
-from cvt_kernels.checks import check_kind, check_tensor
 from cvt_kernels.modes import autocast_enabled, is_known, is_transformed
 from cvt_kernels.ops.attention.modules import attend_by_modules
 from cvt_kernels.ops.layer_norm_gelu import gelu

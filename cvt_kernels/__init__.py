@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import reference
-from .models import accelerate, restore
-from .models.coverage import coverage
 from .backends import BackendUnavailable, fallbacks, use_backend
 from .changes import refresh
 from .graphs import graphed
 from .kernelized.registration import register_layers
+from .models import accelerate, restore
+from .models.coverage import coverage
 from .ops.attention import attention
 from .ops.attention.maps import AttentionMap, attention_map
 from .ops.conv_embedding import conv_embedding

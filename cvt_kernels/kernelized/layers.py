@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from ..classes import cached
 from ..models import accelerated_forward
 from ..models.blocks import HUGGING_FACE, block_of
 from ..models.families import SERVED, TABLE
-from ..classes import cached
 
 #: The beginnings of names of classes, and the models of transformers that they belong to.
 _FAMILIES = {"Cvt": "cvt", "Segformer": "segformer", "GLPN": "glpn", "PvtV2": "pvt_v2", "Pvt": "pvt"}

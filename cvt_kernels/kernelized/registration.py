@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from ..machine import warn_of_missing_kernels
 from ..models.families import recognize
 from ..models.matching import why_mismatched
-from ..machine import warn_of_missing_kernels
 from . import layers
 
 _NEEDED = "transformers>=5.20 and the version of kernels that it asks for"

@@ -5,10 +5,10 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
-(the modules of a block, the form of an entry), ``forward`` (the forward of a block), ``stages`` (whole stages and
-layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's), ``maps``
-(what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and checks
-blocks), ``freezable`` (finds and checks stages and layers), ``served`` (serves them), this file (swaps
+(the modules of a block, the form of an entry), ``forward`` (the forward of a block), ``stages`` (whole stages
+and layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
+``maps`` (what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and
+checks blocks), ``freezable`` (finds and checks stages and layers), ``served`` (serves them), this file (swaps
 classes), ``coverage`` and ``verify``.
 """
 
@@ -33,8 +33,8 @@ from . import class_token, maps, served
 from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, MODELS, SERVED, TABLE
-from .freezable import find_stages, why_not_freezable
 from .forward import forward_block
+from .freezable import find_stages, why_not_freezable
 from .matching import (
     classifier_of,
     find_blocks,

@@ -30,8 +30,8 @@ from ..ops.weight_cache import is_noting, kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
-from .freezable import why_not_freezable
 from .forward import output_grid
+from .freezable import why_not_freezable
 from .stages import FoldedStage, bound, compute, fold, grid_of
 from .watching import Examined, known_of
 

@@ -18,25 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends, modes
-from ..ops.attention import attention
+from .. import backends
 from ..ops.conv_embedding import conv_embedding
-from ..ops.conv_linear import conv_linear
-from ..ops.conv_projection import conv_projection
 from ..ops.layer_norm_gelu import layer_norm
-from ..ops.linear import linear, linear_add, linear_add_layer_norm, linear_gelu
-from ..ops.linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
-from ..ops.mlp import layer_norm_mlp
 from ..ops.token_selection import scores_of_tokens, select_tokens
 from ..ops.transformer_block import transformer_block
+from ..ops.transformer_block.composed import compute_within_stage
 from ..ops.transformer_blocks import transformer_blocks, why_not_in_gluon
 from ..records import (
     AnyLinear,
-    ConvBatchNorm,
     Linear,
-    Norm,
     QuantizedLinear,
-    QuantizedRows,
     Reduction,
     TransformerBlock,
 )
@@ -286,92 +278,14 @@ def _serve_in_launches(
     block: FoldedBlock, stream: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> Tensor:
     """Computes a block, in the place of the stream unless it is for the class token only."""
-    folded, norm1 = block.block, block.block.norm1
-    y = layer_norm(stream, norm1.weight, norm1.bias, eps=norm1.eps, shift=block.norm1_shift)
-    q, k, v = (_heads(folded, tokens) for tokens in _project(folded, y, grid, class_token_only))
-    y = attention(q, k, v, scale=folded.scale).flatten(2)
-    if not class_token_only:
-        return _serve_mlp(folded, y, stream, block.norm2_shift)
-    # Nobody reads the other tokens of the result.
-    return _serve_mlp(folded, y, stream[:, :1].contiguous(), block.norm2_shift).expand_as(stream)
-
-
-def _heads(block: TransformerBlock, tokens: Tensor) -> Tensor:
-    return tokens.unflatten(2, (block.num_heads, -1))
-
-
-def _project(
-    block: TransformerBlock, y: Tensor, grid: tuple[int, int], class_token_only: bool
-) -> Sequence[Tensor]:
-    """Returns queries, those of the class token if it is the only one that has any, keys and values."""
-    convs, linears = block.convs, block.linears
-    if class_token_only:  # which has no convolution
-        queries = _apply(linears[0], y[:, 0])[:, None]
-        return [queries, *_project_by(convs[1:], linears[1:], y, grid)]
-    return _project_by(convs, linears, y, grid)
-
-
-def _project_by(
-    convs: Sequence[ConvBatchNorm], linears: Sequence[AnyLinear], y: Tensor, grid: tuple[int, int]
-) -> Sequence[Tensor]:
-    layers = [layer for layer in linears if isinstance(layer, Linear)]
-    if len(layers) == len(linears):
-        return conv_linear(y, grid, convs, layers)
-    projected = conv_projection(y, grid, convs, training=False)
-    return [_apply(layer, tokens) for layer, tokens in zip(linears, projected, strict=True)]
-
-
-def _apply(layer: AnyLinear, x: Tensor) -> Tensor:
-    return linear(x, *layer) if isinstance(layer, Linear) else linear_int8(x, **layer._asdict())
-
-
-def _add(layer: AnyLinear, x: Tensor | QuantizedRows, stream: Tensor) -> Tensor:
-    """Adds a layer's result to the stream."""
-    if isinstance(layer, Linear):
-        assert isinstance(x, Tensor)
-        return linear_add(x, layer.weight, layer.bias, stream, inplace=True)
-    return linear_int8(x, **layer._asdict(), residual=stream, dtype=stream.dtype)
-
-
-def _serve_mlp(block: TransformerBlock, y: Tensor, stream: Tensor, shift: Tensor | None) -> Tensor:
-    """Computes the rest of a block from the result of attention."""
-    norm2, fc1, fc2, gelu = block.norm2, block.fc1, block.fc2, block.approximate
-    if _has_one_mlp(block):
-        stream = _add(block.proj, y, stream)
-        return layer_norm_mlp(
-            stream, norm2.weight, norm2.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-            eps=norm2.eps, approximate=gelu, shift=shift,
-        )  # fmt: skip
-    if isinstance(fc1, QuantizedLinear):
-        stream = _add(block.proj, y, stream)
-        rows = layer_norm_quantize(
-            stream, norm2.weight, norm2.bias, eps=norm2.eps, shift=shift, dtype=fc1.weight.dtype,
-        )  # fmt: skip
-        dtype = modes.autocast_dtype(stream) or stream.dtype
-        approximate = gelu if isinstance(fc2, Linear) else None
-        args = fc1.weight, fc1.weight_scale, fc1.bias
-        hidden = linear_int8(rows, *args, approximate=approximate, dtype=dtype)
-    else:
-        stream, y = _add_and_normalize(block.proj, y, stream, norm2, shift)
-        if isinstance(fc2, Linear):
-            hidden = linear_gelu(y, fc1.weight, fc1.bias, approximate=gelu)
-        else:
-            hidden = linear(y, *fc1)
-    if isinstance(fc2, Linear):
-        return _add(fc2, hidden, stream)
-    return _add(fc2, gelu_quantize(hidden, approximate=gelu, dtype=fc2.weight.dtype), stream)
-
-
-def _add_and_normalize(
-    layer: AnyLinear, y: Tensor, stream: Tensor, norm: Norm, shift: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Adds a layer's result to the stream; returns it and its LayerNorm."""
-    if isinstance(layer, Linear):
-        return linear_add_layer_norm(
-            y, *layer, stream, norm.weight, norm.bias, eps=norm.eps, shift=shift, inplace=True
-        )
-    stream = _add(layer, y, stream)
-    return stream, layer_norm(stream, norm.weight, norm.bias, eps=norm.eps, shift=shift)
+    return compute_within_stage(
+        stream,
+        grid,
+        block.block,
+        (block.norm1_shift, block.norm2_shift),
+        class_token_only=class_token_only,
+        mlp_is_one=_has_one_mlp(block.block),
+    )
 
 
 # A stage, or a layer of a pyramid -------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.models.watching import LENT
 from cvt_kernels.kernelized import layers, registration
+from cvt_kernels.models.watching import LENT
 from tests import upstream
 from tests.checks import assert_accurate, python_blocks, run_blocks, section_of
 

@@ -1,10 +1,12 @@
-"""A transformer block composed of other operators of this package, each with its own cache entry.
+"""The forward of a block as it is served, composed of other operators of this package.
 
-Without convolutional projections and gradients, linear layers that read the same tokens are one product, of
-weights that are packed side by side: K and V behind a reduction, else Q, K and V. The reduction and the first
-of these are ``reduction_linear``. So a block of SegFormer or PVT v2 is eight launches of kernels on a GPU,
-seven without a reduction: LayerNorm, Q, the reduction with K and V, attention, the layer behind it with
-residual and LayerNorm, and the MLP's two layers with the convolution between them.
+It serves the operator, and CvT's blocks within a stage on a GPU (``models/stages.py``), whose residual stream
+may contain the biases of later layers in advance. Without convolutional projections and gradients, linear
+layers that read the same tokens are one product, of weights that are packed side by side: K and V behind a
+reduction, else Q, K and V. The reduction and the first of these are ``reduction_linear``. So a block of
+SegFormer or PVT v2 is eight launches of kernels on a GPU, seven without a reduction: LayerNorm, Q, the
+reduction with K and V, attention, the layer behind it with residual and LayerNorm, and the MLP's two layers
+with the convolution between them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from torch import Tensor
 
 from ... import modes
 from ...backends import Record
-from ...records import AnyLinear, Linear, QuantizedLinear, Reduction, TransformerBlock
+from ...records import (
+    AnyLinear,
+    ConvBatchNorm,
+    GeluVariant,
+    Linear,
+    QuantizedLinear,
+    QuantizedRows,
+    Reduction,
+    TransformerBlock,
+)
 from ...reference import attended_keys
 from .. import weight_cache
 from ..attention import attention
@@ -26,7 +37,8 @@ from ..conv_projection import conv_projection
 from ..depthwise_conv_gelu import depthwise_conv_gelu
 from ..layer_norm_gelu import layer_norm
 from ..linear import linear, linear_add, linear_add_layer_norm, linear_gelu
-from ..linear_int8 import layer_norm_quantize, linear_int8
+from ..linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
+from ..mlp import layer_norm_mlp
 from ..reduction_linear import reduction_linear
 from ..rows import gather_rows, scatter_rows
 from .reduction import reduce_tokens
@@ -35,17 +47,61 @@ from .reduction import reduce_tokens
 def transformer_block(call: Record) -> Any:
     """Computes ``cvt_kernels.transformer_block`` for checked arguments."""
     x, grid, block, rows, _, inplace = call
-    y = layer_norm(x, block.norm1.weight, block.norm1.bias, eps=block.norm1.eps)
-    q, k, v = (tokens.unflatten(2, (block.num_heads, -1)) for tokens in _project(y, grid, block, rows))
+    q, k, v = _heads(block, _project(_normalize(x, block), grid, block, rows))
     y = attention(q, k, v, scale=block.scale).flatten(2)
     if rows is None:
-        out = _finish(y, x, grid, block, inplace)
+        out = _finish(y, x, grid, block, inplace=inplace)
         out = x.copy_(out) if inplace and out is not x else out
     else:
         gathered = gather_rows(x, rows)
         may_replace = modes.may_change(gathered, *block.tensors())
-        out = scatter_rows(x, rows, _finish(y, gathered, grid, block, may_replace), inplace=inplace)
+        out = scatter_rows(x, rows, _finish(y, gathered, grid, block, inplace=may_replace), inplace=inplace)
     return with_scores(out, q, k, call)
+
+
+def compute_within_stage(
+    stream: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    shifts: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    class_token_only: bool = False,
+    mlp_is_one: bool = False,
+) -> Tensor:
+    """Computes a block of CvT on a stream that nobody reads again, without gradients.
+
+    Args:
+        stream: Tokens (B, T, C); overwritten where products accumulate into it.
+        grid: (H, W) of the spatial tokens.
+        block: The parameters, without the biases that the stream has in advance.
+        shifts: (C,) each, what the two LayerNorms add to the stream, or None.
+        class_token_only: Whether nobody reads other tokens of the result.
+        mlp_is_one: Whether LayerNorm and MLP are one operator.
+
+    Returns:
+        Tokens like ``stream``, each a view of its image's class token if that is the only one.
+    """
+    y = _normalize(stream, block, shifts[0])
+    projected: Sequence[Tensor]
+    if class_token_only:  # which has no convolution
+        queries = _apply(y[:, 0], block.linears[0])[:, None]
+        projected = [queries, *_project_by(block.convs[1:], block.linears[1:], y, grid)]
+        kept = stream[:, :1].contiguous()
+    else:
+        projected, kept = _project(y, grid, block, None), stream
+    q, k, v = _heads(block, projected)
+    y = attention(q, k, v, scale=block.scale).flatten(2)
+    out = _finish(y, kept, grid, block, shifts[1], inplace=True, mlp_is_one=mlp_is_one)
+    return out.expand_as(stream) if class_token_only else out
+
+
+def _normalize(x: Tensor, block: TransformerBlock, shift: Tensor | None = None) -> Tensor:
+    norm = block.norm1
+    return layer_norm(x, norm.weight, norm.bias, eps=norm.eps, shift=shift)
+
+
+def _heads(block: TransformerBlock, projected: Sequence[Tensor]) -> list[Tensor]:
+    return [tokens.unflatten(2, (block.num_heads, -1)) for tokens in projected]
 
 
 def with_scores(out: Tensor, q: Tensor, k: Tensor, call: Record) -> Any:
@@ -61,15 +117,26 @@ def _project(
     y: Tensor, grid: tuple[int, int], block: TransformerBlock, rows: Tensor | None
 ) -> Sequence[Tensor]:
     """Returns queries, keys and values."""
+    if block.convs and rows is None:
+        return _project_by(block.convs, block.linears, y, grid)
     plain = [layer for layer in block.linears if isinstance(layer, Linear)]
-    if block.convs and rows is None and len(plain) == len(block.linears):
-        return conv_linear(y, grid, block.convs, plain)
     is_packable = weight_cache.why_unpackable(y, *block.tensors()) is None
     if not block.convs and len(plain) == len(block.linears) and is_packable:
         return _project_packed(y, grid, block, plain, rows)
     queries, *kept = _tokens_to_project(y, grid, block)
     queries = queries if rows is None else gather_rows(queries, rows)
     return [_apply(tokens, layer) for tokens, layer in zip((queries, *kept), block.linears, strict=True)]
+
+
+def _project_by(
+    convs: Sequence[ConvBatchNorm], linears: Sequence[AnyLinear], y: Tensor, grid: tuple[int, int]
+) -> Sequence[Tensor]:
+    """Returns tokens behind convolutions, each by its linear layer."""
+    plain = [layer for layer in linears if isinstance(layer, Linear)]
+    if len(plain) == len(linears):
+        return conv_linear(y, grid, convs, plain)
+    projected = conv_projection(y, grid, convs, training=False)
+    return [_apply(tokens, layer) for tokens, layer in zip(projected, linears, strict=True)]
 
 
 def _project_packed(
@@ -129,48 +196,69 @@ def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock
     return conv_projection(y, grid, block.convs, training=False) if block.convs else (y, y, y)
 
 
-def _finish(y: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool) -> Tensor:
+def _finish(
+    y: Tensor,
+    x: Tensor,
+    grid: tuple[int, int],
+    block: TransformerBlock,
+    shift: Tensor | None = None,
+    *,
+    inplace: bool,
+    mlp_is_one: bool = False,
+) -> Tensor:
     """Returns x after the block, from the result of attention."""
-    stream, hidden = _add_and_hide(y, x, grid, block, inplace)
-    # PyTorch lays out a sum as its first summand.
-    may_replace = stream.is_contiguous() and modes.may_change(stream, hidden, *block.fc2)
-    return _add(hidden, block.fc2, stream, inplace=may_replace)
-
-
-def _add_and_hide(
-    y: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock, inplace: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns the stream, x + proj(y), and the hidden channels of the MLP after their GELU."""
-    norm, proj, fc1, approximate = block.norm2, block.proj, block.fc1, block.approximate
-    if isinstance(fc1, QuantizedLinear):
-        stream = _add(y, proj, x, inplace)
-        weight, scale, bias = fc1
-        rows = layer_norm_quantize(stream, norm.weight, norm.bias, eps=norm.eps, dtype=weight.dtype)
-        activation = None if block.mix is not None else approximate
-        hidden = linear_int8(rows, weight, scale, bias, approximate=activation, dtype=stream.dtype)
-    else:
-        if isinstance(proj, Linear):
-            stream, y = linear_add_layer_norm(
-                y, *proj, x, norm.weight, norm.bias, eps=norm.eps, inplace=inplace
-            )
-        else:
-            stream = _add(y, proj, x, inplace)
-            y = layer_norm(stream, norm.weight, norm.bias, eps=norm.eps)
-        if block.mix is None:
-            return stream, linear_gelu(y, *fc1, approximate=approximate)
-        hidden = linear(y, *fc1)
+    fc2, approximate, weight = block.fc2, block.approximate, block.norm2.weight
+    if mlp_is_one:
+        stream, layers = _add(y, block.proj, x, inplace), (*block.fc1, *fc2)
+        settings: Any = {"eps": block.norm2.eps, "approximate": approximate, "shift": shift}
+        return layer_norm_mlp(stream, weight, block.norm2.bias, *layers, **settings)
+    stream, rows = _add_and_normalize(y, x, block, shift, inplace)
+    rounds_after_gelu = block.mix is None and isinstance(fc2, QuantizedLinear)
+    is_last = block.mix is None and not rounds_after_gelu
+    hidden: Any = _hide(rows, block.fc1, approximate if is_last else None, stream.dtype)
     if block.mix is not None:
         hidden = depthwise_conv_gelu(hidden, grid, *block.mix, approximate=approximate)
-    return stream, hidden
+    elif rounds_after_gelu:
+        hidden = gelu_quantize(hidden, approximate=approximate, dtype=fc2.weight.dtype)
+    # PyTorch lays out a sum as its first summand.
+    may_replace = (
+        isinstance(fc2, Linear) and stream.is_contiguous() and modes.may_change(stream, hidden, *fc2)
+    )
+    return _add(hidden, fc2, stream, inplace=may_replace)
+
+
+def _add_and_normalize(
+    y: Tensor, x: Tensor, block: TransformerBlock, shift: Tensor | None, inplace: bool
+) -> tuple[Tensor, Tensor | QuantizedRows]:
+    """Returns the stream, x + proj(y), and its LayerNorm for the MLP, rounded if that rounds."""
+    (weight, bias, eps), proj = block.norm2, block.proj
+    if isinstance(block.fc1, Linear) and isinstance(proj, Linear):
+        return linear_add_layer_norm(y, *proj, x, weight, bias, eps=eps, shift=shift, inplace=inplace)
+    stream = _add(y, proj, x, inplace)
+    if isinstance(block.fc1, Linear):
+        return stream, layer_norm(stream, weight, bias, eps=eps, shift=shift)
+    dtype = block.fc1.weight.dtype
+    return stream, layer_norm_quantize(stream, weight, bias, eps=eps, shift=shift, dtype=dtype)
+
+
+def _hide(
+    rows: Tensor | QuantizedRows, fc1: AnyLinear, approximate: GeluVariant | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns the hidden channels of the MLP, after their GELU if it is given."""
+    if isinstance(fc1, QuantizedLinear):
+        return linear_int8(rows, *fc1, approximate=approximate, dtype=dtype)
+    assert isinstance(rows, Tensor)
+    return linear(rows, *fc1) if approximate is None else linear_gelu(rows, *fc1, approximate=approximate)
 
 
 def _apply(x: Tensor, layer: AnyLinear) -> Tensor:
     return linear(x, *layer) if isinstance(layer, Linear) else linear_int8(x, **layer._asdict())
 
 
-def _add(y: Tensor, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
+def _add(y: Tensor | QuantizedRows, layer: AnyLinear, stream: Tensor, inplace: bool) -> Tensor:
     """Returns the sum of the stream and a linear layer; a float layer may write it in place."""
     if isinstance(layer, Linear):
+        assert isinstance(y, Tensor)
         return linear_add(y, *layer, stream, inplace=inplace)
     dtype = torch.promote_types(stream.dtype, modes.autocast_dtype(stream) or stream.dtype)
     return linear_int8(y, **layer._asdict(), residual=stream, dtype=dtype)

@@ -10,6 +10,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.models import served as served_module
 from cvt_kernels.models import stages
+from cvt_kernels.ops.transformer_block import composed
 from tests.checks import assert_accurate
 from tests.cvt_kernels.models.served import decibels, frozen, noted_backends
 from tests.cvt_kernels.models.test_freezing_quantized import LEAST_DECIBELS, quantized, small
@@ -46,6 +47,13 @@ def noting(name, function, called):
     return call
 
 
+def note_operators(monkeypatch, called):
+    """Notes the names of the operators that the embedding and the blocks of stages call."""
+    for module in (stages, composed):
+        for name in set(backends.operators) & set(vars(module)) - {"transformer_block"}:
+            monkeypatch.setattr(module, name, noting(name, getattr(module, name), called))
+
+
 def operators_launched(kept):
     """Returns the operators of a narrow and a wide stage on a GPU, where these layers are not quantized."""
     qkv, proj, fc1, fc2 = (layers[0] in kept for layers in (QKV, PROJ, FC1, FC2))
@@ -69,8 +77,7 @@ def operators_launched(kept):
 def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
     """Checks in float64, where rounding cannot hide a bias that is added twice or not at all."""
     called = set()
-    for name in set(backends.operators) & set(vars(stages)):
-        monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
+    note_operators(monkeypatch, called)
     own = quantized(small_model(layer_scale=0.3), kept).double()
     fused = ck.accelerate(copy.deepcopy(own), freeze=True)
     x = images(2, dtype=torch.float64)
@@ -82,8 +89,7 @@ def test_mixed_layers_are_exact_where_nothing_is_rounded(kept, monkeypatch):
 def test_stages_whose_blocks_are_one_operator(monkeypatch):
     """Checks in float64 with random biases, as above; the last block computes the class token alone."""
     called = set()
-    for name in set(backends.operators) & set(vars(stages)):
-        monkeypatch.setattr(stages, name, noting(name, getattr(stages, name), called))
+    note_operators(monkeypatch, called)
     monkeypatch.setattr(stages, "_are_one_operator", lambda parts: parts.conv.out_channels > 64)
     own = small_model(layer_scale=0.3).double().eval()
     fused = ck.accelerate(copy.deepcopy(own), freeze=True)

@@ -146,7 +146,7 @@ def test_layers_of_the_same_tokens_are_one_product_in_training(make, reducing, m
     _, model = pair(make, "train", drop_path=0.3)
     counts = []
     monkeypatch.setattr(
-        fused, "cast_together", lambda *args: counts.append(args[2]) or autograd.cast_together(*args)
+        forward, "cast_together", lambda *args: counts.append(args[2]) or autograd.cast_together(*args)
     )
     products = record_calls("linear")
     gradients_of(model, inputs(make), torch.bfloat16)

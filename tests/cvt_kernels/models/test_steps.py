@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.models import served as served_module
 from cvt_kernels.changes import KNOWN
+from cvt_kernels.models import served as served_module
 from cvt_kernels.ops import weight_cache
 from tests.checks import add_marked_backend
 from tests.cvt_kernels.models.served import stages_of
