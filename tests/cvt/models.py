@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import numpy as np
 import torch
+from PIL import Image
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
@@ -44,3 +46,19 @@ def quantized(model, **settings):
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     ck.quantize(model.eval(), images, **settings)
     return model
+
+
+def save_label_maps(folder):
+    """Writes images whose colors tell the labels of their pixels, 0 to 2 or 255, and the label maps."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 3)):
+        for kind in ("images", "labels"):
+            (folder / split / kind).mkdir(parents=True)
+        for i in range(count):
+            labels = np.kron(rng.integers(0, 3, (4, 6)), np.ones((12, 12), int)).astype(np.uint8)
+            labels[:12, :12] = 255
+            colors = np.stack([labels, np.full_like(labels, 100), labels], axis=-1)
+            image = Image.fromarray(colors * np.array([80, 1, 0], np.uint8))
+            image.save(folder / split / "images" / f"{i}.png")
+            Image.fromarray(labels).save(folder / split / "labels" / f"{i}.png")
+    return folder

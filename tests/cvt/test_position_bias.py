@@ -123,6 +123,7 @@ def test_tables_train():
         assert table.grad.any()
 
 
+@pytest.mark.rest  # as a model without biases, which make test compiles
 def test_compiles_without_graph_breaks():
     model = create_model(ONE_STAGE, position_bias=True, position_bias_size=48, pool="avg").eval()
     table = model.stage0.blocks[0].attn.position_bias

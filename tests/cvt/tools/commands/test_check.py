@@ -75,23 +75,3 @@ def test_damaged_weights(tmp_path):
     assert report["missing"] == ["classifier.bias"]
     assert report["unused"] == ["other"]
     assert [key.endswith("layer_norm_1.weight") for key in report["not_finite"]] == [True]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (
-            ["--check", "--data", "digits", "--checkpoint", "digits"],
-            "--check: got --data, --token-keep or --tile",
-        ),
-        (
-            ["--check", "--checkpoint", "digits"],
-            "expected owner/name on the Hub or a directory with config.json",
-        ),
-        (["--checkpoint", "digits"], "--data: got none"),
-        (["--data", "digits", "--checkpoint", "digits", "--photo", "x.png"], "--photo beside it"),
-    ],
-)
-def test_options_that_do_not_fit(options, expected, capsys):
-    assert main(["evaluate", *options]) == 2
-    assert expected in capsys.readouterr().err

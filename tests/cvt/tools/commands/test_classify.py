@@ -4,7 +4,6 @@ import json
 
 import torch
 
-import cvt_kernels as ck
 from cvt import save_huggingface
 from cvt.images import load_images
 from cvt.tools.commands import main
@@ -80,27 +79,3 @@ def test_classify_says_what_it_chose_by_its_own_options(capsys, hub, photos):
     assert "a/b is no path here and cannot be loaded from the Hugging Face Hub" in bad(
         capsys, main, "classify", photos[0], "--checkpoint", "a/b"
     )
-
-
-def test_classify_bad_input(capsys, weights, photos, tmp_path):
-    path, model = weights
-    small(num_classes=0).save_pretrained(tmp_path / "headless")
-    large = ("norm.weight", "head.weight")  # which overflow when they are multiplied
-    broken = {name: t * 1e37 if name in large else t for name, t in model.state_dict().items()}
-    torch.save(broken, tmp_path / "broken.pth")
-
-    def fails(*arguments, checkpoint=path):
-        return bad(capsys, main, "classify", *arguments, "--checkpoint", checkpoint)
-
-    assert "none.jpg does not exist" in fails(photos[0], tmp_path / "none.jpg")
-    assert "it looks like cvt_13" in fails(photos[0], "--model", "cvt_21")
-    assert "probabilities that are not finite" in fails(photos[0], checkpoint=tmp_path / "broken.pth")
-    assert "headless is a model without classes" in fails(photos[0], checkpoint=tmp_path / "headless")
-    if not torch.cuda.is_available():
-        assert "--device: got 'cuda', but " in fails(photos[0], "--device", "cuda")
-
-
-def test_an_unavailable_backend_is_one_line(capsys, weights, photos):
-    with ck.use_backend("triton"):
-        line = bad(capsys, main, "classify", photos[0], "--checkpoint", weights[0])
-    assert "error: layer_norm: backend 'triton' is unavailable: not implemented in this version" in line

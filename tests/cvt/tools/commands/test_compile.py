@@ -111,34 +111,6 @@ def test_flaws():
     assert flaws(255, 0, 0, 0, threads=512) == ["a block of 512 threads × 255 registers does not fit"]
 
 
-_NOTHING = "--model, --operator, --stage: none of these models has such an operator or stage"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "messages"),
-    [
-        ("--arch sm_91", ["argument --arch: invalid choice: 'sm_91' (choose from ", *gpus.LIMITS]),
-        ("--dtype int8", ["argument --dtype: invalid choice: 'int8' (choose from ", *config.DTYPES]),
-        ("--stage 5", ["argument --stage: got '5', expected a positive integer of at most 4", ""]),
-        (
-            "--model x",
-            ["argument --model: invalid choice: 'x'", *config.PRESETS, *launches.PYRAMIDS],
-        ),
-        ("--operator conv", ["argument --operator: invalid choice: 'conv' (choose from "]),
-        ("--json /nowhere/report.json", ["--json: /nowhere/report.json cannot be written"]),
-        ("--json /", ["--json: / is a directory, expected a file"]),
-        ("--model cvt_13 --operator depthwise_conv_gelu", [_NOTHING]),
-        ("--model segformer_b0 --operator attention", [_NOTHING]),
-        ("--model cvt_21 --operator attention --stage 4", [_NOTHING]),
-    ],
-)
-def test_bad_arguments(arguments, messages, capsys, monkeypatch):
-    leave_the_interpreter(monkeypatch)
-    line = bad(capsys, cli.main, "compile", *arguments.split())
-    assert line.startswith(f"cvt compile: error: {messages[0]}")
-    assert all(str(each) in line for each in messages)
-
-
 def test_the_interpreter_compiles_nothing(capsys, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "the interpreter compiles nothing" in bad(capsys, cli.main, "compile")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from cvt.tools.commands.evaluate import as_json, report
 from cvt.tools.datasets import open_dataset
 from cvt.tools.evaluation import Cost, Evaluation
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels.tuning import clock
-from tests.checks import Terminal, bad, section_of
+from tests.checks import bad, section_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -93,22 +91,6 @@ def test_command_on_digits(capsys, trained, tmp_path):
     assert outputs[0][1]["top5"] == outputs[1][1]["top5"]
 
 
-def test_a_speed_beside_other_programs_is_said_to_be_rough(capsys, trained, monkeypatch, tmp_path):
-    monkeypatch.setattr(clock.Times, "is_disturbed", True)
-    options = ["--data", "digits", "--checkpoint", str(trained[0]), "--json", str(tmp_path / "figures.json")]
-    assert main(["evaluate", *options]) == 0
-    assert capsys.readouterr().err == f"cvt evaluate: {clock.DISTURBED}\n"
-    assert json.loads((tmp_path / "figures.json").read_text())["is_disturbed"] is True
-
-
-def test_a_bar_is_drawn_on_a_terminal(capsys, trained, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert main(["evaluate", "--data", "digits", "--checkpoint", str(trained[0]), "--batch-size", "180"]) == 0
-    assert "0/2 [" in sys.stderr.getvalue()
-    assert not sys.stderr.getvalue().split("\r")[-1].strip()
-    assert capsys.readouterr().out.endswith("\n")
-
-
 def test_command_on_a_folder_with_a_file_that_is_no_image(capsys, trained, tmp_path):
     path, _ = trained
     for i in range(10):
@@ -123,23 +105,6 @@ def test_command_on_a_folder_with_a_file_that_is_no_image(capsys, trained, tmp_p
     assert ["images", "10"] in [line.split() for line in out.splitlines()]
     assert err.startswith("cvt evaluate: skipped: ")
     assert err.count("\n") == 1
-
-
-def test_command_bad_input(capsys, trained, tmp_path):
-    def fails(*arguments, data="digits", checkpoint=trained[0]):
-        return bad(capsys, main, "evaluate", "--data", data, "--checkpoint", checkpoint, *arguments)
-
-    for i in range(3):
-        (tmp_path / "three" / "val" / f"class {i}").mkdir(parents=True)
-        Image.new("RGB", (20, 30)).save(tmp_path / "three" / "val" / f"class {i}" / "a.png")
-    assert "three: has 3 classes, the model 10" in fails(data=tmp_path / "three")
-    save_digits_model(tmp_path / "named.pth", "abcdefghij")
-    assert "its classes have other names than those of" in fails(checkpoint=tmp_path / "named.pth")
-    save_digits_model(tmp_path / "broken.pth", scale=1e37)  # which overflows in the head
-    before = sorted(tmp_path.iterdir())
-    line = fails("--json", tmp_path / "a.json", checkpoint=tmp_path / "broken.pth")
-    assert "batches[0]: the model gives logits that are not finite" in line
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):

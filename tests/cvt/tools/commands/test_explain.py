@@ -1,7 +1,6 @@
 """``cvt explain``: its files, and what it rejects."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from cvt.factory import randomize
 from cvt.images import load_images, read_image, sample_photos
 from cvt.tools.commands import main
 from cvt.tools.explanation import explain
-from tests.checks import bad
 
 SMALL = CvTConfig(embed_dims=(16, 32, 48), num_heads=(1, 2, 3), depths=(1, 1, 2), num_classes=10)
 
@@ -55,17 +53,3 @@ def test_command(capsys, trained, tmp_path):
             picture = read_image(output / f"{photo.rsplit('/')[-1][:-4]}.{kind}.png")
             assert picture.size == (1500, 700)
             assert len(picture.getcolors(2**21)) > 1000
-
-
-def test_command_bad_input(capsys, trained, tmp_path, monkeypatch):
-    photo, output = sample_photos()[0], tmp_path / "output"
-
-    def fails(*arguments):
-        line = bad(capsys, main, "explain", *arguments, "--checkpoint", trained[0], "--output", output)
-        assert not output.exists()
-        return line
-
-    assert "none.jpg does not exist" in fails(photo, tmp_path / "none.jpg")
-    assert "got two of the name china" in fails(photo, photo)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "matplotlib is not installed; pip" in fails(photo)

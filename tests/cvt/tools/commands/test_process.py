@@ -227,25 +227,6 @@ def test_names_of_files_and_classes_command_no_terminal(capsys, photo, hostile, 
         assert out.count(r"\x1b[31mred\x07\u202e\n") == {"classify": 5, "evaluate": 20}.get(arguments[0], 0)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "classify x.png",
-        "explain x.png --output new",
-        "quantize --calibrate digits --output x.safetensors",
-        "prune --mlp 0.5 --output x.safetensors",
-        "export --format pt2 --output x",
-        "train --data digits --output new",
-        "bench",
-    ],
-)
-def test_errors_command_no_terminal(capsys, arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    error = bad(capsys, main, *arguments.split(), "--checkpoint", "\x1b[31m.pth")
-    assert r"\x1b[31m.pth does not exist" in error
-    assert r"unrecognized arguments: a\n\x1b" in bad(capsys, main, "doctor", "a\n\x1b")
-
-
 def test_tables_of_modules_with_hostile_names_command_no_terminal():
     model = create_model(MODELS["cvt_nano"], num_classes=10)
     block = model.stage0.blocks[0]

@@ -5,10 +5,8 @@ import io
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
-import onnx
 import pytest
 import torch
 from PIL import Image
@@ -19,9 +17,8 @@ from cvt import create_model, read_checkpoint
 from cvt.tools.commands import main
 from cvt.tools.commands import quantize as command
 from cvt.tools.commands.quantize import fewest
-from cvt.tools.datasets import save_digits
 from cvt.tools.evaluation import Evaluation
-from tests.checks import Terminal, bad
+from tests.checks import bad
 from tests.cvt.models import small
 
 PAGE = (Path(__file__).parents[4] / "docs" / "quantize.md").read_text(encoding="utf-8")
@@ -73,31 +70,6 @@ def test_the_file_says_all(digits):
     model, exact = create_model(checkpoint=path), create_model(checkpoint="digits")
     assert sum(type(module) is ck.LinearInt8 for module in model.modules()) == 18
     assert torch.equal(model.head.weight, exact.head.weight.half().float())
-
-
-@pytest.mark.slow
-def test_the_other_commands_take_the_file(digits, capsys, tmp_path):
-    path = str(digits[0] / "q.safetensors")
-    seven = str(save_digits(tmp_path / "digits")[7])
-    assert main(["evaluate", "--data", "digits", "--checkpoint", path]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    after = json.loads((digits[0] / "q.json").read_text())["after"]
-    assert ["loss", f"{after['loss']:.4f}"] in lines
-    assert ["parameters", "0.10", "M"] in lines
-    assert main(["explain", seven, "--checkpoint", path, "--output", str(tmp_path / "explained")]) == 0
-    explained = json.loads((tmp_path / "explained" / "explain.json").read_text())
-    assert explained["photos"][0]["classes"][0]["label"] == "7"
-    output = tmp_path / "q.onnx"
-    assert main(["export", "--checkpoint", path, "--format", "onnx", "--output", str(output)]) == 0
-    kinds = [node.op_type for node in onnx.load(output).graph.node]
-    assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (18, 36)
-
-
-def test_it_is_not_trained(digits, capsys, tmp_path):
-    arguments = ["train", "--data", "digits", "--output", tmp_path / "run"]
-    line = bad(capsys, main, *arguments, "--checkpoint", digits[0] / "q.safetensors")
-    assert "is quantized, expected weights in floating" in line
-    assert not (tmp_path / "run").exists()
 
 
 # Layers that stay in floating point -----------------------------------------------------------------------
@@ -175,14 +147,6 @@ def test_options(capsys, pretend, tmp_path):
         assert (json.loads((tmp_path / "q.json").read_text())["layers"] == layers) == same
 
 
-def test_bars_are_drawn_on_a_terminal(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert quantize_digits(tmp_path, "--batch-size", "180") == 0
-    for title in ("errors", "before", "after"):
-        assert f"{title}: " in sys.stderr.getvalue()
-    assert not sys.stderr.getvalue().split("\r")[-1].strip()
-
-
 # Folders --------------------------------------------------------------------------------------------------
 
 
@@ -223,41 +187,6 @@ def test_a_folder_without_parts_and_the_names_of_classes(capsys, animals, tmp_pa
 
 
 # Bad input ------------------------------------------------------------------------------------------------
-
-
-def test_bad_input(capsys, digits, tmp_path):
-    for i in range(10):
-        names = f"others/train/class {i}", f"others/val/class {i}", f"parts/train/{i}", f"parts/val/{i + 1}"
-        for name in (*names, f"one image/{i}"):
-            (tmp_path / name).mkdir(parents=True)
-            Image.new("RGB", (20, 30)).save(tmp_path / name / "0.png")
-    broken = create_model(checkpoint="digits").eval()
-    broken.stage1.blocks[0].mlp.fc1.weight.data[0, 0] = math.nan
-    broken.save_pretrained(tmp_path / "broken")
-    before = sorted(tmp_path.rglob("*"))
-    good = {"--checkpoint": "digits", "--calibrate": "digits", "--output": tmp_path / "q.safetensors"}
-
-    def fails(*more, **changes):
-        options = good | {f"--{name}": value for name, value in changes.items()}
-        arguments = [each for pair in options.items() for each in pair]
-        line = bad(capsys, main, "quantize", *arguments, "--images", "4", *more)
-        assert sorted(tmp_path.rglob("*")) == before
-        return line
-
-    path = digits[0] / "q.safetensors"
-    assert "udcff.safetensors', expected a name in UTF-8" in fails(output=tmp_path / "\udcff.safetensors")
-    assert "others: its classes have other names than those of" in fails(calibrate=tmp_path / "others")
-    assert "parts has train/ and val/ of different classes" in fails(calibrate=tmp_path / "parts")
-    assert "has no images besides those that are held out" in fails(calibrate=tmp_path / "one image")
-    assert f"--checkpoint: {path} is quantized already" in fails(checkpoint=path)
-    assert "stage1.blocks.0.mlp.fc1" in fails(checkpoint=tmp_path / "broken")
-    assert "--output: got" in fails(output=tmp_path / "q.pth")
-    part = tmp_path / "broken" / "model.safetensors"
-    assert "expected a file that is no part of --checkpoint" in fails(checkpoint=part.parent, output=part)
-    assert "cannot be written" in fails(output=tmp_path / "none" / "q.safetensors")
-    assert "cannot be written" in fails("--json", tmp_path / "none" / "q.json")
-    assert "'stage9.*' matches none of the 18 layers" in fails("--keep-float", "stage9.*")
-    assert "none of its 18 layers can be quantized" in fails("--keep-float", "*")
 
 
 def test_a_drop_that_no_layer_allows(capsys, pretend, tmp_path):

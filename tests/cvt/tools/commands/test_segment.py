@@ -12,7 +12,6 @@ from cvt.tools.commands import main
 from cvt.tools.evaluation import cost
 from cvt.tools.label_maps import open_label_maps
 from cvt.tools.training.recipe import MODELS, SEGMENT_OPTIONS
-from tests.checks import bad
 
 
 def run(capsys, *arguments):
@@ -58,15 +57,6 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
     assert lines["mIoU"] == f"{content['miou']:.2%}"
     assert any(line.startswith("sea ") and f"{content['iou'][1]:.2%}" in line for line in out.splitlines())
 
-    photo = label_maps / "val" / "images" / "0.png"
-    for command in (
-        ("classify", photo),
-        ("explain", photo, "--output", tmp_path / "explained"),
-        ("quantize", "--calibrate", label_maps, "--output", tmp_path / "q.safetensors"),
-    ):
-        line = bad(capsys, main, *command, *source)
-        assert "is a model of head='segment', which is for pixels; expected a classifier" in line
-    assert bad(capsys, main, "bench", *source).endswith("best.pth: Hugging Face's CvT has no head='segment'")
     output = tmp_path / "model.pt2"
     code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
     assert code == 0
@@ -112,27 +102,6 @@ def test_evaluate_in_tiles(segmenter, label_maps, tmp_path, capsys):
     assert whole["confusion"] != content["confusion"]  # attention sees a tile
 
 
-def test_wrong_tiles(segmenter, tmp_path, capsys):
-    given = "--data, --token-keep or --tile"
-    for options, message in (
-        (("--tile", 100), "--tile: got 100, expected a multiple of 32"),
-        (("--tile", 96), "--overlap: got 128, expected"),
-        (("--tile", 96, "--overlap", 32), "--context: got 32, expected"),
-        (("--tile", 0), "argument --tile: got '0', expected"),
-        (("--overlap", 64), "--overlap: got 64 without --tile, expected both or neither"),
-        (("--context", 8), "--context: got 8 without --tile, expected both or neither"),
-        (("--check", "--tile", 512), f"--check: got {given} beside it, expected none of them"),
-    ):
-        assert message in bad(capsys, main, "evaluate", *segmenter, *options)
-    line = bad(capsys, main, "evaluate", "--checkpoint", "digits", "--data", "digits", "--tile", 512)
-    assert (
-        "--tile: digits is a model of head='classify', which needs an image as a whole; expected one" in line
-    )
-    photo = segmenter[3] / "val" / "images" / "0.png"
-    line = bad(capsys, main, "classify", photo, *segmenter[:2], "--tile", 512)
-    assert "unrecognized arguments: --tile 512" in line
-
-
 def test_a_backbone_is_tuned(train, tmp_path):
     """The weights of the digits in the package have a head for classes of images."""
     code, _, err = train("--task", "segment", "--epochs", 1, "--checkpoint", "digits", "--lr", 1e-9)
@@ -141,21 +110,6 @@ def test_a_backbone_is_tuned(train, tmp_path):
     tuned, digits = (read_checkpoint(source).tensors for source in (tmp_path / "run", "digits"))
     name = "stage1.blocks.1.mlp.fc1.weight"
     torch.testing.assert_close(tuned[name], digits[name], rtol=0, atol=1e-6)
-
-
-def test_data_for_another_model(label_maps, tmp_path, capsys):
-    """A folder with images/ and labels/ would be one of two classes of these names."""
-    create_model(MODELS["cvt_nano"], num_classes=2).save_pretrained(tmp_path / "classifier")
-    segmenter = create_model(MODELS["cvt_nano"], head="segment", decoder_dim=8, num_classes=2)
-    segmenter.save_pretrained(tmp_path / "segmenter")
-    has_maps = f"--data: {label_maps} has label maps, which are for models of train --task segment; expected"
-    no_maps = "--data: got digits, which have no label maps; expected a folder with val/images and val/labels"
-    for arguments, message in (
-        (("evaluate", "--checkpoint", tmp_path / "classifier", "--data", label_maps), has_maps),
-        (("train", "--output", tmp_path / "run", "--data", label_maps), has_maps),
-        (("evaluate", "--checkpoint", tmp_path / "segmenter", "--data", "digits"), no_maps),
-    ):
-        assert message in bad(capsys, main, *arguments, "--device", "cpu")
 
 
 @pytest.mark.filterwarnings("default")
@@ -188,10 +142,3 @@ def test_the_help_has_the_defaults_of_the_task(capsys):
     assert own == [f"--{name.replace('_', '-')} {value:g}" for name, value in SEGMENT_OPTIONS.items()]
     assert "Defaults with --data digits: --epochs 30, " in text
     assert "layer scales, class tokens and position_bias (default: 0.05)" in text
-
-
-def test_mixup_is_for_classifiers(train, tmp_path):
-    code, out, err = train("--task", "segment", "--mixup", 0.8)
-    assert (code, out) == (2, "")
-    assert "cvt train: error: --mixup: got 0.8, expected 0 for head='segment'" in err
-    assert not (tmp_path / "run").exists()

@@ -139,23 +139,6 @@ def test_settings_that_keep_the_choices_from_serving_are_said(gelu_alone, monkey
     assert lines[-1].startswith("CVT_KERNELS_BACKEND is cpu,reference")
 
 
-def test_bad_arguments(capsys, monkeypatch):
-    assert "--token-keep: got it with pvt_tiny, expected a CvT" in bad(
-        capsys, main, "tune", "--model", "pvt_tiny", "--token-keep", "0.5"
-    )
-    assert "--quantized: got it with pvt_tiny, expected a CvT" in bad(
-        capsys, main, "tune", "--model", "pvt_tiny", "--quantized"
-    )
-    assert "--image-size: glpn does not run on 8 pixels" in bad(
-        capsys, main, "tune", "--model", "glpn", "--image-size", "8", "--dtype", "float32"
-    )
-    assert "1×1 pixels are too few" in bad(capsys, main, "tune", "--image-size", "1")
-    assert "--json: /no/x.json cannot be written" in bad(capsys, main, "tune", "--json", "/no/x.json")
-    monkeypatch.setattr(backends, "_requested", ("gpu",))
-    assert "CVT_KERNELS_BACKEND: got 'gpu'" in bad(capsys, main, "tune")
-    assert not choices.cache_directory().exists()
-
-
 def test_a_process_that_does_not_start_is_one_line(gelu_alone, capsys, monkeypatch):
     monkeypatch.setattr(worker, "Worker", functools.partial(worker.Worker, setup=broken_kernels.die))
     assert "does not start (dies: exit code 5)" in bad(capsys, main, *SMALL)

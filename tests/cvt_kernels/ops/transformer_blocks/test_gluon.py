@@ -123,7 +123,7 @@ assert (out.double() - plain.double()).norm() < 0.02 * plain.double().norm()
 """
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.parametrize("multiprocessors", [pytest.param(1, marks=pytest.mark.rest), 132])
 def test_blocks_that_are_unlike(multiprocessors):
     child = run_python(f"MULTIPROCESSORS = {multiprocessors}\n{UNLIKE}", TRITON_INTERPRET="0")
     assert child.returncode == 0, child.stderr

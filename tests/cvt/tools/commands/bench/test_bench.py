@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -391,9 +390,3 @@ def test_too_large_a_batch_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(result_files, "run", run)
     line = bad(capsys, cli.main, "bench", "--device", "cpu")
     assert "there is not enough memory for --batch-size 8: CUDA out of memory. Tried to allocate" in line
-
-
-def test_command_without_matplotlib_fails_before_it_measures(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(result_files, "run", lambda **arguments: pytest.fail("measured"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "matplotlib is not installed; pip" in bad(capsys, cli.main, "bench", "--plot", tmp_path / "a.png")

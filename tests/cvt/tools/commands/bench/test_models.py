@@ -185,18 +185,9 @@ def test_an_encoder_alone_is_no_model(tmp_path):
         models.build_subject("segformer_b0", str(tmp_path), 64)
 
 
-def test_bad_input(capsys, tmp_path, monkeypatch):
-    def fails(*arguments):
-        return bad(capsys, cli.main, "bench", *arguments)
-
-    unknown = fails("--model", "segformer_b9")
-    assert "model: got 'segformer_b9', expected one of cvt_13, " in unknown
-    assert "glpn" in unknown
-    assert "image_size: got 16, which segformer_b0 does not take:" in fails(
-        "--model", "segformer_b0", "--image-size", 16
-    )
-    assert "none is no folder" in fails("--model", "pvt_v2_b0", "--checkpoint", tmp_path / "none")
+def test_a_model_that_this_transformers_lacks(capsys, monkeypatch):
     import transformers
 
     monkeypatch.setattr(transformers, "PvtV2ForImageClassification", None)
-    assert "model: pvt_v2_b0 is not in transformers" in fails("--model", "pvt_v2_b0")
+    line = bad(capsys, cli.main, "bench", "--model", "pvt_v2_b0")
+    assert "model: pvt_v2_b0 is not in transformers" in line

@@ -312,6 +312,7 @@ def test_what_onnxruntime_is_not_measured_for(options, why_not):
     ],
 )
 def test_a_runtime_that_is_not_installed(peer, package, stubs, capsys, monkeypatch):
+    make_small(monkeypatch)
     monkeypatch.setitem(sys.modules, package, None)
     error = bad(capsys, cli.main, "bench", "--device", "cpu", "--peers", peer)
     assert f"{package} is not installed; pip install {package}, or in a checkout" in error
