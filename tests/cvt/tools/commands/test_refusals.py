@@ -397,7 +397,7 @@ def test_a_backend_that_cannot_serve_is_named(words, capsys, world, monkeypatch)
     ],
 )
 def test_a_package_that_is_missing_is_named(module, words, package, capsys, world, monkeypatch):
-    """Before anything is computed."""
+    """It is named before anything is computed."""
     monkeypatch.chdir(world)
     monkeypatch.setitem(sys.modules, module, None)
     before = state_of(world)
