@@ -192,19 +192,6 @@ def choose_recorded(operator: str, call: Record) -> Implementation:
     return _loaded(operator, _first_able(operator, names, call, notes=False))
 
 
-def choose_in_group(operator: str, call: Record) -> Implementation:
-    """Chooses for a call with collective operations, which all processes of a group must compute alike.
-
-    Under ``auto`` that is PyTorch's own operator, since the table may say something else on another machine.
-
-    Raises:
-        BackendUnavailable: None of the requested backends can serve the call.
-    """
-    if not backends.is_auto():
-        return choose(operator, call)
-    return _loaded(operator, _first_able(operator, backends.operators[operator].defaults, call))
-
-
 def wants_gradient(call: Record) -> bool:
     """Returns whether autograd has to record a call, in reverse or forward mode."""
     return modes.wants_gradient(*checks.tensors_of(call))

@@ -521,12 +521,10 @@ class Launches(NamedTuple):
     Attributes:
         run: Makes calls with a :class:`Step`.
         of_pyramids: Whether SegFormer, PVT and PVT v2 make them, rather than CvT.
-        by_default: Whether ``cvt compile`` and the benchmarks take them without being asked.
     """
 
     run: Callable[[Step], None]
     of_pyramids: bool = False
-    by_default: bool = True
 
 
 # What a launch has to move and to multiply ----------------------------------------------------------------

@@ -167,7 +167,6 @@ _ONES = {
 _TF32 = {
     f"tf32: {name}": _call(tests.call, "attention", words, dtype="float32", precision="tf32")
     for name, words in cards.card_of("attention").emulated.items()
-    if "bias" not in words
 } | {
     "tf32: conv_linear": _call(tests.project_linearly, (14, 14), 64, (64, 64, 64), precision="tf32"),
 }

@@ -73,11 +73,6 @@ class Recorded(NamedTuple):
 
     launches: Launches
 
-    @property
-    def by_default(self) -> bool:
-        """True if it is compiled by default."""
-        return self.launches.by_default
-
     def __call__(
         self,
         stage: Stage,

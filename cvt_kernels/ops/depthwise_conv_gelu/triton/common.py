@@ -20,9 +20,9 @@ launch.register(Sliding, formulas.depthwise_bwd_conv, "depthwise_conv_gelu_bwd_c
 # Plans ----------------------------------------------------------------------------------------------------
 
 
-def geometry_of(grid: tuple[int, int]) -> Geometry:
+def geometry_of(grid: Sequence[int]) -> Geometry:
     """Returns the geometry of the convolution on a grid, for the sliding-row kernels."""
-    return Geometry(grid, kernel_sizes=(3,), strides=(1,), paddings=(1,), dilations=(1,), epss=(0.0,))
+    return Geometry.of(grid, (1,))
 
 
 class GeluSpec(NamedTuple):
@@ -54,7 +54,7 @@ class ConvGeluTiling(NamedTuple):
 
     @classmethod
     def of(
-        cls, kernel: str, x: Tensor, grid: tuple[int, int], approximate: str, parameters: Sequence[Tensor], *,
+        cls, kernel: str, x: Tensor, grid: Sequence[int], approximate: str, parameters: Sequence[Tensor], *,
         has_bias: bool,
     ) -> ConvGeluTiling:  # fmt: skip
         """Returns the tiling of a kernel, ``fwd`` or ``bwd_conv``.
