@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import cvt_kernels as ck
 from cvt_kernels import backends, reference
 from cvt_kernels.ops.linear_int8 import primitives
 
