@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import backends, checks, launching, machine, messages, modes
+from . import backends, checks, machine, messages, modes
 from .backends import (
     ANY_SIZE,
     OURS,
@@ -32,6 +32,7 @@ from .backends import (
     why_unavailable,
     why_unsupported,
 )
+from .launch import launching
 from .tuning import choices
 
 # The table ------------------------------------------------------------------------------------------------

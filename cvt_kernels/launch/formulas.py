@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..launching import Chip
+from .launching import Chip
 from .records import Attention, ConvLinear, Mlp, Pixels, Product, Rows, Sliding
 
 

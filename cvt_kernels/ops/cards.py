@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import backends, launching, reference
+from .. import backends, reference
+from ..launch import launching
 from ..records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
 from ..tuning import tuner
 

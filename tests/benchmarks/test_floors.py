@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import floors
 from cvt.tools.commands.compile import launches
-from cvt_kernels.launching import Chip
+from cvt_kernels.launch.launching import Chip
 from tests.benchmarks import forwards
 
 STAGES = launches.stages("cvt_13")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cvt_kernels as ck
-from cvt_kernels import launch, launching
-from cvt_kernels.launch import tables
+from cvt_kernels import launch
+from cvt_kernels.launch import launching, tables
 from cvt_kernels.ops import cards
 from cvt_kernels.ops.conv_linear.triton import forward as conv_linear
 from cvt_kernels.ops.transformer_blocks import transformer_blocks

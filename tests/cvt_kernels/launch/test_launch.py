@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt_kernels import launch, launching
-from cvt_kernels.launch import formulas, records, tables
-from cvt_kernels.launching import Chip
+from cvt_kernels import launch
+from cvt_kernels.launch import formulas, launching, records, tables
+from cvt_kernels.launch.launching import Chip
 from cvt_kernels.ops.linear.triton import forward
 
 H200 = Chip(90, 132, "NVIDIA H200")

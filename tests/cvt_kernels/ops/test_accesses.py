@@ -18,7 +18,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import cvt_kernels as ck
 from benchmarks import floors
-from cvt_kernels import launching, machine, ops
+from cvt_kernels import machine, ops
+from cvt_kernels.launch import launching
 from cvt_kernels.ops import cards
 from cvt_kernels.ops.cards import call_public
 from cvt_kernels.ops.conv_linear import few_rows, stacked

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from cvt.config import PRESETS, default_image_size
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.cards import Embedding, Launches, Stage, Step, all_cards
 
 from .. import pyramids

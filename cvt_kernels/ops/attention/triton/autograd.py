@@ -80,9 +80,9 @@ def attention(call: Record) -> Tensor:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not 0 <= scale <= _LARGEST_SCALE:
         q, scale = q * scale, 1.0
-    heads, tokens = q.shape[2], [merged(each) for each in (q, k, v)]
+    heads, given = q.shape[2], (merged(q), merged(k), merged(v))
     if modes.wants_gradient(q, k, v):
-        out = _Attention.apply(*tokens, scale, heads)
+        out = _Attention.apply(*given, scale, heads)
     else:
-        out, _ = attention_forward(*tokens, scale, heads, False)
+        out, _ = attention_forward(*given, scale, heads, False)
     return out.unflatten(2, (heads, -1))

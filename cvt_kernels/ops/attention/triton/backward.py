@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_launch import grid_dependency_synchronize
 from .common import (

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ....launch.records import Attention
 from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize

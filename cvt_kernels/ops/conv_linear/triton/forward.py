@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching, modes
+from .... import modes
 from ....backends import Record
+from ....launch import launching
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
 from ...graph_operators import launcher

@@ -19,7 +19,7 @@ from .forward import Running, batch_statistics, projection_forward
 from .sliding import why_not_sliding
 
 #: Grid, strides and epsilons of a call.
-_Constants = tuple[Sequence[int], Sequence[int], Sequence[float]]
+_Constants = tuple[list[int], list[int], list[float]]
 
 
 class _ConvProjection(torch.autograd.Function):
@@ -36,7 +36,7 @@ class _ConvProjection(torch.autograd.Function):
         """Saves x, the parameters and the statistics."""
         ctx.settings = constants, batch_stats
         ctx.save_for_backward(x, *tensors)
-        return tuple(projection_forward(x, *map(list, constants), *_divided(tensors)))
+        return tuple(projection_forward(x, *constants, *_divided(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
@@ -49,8 +49,7 @@ class _ConvProjection(torch.autograd.Function):
             dx, *others = gradients_again(formula, (x, *tensors), *dys)
             return dx, None, None, *others
         dx, dweights, sums = projection_backward(
-            x, *map(list, constants), weights, gammas, means, variances, [dy.contiguous() for dy in dys],
-            batch_stats,
+            x, *constants, weights, gammas, means, variances, [dy.contiguous() for dy in dys], batch_stats
         )  # fmt: skip
         dbetas, dgammas = (
             [total.to(gamma.dtype) for total, gamma in zip(each.unbind(), gammas, strict=True)]
@@ -60,10 +59,14 @@ class _ConvProjection(torch.autograd.Function):
         return dx, None, None, *own, *dgammas, *dbetas, *[None] * (2 * len(weights))
 
 
-def _divided(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+_Tensors = list[Tensor]
+
+
+def _divided(tensors: Sequence[Tensor]) -> tuple[_Tensors, _Tensors, _Tensors, _Tensors, _Tensors]:
     """Returns weights, gammas, betas, means and variances."""
     size = len(tensors) // 5
-    return [list(tensors[i * size : (i + 1) * size]) for i in range(5)]
+    weights, gammas, betas, means, variances = (list(tensors[i * size : (i + 1) * size]) for i in range(5))
+    return weights, gammas, betas, means, variances
 
 
 def _formula(constants: _Constants, batch_stats: bool, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -125,9 +128,12 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     weights, gammas, betas = _contiguous(weights), _contiguous(gammas), _contiguous(betas)
     batch_stats = training or convs[0].running_mean is None
     if batch_stats:
-        running = _running(convs, x.shape[0], grid) if training else Running()
+        running = _running(convs, x.shape[0], grid) if training else Running([], [], [], [], [], [])
         with torch.no_grad():
-            statistics = batch_statistics(x, *constants[:2], weights, *map(list, running))
+            statistics = batch_statistics(
+                x, constants[0], constants[1], weights, running.rows, running.means, running.variances,
+                running.tracked, running.momenta, running.corrections,
+            )  # fmt: skip
         means, variances = (list(each.unbind()) for each in statistics)
     else:
         means = _contiguous([conv.running_mean for conv in convs])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, Tile, configuration, load_partial, maybe_contiguous

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
-from ....launch import formulas
+from .... import launch
+from ....launch import formulas, launching
 from ....launch.records import Pixels, Sliding
 
 for _kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input"):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, Tile, class_tokens, configuration, load_partial, maybe_contiguous
@@ -119,12 +119,12 @@ class Running(NamedTuple):
         corrections: n / (n − 1), which makes the variance unbiased.
     """
 
-    rows: Sequence[int] = ()
-    means: Sequence[Tensor] = ()
-    variances: Sequence[Tensor] = ()
-    tracked: Sequence[Tensor] = ()
-    momenta: Sequence[float] = ()
-    corrections: Sequence[float] = ()
+    rows: list[int]
+    means: list[Tensor]
+    variances: list[Tensor]
+    tracked: list[Tensor]
+    momenta: list[float]
+    corrections: list[float]
 
 
 def _statistics_like(x: Tensor, grid: Any, strides: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:

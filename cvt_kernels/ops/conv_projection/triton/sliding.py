@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ....launch.records import Sliding
 from ....records import Branch, ConvBatchNorm, flattened
 from ...triton_launch import ELEMENTS

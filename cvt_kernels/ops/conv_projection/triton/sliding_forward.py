@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, configuration
 from .sliding import (

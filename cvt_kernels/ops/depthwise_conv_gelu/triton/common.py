@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .... import launch, launching, machine
-from ....launch import formulas
+from .... import launch, machine
+from ....launch import formulas, launching
 from ....launch.records import Sliding
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import SlidingTiling, alignment_of

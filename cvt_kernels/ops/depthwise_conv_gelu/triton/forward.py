@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...conv_projection.triton.common import maybe_contiguous
 from ...conv_projection.triton.sliding import (
     SIZES,

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
+from .... import launch
+from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_gelu import activate
 from ...triton_launch import grid_dependency_synchronize

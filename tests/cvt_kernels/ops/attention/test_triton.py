@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.attention.triton import forward
 from cvt_kernels.ops.attention.triton.autograd import why_unsupported
 from tests.checks import WIDEST, precision_of

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import launching, machine
+from cvt_kernels import machine
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_linear import few_rows, stacked
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from tests.checks import assert_accurate

@@ -5,8 +5,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch import formulas, tables
+from cvt_kernels import backends, launch
+from cvt_kernels.launch import formulas, launching, tables
 from cvt_kernels.launch.records import ConvLinear
 from cvt_kernels.ops.conv_linear.triton import common, forward
 from cvt_kernels.ops.conv_projection.triton.common import Geometry

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_projection.triton import common, sliding
 from tests.contract.examples import assert_right, run, same_bits
 from tests.contract.test_contract import run_guarded

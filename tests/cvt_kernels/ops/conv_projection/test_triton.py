@@ -10,7 +10,8 @@ import triton
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launch, launching
+from cvt_kernels import launch
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from cvt_kernels.ops.conv_projection.triton.autograd import why_unsupported
 from tests.checks import needs_float64
@@ -101,7 +102,7 @@ def moments(size, *shape):
 
 
 def merged(partial, counts):
-    return forward._merged(partial, counts, forward.Running())
+    return forward._merged(partial, counts, forward.Running([], [], [], [], [], []))
 
 
 @needs_float64

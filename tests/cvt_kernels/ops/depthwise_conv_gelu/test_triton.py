@@ -8,7 +8,8 @@ import triton
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, launch, launching
+from cvt_kernels import backends, launch
+from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.triton import sliding
 from cvt_kernels.ops.depthwise_conv_gelu.triton import common

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
+from cvt_kernels import backends, launch
+from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Product
 from cvt_kernels.ops.linear.triton import autograd, common, forward
 from tests.checks import assert_accurate
