@@ -43,13 +43,14 @@ class _ConvProjection(torch.autograd.Function):
         """Returns the gradients, in three passes over the tokens."""
         x, *tensors = ctx.saved_tensors
         weights, gammas, _, means, variances = _divided(tensors)
-        constants, batch_stats = ctx.settings
+        (grid, strides, epss), batch_stats = ctx.settings
         if torch.is_grad_enabled():
             formula = functools.partial(_formula, *ctx.settings)
             dx, *others = gradients_again(formula, (x, *tensors), *dys)
             return dx, None, None, *others
         dx, dweights, sums = projection_backward(
-            x, *constants, weights, gammas, means, variances, [dy.contiguous() for dy in dys], batch_stats
+            x, grid, strides, epss, weights, gammas, means, variances, [dy.contiguous() for dy in dys],
+            batch_stats,
         )  # fmt: skip
         dbetas, dgammas = (
             [total.to(gamma.dtype) for total, gamma in zip(each.unbind(), gammas, strict=True)]
