@@ -47,7 +47,7 @@ DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]  # the stable ABI as of 
 INCLUDE = ["-I", str(CSRC)]  # sources name headers as "common/half.h"
 
 # The build and the library ask the machine by the same functions.
-MACHINE = runpy.run_path("cvt_kernels/toolkit.py")
+MACHINE = runpy.run_path("cvt_kernels/machine/toolkit.py")
 
 # The loops of the CPU, csrc/*/*cpu_loops.cpp, are compiled several times and chosen when they first run.
 # LOOPS has the options of each, the others the loops that serve an instruction set, as has

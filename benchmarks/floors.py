@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.cards import Work, all_cards, bytes_of, tensors_of
 
 

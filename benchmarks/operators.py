@@ -127,7 +127,7 @@ def cases(*, tiny: bool) -> Iterator[Case]:
             for name, each in card.stages.items():
                 for model in (model for model in stages if each.of_pyramids == (model in launches.PYRAMIDS)):
                     batch = 2 if tiny else MODELS[model][1 if CUDA else 2]
-                    for number, stage in enumerate(stages[model], start=1) if each.by_default else ():
+                    for number, stage in enumerate(stages[model], start=1):
                         for dtype in kinds:
                             case = Case(operator, name, model, number, stage, batch, 0, dtype, training)
                             yield from _new_calls(case, seen)

@@ -27,8 +27,9 @@ from torch import Tensor
 from cvt.tools.commands.compile import launches
 from cvt.tools.commands.compile.gpus import LIMITS
 from cvt.tools.commands.compile.triton_kernels import specialize
-from cvt_kernels import launch, launching, machine
-from cvt_kernels.launching import Launch
+from cvt_kernels import launch, machine
+from cvt_kernels.launch import launching
+from cvt_kernels.launch.launching import Launch
 from cvt_kernels.ops.cards import Sweep, all_cards, matrix
 
 from .floors import kernel_name

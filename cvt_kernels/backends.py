@@ -32,7 +32,6 @@ Backend = Literal[
     "cpu",
     "composed",
     "sdpa",
-    "onednn",
     "convolution",
     "float32",
     "int_mm",
@@ -44,7 +43,7 @@ BACKENDS: tuple[str, ...] = get_args(Backend)[1:]
 #: The backends that are kernels of this project.
 OURS = ("gluon", "triton", "cuda", "cpu")
 #: The backends without support for ``torch.func``: ours, and those that pack weights or write in place.
-_UNTRANSFORMED = (*OURS, "onednn", "float32", "int_mm", "scaled_mm")
+_UNTRANSFORMED = (*OURS, "float32", "int_mm", "scaled_mm")
 
 #: Stands for the class of a size that is symbolic where ``torch.compile`` traces.
 ANY_SIZE = "SIZE"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import backends, checks, launching, machine, messages, modes
+from . import backends, checks, machine, messages, modes
 from .backends import (
     ANY_SIZE,
     OURS,
@@ -32,6 +32,7 @@ from .backends import (
     why_unavailable,
     why_unsupported,
 )
+from .launch import launching
 from .tuning import choices
 
 # The table ------------------------------------------------------------------------------------------------
@@ -190,19 +191,6 @@ def choose_recorded(operator: str, call: Record) -> Implementation:
         reason = "torch.jit.trace records PyTorch's own operators only"
         raise BackendUnavailable(operator, requested[0], reason)
     return _loaded(operator, _first_able(operator, names, call, notes=False))
-
-
-def choose_in_group(operator: str, call: Record) -> Implementation:
-    """Chooses for a call with collective operations, which all processes of a group must compute alike.
-
-    Under ``auto`` that is PyTorch's own operator, since the table may say something else on another machine.
-
-    Raises:
-        BackendUnavailable: None of the requested backends can serve the call.
-    """
-    if not backends.is_auto():
-        return choose(operator, call)
-    return _loaded(operator, _first_able(operator, backends.operators[operator].defaults, call))
 
 
 def wants_gradient(call: Record) -> bool:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import backends, checks, choose, launching, machine, reference
+from . import backends, checks, choose, machine, reference
 from .backends import Implementation, Record
+from .launch import launching
 
 _NOT_GIVEN = inspect.Parameter.empty
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton import language
 from triton.runtime import interpreter
 
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 
 # What is logged -------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import backends
-from ..launching import Chip
 from . import tables
 from .formulas import Need, generation_of
+from .launching import Chip
 from .tables import Entry, numbers_of
 
 __all__ = ["configuration", "generation_of", "kernels", "overridden", "register", "shipped"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..launching import Chip
+from .launching import Chip
 from .records import Attention, ConvLinear, Mlp, Pixels, Product, Rows, Sliding
 
 
@@ -252,7 +252,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (32, 64, 4, 2),
         "bwd_dq": (64, 32, 4, 2),
         "bwd_dkdv": (32, 64, 4, 2),
-        "bwd_bias": (32, 64, 4, 2),
     },
     ("half", 80, 128): {
         "fwd": (64, 64, 8, 2),
@@ -260,7 +259,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (32, 64, 8, 1),
         "bwd_dq": (32, 32, 8, 1),
         "bwd_dkdv": (32, 64, 8, 1),
-        "bwd_bias": (64, 32, 8, 1),
     },
     ("half", 90, 64): {
         "fwd": (64, 128, 4, 3),
@@ -268,7 +266,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (32, 64, 4, 3),
         "bwd_dq": (128, 64, 8, 3),
         "bwd_dkdv": (32, 64, 4, 3),  # 128 keys are 3 % faster in Triton 3.6, and spill in 3.7
-        "bwd_bias": (64, 64, 8, 2),
     },
     # With 64 keys fwd_loop takes 126 to 132 registers, where two programs need 128, or spills.
     ("half", 100, 64): {
@@ -277,7 +274,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (32, 64, 4, 2),
         "bwd_dq": (128, 64, 8, 2),
         "bwd_dkdv": (32, 64, 4, 3),
-        "bwd_bias": (64, 64, 8, 2),
     },
     ("half", 90, 128): {
         "fwd": (64, 64, 8, 2),
@@ -285,7 +281,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (32, 64, 8, 1),
         "bwd_dq": (64, 64, 8, 1),
         "bwd_dkdv": (64, 64, 8, 1),
-        "bwd_bias": (64, 64, 8, 1),
     },
     ("single", 80, 64): {
         "fwd": (32, 64, 8, 1),
@@ -293,7 +288,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (16, 64, 8, 1),
         "bwd_dq": (32, 32, 8, 2),
         "bwd_dkdv": (32, 32, 8, 1),
-        "bwd_bias": (32, 32, 8, 1),
     },
     ("single", 80, 128): {
         "fwd": (16, 64, 8, 1),
@@ -301,7 +295,6 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "bwd": (16, 32, 8, 1),
         "bwd_dq": (16, 32, 8, 1),
         "bwd_dkdv": (32, 32, 8, 1),
-        "bwd_bias": (16, 32, 4, 1),
     },
 }
 

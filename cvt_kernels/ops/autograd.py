@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import modes
-from .graph_operators import graph_operator
+from .graph_operators import launcher
 
 _Item = TypeVar("_Item")
 
@@ -84,21 +84,13 @@ class _CastTogether(torch.autograd.Function):
         """Casts the tensors; saves nothing."""
         ctx.dtype, ctx.rows = tensors[0].dtype, _rows_of(tensors, counts)
         ctx.set_materialize_grads(False)
-        return tuple(_cast(tensors, dtype, counts))
+        return tuple(_cast(list(tensors), dtype, list(counts)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Casts the gradients that there are."""
         cast_apart = _cast_each if torch.is_grad_enabled() else _cast_apart
         return None, None, *_cast_back(cast_apart, gradients, ctx.dtype, ctx.rows)
-
-
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
-    """Returns the tensors of each group below one another, in a dtype."""
-    made = _empty_groups(tensors, dtype, counts)
-    rows = _rows_of(tensors, counts)
-    _cast_all(tensors, [part for out, each in zip(made, rows, strict=True) for part in _split(out, each)])
-    return made
 
 
 def _empty_groups(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
@@ -109,6 +101,15 @@ def _empty_groups(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequenc
         else group[0].new_empty((sum(len(each) for each in group), *group[0].shape[1:]), dtype=dtype)
         for group in _grouped(tensors, counts)
     ]
+
+
+@launcher("cast_together", _empty_groups)
+def _cast(tensors: list[Tensor], dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
+    """Returns the tensors of each group below one another, in a dtype."""
+    made = _empty_groups(tensors, dtype, counts)
+    rows = _rows_of(tensors, counts)
+    _cast_all(tensors, [part for out, each in zip(made, rows, strict=True) for part in _split(out, each)])
+    return made
 
 
 def _rows_of(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[int]]:
@@ -133,13 +134,19 @@ def _cast_back(
     ]
 
 
-def _cast_apart(
+def _empty_parts(
     tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
 ) -> list[Tensor]:
+    return [torch.empty_like(each, dtype=dtype) for each in _split_all(tensors, rows, counts)]
+
+
+@launcher("cast_apart", _empty_parts)
+def _cast_apart(
+    tensors: list[Tensor], dtype: torch.dtype, rows: list[int], counts: list[int]
+) -> list[Tensor]:
     """Returns the parts of tensors in a dtype, as many of each as ``counts`` says, with so many rows."""
-    parts = _split_all(tensors, rows, counts)
-    wide = [torch.empty_like(each, dtype=dtype) for each in parts]
-    _cast_all(parts, wide)
+    wide = _empty_parts(tensors, dtype, rows, counts)
+    _cast_all(_split_all(tensors, rows, counts), wide)
     return wide
 
 
@@ -173,26 +180,6 @@ def _split(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
     return [tensor] if len(rows) == 1 else list(tensor.split(list(rows)))
 
 
-# torch.compile would make a kernel of each cast: these are one launch, and one operator.
-
-
-_cast_op = graph_operator("cast_together", _empty_groups)(_cast)
-_cast_apart_op = graph_operator("cast_apart", _cast_apart)(_cast_apart)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, _, counts = inputs
-    ctx.dtype, ctx.rows = tensors[0].dtype, _rows_of(tensors, counts)
-    ctx.set_materialize_grads(False)
-
-
-def _backward_of_op(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
-    return _cast_back(_cast_apart_op, gradients, ctx.dtype, ctx.rows), None, None
-
-
-torch.library.register_autograd("cvt_kernels::cast_together", _backward_of_op, setup_context=_setup_context)
-
-
 def cast_together(
     tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int] | None = None
 ) -> tuple[Tensor, ...]:
@@ -201,8 +188,6 @@ def cast_together(
     With ``counts``, the first so many tensors become one, below one another, then the next, and so on.
     """
     counts = (1,) * len(tensors) if counts is None else tuple(counts)
-    if torch.compiler.is_compiling():
-        return tuple(_cast_op(list(tensors), dtype, list(counts)))
     return _CastTogether.apply(dtype, counts, *tensors)
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .. import backends, launching, reference
+from .. import backends, reference
+from ..launch import launching
 from ..records import ConvBatchNorm, Linear, Norm, QuantizedLinear, QuantizedRows
 from ..tuning import tuner
 
@@ -521,12 +522,10 @@ class Launches(NamedTuple):
     Attributes:
         run: Makes calls with a :class:`Step`.
         of_pyramids: Whether SegFormer, PVT and PVT v2 make them, rather than CvT.
-        by_default: Whether ``cvt compile`` and the benchmarks take them without being asked.
     """
 
     run: Callable[[Step], None]
     of_pyramids: bool = False
-    by_default: bool = True
 
 
 # What a launch has to move and to multiply ----------------------------------------------------------------

@@ -47,7 +47,7 @@ def _cudnn() -> int | str | None:
 def _source_files() -> list[Path]:
     """Returns the source files that decide what a kernel computes, whether it passes and how it is timed."""
     package = Path(__file__).parents[1]
-    folders = [(package / name).rglob("*.py") for name in ("ops", "launch", "tuning")]
+    folders = [(package / name).rglob("*.py") for name in ("graphs", "launch", "machine", "ops", "tuning")]
     return [path for files in (*folders, package.glob("*.py")) for path in sorted(files)]
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import backends, checks, choose, launching, messages
+from .. import backends, checks, choose, messages
 from ..backends import OURS, Record
+from ..launch import launching
 from . import accuracy, clock
 from .choices import FAILS_HERE, Entry, Measurement
 from .depthwise import AsSums

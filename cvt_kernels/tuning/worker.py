@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import backends, launching, machine
+from .. import backends, machine
+from ..launch import launching
 from . import choices, tuner
 from .calls import OperatorCall
 from .choices import Entry, Measurement

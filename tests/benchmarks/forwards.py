@@ -16,7 +16,8 @@ from cvt.config import default_image_size
 from cvt.factory import create_model
 from cvt.tools.commands.compile.gpus import LIMITS
 from cvt.tools.commands.pyramids import PYRAMIDS, build_pyramid
-from cvt_kernels import accelerate, backends, launching
+from cvt_kernels import accelerate, backends
+from cvt_kernels.launch import launching
 from cvt_kernels.models.class_token import with_class_token_only
 from cvt_kernels.ops import weight_cache
 

@@ -22,18 +22,12 @@ SIZES = {
             batch=1 queries=33 keys=150 channels=128 dtype=float16
             batch=1 queries=17 keys=20 heads=1 channels=128
             batch=1 queries=17 keys=150 heads=1 channels=32
-            queries=70 keys=20 channels=16 bias=full dtype=float64
-            queries=70 keys=70 channels=16 bias=matrix dtype=float16
-            queries=70 keys=20 channels=16 bias=heads dtype=float64
-            queries=70 keys=70 channels=16 bias=keys dtype=float16
-            queries=140 keys=20 channels=16 bias=keys dtype=float64
-            queries=70 keys=20 channels=16 bias=queries dtype=float64
-            queries=6 keys=5 channels=16 bias=matrix excluded=most
-            queries=6 keys=70 channels=16 bias=matrix excluded=all
         """,
         "sdpa": """
             bias=full excluded=most dtype=bfloat16
             bias=keys excluded=some
+            queries=6 keys=70 channels=16 bias=matrix excluded=all
+            queries=6 keys=5 channels=16 bias=matrix excluded=most
         """,
     },
     "conv_projection": {
@@ -207,6 +201,7 @@ IN_EVERY_SET = {
 #: Calls that a backend refuses: operator, backend, what differs from ``usual``, how the reason begins.
 REFUSED = """
     attention cpu: bias=full | takes no bias on a CPU
+    attention triton: bias=full | a bias is left to masks of PyTorch's attention
     attention cpu: channels=257 | heads have 257 channels, more than 256
     attention triton: channels=129 | heads have 129 channels, more than 128
     attention triton: batch=0 | the batch is empty
@@ -214,8 +209,8 @@ REFUSED = """
     conv_projection triton: stride=3 | serves at most 3 convolutions of 3×3
     conv_projection triton: padding=2 | serves at most 3 convolutions of 3×3
     conv_projection triton: summands=2 | a branch is a sum
-    conv_linear triton: padding=2 | only up to three 3×3 convolutions
-    conv_linear triton: kernel=1 | only up to three 3×3 convolutions
+    conv_linear triton: padding=2 | serves at most 3 convolutions of 3×3
+    conv_linear triton: kernel=1 | serves at most 3 convolutions of 3×3
     conv_linear triton: channels=516 dtype=float64 | tokens have 516 channels, more than 512
     conv_linear triton: outputs=600 | tokens have 600 channels, more than 512
     conv_embedding triton: height=9 width=9 channels=5000 | tokens have 5000 channels, more than 4096

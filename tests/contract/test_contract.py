@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.cards import laid_out
 from cvt_kernels.tuning import tuner
 from tests.checks import WIDEST, needs_float64, recorded_operators

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt_kernels.toolkit import CPU_SETS, cpu_sets_here
+from cvt_kernels.machine.toolkit import CPU_SETS, cpu_sets_here
 from tests.checks import compiled, compiler, not_built
 
 ROOT = Path(__file__).parents[2]

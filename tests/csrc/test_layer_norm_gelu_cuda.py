@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
-from cvt_kernels.toolkit import find_nvcc
+from cvt_kernels.machine.toolkit import find_nvcc
 from tests.checks import TRAPS, assert_accurate, compiled, compiler, not_built
 from tests.emulator.cuda import CudaKernels, sources
 

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, launching, machine, toolkit
+from cvt_kernels import backends, choose, machine
 from cvt_kernels.choose import Row
+from cvt_kernels.launch import launching
+from cvt_kernels.machine import toolkit
 from cvt_kernels.tuning import choices
 from tests.checks import implementation, not_built, remember_entry
 from tests.contract.examples import example

@@ -9,8 +9,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launching
-from cvt_kernels.launching import Chip, settle_key
+from cvt_kernels.launch import launching
+from cvt_kernels.launch.launching import Chip, settle_key
 
 class Driver:
     get_current_device = get_current_stream = lambda self, *device: 0
@@ -77,7 +77,7 @@ def test_the_process_of_tune_compiles_several_at_once(tmp_path):
     run(
         tmp_path,
         """
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 from cvt_kernels.tuning import calls, tuner, worker
 os.sched_getaffinity = lambda process: {0, 1}
 launching.chip = lambda device: Chip(90, 132)
@@ -93,7 +93,7 @@ assert all(kernel.is_cached() for kernel in kernels)
 
 ORDERS = """
 import hashlib, importlib, sys, torch
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 modules = (
     "linear.triton.forward", "attention.triton.forward", "attention.triton.backward", "mlp.triton.forward",
     "conv_projection.triton.sliding_forward", "conv_linear.triton.forward", "linear.gluon",
@@ -119,7 +119,8 @@ def test_keys_of_kernels_do_not_depend_on_the_order():
 REHEARSED = """
 import pickle, torch
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, choose, launching
+from cvt_kernels import backends, choose
+from cvt_kernels.launch import launching
 from cvt_kernels.tuning import tuner
 
 stage, found = launches.stages("cvt_13", 64)[2], 0

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, changes, choose, declaration, graphs, launching, machine
+from cvt_kernels import backends, changes, choose, declaration, graphs, machine
+from cvt_kernels.launch import launching
 from cvt_kernels.ops import weight_cache
 from tests.checks import recorded_operators
 from tests.contract.examples import EXAMPLES, example

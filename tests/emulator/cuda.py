@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cvt_kernels.toolkit import find_nvcc
+from cvt_kernels.machine.toolkit import find_nvcc
 from tests.checks import compiled, compiler
 from tests.emulator.program import Fault, Program, Region
 from tests.emulator.ptx import kernels_of

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching, machine
-from cvt_kernels.launching import source_of, specialize
+from cvt_kernels import backends, machine
+from cvt_kernels.launch import launching
+from cvt_kernels.launch.launching import source_of, specialize
 from cvt_kernels.tuning import accuracy
 from tests import accesses
 from tests.cvt_kernels.ops import test_accesses

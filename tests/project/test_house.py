@@ -20,12 +20,12 @@ FILES = sorted(path for package in ("cvt_kernels", "cvt") for path in (ROOT / pa
 
 #: From the ground up: a room imports from itself and from rooms of earlier lines.
 FLOORS = (
-    {"cvt_kernels.messages", "cvt_kernels.modes", "cvt_kernels.toolkit"},
+    {"cvt_kernels.messages", "cvt_kernels.modes", "cvt_kernels.machine.toolkit"},
     {"cvt_kernels.checks"},
     {"cvt_kernels.records"},
     {"cvt_kernels.reference"},
     {"cvt_kernels.machine"},
-    {"cvt_kernels.changes", "cvt_kernels.launching"},
+    {"cvt_kernels.changes"},
     {"cvt_kernels.tuning"},
     {"cvt_kernels.backends"},
     {"cvt_kernels.launch"},
@@ -36,7 +36,7 @@ FLOORS = (
     {"cvt_kernels.ops.cards"},
     {"cvt_kernels.ops"},
     {"cvt_kernels.classes"},
-    {"cvt_kernels.training_graph"},
+    {"cvt_kernels.graphs.training"},
     {"cvt_kernels.graphs"},
     {"cvt_kernels.tuning.run"},
     {"cvt_kernels.models"},

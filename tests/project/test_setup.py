@@ -15,7 +15,8 @@ import pytest
 import setuptools
 
 import cvt_kernels as ck
-from cvt_kernels import machine, toolkit
+from cvt_kernels import machine
+from cvt_kernels.machine import toolkit
 from tests.checks import compiler, not_built
 
 ROOT = Path(__file__).parents[2]

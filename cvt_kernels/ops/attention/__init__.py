@@ -31,22 +31,34 @@ _SHAPE = "(batch, tokens, heads, head_dim)"
 def sdpa(call: Record) -> Tensor:
     """Computes ``cvt_kernels.attention`` by PyTorch's ``scaled_dot_product_attention``.
 
-    A bias becomes a mask; one by position has (1, h, Nq, Nkv), or (B, h, Nq, Nkv) with rows.
+    A bias becomes a mask; one by position has (1, h, Nq, Nkv), or (B, h, Nq, Nkv) with rows. What PyTorch
+    computes where a mask excludes every key differs from device to device, so these rows are computed without
+    their mask and set to zero.
     """
     q, k, v, scale, bias, _, position = call
     mask, dtype = bias, modes.autocast_dtype(q) or q.dtype
+    present = None
+    if bias is not None:
+        present = (bias != -torch.inf).any(-1, keepdim=True)
+        mask = bias.masked_fill(~present, 0.0)
     if position is not None:
         places = position_bias(position, q.shape[1], k.shape[1])
-        mask = places if bias is None else places + bias
+        mask = places if mask is None else places + mask
     if mask is not None:
         mask = mask.to(dtype)
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        mask = _with_four_dimensions(mask)
     q, k, v = (each.transpose(1, 2).to(dtype) for each in (q, k, v))
     if _has_no_second_derivatives(q, k, v, mask, scale):
         out = _Flash.apply(q, k, v, mask, scale)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if present is not None:
+        out = out * _with_four_dimensions(present)
     return out.transpose(1, 2).contiguous()
+
+
+def _with_four_dimensions(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def _has_no_second_derivatives(
@@ -96,9 +108,7 @@ _SAMPLE = 2**20  # scores
 
 
 def _why_sdpa_unsupported(call: Record) -> str | None:
-    q, _, _, _, bias, dropout_p, _ = call
-    if bias is not None and q.device.type != "cpu":
-        return "may give no zeros where the bias excludes every key"
+    q, dropout_p = call.q, call.dropout_p
     if modes.forward_mode_enabled():
         return "has no derivatives in forward mode"
     if q.device.type == "cpu" and modes.is_transformed():
@@ -198,7 +208,7 @@ def attention(
             zeros.
         dropout_p: Probability of dropping an attention probability, in every call: pass 0 in evaluation.
         position: A learned bias by the offset from key to query, added too; see :class:`PositionBias`. The
-            kernels read its table; no matrix is made of it.
+            CPU's kernel reads its table; no matrix is made of it.
 
     Returns:
         ``(B, Nq, h, D)``, contiguous.
@@ -211,7 +221,7 @@ def attention(
 
     The Triton kernels follow FlashAttention (Dao et al. 2022; Dao 2023): they read q, k and v as they lie if
     the last dimension is adjacent (else they copy), keep the softmax in float32 and give the same bits every
-    time. They serve heads of up to 128 channels, without dropout.
+    time. They serve heads of up to 128 channels, without a bias and dropout.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5

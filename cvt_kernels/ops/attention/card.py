@@ -60,14 +60,13 @@ def _attention(m: Any) -> Any:
     return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
 
 
-def _attention_stage(step: Step, *, bias: bool = False) -> None:
+def _attention_stage(step: Step) -> None:
     """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
     grid, heads = step.stage.grid, step.channels // 64
     key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
     keys = math.prod(key_grid) + step.stage.class_tokens
     q, k, v = (step.tensor(step.batch, tokens, heads, 64) for tokens in (step.tokens, keys, keys))
-    scores = step.tensor(heads, step.tokens, keys) if bias else None
-    step.call("attention", q, k, v, scale=step.channels**-0.5, bias=scores)
+    step.call("attention", q, k, v, scale=step.channels**-0.5)
 
 
 def _attention_of_pyramids(step: Step) -> None:
@@ -145,10 +144,10 @@ CARDS = {
             "odd": {"batch": 1, "queries": 1, "keys": 1, "channels": 7},
             "empty": {"batch": 0, "queries": 5, "keys": 3, "channels": 8},
             "many": {"batch": 4, "queries": 197, "keys": 50, "heads": 3, "channels": 32},
-            "tiny": {"batch": 1, "queries": 3, "keys": 4, "heads": 2, "channels": 3, "bias": "full"},
+            "tiny": {"batch": 1, "queries": 3, "keys": 4, "heads": 2, "channels": 3},
             "bias": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24, "bias": "full"},
-            "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16, "bias": "full"},
-            "loop": {"queries": 5, "keys": 300, "channels": 16, "bias": "keys"},
+            "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16},
+            "loop": {"queries": 5, "keys": 300, "channels": 16},
             "excluded": {"queries": 9, "keys": 17, "channels": 16, "bias": "matrix", "excluded": "some"},
             "position": {
                 "batch": 2,
@@ -166,7 +165,6 @@ CARDS = {
         without_gradients=("cpu",),
         stages={
             "attention": Launches(_attention_stage),
-            "attention_with_bias": Launches(functools.partial(_attention_stage, bias=True), by_default=False),
             "attention_of_pyramids": Launches(_attention_of_pyramids, of_pyramids=True),
         },
         work={
@@ -175,9 +173,7 @@ CARDS = {
             "attention_bwd": _work(f"{_OF_QUERIES} dq dk dv", 5),
             "attention_bwd_dq": _work(f"{_OF_QUERIES} out dq", 3),
             "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
-            "attention_bwd_bias": _work(f"{_OF_QUERIES} dbias", 2),
         },
-        uncounted={"attention": "bias"},
         accesses={
             "no gradient": Accesses("attention_fwd", "queries=5 keys=3 heads=2 channels=7"),
             "keys on the chip": Accesses(
@@ -193,20 +189,11 @@ CARDS = {
             "last keys apart": Accesses(
                 f"attention_fwd_loop {_IN_TWO}", "gradient=all queries=3 keys=211 channels=7 dtype=float16"
             ),
-            "a bias": Accesses(
-                f"{_AT_ONCE} attention_bwd_bias",
-                "gradient=all batch=3 queries=37 keys=5 heads=2 channels=7 bias=matrix",
-            ),
-            "a bias of keys": Accesses(
-                f"{_AT_ONCE} attention_bwd_bias",
-                "gradient=all batch=3 queries=37 keys=35 heads=2 channels=7 bias=keys",
-            ),
         },
         emulated={
             "attention": "batch=2 queries=197 keys=50 heads=2 channels=64",
             "attention, many keys": "gradient=all queries=65 keys=197 channels=64",
             "attention, training": "gradient=all queries=131 keys=37 heads=3 channels=64",
-            "attention, bias": "gradient=all queries=67 keys=35 heads=2 channels=32 bias=matrix",
         },
         sweeps={
             f"attention {kernel}": _sweep(kernel, stages)

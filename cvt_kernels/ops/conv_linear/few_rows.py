@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import launching
+from ...launch import launching
 from ...records import ConvBatchNorm
 from .. import weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens

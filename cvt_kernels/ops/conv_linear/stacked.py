@@ -20,7 +20,7 @@ from ...backends import Record
 from ...records import ConvBatchNorm
 from .. import weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
-from ..conv_projection.triton.sliding import has_sliding_kernel
+from ..conv_projection.triton.sliding import why_not_sliding
 from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
 from . import WeightAndBias, few_rows
 from .few_rows import GROUP_ROWS
@@ -53,7 +53,7 @@ def project(
         norm: LayerNorm of x before the convolutions, if any.
         taps: See :func:`few_rows.packed_taps`, for one launch; None for two.
     """
-    x, geometry = maybe_contiguous(x), Geometry.of(grid, convs)
+    x, geometry = maybe_contiguous(x), _geometry(grid, convs)
     first_rows, rows = _rows_of(x, geometry)
     out = x.new_empty(rows, weight.shape[0] // len(convs))
     if taps is not None:
@@ -68,7 +68,7 @@ def project(
         norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
     tokens = x.new_empty(rows, x.shape[2])
     sliding_forward(
-        x, geometry,
+        x, geometry, [conv.eps for conv in convs],
         [_aligned(conv.weight.contiguous()) for conv in convs],
         _contiguous([ones if conv.bn_weight is None else conv.bn_weight for conv in convs]),
         _contiguous([zeros if conv.bn_bias is None else conv.bn_bias for conv in convs]),
@@ -83,13 +83,17 @@ def branches_of(
     out: Tensor, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm]
 ) -> list[Tensor]:
     """Returns the result of each branch (B, Tᵢ, outputs), a part of what :func:`project` has returned."""
-    geometry = Geometry.of(grid, convs)
+    geometry = _geometry(grid, convs)
     first_rows, _ = _rows_of(x, geometry)
     batch, tokens = x.shape[0], class_tokens(x, geometry)
     return [
         out[first : first + batch * (height * width + tokens)].view(batch, -1, out.shape[1])
         for first, (height, width) in zip(first_rows, geometry.output_grids, strict=True)
     ]
+
+
+def _geometry(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> Geometry:
+    return Geometry.of(grid, [conv.stride for conv in convs])
 
 
 def _rows_of(x: Tensor, geometry: Geometry) -> tuple[list[int], int]:
@@ -136,7 +140,7 @@ def is_one_launch(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[WeightAndBias]
 ) -> bool:
     """Returns whether a call that is served here takes one launch, as that of few tokens does."""
-    return few_rows.tile_rows(x, Geometry.of(grid, convs), linears[0][0].shape[0]) is not None
+    return few_rows.tile_rows(x, _geometry(grid, convs), linears[0][0].shape[0]) is not None
 
 
 # Calls ----------------------------------------------------------------------------------------------------
@@ -162,12 +166,10 @@ def why_not_projected(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Any], linears: Sequence[WeightAndBias]
 ) -> str | None:
     """Returns why a call is not served in two launches, or None."""
-    if any(type(branch) is not ConvBatchNorm for branch in convs):
-        return "a branch is a sum of convolutions"
+    if (reason := why_not_sliding(convs)) is not None:
+        return reason
     if any(conv.running_mean is None for conv in convs):
         return "a branch has no running statistics"
-    if not has_sliding_kernel(Geometry.of(grid, convs)):
-        return "only up to three 3×3 convolutions with padding 1, dilation 1 and stride 1 or 2 are supported"
     if len({weight.shape[0] for weight, _ in linears}) > 1:
         return "the linear layers have different numbers of outputs"
     if x.shape[1] * x.shape[2] >= 2**31:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, choose, modes
+from ... import checks, modes
 from ...backends import Record, lazy
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
@@ -81,16 +81,6 @@ def _with_tuple(call: Any) -> Any:
     return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
 
 
-def _composition(call: Record) -> Callable[[Record], tuple[Tensor, ...]] | None:
-    """Returns the function for a call whose batch is spread over processes, or None for other calls."""
-    is_shared = any(conv.process_group is not None for conv in flattened(call.convs)[0])
-    return _serve_in_group if call.training and is_shared else None
-
-
-def _serve_in_group(call: Record) -> tuple[Tensor, ...]:
-    return choose.choose_in_group("conv_projection", call).function(call)
-
-
 def _number_of_statistics(call: Record) -> int:
     """Returns in training how many branches do not share their running statistics with another."""
     return len({id(conv.running_mean) for conv in flattened(call.convs)[0]}) if call.training is True else 0
@@ -105,7 +95,6 @@ def _number_of_statistics(call: Record) -> int:
     sample=sample_of_projection,
     arguments=_with_tuple,
     check=lambda call: check_arguments(*call),
-    composition=_composition,
     key_also=_number_of_statistics,
 )
 def conv_projection(

@@ -164,10 +164,6 @@ CARDS = {
                     *("sliding at one pixel", _STEPS, _MERGED),
                     "training=True gradient=all height=1 width=1 channels=3 branches=2",
                 ),
-                (
-                    *("averages over all batches", "fwd stats", "merge_stats update_running"),
-                    "training=True statistics=averaged height=3 width=4 channels=6 branches=2",
-                ),
             )
         },
         emulated={
@@ -176,9 +172,6 @@ CARDS = {
                 "projection": "batch=2 height=14 width=14 channels=64 branches=3",
                 "projection, training": (
                     "training=True gradient=all batch=3 height=14 width=13 channels=40 branches=3"
-                ),
-                "projection, averages": (
-                    "training=True statistics=averaged batch=2 height=9 width=10 channels=34 branches=2"
                 ),
             }.items()
         },

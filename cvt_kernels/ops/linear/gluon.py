@@ -47,8 +47,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ... import launching, modes
+from ... import modes
 from ...backends import Record
+from ...launch import launching
 from ..graph_operators import launcher
 from ..triton_gelu import ERF_CUBIC, ERF_LINEAR, ERF_QUINTIC, LARGEST_SQUARE, TANH_CUBIC, TANH_LINEAR
 from ..triton_launch import grid_dependency_synchronize

@@ -298,16 +298,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     backends={
         "cpu": extension_kernels(_cpu.linear_int8, _cpu.why_unsupported),
         "int_mm": Implementation(
-            primitives.by_int_mm,
-            ("cpu", "cuda"),
-            primitives.why_int_mm_unavailable,
-            primitives.why_int_mm_unsupported,
-        ),
-        "onednn": Implementation(
-            primitives.by_onednn,
-            ("cpu",),
-            primitives.why_onednn_unavailable,
-            primitives.why_onednn_unsupported,
+            primitives.by_int_mm, ("cuda",), why_unsupported=primitives.why_int_mm_unsupported
         ),
         "scaled_mm": Implementation(
             primitives.by_scaled_mm,

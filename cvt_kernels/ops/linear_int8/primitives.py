@@ -1,61 +1,37 @@
 """PyTorch's own operators for 8-bit linear layers, each a backend of ``linear_int8``.
 
 - ``int_mm``: ``torch._int_mm``, followed by separate operators.
-- ``onednn``: the linear layer of oneDNN that ``torch.compile`` calls for quantized models, its weight packed.
-- ``scaled_mm``: ``torch._scaled_mm``, the product of float8 on NVIDIA GPUs.
+- ``scaled_mm``: ``torch._scaled_mm``, the product of float8.
 
-They take rows quantized by ``quantize_rows``, or quantize them with it.
+They are for NVIDIA GPUs. They take rows quantized by ``quantize_rows``, or quantize them with it.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import backends, checks, modes, reference
 from ...backends import Record
-from ..weight_cache import packed
 
-_LEAST_ROWS = 17  # of torch._int_mm on a GPU
-_MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs on a GPU
+_LEAST_ROWS = 17  # of torch._int_mm
+_MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs
 _LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
-_SUMS = "without VNNI oneDNN sums pairs of products in 16 bits"
-#: What oneDNN may be held to, in capitals or not. AVX2_VNNI is AVX2 on CPUs that have VNNI in AVX-512 only.
-_WITHOUT_VNNI = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE")
 
 
 # int_mm ---------------------------------------------------------------------------------------------------
-
-
-def why_int_mm_unavailable(device_type: str) -> str | None:
-    """Returns why ``torch._int_mm`` is not exact here, or None."""
-    return _why_no_exact_products() if device_type == "cpu" else None
-
-
-def _why_no_exact_products() -> str | None:
-    if not torch.backends.mkldnn.is_available():
-        return "this PyTorch has no oneDNN"
-    if not torch.cpu._is_vnni_supported():
-        return f"this CPU has no VNNI, and {_SUMS}"
-    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second without the first
-        if held_to := os.environ.get(variable):
-            return f"{variable} is {held_to}, and {_SUMS}" if held_to.upper() in _WITHOUT_VNNI else None
-    return None
 
 
 def why_int_mm_unsupported(call: Record) -> str | None:
     """Returns why :func:`by_int_mm` cannot serve a call, or None."""
     x, weight = call.x, call.weight
     reason = _why_not_rounded(call, torch.int8)
-    if reason is not None or not x.is_cuda:
-        # On a CPU, torch 2.13 returns wrong products of rows of one number.
-        return reason or ("serves two inputs or more" if weight.shape[1] == 1 else None)
+    if reason is not None:
+        return reason
     if not modes.is_known(x.numel() >= _LEAST_ROWS * weight.shape[1]):
-        return f"serves {_LEAST_ROWS} rows or more on a GPU"
+        return f"serves {_LEAST_ROWS} rows or more"
     return _why_no_multiple(weight, _MULTIPLE["int_mm"])
 
 
@@ -104,59 +80,6 @@ def _finished(product: Tensor, call: Record, bias: Tensor | None) -> Tensor:
     y = y if call.approximate is None else _by_another("gelu", y, approximate=call.approximate)
     y = y.view(*call.x.shape[:-1], product.shape[-1])
     return (y if call.residual is None else y.add_(call.residual)).to(call.dtype)
-
-
-# onednn ---------------------------------------------------------------------------------------------------
-
-_ZERO = 128  # stands for 0 in rows without a sign
-
-
-@functools.cache
-def _library() -> tuple[Any, Any] | None:
-    """Returns oneDNN's operators for packing and linear layers, or None where PyTorch has none."""
-    found = torch.ops.onednn
-    try:
-        return found.qlinear_prepack.default, found.qlinear_pointwise.default
-    except AttributeError:
-        return None
-
-
-def why_onednn_unavailable(device_type: str) -> str | None:
-    """Returns why this PyTorch has no packed linear layers of 8 bits, or None."""
-    reason = _why_no_exact_products()
-    if reason is None and _library() is None:
-        return "this PyTorch has no packed linear layers of 8-bit numbers"
-    return reason
-
-
-def why_onednn_unsupported(call: Record) -> str | None:
-    """Returns why :func:`by_onednn` cannot serve a call, or None."""
-    return _why_not_packable(call) or _why_not_rounded(call, torch.int8)
-
-
-def _why_not_packable(call: Record) -> str | None:
-    if torch.compiler.is_compiling():
-        return "is not for torch.compile, which cannot trace what keeps packed weights"
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (call.x, call.weight)):
-        return "packs plain tensors only"
-    return None
-
-
-def by_onednn(call: Record) -> Tensor:
-    """Computes ``cvt_kernels.linear_int8`` by oneDNN's linear layer, which applies the weight's scales."""
-    library = _library()
-    assert library is not None
-    pack, linear = library
-    weight, (values, scales) = call.weight, _rows(call)
-    ready = packed(weight, "linear_int8 of oneDNN", lambda: pack(weight.contiguous(), None))
-    # Packed weights are for rows without a sign; others take 1000 times as long.
-    unsigned = values.view(torch.uint8) ^ _ZERO
-    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    scale = call.weight_scale.contiguous()
-    product = linear(
-        unsigned, 1.0, _ZERO, ready, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )  # fmt: skip
-    return _finished(product.mul_(scales), call, call.bias)
 
 
 # scaled_mm ------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import launch, launching, modes
+from ... import launch, modes
 from ...backends import Record
-from ...launch import formulas
+from ...launch import formulas, launching
 from ...launch.records import Product
 from ..conv_embedding.triton.common import Parts, channels_of
 from ..conv_embedding.triton.patches import Gathering, has_channels_last, normalized_windows, why_no_tiles

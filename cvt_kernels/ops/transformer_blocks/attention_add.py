@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ... import launching
+from ...launch import launching
 from ..attention.triton.common import token_strides
 from ..triton_launch import grid_dependency_synchronize, product_types
 

@@ -48,5 +48,6 @@ CARDS = {
         normalizes=True,
         stages={"transformer_blocks": Launches(_transformer_blocks_stage)},
         work={"attention_add": _attention_add},
+        uncounted={"attention_add": "bias"},
     ),
 }

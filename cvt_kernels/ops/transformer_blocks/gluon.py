@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import launching
 from ...backends import Record
+from ...launch import launching
 from ...records import Linear, TransformerBlock
 from .. import weight_cache
 from ..attention import attention

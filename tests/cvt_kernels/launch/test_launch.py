@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cvt_kernels import launch, launching
-from cvt_kernels.launch import formulas, records, tables
-from cvt_kernels.launching import Chip
+from cvt_kernels import launch
+from cvt_kernels.launch import formulas, launching, records, tables
+from cvt_kernels.launch.launching import Chip
 from cvt_kernels.ops.linear.triton import forward
 
 H200 = Chip(90, 132, "NVIDIA H200")
@@ -101,7 +101,7 @@ def test_products_of_one_image_start_many_programs(model):
         )
         vector = torch.empty(channels, device="meta", dtype=torch.bfloat16)
         with launching.recorded_launches(launching.Chip(90, 132)) as launches:
-            forward.linear_gelu_forward(narrow, up, None, "none")
+            forward.linear_gelu_forward(narrow, up, None, "none", False)
             for x, weight in ((wide, down), (narrow, square)):
                 forward.linear_add_forward(x, weight, None, narrow, narrow)
             forward.linear_add_layer_norm_forward(
@@ -151,7 +151,7 @@ def test_a_configuration_is_overridden_for_a_while():
         assert find(197, kernel="linear_add", sizes=(1536, 384)) != config
     assert find(197) == shipped
     with pytest.raises(
-        ValueError, match="kernel: got 'mul', expected one of attention_bwd, attention_bwd_bias"
+        ValueError, match="kernel: got 'mul', expected one of attention_bwd, attention_bwd_dkdv"
     ):
         launch.overridden("mul", config).__enter__()
     with pytest.raises(TypeError, match="config: got Product, expected ConvLinear, as conv_linear takes it"):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import launching, models
+from cvt_kernels import models
+from cvt_kernels.launch import launching
 from tests import upstream
 
 _FOUR_STAGES = {

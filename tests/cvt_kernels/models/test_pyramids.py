@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import launching, modes
+from cvt_kernels import modes
+from cvt_kernels.launch import launching
 from cvt_kernels.models import forward
 from cvt_kernels.ops import autograd
 from tests.checks import (

@@ -1,5 +1,6 @@
 """The operators that graphs of torch.compile call."""
 
+import math
 import sys
 
 import torch
@@ -20,14 +21,14 @@ def normal(*shape):
 
 
 def of_channels():
-    return [[normal(C).abs() + 0.5 for _ in range(2)] for _ in range(4)]
+    return [[normal(C).abs() + 0.5 for _ in range(2)] for _ in range(2)]
 
 
-def update():
-    means, variances, running_means, running_variances = of_channels()
+def statistics():
+    weights, running_means, running_variances = [normal(C, 1, 3, 3) for _ in range(2)], *of_channels()
     tracked = [torch.tensor(3), torch.tensor(5)]
     shared = running_means, running_variances, tracked, [0.1, 0.2], [1.1, 1.2]
-    return (torch.stack(means), torch.stack(variances), [0, 1], *shared)
+    return (normal(2, math.prod(GRID), C), list(GRID), [1, 2], weights, [0, 1], *shared)
 
 
 def attention(*, is_merged=True):
@@ -37,10 +38,10 @@ def attention(*, is_merged=True):
 
 def test_changes_are_counted():
     """Autograd detects what an operator writes over; inference tensors count nothing."""
-    given = update()
-    written = [each for column in given[3:6] for each in column]
+    given = statistics()
+    written = [each for column in given[5:8] for each in column]
     before = [each._version for each in written]
-    ops.update_running_statistics(*given)
+    ops.conv_projection_statistics(*given)
     assert all(each._version > n for each, n in zip(written, before, strict=True))
     with torch.inference_mode():
         x, weight, residual = normal(6, 8), normal(4, 8), normal(6, 4)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.graph_operators import launcher
 
 

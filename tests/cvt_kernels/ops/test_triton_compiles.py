@@ -89,7 +89,7 @@ def printed_by(program):
 ONES = """
 import torch
 from cvt.tools.commands.compile import launches, triton_kernels
-from cvt_kernels.launching import Chip
+from cvt_kernels.launch.launching import Chip
 
 def with_ones(value):
     if isinstance(value, tuple):
@@ -211,7 +211,7 @@ def test_every_kernel_waits_for_the_one_before(kernel):
 
 def _launched(**settings):
     """Returns the options of a launch on a chip."""
-    from cvt_kernels import launching
+    from cvt_kernels.launch import launching
 
     with launching.recorded_launches(launching.Chip(settings.get("capability", 90), 132)) as launches:
         launching.launch(None, (1,), torch.empty(1), {"num_warps": 4})
@@ -227,7 +227,8 @@ def _launched(**settings):
 )  # fmt: skip
 def test_launches_overlap(capability, setting, driver, overlaps, monkeypatch):
     """They do from sm_90 on, where CUDA graphs keep that, unless they are told not to."""
-    from cvt_kernels import launching, machine
+    from cvt_kernels import machine
+    from cvt_kernels.launch import launching
 
     if setting is None:
         monkeypatch.delenv("CVT_KERNELS_PDL", raising=False)

@@ -5,7 +5,8 @@ import re
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, launching, machine
+from cvt_kernels import backends, choose, machine
+from cvt_kernels.launch import launching
 from cvt_kernels.tuning import choices
 from cvt_kernels.tuning.choices import Entry, Measurement
 from tests.checks import add_marked_backend, not_built, remember_entry

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cvt_kernels import launching, modes
+from cvt_kernels import modes
 from cvt_kernels.backends import Record
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.graph_operators import launcher
 from cvt_kernels.ops.triton_launch import ELEMENTS, accumulator_dtype, grid_dependency_synchronize
 

@@ -14,9 +14,6 @@ from ..paths import add_json_argument, reporting
 from .gpus import LIMITS
 from .launches import PYRAMIDS, TRITON_OPERATORS
 
-_OPERATORS = [name for name, each in TRITON_OPERATORS.items() if each.by_default]
-_OTHERS = [name for name in TRITON_OPERATORS if name not in _OPERATORS]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
@@ -32,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dtype": (tuple(DTYPES), list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
         "operator": (
             tuple(TRITON_OPERATORS),
-            _OPERATORS,
-            f"{', '.join((*_OTHERS, *_OPERATORS))} (default: all but {', '.join(_OTHERS)})",
+            [*TRITON_OPERATORS],
+            f"{', '.join(TRITON_OPERATORS)} (default: all)",
         ),
     }
     for name, (choices, default, text) in options.items():

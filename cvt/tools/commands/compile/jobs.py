@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from cvt.config import DTYPES
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 
 from ..process import temporary_files_together
 from .gpus import LIMITS

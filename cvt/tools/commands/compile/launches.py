@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from cvt.config import PRESETS, default_image_size
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.cards import Embedding, Launches, Stage, Step, all_cards
 
 from .. import pyramids
@@ -72,11 +73,6 @@ class Recorded(NamedTuple):
     """Launches of a stage for an operator, or for a variant of its calls."""
 
     launches: Launches
-
-    @property
-    def by_default(self) -> bool:
-        """True if it is compiled by default."""
-        return self.launches.by_default
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.cache import get_cache_manager
 
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 
 from .dependencies import overwritten, unordered
 from .gpus import RESERVED_SHARED, max_block_shared, occupancy

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
-from ....launch import formulas
+from .... import launch
+from ....launch import formulas, launching
 from ....launch.records import Attention
 from ...triton_launch import product_types
 
@@ -55,36 +55,30 @@ class KernelSpec(NamedTuple):
     Attributes:
         head_dim: D.
         block_d: D padded to a power of two of at least 16.
-        has_bias: Whether there is a bias.
-        is_negative: Whether the scale is negative.
         element, operand, accumulator, precision: See :func:`product_types`.
     """
 
     head_dim: int
     block_d: int
-    has_bias: bool
-    is_negative: bool
     element: Any
     operand: Any
     accumulator: Any
     precision: str
 
     @classmethod
-    def of(cls, q: Tensor, bias: Tensor | None, scale: float) -> KernelSpec:
+    def of(cls, q: Tensor) -> KernelSpec:
         """Returns the specification for queries ``q`` (B, Nq, h, D) and PyTorch's TF32 setting."""
         tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
             head_dim=q.shape[3],
             block_d=padded(q.shape[3]),
-            has_bias=bias is not None,
-            is_negative=scale < 0,
             **product_types(q.dtype, tf32=tf32, exact=True),
         )
 
 
 # Launch arguments -----------------------------------------------------------------------------------------
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = 1.4426950408889634
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -98,11 +92,10 @@ class LaunchArguments(NamedTuple):
 
     Attributes:
         q_ptr, k_ptr, v_ptr: Tensors whose strides the kernels can read.
-        bias_ptr: The bias; a placeholder if it is absent.
-        strides: The ``token_strides`` of q, k and v, and the strides of the bias as (B, h, Nq, Nkv), 0 where
-            it broadcasts. Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
-        scale: The factor on scores.
-        log2_scale: |scale| · log2 e, which makes scores exponents of two; never 0, which would turn a masked
+        strides: The ``token_strides`` of q, k and v. Plain tuples, which the kernels unpack: a NamedTuple
+            costs Triton 2 µs per launch.
+        scale: The factor on scores, not negative.
+        log2_scale: scale · log2 e, which makes scores exponents of two; never 0, which would turn a masked
             key's −∞ into NaN.
         heads, queries, keys: h, Nq and Nkv.
         SPEC: The specification of the kernels.
@@ -111,7 +104,6 @@ class LaunchArguments(NamedTuple):
     q_ptr: Tensor
     k_ptr: Tensor
     v_ptr: Tensor
-    bias_ptr: Tensor
     strides: tuple[tuple[int, ...], ...]
     scale: float
     log2_scale: float
@@ -121,29 +113,21 @@ class LaunchArguments(NamedTuple):
     SPEC: KernelSpec
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> LaunchArguments:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> LaunchArguments:
         """Returns the arguments for a call; a tensor whose strides the kernels cannot read is copied."""
         q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
         _, queries, heads, _ = q.shape
-        bias_strides: tuple[int, ...] = (0, 0, 0, 0)
-        if bias is not None:
-            bias = _maybe_contiguous_bias(bias)
-            strides = (
-                0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
-            )
-            bias_strides = (0, 0, 0, 0)[bias.ndim :] + tuple(strides)
         return cls(
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
-            bias_ptr=q if bias is None else bias,
-            strides=(token_strides(q), token_strides(k), token_strides(v), bias_strides),
+            strides=(token_strides(q), token_strides(k), token_strides(v)),
             scale=scale,
-            log2_scale=max(abs(scale) * _LOG2E.value, _SMALLEST),
+            log2_scale=max(scale * _LOG2E, _SMALLEST),
             heads=heads,
             queries=queries,
             keys=k.shape[1],
-            SPEC=KernelSpec.of(q, bias, scale),
+            SPEC=KernelSpec.of(q),
         )
 
 
@@ -156,12 +140,6 @@ def maybe_contiguous(x: Tensor) -> Tensor:
     _, token, head, channel = x.stride()
     reach = (tokens - 1) * token + (heads - 1) * head + head_dim - 1
     return x if (channel == 1 or head_dim == 1) and reach < 2**31 else x.contiguous()
-
-
-def _maybe_contiguous_bias(bias: Tensor) -> Tensor:
-    """Returns ``bias`` itself, or a copy if the offsets within one head would not fit 32 bits."""
-    reach = sum((n - 1) * stride for n, stride in zip(bias.shape[-2:], bias.stride()[-2:], strict=True))
-    return bias if reach < 2**31 else bias.contiguous()
 
 
 # Device functions -----------------------------------------------------------------------------------------
@@ -193,14 +171,11 @@ class Rows(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head's inputs: its tokens, its bias, and the factor that makes scores exponents of two."""
+    """One head's inputs: its tokens, and the factor that makes scores exponents of two."""
 
     q: Rows
     k: Rows
     v: Rows
-    bias_ptr: tl.tensor
-    bias_query_stride: tl.tensor
-    bias_key_stride: tl.tensor
     log2_scale: tl.tensor
 
 
@@ -238,17 +213,13 @@ def rows_from(rows, first):
 
 
 @triton.jit
-def head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC: tl.constexpr):
+def head_at(place, q_ptr, k_ptr, v_ptr, strides, log2_scale, queries, keys, SPEC: tl.constexpr):
     """Returns the Head at a Place, without loading anything."""
-    q_strides, k_strides, v_strides, bias_strides = strides
-    image_stride, head_stride, query_stride, key_stride = bias_strides
+    q_strides, k_strides, v_strides = strides
     return Head(
         q=strided_rows(q_ptr, q_strides, place, queries),
         k=strided_rows(k_ptr, k_strides, place, keys),
         v=strided_rows(v_ptr, v_strides, place, keys),
-        bias_ptr=bias_ptr + place.image * image_stride + place.head * head_stride,
-        bias_query_stride=query_stride,
-        bias_key_stride=key_stride,
         log2_scale=log2_scale,
     )
 
@@ -284,21 +255,13 @@ def dot(a, b, SPEC: tl.constexpr):
 
 
 @triton.jit
-def scores_of(a, b, query, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
-    """Returns the scores a·b, −∞ beyond the last key if MASKED, and the factor making them exponents of two.
+def scores_of(a, b, key, head, MASKED: tl.constexpr, SPEC: tl.constexpr):
+    """Returns the scores a·b, −∞ beyond the last key if MASKED.
 
-    Without a bias the factor, which is positive, is left to the FMA before ``exp2``; with one it is applied.
-    ``query`` and ``key`` are indices that broadcast to the tile, which is (queries, keys) or transposed.
+    The factor ``head.log2_scale`` that makes them exponents of two, which is positive, is left to the FMA
+    before ``exp2``. ``key`` are indices that broadcast to the tile, (queries, keys) or transposed.
     """
     scores = dot(a, b, SPEC)
-    if SPEC.is_negative:
-        scores = -scores
-    if SPEC.has_bias:
-        offset = query * head.bias_query_stride + key * head.bias_key_stride
-        mask = (query < head.q.count) & (key < head.k.count)
-        bias = tl.load(head.bias_ptr + offset, mask=mask, other=0.0)
-        scores = scores * head.log2_scale + bias.to(SPEC.accumulator) * _LOG2E
     if MASKED:
         scores = tl.where(key < head.k.count, scores, float("-inf"))
-    # Named before it is returned, the factor would be float32 in Triton's interpreter, also for float64.
-    return scores, 1.0 if SPEC.has_bias else head.log2_scale
+    return scores

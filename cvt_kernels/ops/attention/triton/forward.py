@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ....launch.records import Attention
+from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import (
     LaunchArguments,
@@ -50,11 +51,9 @@ class KeyTiles(NamedTuple):
     widths: tuple[int, ...]
 
 
-def keys_on_chip(head_dim: int, element_size: int, has_bias: bool) -> int:
+def keys_on_chip(head_dim: int, element_size: int) -> int:
     """Returns the most keys that the forward keeps on the chip."""
-    if head_dim > 64 or element_size > 2:
-        return 64
-    return 128 if has_bias else 208
+    return 64 if head_dim > 64 or element_size > 2 else 208
 
 
 def key_tiles(keys: int, widest: int) -> KeyTiles:
@@ -98,11 +97,7 @@ def _take_tile(maximum, total, acc, scores, factor, v, IS_FIRST: tl.constexpr, S
 
 @triton.jit
 def _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS: tl.constexpr, SPEC: tl.constexpr):
-    """Stores normalized rows and, if asked, their ``stats``; zeros and (+∞, 1) where nothing was summed."""
-    if SPEC.has_bias:
-        is_excluded = total == 0.0
-        maximum = tl.where(is_excluded, float("inf"), maximum)
-        total = tl.where(is_excluded, 1.0, total)
+    """Stores normalized rows and, if asked, their ``stats``."""
     reciprocal = 1.0 / total
     store_rows(out, row, acc * reciprocal[:, None], SPEC)
     if STORE_STATS:
@@ -124,26 +119,26 @@ def _load_tile(rows, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexp
 
 
 @triton.jit
-def _scores_of_tile(q, k, row, head, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
+def _scores_of_tile(q, k, head, TILES: tl.constexpr, INDEX: tl.constexpr, SPEC: tl.constexpr):
     """Returns scores as ``scores_of``; only the last 16 keys of the last tile may be beyond the last key."""
     key = _keys_of_tile(TILES, INDEX)
-    scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, False, SPEC)
+    scores = scores_of(q, tl.trans(k), key[None, :], head, False, SPEC)
     if len(TILES.widths) == INDEX + 1:
         is_certain = tl.arange(0, TILES.widths[INDEX]) < TILES.widths[INDEX] - 16  # known to the compiler
         scores = tl.where((is_certain | (key < head.k.count))[None, :], scores, float("-inf"))
-    return scores, factor
+    return scores
 
 
 @triton.jit(do_not_specialize=["blocks", "rows"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr,
     strides, scale, log2_scale, heads, queries, keys, blocks, rows,
     BLOCK_Q: tl.constexpr, TILES: tl.constexpr, STORE_STATS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Computes ``rows`` queries of one head over all its keys, KeyTiles that stay on the chip."""
     grid_dependency_synchronize()
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, strides, log2_scale, queries, keys, SPEC)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
     stats_ptr += place.plane * 2 * queries
     ks, vs = (), ()
@@ -156,8 +151,10 @@ def _attention_fwd_kernel(
         row = first + tl.arange(0, BLOCK_Q)
         maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
         for i in tl.static_range(len(TILES.widths)):
-            scores, factor = _scores_of_tile(q, ks[i], row, head, TILES, i, SPEC)
-            maximum, total, acc = _take_tile(maximum, total, acc, scores, factor, vs[i], i == 0, SPEC)
+            scores = _scores_of_tile(q, ks[i], head, TILES, i, SPEC)
+            maximum, total, acc = _take_tile(
+                maximum, total, acc, scores, log2_scale, vs[i], i == 0, SPEC
+            )  # fmt: skip
         _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
@@ -179,20 +176,20 @@ def _settings_on_chip(config: Attention, arguments: LaunchArguments, batch: int)
 
 @triton.jit
 def _loop_step(
-    maximum, total, acc, q, row, first, head,
+    maximum, total, acc, q, first, head,
     WIDTH: tl.constexpr, MASKED: tl.constexpr, IS_FIRST: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Loads the tile of keys that begins at ``first`` and takes it into the maximum, sum and output."""
     key = first + tl.arange(0, WIDTH)
     k = load_rows(head.k, key, MASKED, SPEC)
-    scores, factor = scores_of(q, tl.trans(k), row[:, None], key[None, :], head, MASKED, SPEC)
+    scores = scores_of(q, tl.trans(k), key[None, :], head, MASKED, SPEC)
     v = load_rows(head.v, key, MASKED, SPEC)
-    return _take_tile(maximum, total, acc, scores, factor, v, IS_FIRST, SPEC)
+    return _take_tile(maximum, total, acc, scores, head.log2_scale, v, IS_FIRST, SPEC)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _attention_fwd_loop_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr,
     strides, scale, log2_scale, heads, queries, keys, blocks,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL: tl.constexpr, STORE_STATS: tl.constexpr,
     SPEC: tl.constexpr,
@@ -203,18 +200,16 @@ def _attention_fwd_loop_kernel(
     """
     grid_dependency_synchronize()
     place = locate(blocks, heads)
-    head = head_at(place, q_ptr, k_ptr, v_ptr, bias_ptr, strides, log2_scale, queries, keys, SPEC)
+    head = head_at(place, q_ptr, k_ptr, v_ptr, strides, log2_scale, queries, keys, SPEC)
     row = place.block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     q = load_rows(head.q, row, True, SPEC)
     maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
     MASKED: tl.constexpr = TAIL == BLOCK_KV
     whole = keys // BLOCK_KV * BLOCK_KV
     if TAIL and not MASKED:
-        maximum, total, acc = _loop_step(maximum, total, acc, q, row, whole, head, TAIL, True, True, SPEC)
+        maximum, total, acc = _loop_step(maximum, total, acc, q, whole, head, TAIL, True, True, SPEC)
     for first in range(0, keys if MASKED else whole, BLOCK_KV):
-        maximum, total, acc = _loop_step(
-            maximum, total, acc, q, row, first, head, BLOCK_KV, MASKED, False, SPEC
-        )
+        maximum, total, acc = _loop_step(maximum, total, acc, q, first, head, BLOCK_KV, MASKED, False, SPEC)
     out = contiguous_rows(out_ptr, place, queries, heads, SPEC)
     stats_ptr += place.plane * 2 * queries
     _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
@@ -232,30 +227,52 @@ def _settings_of_loop(config: Attention, arguments: LaunchArguments, size: int) 
 # The launch of a forward ----------------------------------------------------------------------------------
 
 
+# Where a graph has convolutions, Inductor lays out what has four dimensions and is saved for the backward as
+# images with channels last, by a copy. So tokens are (B, T, heads · D), and statistics (B · heads, 2, T).
+
+
+def merged(tensor: Tensor) -> Tensor:
+    """Returns (B, T, heads, D) as (B, T, heads · D), unless that would be a copy."""
+    _, _, heads, dim = tensor.shape
+    return tensor.flatten(2) if heads == 1 or tensor.stride(2) == dim * tensor.stride(3) else tensor
+
+
+def divided(tensor: Tensor, heads: int) -> Tensor:
+    """Returns what :func:`merged` took."""
+    return tensor if tensor.ndim == 4 else tensor.unflatten(2, (heads, -1))
+
+
+def _results_like(
+    q: Tensor, k: Any, v: Any, scale: float, heads: int, need_stats: bool
+) -> tuple[Tensor, Tensor]:
+    batch, queries = q.shape[:2]
+    shape = (batch * heads, 2, queries) if need_stats else (0,)
+    channels = q.shape[2] if q.ndim == 3 else heads * q.shape[3]
+    return q.new_empty(batch, queries, channels), q.new_empty(shape, dtype=accumulator_dtype(q))
+
+
+@launcher("attention", _results_like)
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    *,
-    need_stats: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the output (B, Nq, h, D) and, if needed, ``lse`` (B, h, 2, Nq)."""
-    batch, queries, heads, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    stats = q.new_empty(batch, heads, 2, queries, dtype=accumulator_dtype(q)) if need_stats else None
-    arguments = LaunchArguments.of(q, k, v, bias, scale)
+    q: Tensor, k: Tensor, v: Tensor, scale: float, heads: int, need_stats: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (B, Nq, heads · D) and ``stats`` (B · heads, 2, Nq), empty if not needed.
+
+    q, k and v are as :func:`merged` returns them; the scale is not negative.
+    """
+    out, stats = _results_like(q, k, v, scale, heads, need_stats)
+    q, k, v = (divided(each, heads) for each in (q, k, v))
+    batch, head_dim = q.shape[0], q.shape[3]
+    arguments = LaunchArguments.of(q, k, v, scale)
     kernel: Any = _attention_fwd_loop_kernel
-    if arguments.keys <= keys_on_chip(out.shape[3], out.element_size(), arguments.SPEC.has_bias):
-        kernel, config = _attention_fwd_kernel, configuration_for("fwd", out)
+    if arguments.keys <= keys_on_chip(head_dim, q.element_size()):
+        kernel, config = _attention_fwd_kernel, configuration_for("fwd", q)
         settings = _settings_on_chip(config, arguments, batch)
     else:
-        config = configuration_for("fwd_loop", out)
-        settings = _settings_of_loop(config, arguments, out.element_size())
+        config = configuration_for("fwd_loop", q)
+        settings = _settings_of_loop(config, arguments, q.element_size())
     launching.launch(
-        kernel, (batch * heads * settings["blocks"],), on=out, options=config.options,
-        **arguments._asdict(), out_ptr=out, stats_ptr=out if stats is None else stats,
+        kernel, (batch * heads * settings["blocks"],), on=q, options=config.options,
+        **arguments._asdict(), out_ptr=out, stats_ptr=stats if need_stats else out,
         STORE_STATS=need_stats, **settings,
     )  # fmt: skip
     return out, stats

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
-from ....launch import formulas
+from .... import launch
+from ....launch import formulas, launching
 from ....launch.records import Rows
 
 #: The most channels of a token: a row is held in the registers of a program.

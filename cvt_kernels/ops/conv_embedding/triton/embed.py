@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching, machine
+from .... import machine
+from ....launch import launching
 from ...triton_launch import grid_dependency_synchronize, product_types
 from .common import (
     MOST_EMBEDDED,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...triton_launch import grid_dependency_synchronize
 from .common import (
     MAX_CHANNELS,

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
-from ....launch import formulas
+from .... import launch
+from ....launch import formulas, launching
 from ....launch.records import Product
 from ...linear.triton.common import MAX_NORMALIZED, padded, part_width
 from ...triton_launch import grid_dependency_synchronize, product_types

@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .... import launch, launching
-from ....launch import formulas
+from .... import launch
+from ....launch import formulas, launching
 from ....launch.records import ConvLinear
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import Lanes

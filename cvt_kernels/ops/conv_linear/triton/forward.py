@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching, modes
+from .... import modes
 from ....backends import Record
-from ....records import ConvBatchNorm
+from ....launch import launching
 from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
-from ...conv_projection.triton.sliding import has_sliding_kernel, load_vector, load_weights, units, widen
+from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
 from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
 from ...triton_launch import grid_dependency_synchronize
@@ -390,18 +390,11 @@ def _conv_linear_fwd_kernel(
             )  # fmt: skip
 
 
-def _geometry(grid: Sequence[int], strides: Sequence[int], epss: Sequence[float]) -> Geometry:
-    """Returns the geometry of 3×3 convolutions with padding 1."""
-    height, width = grid
-    n = len(strides)
-    return Geometry((height, width), (3,) * n, tuple(strides), (1,) * n, (1,) * n, tuple(epss))
-
-
 def _tokens(
     x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: Any, gammas: Any, betas: Any,
     means: Any, variances: Any, linears: list[Tensor], biases: Any,
 ) -> list[Tensor]:  # fmt: skip
-    geometry = _geometry(grid, strides, epss)
+    geometry = Geometry.of(grid, strides)
     return [
         x.new_empty(x.shape[0], h * w + class_tokens(x, geometry), linear.shape[0])
         for (h, w), linear in zip(geometry.output_grids, linears, strict=True)
@@ -415,7 +408,7 @@ def conv_linear_forward(
     linears: list[Tensor], biases: list[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     """Returns every branch (B, Tᵢ, outputs), normalized by the given statistics (C,)."""
-    x, geometry = maybe_contiguous(x), _geometry(grid, strides, epss)
+    x, geometry = maybe_contiguous(x), Geometry.of(grid, strides)
     outs = _tokens(x, grid, strides, epss, weights, gammas, betas, means, variances, linears, biases)
     pointers = zip(gammas, betas, means, variances, biases, strict=True)
     kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in pointers])
@@ -424,7 +417,7 @@ def conv_linear_forward(
         _conv_linear_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), linear_ptrs=tuple(linears),
-        bias_ptrs=tuple(biases), y_ptrs=tuple(outs), epss=geometry.epss,
+        bias_ptrs=tuple(biases), y_ptrs=tuple(outs), epss=tuple(epss),
         stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return outs
@@ -435,9 +428,9 @@ def conv_linear_forward(
 
 def why_unsupported(call: Record) -> str | None:
     """Returns why this kernel cannot serve a call, or None."""
-    x, grid, convs, linears = call
-    if any(type(branch) is not ConvBatchNorm for branch in convs):
-        return "a branch is a sum of convolutions"
+    x, _, convs, linears = call
+    if (reason := why_not_sliding(convs)) is not None:
+        return reason
     batch, tokens, channels = x.shape
     outputs = [weight.shape[0] for weight, _ in linears]
     parameters = [t for conv in convs for t in (conv.weight, conv.bn_weight, conv.bn_bias)]
@@ -447,8 +440,6 @@ def why_unsupported(call: Record) -> str | None:
         return "the batch or an output is empty"
     if any(conv.running_mean is None for conv in convs):
         return "a branch has no running statistics"
-    if not has_sliding_kernel(Geometry.of(grid, convs)):
-        return "only up to three 3×3 convolutions with padding 1, dilation 1 and stride 1 or 2 are supported"
     if max(channels, *outputs) > MAX_CHANNELS and not _is_stacked(call):
         return f"tokens have {max(channels, *outputs)} channels, more than {MAX_CHANNELS}"
     if x.is_cuda and x.dtype == torch.float64:

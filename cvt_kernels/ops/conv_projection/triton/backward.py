@@ -1,16 +1,18 @@
-"""The projection's backward: the gradients of parameters, convolutions and input, and sums over regions."""
+"""The launches of the projection's backward, and sums over regions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
-from ...triton_launch import grid_dependency_synchronize
+from ....launch import launching
+from ...graph_operators import launcher
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, Tile, configuration, load_partial, maybe_contiguous
 from .sliding_backward import sliding_backward_conv, sliding_backward_input, sliding_backward_sums
 
@@ -61,60 +63,57 @@ def sum_regions(partial: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Te
     return total
 
 
-# Sums over the batch --------------------------------------------------------------------------------------
+# All gradients --------------------------------------------------------------------------------------------
 
 
-def backward_sums(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor],
-    variances: Sequence[Tensor], dys: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """Returns Σdy = dβ and Σdy·x̂ = dγ of every branch: (branches, 2, C)."""
-    x = maybe_contiguous(x)
-    partial = sliding_backward_sums(x, geometry, weights, means, variances, dys)
-    return sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
+def _gradients_like(
+    x: Tensor, grid: Any, strides: Any, epss: Any, weights: Sequence[Tensor], *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweights = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    sums = x.new_empty(len(weights), 2, x.shape[2], dtype=accumulator_dtype(x))
+    return x.new_empty(x.shape), dweights, sums
 
 
-# The convolutions -----------------------------------------------------------------------------------------
-
-
-def backward_conv(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
-    means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
-    counts: Sequence[float],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-    """Returns the gradients of the convolutions' outputs (B, Hᵢ·Wᵢ, C), and of all weights in one tensor.
-
-    :func:`weights_of` gives the weights' own.
+@launcher("conv_projection_backward", _gradients_like)
+def projection_backward(
+    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: list[Tensor],
+    gammas: list[Tensor], means: list[Tensor], variances: list[Tensor], dys: list[Tensor], batch_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients, in three passes over the tokens.
 
     Args:
-        sums: The result of :func:`backward_sums` for batch statistics, else None.
-        counts: Values per channel in the statistics.
+        x: The tokens.
+        grid: Likewise of the forward, as all up to ``variances``.
+        strides: See there.
+        epss: See there.
+        weights: See there.
+        gammas: See there.
+        means: See there.
+        variances: See there.
+        dys: The gradients of the outputs, contiguous.
+        batch_stats: Whether the statistics are the batch's.
+
+    Returns:
+        The gradient of x; of all weights in one tensor, see :func:`weights_of`; and of every branch Σdy = dβ
+        and Σdy·x̂ = dγ, (branches, 2, C).
     """
-    x = maybe_contiguous(x)
+    x, geometry = maybe_contiguous(x), Geometry.of(grid, strides)
     batch, _, channels = x.shape
+    partial = sliding_backward_sums(x, geometry, epss, weights, means, variances, dys)
+    sums = sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, channels)
     dconvs = [x.new_empty(batch, h * w, channels) for h, w in geometry.output_grids]
-    taps = [k * k for k in geometry.kernel_sizes]
-    partial = sliding_backward_conv(x, geometry, weights, gammas, means, variances, dys, sums, counts, dconvs)
-    return dconvs, sum_regions(partial, taps, weights[0].dtype)
-
-
-def weights_of(total: Tensor, kernel_sizes: Sequence[int]) -> list[Tensor]:
-    """Returns the gradients of weights (C, 1, k, k), as views of one tensor of all."""
-    taps = [k * k for k in kernel_sizes]
-    channels = total.shape[0] // sum(taps)
-    parts = total.split([n * channels for n in taps])
-    return [part.view(channels, 1, k, k) for part, k in zip(parts, kernel_sizes, strict=True)]
-
-
-# The input ------------------------------------------------------------------------------------------------
-
-
-def backward_input(
-    geometry: Geometry, weights: Sequence[Tensor], dconvs: Sequence[Tensor], dys: Sequence[Tensor]
-) -> Tensor:
-    """Returns the input's gradient (B, T, C), all branches summed, class token included."""
-    batch, spatial, channels = dconvs[0].shape
-    height, width = geometry.grid
-    dx = dconvs[0].new_empty(batch, height * width + dys[0].shape[1] - spatial, channels)
+    partial = sliding_backward_conv(
+        x, geometry, epss, weights, gammas, means, variances, dys, sums if batch_stats else None, dconvs
+    )  # fmt: skip
+    dweights = sum_regions(partial, [_TAPS] * len(weights), weights[0].dtype)
+    dx = x.new_empty(x.shape)
     sliding_backward_input(dx, geometry, weights, dconvs, dys)
-    return dx
+    return dx, dweights, sums
+
+
+_TAPS = 9
+
+
+def weights_of(total: Tensor, count: int) -> list[Tensor]:
+    """Returns the gradients of ``count`` weights (C, 1, 3, 3), as views of one tensor of all."""
+    return list(total.view(count, -1, 1, 3, 3).unbind())

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
-from ....launch import formulas
+from .... import launch
+from ....launch import formulas, launching
 from ....launch.records import Pixels, Sliding
 
 for _kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input"):
@@ -19,9 +19,6 @@ for _kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input"):
     launch.register(Sliding, _sliding, f"conv_projection_sliding_{_kernel}")
 launch.register(Pixels, formulas.merge_stats, "conv_projection_merge_stats")
 launch.register(Pixels, formulas.sum_regions, "conv_projection_sum_regions")
-launch.register(
-    Pixels, lambda need: [Pixels(pixels=1, channels=256, num_warps=1)], "conv_projection_update_running"
-)
 
 
 def configuration(kernel: str, x: Tensor) -> Any:
@@ -35,44 +32,27 @@ def configuration(kernel: str, x: Tensor) -> Any:
 
 
 class Geometry(NamedTuple):
-    """The geometry of a call: everything but its tensors. Hashable.
+    """The geometry of a call, whose convolutions are 3×3 with padding 1. Hashable.
 
     Attributes:
         grid: (H, W) of the input.
-        kernel_sizes, strides, paddings, dilations, epss: One per convolution.
+        strides: One per convolution.
     """
 
     grid: tuple[int, int]
-    kernel_sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    paddings: tuple[int, ...]
-    dilations: tuple[int, ...]
-    epss: tuple[float, ...]
 
     @classmethod
-    def of(cls, grid: tuple[int, int], convs: Sequence[Any]) -> Geometry:
-        """Returns the geometry of a public call, none of whose branches is a sum."""
-        kernel_sizes, strides, paddings, dilations, epss = zip(
-            *((c.weight.shape[3], c.stride, c.padding, c.dilation, c.eps) for c in convs), strict=True
-        )
-        return cls(grid, kernel_sizes, strides, paddings, dilations, epss)
-
-    @property
-    def convolutions(self) -> list[tuple[int, int, int, int]]:
-        """Kernel size, stride, padding and dilation of every convolution."""
-        return list(zip(self.kernel_sizes, self.strides, self.paddings, self.dilations, strict=True))
+    def of(cls, grid: Sequence[int], strides: Sequence[int]) -> Geometry:
+        """Returns the geometry from sequences, as operators take them."""
+        height, width = grid
+        return cls((height, width), tuple(strides))
 
     @property
     def output_grids(self) -> list[tuple[int, int]]:
         """(Hᵢ, Wᵢ) of every convolution."""
         height, width = self.grid
-        lost = [
-            d * (k - 1) + 1 - 2 * p
-            for k, p, d in zip(self.kernel_sizes, self.paddings, self.dilations, strict=True)
-        ]
-        return [
-            ((height - n) // s + 1, (width - n) // s + 1) for n, s in zip(lost, self.strides, strict=True)
-        ]
+        return [((height - 1) // s + 1, (width - 1) // s + 1) for s in self.strides]
 
 
 class Tile(NamedTuple):

@@ -1,4 +1,4 @@
-"""The projection's forward: its outputs, the statistics of a batch, and the running statistics."""
+"""The launches of the projection's forward: its outputs, and the statistics of a batch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
-from ...triton_launch import grid_dependency_synchronize
+from ....launch import launching
+from ...graph_operators import launcher
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, Tile, class_tokens, configuration, load_partial, maybe_contiguous
 from .sliding_forward import sliding_forward, sliding_statistics
 
 # The outputs ----------------------------------------------------------------------------------------------
 
 
+def _empty_outputs(x: Tensor, grid: Sequence[int], strides: Sequence[int], *_: Any) -> list[Tensor]:
+    geometry, (batch, _, channels) = Geometry.of(grid, strides), x.shape
+    tokens = class_tokens(x, geometry)
+    return [x.new_empty(batch, height * width + tokens, channels) for height, width in geometry.output_grids]
+
+
+@launcher("conv_projection", _empty_outputs)
 def projection_forward(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
-    betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor],
+    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: list[Tensor],
+    gammas: list[Tensor], betas: list[Tensor], means: list[Tensor], variances: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Returns every output (B, Tᵢ, C), of convolutions normalized by the given statistics (C,)."""
-    x = maybe_contiguous(x)
-    outs = [x.new_empty(*shape) for shape in output_shapes(x, geometry)]
-    sliding_forward(x, geometry, weights, gammas, betas, means, variances, outs)
+    x, outs = maybe_contiguous(x), _empty_outputs(x, grid, strides)
+    sliding_forward(x, Geometry.of(grid, strides), epss, weights, gammas, betas, means, variances, outs)
     return outs
-
-
-def output_shapes(x: Tensor, geometry: Geometry) -> list[tuple[int, int, int]]:
-    """Returns the shape (B, Tᵢ, C) of every output."""
-    batch, _, channels = x.shape
-    tokens = class_tokens(x, geometry)
-    return [(batch, height * width + tokens, channels) for height, width in geometry.output_grids]
 
 
 # Statistics of the batch ----------------------------------------------------------------------------------
@@ -115,27 +115,38 @@ class Running(NamedTuple):
         rows: Their branches.
         means, variances: (C,), contiguous.
         tracked: Their counts of batches.
-        momenta: Negative for the average over all batches.
+        momenta: Weights of the batch.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
 
-    rows: Sequence[int] = ()
-    means: Sequence[Tensor] = ()
-    variances: Sequence[Tensor] = ()
-    tracked: Sequence[Tensor] = ()
-    momenta: Sequence[float] = ()
-    corrections: Sequence[float] = ()
+    rows: list[int]
+    means: list[Tensor]
+    variances: list[Tensor]
+    tracked: list[Tensor]
+    momenta: list[float]
+    corrections: list[float]
 
 
+def _statistics_like(x: Tensor, grid: Any, strides: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+    mean, variance = (x.new_empty(len(strides), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2))
+    return mean, variance
+
+
+@launcher(
+    "conv_projection_statistics", _statistics_like, mutates=("running_means", "running_vars", "tracked")
+)
 def batch_statistics(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], running: Running
+    x: Tensor, grid: list[int], strides: list[int], weights: list[Tensor], rows: list[int],
+    running_means: list[Tensor], running_vars: list[Tensor], tracked: list[Tensor], momenta: list[float],
+    corrections: list[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid.
 
-    It updates running statistics, whose momenta are not negative.
+    It updates running statistics; see :class:`Running` for what comes after the weights.
     """
+    running = Running(rows, running_means, running_vars, tracked, momenta, corrections)
     x = maybe_contiguous(x)
-    return _merged(*sliding_statistics(x, geometry, weights), running)
+    return _merged(*sliding_statistics(x, Geometry.of(grid, strides), weights), running)
 
 
 def _merged(partial: Tensor, counts: Tensor, running: Running) -> tuple[Tensor, Tensor]:
@@ -145,59 +156,10 @@ def _merged(partial: Tensor, counts: Tensor, running: Running) -> tuple[Tensor, 
     config = configuration("merge_stats", partial)
     launching.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
-        partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance, channels=channels,
-        regions=regions, TILE=Tile.of(config, partial.dtype), **_arguments_of(running),
+        partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance,
+        running_mean_ptrs=tuple(running.means), running_var_ptrs=tuple(running.variances),
+        tracked_ptrs=tuple(running.tracked), momenta=tuple(running.momenta),
+        corrections=tuple(running.corrections), channels=channels, regions=regions,
+        ROWS=tuple(running.rows), TILE=Tile.of(config, partial.dtype),
     )  # fmt: skip
     return mean, variance
-
-
-# Running statistics ---------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _lerp(ptr, value, weight, mask):
-    """Interpolates the value at ``ptr`` towards ``value`` by ``weight``."""
-    tl.store(ptr, _interpolated(ptr, value, weight, mask), mask=mask)
-
-
-def _arguments_of(running: Running) -> dict[str, Any]:
-    return {
-        "running_mean_ptrs": tuple(running.means), "running_var_ptrs": tuple(running.variances),
-        "tracked_ptrs": tuple(running.tracked), "momenta": tuple(running.momenta),
-        "corrections": tuple(running.corrections), "ROWS": tuple(running.rows),
-    }  # fmt: skip
-
-
-@triton.jit
-def _update_running_kernel(
-    mean_ptr, var_ptr, running_mean_ptrs, running_var_ptrs, tracked_ptrs, momenta, corrections, channels,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Sets running ← running + momentum · (batch − running) of one branch, and its count of batches.
-
-    A negative momentum means the average over all batches. ROWS are the branches' rows in (branches, C)
-    statistics. It must run with one warp: another might count the batch before this one has read the count.
-    """
-    grid_dependency_synchronize()
-    BC: tl.constexpr = TILE.channels
-    for i in tl.static_range(len(ROWS)):
-        if tl.program_id(0) == i:
-            count = tl.load(tracked_ptrs[i]) + 1
-            momentum = tl.where(momenta[i] < 0, 1.0 / count.to(TILE.accumulator), momenta[i])
-            for c0 in range(0, channels, BC):
-                c = c0 + tl.arange(0, BC)
-                batch_mean = tl.load(mean_ptr + ROWS[i] * channels + c, mask=c < channels)
-                batch_var = tl.load(var_ptr + ROWS[i] * channels + c, mask=c < channels) * corrections[i]
-                _lerp(running_mean_ptrs[i] + c, batch_mean, momentum, c < channels)
-                _lerp(running_var_ptrs[i] + c, batch_var, momentum, c < channels)
-            tl.store(tracked_ptrs[i], count)
-
-
-def update_running_statistics(mean: Tensor, variance: Tensor, running: Running) -> None:
-    """Updates running statistics by those of a batch (branches, C)."""
-    config = configuration("update_running", mean)
-    launching.launch(
-        _update_running_kernel, (len(running[0]),), on=mean, options=config.options,
-        mean_ptr=mean, var_ptr=variance, channels=mean.shape[1], TILE=Tile.of(config, mean.dtype),
-        **_arguments_of(running),
-    )  # fmt: skip

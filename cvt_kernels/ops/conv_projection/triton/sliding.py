@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ....launch.records import Sliding
+from ....records import Branch, ConvBatchNorm, flattened
 from ...triton_launch import ELEMENTS
 from .common import Geometry, configuration
 
@@ -78,7 +79,7 @@ class SlidingTiling(NamedTuple):
         Args:
             kernel: Its name, such as ``sliding_fwd``.
             x: The tokens, or their gradient.
-            geometry: One that :func:`has_sliding_kernel` accepts.
+            geometry: Of convolutions that :func:`why_not_sliding` accepts.
             others: Other tensors read or written two channels at a time.
         """
         return cls.by(configuration(kernel, x), x, geometry, others)
@@ -96,12 +97,16 @@ def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
     return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in (x, *others)))
 
 
-def has_sliding_kernel(geometry: Geometry) -> bool:
-    """Returns whether sliding-row kernels serve all branches of a geometry."""
-    return len(geometry.strides) <= MAX_BRANCHES and all(
-        (kernel_size, padding, dilation) == (3, 1, 1) and stride in (1, 2)
-        for kernel_size, stride, padding, dilation in geometry.convolutions
-    )
+def why_not_sliding(branches: Sequence[Branch]) -> str | None:
+    """Returns why sliding-row kernels cannot serve the branches of a call, or None."""
+    if any(type(conv) is not ConvBatchNorm for conv in branches):
+        return "a branch is a sum of convolutions"
+    if len(branches) <= MAX_BRANCHES and all(
+        (conv.weight.shape[3], conv.padding, conv.dilation) == (3, 1, 1) and conv.stride in (1, 2)
+        for conv in flattened(branches)[0]
+    ):
+        return None
+    return f"serves at most {MAX_BRANCHES} convolutions of 3×3 with padding 1 and stride 1 or 2"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry
 from .sliding import (
@@ -156,7 +156,7 @@ def _conv_projection_sliding_bwd_sums_kernel(
 
 
 def sliding_backward_sums(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], means: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, epss: Sequence[float], weights: Sequence[Tensor], means: Sequence[Tensor],
     variances: Sequence[Tensor], dys: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
@@ -171,7 +171,7 @@ def sliding_backward_sums(
         _conv_projection_sliding_bwd_sums_kernel, (tiling.programs,), on=x,
         options=tiling.options | {"maxnreg": registers},
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances), epss=geometry.epss, partial_ptr=partial, regions=tiling.regions,
+        var_ptrs=tuple(variances), epss=tuple(epss), partial_ptr=partial, regions=tiling.regions,
         stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return partial
@@ -340,15 +340,14 @@ def _conv_projection_sliding_bwd_conv_kernel(
 
 
 def sliding_backward_conv(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, epss: Sequence[float], weights: Sequence[Tensor], gammas: Sequence[Tensor],
     means: Sequence[Tensor], variances: Sequence[Tensor], dys: Sequence[Tensor], sums: Tensor | None,
-    counts: Sequence[float], dconvs: Sequence[Tensor],
+    dconvs: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """Writes the gradients of the convolutions' outputs to ``dconvs`` (B, Hᵢ·Wᵢ, C).
 
     Args:
         sums: Σdy and Σdy·x̂ (branches, 2, C) for batch statistics, else None.
-        counts: Values per channel in the statistics.
 
     Returns:
         The gradient of every tap by region, (9 · branches, regions, C).
@@ -358,9 +357,10 @@ def sliding_backward_conv(
     launching.launch(
         _conv_projection_sliding_bwd_conv_kernel, (tiling.programs,), on=x, options=tiling.options,
         x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=geometry.epss,
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=tuple(epss),
         sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
-        inverse_counts=tuple(1.0 / n for n in counts), regions=tiling.regions,
+        inverse_counts=tuple(1.0 / (x.shape[0] * h * w) for h, w in geometry.output_grids),
+        regions=tiling.regions,
         stride_b=x.stride(0), STEP=x.stride(1), BATCH_STATS=sums is not None,
         AHEAD=geometry.strides.count(1) < 2,  # more outputs in a step would spill
         **tiling.arguments,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, configuration
 from .sliding import (
@@ -211,7 +211,7 @@ class NormOfRows(NamedTuple):
 
 
 def sliding_forward(
-    x: Tensor, geometry: Geometry, weights: Sequence[Tensor], gammas: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, epss: Sequence[float], weights: Sequence[Tensor], gammas: Sequence[Tensor],
     betas: Sequence[Tensor], means: Sequence[Tensor], variances: Sequence[Tensor], outs: Sequence[Tensor],
     *, norm: NormOfRows | None = None, first_rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
@@ -219,8 +219,8 @@ def sliding_forward(
 
     Args:
         x: The tokens (B, T, C), of 16 bits and contiguous where there is a ``norm``.
-        geometry: One that :func:`has_sliding_kernel` accepts.
-        weights, gammas, betas, means, variances: The parameters of each branch.
+        geometry: Of convolutions that :func:`why_not_sliding` accepts.
+        epss, weights, gammas, betas, means, variances: The parameters of each branch.
         outs: Where each branch is written.
         norm: LayerNorm of the tokens before the convolutions, if any.
         first_rows: The token of each ``out`` from which on it is written, if not from the first on.
@@ -239,7 +239,7 @@ def sliding_forward(
         _conv_projection_sliding_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
         x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
         mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
-        y_rows=tuple(first_rows or [0] * len(outs)), epss=geometry.epss,
+        y_rows=tuple(first_rows or [0] * len(outs)), epss=tuple(epss),
         statistics_ptr=None if norm is None else norm.sums,
         norm_weight_ptr=None if norm is None else norm.weight,
         norm_bias_ptr=None if norm is None else norm.bias, scratch_ptr=scratch, rows=rows,

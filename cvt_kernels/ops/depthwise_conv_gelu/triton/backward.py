@@ -7,12 +7,15 @@ convolution of da with the flipped taps, a sliding-row kernel of ``conv_projecti
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ...conv_projection.triton.backward import sum_regions
+from ...conv_projection.triton.common import maybe_contiguous
 from ...conv_projection.triton.sliding import (
     SIZES,
     add_row,
@@ -33,6 +36,7 @@ from ...conv_projection.triton.sliding_backward import (
     store_weight_gradients,
     zeros,
 )
+from ...graph_operators import launcher
 from ...triton_gelu import derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import ConvGeluTiling, geometry_of
@@ -101,14 +105,19 @@ def _depthwise_conv_gelu_bwd_conv_kernel(
         tl.store(partial_ptr + 9 * plane + c, tl.sum(dbias, axis=0, keep_dims=True), mask=c < CHANNELS)
 
 
+def _gradients_like(dy: Any, x: Tensor, grid: Any, weight: Any, bias: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[2] * (9 if bias is None else 10))
+
+
+@launcher("triton_depthwise_conv_gelu_backward", _gradients_like)
 def conv_gelu_backward(
-    dy: Tensor, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str, *,
-    needs_dx: bool,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Returns the gradients of x, None unless needed, and of the parameters for a contiguous gradient of y.
+    dy: Tensor, x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and of the parameters.
 
     Those of weight and bias are one tensor; :func:`parameters_of` gives each.
     """
+    dy, x = dy.contiguous(), maybe_contiguous(x)
     has_bias, channels = bias is not None, x.shape[2]
     tiling = ConvGeluTiling.of("bwd_conv", x, grid, approximate, (weight, dy), has_bias=has_bias)
     da = x.new_empty(x.shape)
@@ -119,11 +128,8 @@ def conv_gelu_backward(
         x_ptr=x, w_ptr=weight, bias_ptr=weight if bias is None else bias, dy_ptr=dy, da_ptr=da,
         partial_ptr=partial, regions=tiling.sliding.regions, **tiling.others,
     )  # fmt: skip
-    sums = sum_regions(partial, (9, 1) if has_bias else (9,), x.dtype)
-    dx = None
-    if needs_dx:
-        dx = x.new_empty(x.shape)
-        sliding_backward_input(dx, geometry_of(grid), (weight,), (da,), (dy,))
+    sums, dx = sum_regions(partial, (9, 1) if has_bias else (9,), x.dtype), x.new_empty(x.shape)
+    sliding_backward_input(dx, geometry_of(grid), (weight,), (da,), (dy,))
     return dx, sums
 
 

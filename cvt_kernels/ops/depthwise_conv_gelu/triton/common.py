@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .... import launch, launching, machine
-from ....launch import formulas
+from .... import launch, machine
+from ....launch import formulas, launching
 from ....launch.records import Sliding
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import SlidingTiling, alignment_of
@@ -20,9 +20,9 @@ launch.register(Sliding, formulas.depthwise_bwd_conv, "depthwise_conv_gelu_bwd_c
 # Plans ----------------------------------------------------------------------------------------------------
 
 
-def geometry_of(grid: tuple[int, int]) -> Geometry:
+def geometry_of(grid: Sequence[int]) -> Geometry:
     """Returns the geometry of the convolution on a grid, for the sliding-row kernels."""
-    return Geometry(grid, kernel_sizes=(3,), strides=(1,), paddings=(1,), dilations=(1,), epss=(0.0,))
+    return Geometry.of(grid, (1,))
 
 
 class GeluSpec(NamedTuple):
@@ -54,7 +54,7 @@ class ConvGeluTiling(NamedTuple):
 
     @classmethod
     def of(
-        cls, kernel: str, x: Tensor, grid: tuple[int, int], approximate: str, parameters: Sequence[Tensor], *,
+        cls, kernel: str, x: Tensor, grid: Sequence[int], approximate: str, parameters: Sequence[Tensor], *,
         has_bias: bool,
     ) -> ConvGeluTiling:  # fmt: skip
         """Returns the tiling of a kernel, ``fwd`` or ``bwd_conv``.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
+from ...conv_projection.triton.common import maybe_contiguous
 from ...conv_projection.triton.sliding import (
     SIZES,
     add_row,
@@ -20,6 +23,7 @@ from ...conv_projection.triton.sliding import (
     store_row,
     widen,
 )
+from ...graph_operators import launcher
 from ...triton_gelu import activate_half
 from ...triton_launch import grid_dependency_synchronize
 from .common import ConvGeluTiling
@@ -89,10 +93,16 @@ def _depthwise_conv_gelu_fwd_kernel(
             upper, lower = _begin(start, taps, below, last)
 
 
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@launcher("triton_depthwise_conv_gelu", _like)
 def conv_gelu_forward(
-    x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None, approximate: str
+    x: Tensor, grid: list[int], weight: Tensor, bias: Tensor | None, approximate: str
 ) -> Tensor:
-    """Returns y for tokens ``x`` with contiguous channels, and contiguous parameters of the same dtype."""
+    """Returns y for tokens ``x`` and contiguous parameters of the same dtype."""
+    x = maybe_contiguous(x)
     tiling = ConvGeluTiling.of("fwd", x, grid, approximate, (weight,), has_bias=bias is not None)
     y = x.new_empty(x.shape)
     launching.launch(

@@ -1,8 +1,4 @@
-"""Autograd function, custom operators and backend functions of the linear layers' Triton kernels.
-
-In eager mode the launchers are called directly; a registered operator would cost more host time per call.
-Under torch.compile they run behind opaque operators.
-"""
+"""Autograd functions, launchers and backend functions of the linear layers' Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from torch.nn import functional as F
 from .... import modes, reference
 from ....backends import Record
 from ...autograd import gradients_again, refuse_again
-from ...graph_operators import graph_operator, launcher
+from ...graph_operators import launcher
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
 from .common import MAX_NORMALIZED
@@ -55,7 +51,7 @@ class _LinearGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
         """Saves x and weight in the dtype of the product, and GELU's input."""
         rows, narrow_weight, narrow = matrices(x, weight, bias)
-        out, pre = activate(rows, narrow_weight, narrow, approximate)
+        out, pre = linear_gelu_forward(rows, narrow_weight, narrow, approximate, True)
         save(ctx, (x, rows), (weight, narrow_weight), bias, pre)
         ctx.approximate = approximate
         return out.view(*x.shape[:-1], -1)
@@ -70,20 +66,6 @@ class _LinearGelu(torch.autograd.Function):
         dbias = dtype_of(bias, ctx.needs_input_grad[2])
         start = linear_starts(rows_of(dout), pre.dtype, dbias, pre=pre, approximate=ctx.approximate)
         return refuse_again((*_products(ctx, start.product, x, weight), start.bias, None))
-
-
-def activate(rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    """Returns GELU of the product, and its input."""
-    run = _linear_gelu_op if torch.compiler.is_compiling() else _launch_gelu
-    return run(rows, weight, bias, approximate)
-
-
-def _launch_gelu(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
-) -> tuple[Tensor, Tensor]:
-    out, pre = linear_gelu_forward(rows, weight, bias, approximate, need_pre=True)
-    assert pre is not None
-    return out, pre
 
 
 class _LinearAdd(torch.autograd.Function):
@@ -152,64 +134,6 @@ def _products(ctx: Any, dproduct: Tensor, x: Tensor, weight: Tensor) -> tuple[Te
     need_x, need_weight, *_ = ctx.needs_input_grad
     dx = (dproduct @ weight).view(ctx.shape) if need_x else None
     return dx, dproduct.t() @ rows_of(x) if need_weight else None
-
-
-# torch.compile: linear and GELU ---------------------------------------------------------------------------
-
-
-def _gradients(
-    x: Tensor, weight: Tensor, pre: Tensor, dout: Tensor, approximate: str, needed: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of x, weight and bias, None where they are not needed."""
-    need_x, need_weight, need_bias = needed
-    dbias = pre.dtype if need_bias else None
-    start = linear_starts(dout.contiguous(), pre.dtype, dbias, pre=pre, approximate=approximate)
-    dpre = start.product
-    return dpre @ weight if need_x else None, dpre.t() @ x if need_weight else None, start.bias
-
-
-def _gelu_shapes(x, weight, bias, approximate, need_pre=True):
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    return out, torch.empty_like(out) if need_pre else x.new_empty(0)
-
-
-@graph_operator("linear_gelu", _gelu_shapes)
-def _linear_gelu_op(
-    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, need_pre: bool = True
-) -> tuple[Tensor, Tensor]:
-    if need_pre:
-        return _launch_gelu(x, weight, bias, approximate)
-    out, _ = linear_gelu_forward(x, weight, bias, approximate)
-    return out, x.new_empty(0)
-
-
-def _gradient_shapes(x, weight, pre, dout, approximate, needed):
-    shapes = (x.shape, weight.shape, weight.shape[:1])
-    return [x.new_empty(shape) for shape, need in zip(shapes, needed, strict=True) if need]
-
-
-@graph_operator("linear_gelu_backward", _gradient_shapes)
-def _linear_gelu_backward_op(
-    x: Tensor, weight: Tensor, pre: Tensor, dout: Tensor, approximate: str, needed: list[bool]
-) -> list[Tensor]:
-    gradients = _gradients(x, weight, pre, dout, approximate, tuple(needed))
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.approximate, need_pre = inputs
-    if not need_pre:
-        raise ValueError("need_pre: got False, expected True, since the gradients need it")
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _backward_of_op(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    needed = list(ctx.needs_input_grad[:3])
-    gradients = iter(_linear_gelu_backward_op(*ctx.saved_tensors, dout, ctx.approximate, needed))
-    return *[next(gradients) if need else None for need in needed], None, None
-
-
-torch.library.register_autograd("cvt_kernels::linear_gelu", _backward_of_op, setup_context=_setup_context)
 
 
 # Linear, residual and LayerNorm ---------------------------------------------------------------------------
@@ -316,16 +240,10 @@ def linear(call: Record) -> Tensor:
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
-    shape = (*x.shape[:-1], weight.shape[0])
-    needs_gradient = modes.wants_gradient(x, weight, bias)
-    if needs_gradient and not torch.compiler.is_compiling():
+    if modes.wants_gradient(x, weight, bias):
         return _LinearGelu.apply(*call)
-    x, weight, bias = matrices(x, weight, bias)
-    if torch.compiler.is_compiling():
-        out, _ = _linear_gelu_op(x, weight, bias, approximate, needs_gradient)
-    else:
-        out, _ = linear_gelu_forward(x, weight, bias, approximate)
-    return out.view(shape)
+    out, _ = linear_gelu_forward(*matrices(x, weight, bias), approximate, False)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:

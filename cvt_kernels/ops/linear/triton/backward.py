@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching, machine
-from ....launch import formulas
+from .... import launch, machine
+from ....launch import formulas, launching
 from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
 from ...graph_operators import graph_operator, launcher

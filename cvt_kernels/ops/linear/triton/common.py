@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .... import launch, launching, machine
-from ....launch import formulas
+from .... import launch, machine
+from ....launch import formulas, launching
 from ....launch.records import Product
 from ...triton_tf32 import rounded
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
+from .... import launch
+from ....launch import launching
+from ...graph_operators import launcher
 from ...triton_gelu import activate
 from ...triton_launch import grid_dependency_synchronize
 from .common import (
@@ -73,17 +76,24 @@ def _linear_gelu_kernel(
         _gelu_tile(x, weight, bias_ptr, out, pre, tl.program_id(0), rows, APPROXIMATE, SPEC)
 
 
-def linear_gelu_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, *, need_pre: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and GELU's input if needed."""
+def _gelu_like(
+    x: Tensor, weight: Tensor, bias: Any, approximate: str, need_pre: bool
+) -> tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    pre = torch.empty_like(out) if need_pre else None
-    tiling = LinearTiling.of("linear_gelu", x, weight, (out,) if pre is None else (out, pre))
+    return out, torch.empty_like(out) if need_pre else x.new_empty(0)
+
+
+@launcher("linear_gelu", _gelu_like)
+def linear_gelu_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, need_pre: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and GELU's input, empty if not needed."""
+    out, pre = _gelu_like(x, weight, bias, approximate, need_pre)
+    tiling = LinearTiling.of("linear_gelu", x, weight, (out, pre) if need_pre else (out,))
     launching.launch(
         _linear_gelu_kernel, (tiling.programs,), on=x, options=tiling.options,
         x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias,
-        out=tiling.result(out), pre=None if pre is None else tiling.result(pre),
+        out=tiling.result(out), pre=tiling.result(pre) if need_pre else None,
         rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs, APPROXIMATE=approximate,
         SPEC=tiling.spec,
     )  # fmt: skip

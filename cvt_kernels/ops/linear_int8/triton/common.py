@@ -8,8 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
-from .... import launch, launching, machine
-from ....launch import formulas
+from .... import launch, machine
+from ....launch import formulas, launching
 from ....launch.records import Rows
 from ....records import LIMITS
 from ...conv_embedding.triton.common import Parts

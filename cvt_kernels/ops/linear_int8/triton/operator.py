@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import launching
 from ....backends import Record
+from ....launch import launching
 from ....records import QuantizedRows
 from ...triton_launch import contiguous
 from .common import MAX_CHANNELS

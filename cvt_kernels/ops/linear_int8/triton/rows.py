@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launching
+from ....launch import launching
 from ....records import LEAST
 from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
 from ...graph_operators import launcher

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching, machine, modes
+from .... import launch, machine, modes
 from ....backends import Record
-from ....launch import formulas
+from ....launch import formulas, launching
 from ....launch.records import Mlp
 from ...graph_operators import launcher
 from ...linear.triton.common import ELEMENTS, padded

@@ -22,7 +22,6 @@ from .... import modes, reference
 from ....backends import Record
 from ...autograd import gradients_again, refuse_again
 from ...linear.triton.autograd import (
-    activate,
     dtype_of,
     matrices,
     rows_of,
@@ -32,6 +31,7 @@ from ...linear.triton.autograd import (
     zeros_for,
 )
 from ...linear.triton.backward import linear_ends, linear_starts
+from ...linear.triton.forward import linear_gelu_forward
 from ...triton_launch import contiguous
 
 
@@ -46,7 +46,7 @@ class _MlpAdd(torch.autograd.Function):
         """Saves x and weights in the dtype of the products, GELU's input and the factors of images."""
         dtype = sum_dtype(x, residual)
         rows, fc1, narrow = matrices(x, fc1_weight, fc1_bias)
-        hidden, pre = activate(rows, fc1, narrow, approximate)
+        hidden, pre = linear_gelu_forward(rows, fc1, narrow, approximate, True)
         fc2 = fc2_weight.to(hidden.dtype).contiguous()
         out = linear_ends(
             F.linear(hidden, fc2), contiguous(fc2_bias), rows_of(residual), scale, scales_sum, dtype

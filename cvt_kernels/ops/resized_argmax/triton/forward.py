@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch, launching
+from .... import launch
 from ....backends import Record
+from ....launch import launching
 from ....launch.records import Rows
 from ...triton_launch import grid_dependency_synchronize
 from ...triton_resize import source

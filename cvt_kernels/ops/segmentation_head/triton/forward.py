@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import launch, launching
+from .... import launch
 from ....backends import Record
-from ....launch import formulas
+from ....launch import formulas, launching
 from ....launch.records import Product
 from ...linear.triton.common import padded, part_width
 from ...triton_launch import grid_dependency_synchronize, product_types, why_not_for_inference

@@ -132,7 +132,7 @@ import os, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from cvt.tools.commands.compile import launches, triton_kernels
-from cvt_kernels.launching import Chip
+from cvt_kernels.launch.launching import Chip
 
 class Driver:
     get_current_device = get_current_stream = lambda self, *device: 0

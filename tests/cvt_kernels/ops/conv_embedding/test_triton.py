@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_embedding.triton import embed, operator, patches
 from tests.checks import assert_accurate, needs_float64, precision_of
 from tests.cvt_kernels.ops.agreement import assert_agrees, made_of

@@ -5,8 +5,8 @@ import torch
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, launch, launching
-from cvt_kernels.launch import formulas, tables
+from cvt_kernels import backends, launch
+from cvt_kernels.launch import formulas, launching, tables
 from cvt_kernels.launch.records import ConvLinear
 from cvt_kernels.ops.conv_linear.triton import common, forward
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
@@ -138,9 +138,9 @@ def test_tiles_of_other_sizes(dtype, changes):
 @pytest.mark.parametrize(
     ("settings", "changes", "reason"),
     [
-        ({"padding": 2}, {}, "only up to three 3×3 convolutions"),
-        ({"stride": 2}, {}, "only up to three 3×3 convolutions"),
-        ({"kernel": 1}, {}, "only up to three 3×3 convolutions"),
+        ({"padding": 2}, {}, "serves at most 3 convolutions of 3×3"),
+        ({"stride": 2}, {}, "serves at most 3 convolutions of 3×3"),
+        ({"kernel": 1}, {}, "serves at most 3 convolutions of 3×3"),
         ({}, {"running_mean": None, "running_var": None}, "a branch has no running statistics"),
         ({"channels": 516, "dtype": "float64"}, {}, "tokens have 516 channels, more than 512"),
         ({"outputs": 600}, {}, "tokens have 600 channels, more than 512"),
@@ -163,7 +163,7 @@ def test_what_is_refused(settings, changes, reason):
 def plan_of(stage, batch, dtype=torch.bfloat16):
     """Returns the plan of CvT's projection with the configuration that ships."""
     (height, width), channels, class_tokens, *_ = stage
-    geometry = Geometry((height, width), (3,) * 3, (1, 2, 2), (1,) * 3, (1,) * 3, (1e-5,) * 3)
+    geometry = Geometry((height, width), (1, 2, 2))
     x = torch.empty(batch, height * width + class_tokens, channels, device="meta", dtype=dtype)
     config = shipped(channels, dtype, x.shape[0] * x.shape[1])
     with launching.recorded_launches(H200), launch.overridden("conv_linear", config):

@@ -60,14 +60,13 @@ SHARES = 3, 2  # images per process, not equal
 
 def _process(rank, directory):
     dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
-    for backend in ("reference", "triton"):
-        _train_on_a_share(rank, backend)
+    _train_on_a_share(rank)
     gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _train_on_a_share(rank, backend):
+def _train_on_a_share(rank):
     """Compares a step in two processes with BatchNorm on the joined batch and, on a GPU, nn.SyncBatchNorm."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,9 +80,8 @@ def _train_on_a_share(rank, backend):
     branches = [ck.ConvBatchNorm.from_modules(*pair) for pair in zip(convs, ours, strict=True)]
     assert all(branch.process_group is dist.group.WORLD for branch in branches)
     share = x[own].clone().requires_grad_()
-    with ck.use_backend(backend):
-        outs = ck.conv_projection(share, (4, 5), branches, training=True)
-        sum(out.sin().sum() for out in outs).backward()
+    outs = ck.conv_projection(share, (4, 5), branches, training=True)
+    sum(out.sin().sum() for out in outs).backward()
     dweights = [conv.weight.grad.clone() for conv in convs]
 
     def compare(bns, x, own):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_projection.triton import common, sliding
 from tests.contract.examples import assert_right, run, same_bits
 from tests.contract.test_contract import run_guarded
@@ -14,8 +14,7 @@ from tests.cvt_kernels.ops.conv_projection.test_triton import made_with, name_of
 
 
 def geometry(grid, strides=(1, 2, 2)):
-    n = len(strides)
-    return common.Geometry(grid, (3,) * n, tuple(strides), (1,) * n, (1,) * n, (1e-5,) * n)
+    return common.Geometry.of(grid, strides)
 
 
 def assert_launches(made, *names):
@@ -55,19 +54,21 @@ def test_a_mean_of_many_deviations(statistics):
 
 
 @pytest.mark.parametrize(
-    ("changed", "served"),
+    ("strides", "changed", "served"),
     [
-        ({}, True),
-        ({"strides": (1, 1, 1)}, True),
-        ({"strides": (1, 2, 3)}, False),
-        (geometry((8, 8), (1, 2, 2, 2))._asdict(), False),  # more than registers have weights for
-        ({"kernel_sizes": (3, 3, 5)}, False),
-        ({"paddings": (1, 1, 0)}, False),
-        ({"dilations": (1, 2, 1)}, False),
+        ((1, 2, 2), {}, True),
+        ((1, 1, 1), {}, True),
+        ((1, 2, 3), {}, False),
+        ((1, 2, 2, 2), {}, False),  # more than registers have weights for
+        ((1, 2, 2), {"weight": torch.empty(8, 1, 5, 5)}, False),
+        ((1, 2, 2), {"padding": 0}, False),
+        ((1, 2, 2), {"dilation": 2}, False),
     ],
 )
-def test_geometries_of_sliding_kernels(changed, served):
-    assert sliding.has_sliding_kernel(geometry((8, 8))._replace(**changed)) is served
+def test_convolutions_of_sliding_kernels(strides, changed, served):
+    (conv,) = made_with((1,)).call.record.convs
+    *convs, last = (conv._replace(stride=stride) for stride in strides)
+    assert (sliding.why_not_sliding((*convs, last._replace(**changed))) is None) is served
 
 
 @pytest.mark.parametrize(("needed", "pairs"), [(1, 1), (7, 1), (14, 2), (28, 4), (48, 4), (3, 1)])

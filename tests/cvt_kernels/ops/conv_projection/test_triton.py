@@ -10,7 +10,8 @@ import triton
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launch, launching
+from cvt_kernels import launch
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_projection.triton import backward, common, forward, sliding
 from cvt_kernels.ops.conv_projection.triton.autograd import why_unsupported
 from tests.checks import needs_float64
@@ -79,7 +80,6 @@ def wide_tiles(channels):
     ("strides", "settings"),
     [
         ((1, 2, 2), sizes((18, 5), 40)),  # several strips and blocks of channels
-        ((1, 2), sizes((2, 3), 5, statistics="averaged")),
         ((1, 2), sizes((4, 4), 5, statistics="none", bare=True)),
         ((1, 2, 2), sizes((4, 3), 8, mixed=True, dtype="float16")),
         ((1, 2, 2), sizes((4, 3), 8, mixed=True, dtype="bfloat16")),
@@ -102,7 +102,7 @@ def moments(size, *shape):
 
 
 def merged(partial, counts):
-    return forward._merged(partial, counts, forward.Running())
+    return forward._merged(partial, counts, forward.Running([], [], [], [], [], []))
 
 
 @needs_float64
@@ -141,22 +141,10 @@ def running_statistics(channels, momenta):
 
 def assert_updated(running, before, mean, variance):
     assert [int(count) for count in running.tracked] == [1, 4]
-    weights = [1 / int(n) if m < 0 else m for m, n in zip(running.momenta, running.tracked, strict=True)]
-    for i, (row, weight) in enumerate(zip(running.rows, weights, strict=True)):
+    for i, (row, weight) in enumerate(zip(running.rows, running.momenta, strict=True)):
         torch.testing.assert_close(running.means[i], before.means[i].lerp(mean[row], weight))
         unbiased = variance[row] * running.corrections[i]
         torch.testing.assert_close(running.variances[i], before.variances[i].lerp(unbiased, weight))
-
-
-@needs_float64
-@pytest.mark.parametrize("channels", [3, 300])
-def test_running_statistics_are_those_of_their_branch(channels):
-    """Branches without running statistics of their own are passed over; more channels than a tile has."""
-    mean, variance = (torch.rand(3, channels, dtype=torch.float64) for _ in range(2))
-    running = running_statistics(channels, (0.2, -1.0))  # negative: the average over all batches
-    before = copy.deepcopy(running)
-    forward.update_running_statistics(mean, variance, running)
-    assert_updated(running, before, mean, variance)
 
 
 @needs_float64
@@ -168,14 +156,9 @@ def test_the_launch_that_merges_statistics_updates_running_ones():
     assert_updated(running, before, mean, variance)
 
 
-@pytest.mark.parametrize(
-    ("momenta", "kernels"),
-    [((0.1, 0.2), "stats merge_stats"), ((0.1, None), "stats merge_stats update_running")],
-)
-def test_running_statistics_take_a_launch_of_their_own_for_an_average_only(momenta, kernels):
+def test_training_takes_three_launches():
     made = made_with((1, 2), **sizes((6, 5), 8), training=True)
     x, grid, convs, training = made.call.record
-    convs = [conv._replace(momentum=momentum) for conv, momentum in zip(convs, momenta, strict=True)]
     noted = []
     with (
         launching.intercepted_launches(noted.append, launching.chip(x.device)),
@@ -184,7 +167,7 @@ def test_running_statistics_take_a_launch_of_their_own_for_an_average_only(momen
     ):
         ck.conv_projection(x, grid, convs, training=training)
     names = [each.kernel.__name__.removeprefix("_conv_projection_sliding").strip("_") for each in noted]
-    assert [name.removesuffix("_kernel") for name in names] == [*kernels.split(), "fwd"]
+    assert [name.removesuffix("_kernel") for name in names] == ["stats", "merge_stats", "fwd"]
 
 
 def test_a_huge_mean_beside_a_small_deviation():
@@ -236,7 +219,8 @@ def test_branches_that_one_launch_cannot_serve():
         assert why_unsupported(call._replace(convs=(branch,))).startswith(reason)
     for changes, training, reason in (
         ({"running_mean": first.running_mean}, True, "two branches share their running statistics"),
-        ({"process_group": object()}, True, "the branches synchronize over different process groups"),
+        ({"process_group": object()}, True, "does not take the statistics of a batch over processes"),
+        ({"momentum": None}, True, "a BatchNorm averages over all batches"),
         ({"running_mean": strided}, True, "running statistics are not contiguous"),
         (absent, False, "some branches have running statistics and some have none"),
     ):

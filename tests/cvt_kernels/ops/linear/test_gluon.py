@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching, machine
+from cvt_kernels import backends, machine
+from cvt_kernels.launch import launching
 
 gluon = pytest.importorskip("cvt_kernels.ops.linear.gluon", reason="this Triton has no Gluon")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launch, launching
+from cvt_kernels import backends, launch
+from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Product
 from cvt_kernels.ops.linear.triton import autograd, common, forward
 from tests.checks import assert_accurate
@@ -86,7 +87,7 @@ def test_weights_that_are_not_aligned_are_read_without_descriptors():
 def test_chips_with_descriptors(capability, dtype):
     x, weight, bias, residual = (t.to("meta") for t in make_layer(300, 64, 64, dtype))
     with launching.recorded_launches(launching.Chip(capability, 2)) as launches:
-        forward.linear_gelu_forward(x, weight, bias, "quick")
+        forward.linear_gelu_forward(x, weight, bias, "quick", False)
         forward.linear_add_forward(x, weight, bias, residual, torch.empty_like(residual))
     expected = capability in (90, 100) and dtype == torch.float16
     assert [launch.arguments["SPEC"].has_descriptors for launch in launches] == [expected] * 2

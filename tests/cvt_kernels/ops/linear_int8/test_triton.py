@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching, machine
+from cvt_kernels import backends, machine
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.linear_int8.triton import operator
 from cvt_kernels.ops.linear_int8.triton import rows as rounding
 

@@ -6,7 +6,8 @@ import torch
 import cvt_kernels as ck
 from benchmarks import floors
 from cvt.tools.commands.compile import launches
-from cvt_kernels import launch, launching
+from cvt_kernels import launch
+from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Mlp
 from cvt_kernels.ops import triton_gelu
 from cvt_kernels.ops.mlp.triton import forward

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching, machine
+from cvt_kernels import backends, machine
+from cvt_kernels.launch import launching
 from cvt_kernels.ops import reduction_linear
 from cvt_kernels.ops.reduction_linear import triton
 from tests.checks import recorded_operators

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.tuning import tuner
 
 DTYPES = "float16", "bfloat16", "float32"

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching, reference
+from cvt_kernels import backends, reference
+from cvt_kernels.launch import launching
 from tests.cvt_kernels.ops.agreement import made_of
 
 USUAL = {"height": 9, "width": 14, "inputs": 17, "channels": 40, "outputs": 19, "others": 3}

@@ -5,7 +5,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels import launching, machine, reference
+from cvt_kernels import machine, reference
+from cvt_kernels.launch import launching
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.transformer_block import transformer_block
 from tests.cvt_kernels.ops.transformer_block.calls import call, check, pyramid

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends, launching
+from cvt_kernels import backends
+from cvt_kernels.launch import launching
 from cvt_kernels.records import Linear, Norm, TransformerBlock
 from tests.cvt_kernels.ops.test_accesses import random_conv
 from tests.processes import run_python
@@ -96,7 +97,7 @@ def test_a_block_of_few_tokens_is_four_launches():
 UNLIKE = """
 import torch
 import cvt_kernels as ck
-from cvt_kernels import launching
+from cvt_kernels.launch import launching
 from cvt_kernels.ops.transformer_blocks import transformer_blocks
 from tests.cvt_kernels.ops.transformer_blocks.test_gluon import CHANNELS, block, call, gluon, layer
 from tests.emulator.launches import Runner

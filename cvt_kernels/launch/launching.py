@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import machine, messages, modes
+from .. import machine, messages, modes
 
 
 class Chip(NamedTuple):

@@ -7,7 +7,7 @@ A graph repeats the captured work on the captured memory. So a call is replayed 
 arguments, the settings (``_settings``), and the modules, parameters and buffers with their memory
 (``_Snapshot``) are the same as at the capture. In inference a call is replayed at once: hundreds of tensors
 are compared while the GPU computes, and the result of an outdated replay is dropped. Such a replay writes
-nothing but the graph's own memory, and the memory that it reads is kept. With gradients (``training_graph``)
+nothing but the graph's own memory, and the memory that it reads is kept. With gradients (``training``)
 the tensors are compared before, since a replay changes BatchNorm's statistics.
 
 A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from . import backends, checks, machine, messages, modes
-from .changes import State, is_recorder, note_written
-from .classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
-from .ops import weight_cache
-from .training_graph import TrainingGraph, Turn
+from .. import backends, checks, machine, messages, modes
+from ..changes import State, is_recorder, note_written
+from ..classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
+from ..ops import weight_cache
+from .training import TrainingGraph, Turn
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

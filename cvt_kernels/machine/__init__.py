@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .messages import stacklevel_of_caller
+from ..messages import stacklevel_of_caller
 from .toolkit import cpu_sets_here, find_nvcc
 
 #: Whether Triton's interpreter runs the kernels, on the CPU.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import modes
-from .ops import weight_cache
-from .ops.autograd import once_differentiable
+from .. import modes
+from ..ops import weight_cache
+from ..ops.autograd import once_differentiable
 
 
 class Turn:
