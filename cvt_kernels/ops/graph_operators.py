@@ -48,8 +48,8 @@ def graph_operator(
 ) -> Callable[[Callable[..., Any]], Any]:
     """Returns a decorator that registers a function as the operator ``cvt_kernels::name``, and returns that.
 
-    The function returns new tensors, which share no memory. Gradients are registered by
-    ``torch.library.register_autograd``.
+    The function returns new tensors, which share no memory. It has no gradients: where they are wanted, an
+    autograd function calls it, which torch.compile traces.
 
     Args:
         name: The operator's name.

@@ -152,9 +152,7 @@ def _attention_fwd_kernel(
         maximum, total, acc = _empty_softmax(BLOCK_Q, SPEC)
         for i in tl.static_range(len(TILES.widths)):
             scores = _scores_of_tile(q, ks[i], head, TILES, i, SPEC)
-            maximum, total, acc = _take_tile(
-                maximum, total, acc, scores, log2_scale, vs[i], i == 0, SPEC
-            )  # fmt: skip
+            maximum, total, acc = _take_tile(maximum, total, acc, scores, log2_scale, vs[i], i == 0, SPEC)
         _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 

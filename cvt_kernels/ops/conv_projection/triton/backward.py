@@ -81,21 +81,9 @@ def projection_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients, in three passes over the tokens.
 
-    Args:
-        x: The tokens.
-        grid: Likewise of the forward, as all up to ``variances``.
-        strides: See there.
-        epss: See there.
-        weights: See there.
-        gammas: See there.
-        means: See there.
-        variances: See there.
-        dys: The gradients of the outputs, contiguous.
-        batch_stats: Whether the statistics are the batch's.
-
-    Returns:
-        The gradient of x; of all weights in one tensor, see :func:`weights_of`; and of every branch Σdy = dβ
-        and Σdy·x̂ = dγ, (branches, 2, C).
+    ``dys`` are those of the outputs, contiguous; ``batch_stats`` says whether the statistics are the batch's;
+    the other arguments are those of the forward. There are three results: the gradient of x; of all weights
+    in one tensor, see :func:`weights_of`; and of every branch Σdy = dβ and Σdy·x̂ = dγ, (branches, 2, C).
     """
     x, geometry = maybe_contiguous(x), Geometry.of(grid, strides)
     batch, _, channels = x.shape
