@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
@@ -92,12 +94,66 @@ def test_products_are_exact_and_rows_rounded_as_by_the_reference(name):
     run_on_instruction_set(name, INSTRUCTION_SETS)
 
 
+# Rows -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), max_size=3),
+    channels=st.integers(1, 140),
+    exponent=st.integers(-149, 126),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "offset")),
+)
+def test_rows_of_any_shape_and_strides(sizes, channels, exponent, dtype, layout):
+    x = (torch.randn(*sizes, channels, dtype=torch.float64) * 2.0**exponent).to(dtype)
+    x = {
+        "contiguous": lambda t: t,
+        "sliced": lambda t: torch.stack([t, t], -1)[..., 1],
+        "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+        "expanded": lambda t: t[:1].expand(t.shape) if t.ndim > 1 else t,
+        "offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+    }[layout](x)
+    assert_same_rows(ck.quantize_rows(x), reference.quantize_rows(x))
+
+
 # Linear layers --------------------------------------------------------------------------------------------
 
 
 def arguments(dtype, rows=(3, 20), outputs=70, inputs=100):
     x, residual = (torch.randn(*rows, size, dtype=torch.float64).to(dtype) for size in (inputs, outputs))
     return x, *layer(outputs, inputs, dtype), residual
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 40), max_size=2),
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 200),
+    dtype=st.sampled_from(DTYPES),
+    quantized=st.booleans(),
+    layout=st.sampled_from(("contiguous", "sliced", "transposed", "expanded", "part")),
+)
+def test_any_sizes_and_strides(rows, outputs, inputs, dtype, quantized, layout):
+    x, weight, scales, bias, residual = arguments(dtype, rows, outputs, inputs)
+    if quantized:
+        x, x_scales = reference.quantize_rows(x)
+    x = {
+        "contiguous": lambda t: t,
+        "sliced": lambda t: torch.stack([t, t], -1)[..., 1],
+        "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+        "expanded": lambda t: t[:1].expand(t.shape) if t.ndim > 1 else t,
+        "part": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    }[layout](x)
+    others = {"residual": residual.mT.contiguous().mT if residual.ndim > 1 else residual, "dtype": dtype}
+    if quantized:
+        got = ck.linear_int8(ck.QuantizedRows(x, x_scales), weight, scales, bias, **others)
+        expected = reference.linear_int8(x, weight, scales, bias, x_scales=x_scales, **others)
+    else:
+        got = ck.linear_int8(x, weight, scales, bias, **others)
+        expected = reference.linear_int8(x, weight, scales, bias, **others)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_rows_that_are_not_finite_are_nan_and_no_others():
