@@ -220,8 +220,9 @@ def test_threads_do_not_change_a_choice():
 
 
 def test_key_depends_on_every_file_that_a_kernel_is_made_of(monkeypatch):
-    package = Path(machine.__file__).parent
-    made_of = {path for folder in ("ops", "launch", "tuning") for path in (package / folder).rglob("*.py")}
+    package = Path(machine.__file__).parents[1]
+    folders = "graphs", "launch", "machine", "ops", "tuning"
+    made_of = {path for folder in folders for path in (package / folder).rglob("*.py")}
     assert {package / "ops/linear/primitives.py", package / "launch/formulas.py"} < made_of
     files = machine_key._source_files()
     assert made_of | set(package.glob("*.py")) == set(files)
