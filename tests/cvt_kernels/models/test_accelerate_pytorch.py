@@ -213,12 +213,8 @@ def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
     mixes = make not in (huggingface, pvt)
     assert forward.get("cvt_kernels.triton_depthwise_conv_gelu", 0) == blocks * mixes
     assert backward["cvt_kernels.linear_starts"] == ends + blocks * (not mixes)
-    names = [name for name, each in model.named_parameters() if each.grad is not None]
-    largest = {name: each.abs().max().item() for name, each in zip(names, gradients[0], strict=True)}
-    for name, eager, compiled in zip(names, *gradients, strict=True):
-        # That of the bias of keys is zero but for rounding, since softmax takes out what all scores share.
-        scale = largest[name.replace("key.bias", "key.weight")]
-        torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=1e-2 * scale)
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-2, atol=1e-2 * eager.abs().max().item())
     for eager, compiled in zip(*written, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-3)
 
