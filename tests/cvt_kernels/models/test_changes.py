@@ -118,10 +118,10 @@ class Models:
             self.model.train()
         self.has_gradients = way in ("gradients", "training")
 
-    def results_of(self, model):
+    def results_of(self, model, rounded_to=None):
         """Returns the tensors of a call, and its gradients and the buffers after it where there are some."""
         torch.manual_seed(0)
-        images = self.images.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
+        images = self.images.to(rounded_to).to(dtype_of(model))
         model.zero_grad()
         with torch.set_grad_enabled(self.has_gradients):
             out = model(images)
@@ -160,8 +160,25 @@ class Models:
             if counts and number:
                 expected = self.expected()
             if expected is not None:
-                assert_same(self.results_of(self.model), expected, self.tolerance)
+                self.assert_same(self.results_of(self.model), expected)
         return expected
+
+    def assert_same(self, results, expected):
+        """Compares with a tolerance; the errors of 16 bits with the plain model's, where it has them."""
+        dtype = dtype_of(self.own)
+        if dtype not in (torch.bfloat16, torch.float16) or "quantized" in self.way:
+            assert_same(results, expected, self.tolerance)
+            return
+        exact = self.results_of(copy.deepcopy(self.own).double(), rounded_to=dtype)
+        kinds = zip(results, expected, exact, (2, 3, 2), strict=True)  # results, gradients, buffers
+        for *kind, factor in kinds:
+            mine, theirs, right = ([None if t is None else t.double() for t in part] for part in kind)
+            error, allowed = distance([mine], [right]), factor * distance([theirs], [right])
+            assert error <= allowed + torch.finfo(dtype).eps, f"{error:.2g} where {allowed:.2g} is allowed"
+
+
+def dtype_of(model):
+    return next(p for p in model.parameters() if p.is_floating_point()).dtype
 
 
 def assert_same(results, expected, tolerance):
