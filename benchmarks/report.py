@@ -49,8 +49,10 @@ SHORT = """\
 `make results` makes this page from `benchmarks/results/`. [Every figure](measurements.md); [how they are
 measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
 `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of the
-rounds' own ratios, in turns. Process memory has weights and packed copies
-in it; 1 is Hugging Face's. NNCF quantizes with its default settings."""
+rounds' own ratios, in turns. Process memory is what a process that
+serves the accelerated model takes beyond what it had before, weights and packed copies included; 1 is Hugging
+Face's. int8: 8-bit weights and inputs of layers, with the row's dtype between them; OpenVINO's are made by
+NNCF with its default settings."""
 INTRODUCTION = """\
 # Every figure
 
@@ -247,7 +249,7 @@ def milliseconds(row: Row) -> str:
     return number(1e3 * row["seconds"]) + waited
 
 
-#: The columns of the CPU's table in README.
+#: The columns of a CPU's table, and those of README.
 COLUMNS = {
     "compile": "`torch.compile`",
     "onnxruntime": "ONNX Runtime",
@@ -256,12 +258,15 @@ COLUMNS = {
     "openvino-int8": "int8: OpenVINO",
     "accelerate-int8": "int8: accelerated",
 }
+README_COLUMNS = "compile", "openvino", "accelerate-frozen"
 
 
-def cpu_table(rows: Sequence[Row], batches: Sequence[int] = (8,)) -> list[list[str]]:
+def cpu_table(
+    rows: Sequence[Row], batches: Sequence[int] = (8,), shown: Iterable[str] = README_COLUMNS
+) -> list[list[str]]:
     """Returns the table of a CPU for users: each model in some batch sizes, beside Hugging Face's."""
     measured = {row["contender"] for row in rows}
-    columns = {key: head for key, head in COLUMNS.items() if key in measured}
+    columns = {key: COLUMNS[key] for key in shown if key in measured}
     table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "process memory"]]
     for kind, batch, by_key in served(rows):
         if batch in batches:
@@ -300,30 +305,28 @@ def error_table(rows: Sequence[Row]) -> list[list[str]]:
 PAIRS = {
     "float32": ("float32", "accelerate-frozen", "openvino"),
     "bfloat16": ("bfloat16", "accelerate-frozen", "openvino"),
-    "8-bit integers with float32 between them": ("float32", "accelerate-int8", "openvino-int8"),
-    "8-bit integers with bfloat16": ("bfloat16", "accelerate-int8", "openvino-int8"),
+    "int8": ("float32", "accelerate-int8", "openvino-int8"),
+    "int8 with bfloat16": ("bfloat16", "accelerate-int8", "openvino-int8"),
 }
 
 
 def sentence(by_device: dict[str, list[Row]]) -> str:
-    """Returns how accelerated models compare with OpenVINO: every CPU, model and batch size, losses too."""
+    """Returns how accelerated models compare with OpenVINO: every CPU, model and batch size, losses too.
+
+    The ratios are those of the tables' columns, as a reader divides them.
+    """
     found: dict[str, list[float]] = {}
-    memory = []
     for _, _, by_key in (each for rows in by_device.values() for each in served(rows)):
         for name, (dtype, ours, theirs) in PAIRS.items():
-            told = beside(by_key, ours, theirs)
-            if told != "–" and by_key["hf"]["dtype"] == dtype:
-                found.setdefault(name, []).append(float(told.split()[0]))
-        told = share_of_memory(by_key, "accelerate-frozen", "resident_bytes")
-        memory += [] if told == "–" else [float(told)]
+            told = [beside(by_key, key, "hf") for key in (ours, theirs)]
+            if "–" not in told and by_key["hf"]["dtype"] == dtype:
+                one, other = (float(each.split()[0]) for each in told)
+                found.setdefault(name, []).append(one / other)
     if not found:
         return ""
-    ranges = [f"{min(each):.2f} to {max(each):.2f} × as fast in {name}" for name, each in found.items()]
+    ranges = [f"{name} {min(each):.2f} to {max(each):.2f}" for name, each in found.items()]
     where = " and ".join(sorted(by_device))
-    told = f"Beside OpenVINO, over all models and batch sizes on {where}: {', '.join(ranges)}."
-    if not memory:
-        return told
-    return f"{told} Process memory is {min(memory):.2f} to {max(memory):.2f} of Hugging Face's."
+    return f"Times as fast as OpenVINO, over all models and batch sizes on {where}: {', '.join(ranges)}."
 
 
 def contender_table(rows: Sequence[Row]) -> list[list[str]]:
@@ -403,7 +406,7 @@ def short_page(rows: Sequence[Row]) -> str:
             parts += ["Milliseconds by events; in parentheses what a client waits.", lines(table)]
             parts += earlier(table)
         else:
-            parts += [lines(cpu_table(its, (1, 8))), lines(error_table(its))]
+            parts += [lines(cpu_table(its, (1, 8), COLUMNS)), lines(error_table(its))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -473,12 +476,9 @@ def fill_readme(text: str, rows: Sequence[Row]) -> str:
         if kind == "cpu":
             table, told = cpu_table(newest_rows), sentence(grouped(here, lambda row: row["device"]))
         else:
-            table, told = gpu_table(newest_rows, brief=True), ""
-            table = [row for row in table if row[1] != "32"]
-            if earlier(table):
-                table = [[cell.replace("†", "") for cell in row] for row in table]
-                which = "[which](docs/results.md)"
-                told = f"Some figures of eager and `torch.compile` are of an earlier run ({which})."
+            rest = (row for row in gpu_table(newest_rows, brief=True) if row[1] != "32")
+            table = [[cell.split(" (")[0] for cell in row] for row in rest]  # without waits by the clock
+            told = "".join(earlier(table))
         text = fill(text, kind, table, told) if len(table) > 1 else text
     return text
 
