@@ -462,7 +462,8 @@ class BlockEntry(NamedTuple):
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
         may_take: Names of arguments that ``forward`` has in some versions only.
-        is_only_served: True if a block runs as one operator on a CPU, and by its own forward elsewhere.
+        is_only_served: True if a block, whose forward takes no grid, runs as one operator on a CPU, and
+            elsewhere by its own forward.
     """
 
     upstream: str
@@ -503,9 +504,9 @@ class BlockEntry(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, Any]] | None:
         """Returns the tokens and the grid of a block's call, or None for another form or attention maps.
 
-        Where all tokens ask all tokens, they are a column.
+        Where the forward takes no grid, the tokens are a column.
         """
-        if "height" not in self.arguments:
+        if self.is_only_served:
             given = self.first_of(1, args, kwargs)
             if given is None or not isinstance(given[0], Tensor) or given[0].ndim != 3:
                 return None
@@ -534,7 +535,7 @@ class BlockEntry(NamedTuple):
 
     def others(self, grid: tuple[int, int]) -> tuple[Any, ...]:
         """Returns what the block's forward takes after the tokens in a call that is served."""
-        return grid if "height" in self.arguments else (None,) * (len(self.arguments) - 2)
+        return (None,) * (len(self.arguments) - 2) if self.is_only_served else grid
 
     def result(self, block: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Any:
         """Returns the result of a block's forward for its tokens (B, T, C)."""

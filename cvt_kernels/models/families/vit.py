@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..blocks import GELU_VARIANTS, HUGGING_FACE, BlockEntry, BlockParts, Family, Unsupported, gelu_variant
+from ..class_token import ClassifierEntry
 
 #: The ends of the names of classes within a block.
 _ENDS = (
@@ -134,6 +135,27 @@ def _unserved(name: str, reason: str, children: tuple[str, ...], *arguments: str
     return _entry(name, parts, children, arguments=("hidden_states", *arguments))
 
 
+def _classifier(name: str, encoder: str) -> ClassifierEntry:
+    """Returns the entry of a classifier that reads the class token of an encoder's last layer alone."""
+
+    def last_layer(self: Any) -> nn.Module:
+        return next(reversed(self._modules[encoder].layers))
+
+    def reads_class_token(self: Any, call: dict[str, Any]) -> bool:
+        recorded = self.config.output_hidden_states or self.config.output_attentions
+        others = (value for name, value in call.items() if name not in ("labels", "interpolate_pos_encoding"))
+        return not recorded and all(value is None or value is False for value in others)
+
+    return ClassifierEntry(
+        name=name,
+        arguments=("pixel_values", "labels", "interpolate_pos_encoding"),
+        path=(encoder, f"{encoder}.layernorm"),
+        last_stage=last_layer,
+        blocks=None,
+        reads_class_token=reads_class_token,
+    )
+
+
 _PROJECTIONS = tuple(f"attention.{letter}_proj" for letter in "qkvo")
 _VIT = ("attention", "layernorm_before", "layernorm_after", "mlp", "dropout")
 _DINOV2 = ("attention", "norm1", "norm2", "mlp", "drop_path", "layer_scale1", "layer_scale2")
@@ -192,5 +214,9 @@ FAMILY = Family(
         _unserved(
             "InternVLVisionLayer", "its queries and keys may be normalized", (*_VIT, "lambda_1", "lambda_2")
         ),
+    ),
+    classifiers=tuple(
+        _classifier(f"{model}ForImageClassification", encoder)
+        for model, encoder in (("ViT", "vit"), ("DeiT", "deit"), ("ViTMSN", "vit"))
     ),
 )

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import choose
+from cvt_kernels.models import stages
 from cvt_kernels.quantization import unquantize
 from tests.checks import assert_accurate
 from tests.cvt_kernels.models.served import frozen
@@ -71,6 +72,10 @@ def arguments_of(name):
         return {"input_ids": torch.arange(2 * 16).view(2, 16)}
     noise = {"noise": torch.arange(32.0).view(2, 16)} if name == "ViTMAEModel" else {}
     return {"pixel_values": images(2, 32, 32), **noise}
+
+
+def layers_of(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("Layer")]
 
 
 def tensors_of(out):
@@ -137,7 +142,7 @@ def test_reasons_for_upstreams_own_forward(make):
     model = make()
     assert {row.reason for row in ck.coverage(model)} == {"accelerate() has not been called"}
     live = ck.accelerate(make(), freeze=False)
-    assert [type(module) for module in live.modules()] == [type(module) for module in model.modules()]
+    assert [type(layer) for layer in layers_of(live)] == [type(layer) for layer in layers_of(model)]
     ck.accelerate(model)
     assert {row.reason for row in ck.coverage(model.train())} == {"is in training mode"}
     model.eval().set_attn_implementation("eager")
@@ -250,6 +255,71 @@ def test_a_frozen_layer_is_one_operator_of_a_compiled_graph(make):
     assert relative(out, logits(own(x))) < 1e-5
     assert sum("frozen_layer" in str(target) for target in seen) == 2
     torch.compiler.reset()
+
+
+@pytest.fixture
+def rows_computed(monkeypatch):
+    """Lists the rows of each layer that is served, which no steps bound to parameters compute."""
+    rows, run = [], stages.transformer_block
+
+    def noted(*args, **kwargs):
+        rows.append(kwargs["rows"])
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(stages, "transformer_block", noted)
+    monkeypatch.setattr(stages, "bound", lambda *args: None)
+    monkeypatch.setattr("cvt_kernels.models.served.bound", lambda *args: None)
+    return rows
+
+
+CLASSIFIERS = ["ViTForImageClassification", "DeiTForImageClassification", "ViTMSNForImageClassification"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("freeze", [None, True])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_last_layer_of_a_classifier_computes_the_class_token(name, freeze, rows_computed):
+    own, x = made(name, **_VIT), images(2, 32, 32)
+    model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    exact = copy.deepcopy(own).double()(x.double()).logits
+    assert_accurate(model(x).logits, own(x).logits, exact, floor=4)
+    assert_accurate(model(x, labels=torch.tensor([0, 1])).logits, own(x).logits, exact, floor=4)
+    first, last = rows_computed[:2]
+    assert first is None
+    assert last.tolist() == [[0], [0]]
+    assert len(rows_computed) == 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "see",
+    [
+        "hidden states",
+        "configuration",
+        "encoder",
+        "hook on the encoder",
+        "hook on the norm",
+        "hook on a layer",
+    ],
+)
+def test_all_tokens_are_computed_where_somebody_sees_them(see, rows_computed):
+    own, x, seen = vit(), images(2, 32, 32), []
+    model = ck.accelerate(copy.deepcopy(own))
+    for each in (own, model):
+        hooked = {
+            "hook on the encoder": each.vit, "hook on the norm": each.vit.layernorm,
+            "hook on a layer": layers_of(each)[-1],
+        }.get(see)  # fmt: skip
+        if hooked is not None:
+            hooked.register_forward_hook(lambda module, args, out, seen=seen: seen.extend(tensors_of(out)))
+        each.config.output_hidden_states = see == "configuration"
+        settings = {"output_hidden_states": True} if see == "hidden states" else {}
+        out = each.vit(x) if see == "encoder" else each(x, **settings)
+        seen += tensors_of(out)
+    half = len(seen) // 2
+    assert half > 1 or see == "encoder"
+    assert all(relative(a, b) < 1e-5 for a, b in zip(seen[half:], seen[:half], strict=True))
+    assert rows_computed == [None, None]
 
 
 # Scripts that people have ----------------------------------------------------------------------------------
