@@ -137,20 +137,20 @@ _ENCODER = {
 }
 
 
-def _encoder(model_class, config):
-    config.num_labels = 5
+def _encoder(model_class, config, num_labels=5):
+    config.num_labels = num_labels
     model = model_class(config)
     randomize(model)
     return model.eval()
 
 
-def vit(*, drop=0.0, attention_drop=0.0, model_class=None, **config):
+def vit(*, drop=0.0, attention_drop=0.0, model_class=None, num_labels=5, **config):
     """Returns a ViT, which computes images of one size only."""
     import transformers
 
     drops = {"hidden_dropout_prob": drop, "attention_probs_dropout_prob": attention_drop}
     config = transformers.ViTConfig(**_ENCODER | {"intermediate_size": 64} | drops | config)
-    return _encoder(model_class or transformers.ViTForImageClassification, config)
+    return _encoder(model_class or transformers.ViTForImageClassification, config, num_labels)
 
 
 def dinov2(*, drop_path=0.0, attention_drop=0.0, model_class=None, **config):
