@@ -117,12 +117,12 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // weight (channels, channels, r, r), with the inputs of that row in the order column, channel, or none. `vectors`, in
   // float32, are weight and bias of both LayerNorms and the biases of the linear layers, then bias of the reduction and
   // weight and bias of its LayerNorm; `eps` are the LayerNorms'; `widths`,
-  // `weight_scales` as above.
+  // `weight_scales` as above. `rows` too, where there is no convolution; other tokens of the result are those of x.
   m.def("pack_depthwise(Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "pyramid_block_packed(Tensor x, SymInt height, SymInt width, Tensor[] packed, Tensor[] reduction, Tensor? conv, "
       "Tensor[] vectors, int[] widths, Tensor[] weight_scales, float[] eps, float scale, "
-      "str activation) -> Tensor");
+      "str activation, Tensor? rows=None) -> Tensor");
 
   // conv_embedding/, on the CPU: the class token, if there is one, and layer_norm(conv(image)) as tokens. `packed` is the
   // weight (channels, inputs), its inputs in the order kernel, kernel, in_channels; vectors are float32.

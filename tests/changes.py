@@ -102,9 +102,14 @@ def steps(name: str, model: nn.Module, source: Source) -> Iterator[nn.Module]:
 
 # Places ---------------------------------------------------------------------------------------------------
 
+_CVT = ("huggingface", "microsoft", "ours")
+_LAYERED = ("segformer", "pvt", "pvt_v2", "glpn")
+_ENCODERS = ("vit", "dinov2", "clip")
+
 _BLOCKS = {"CvtLayer", "Block", "SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer"}
+_BLOCKS |= {"ViTLayer", "Dinov2Layer", "CLIPEncoderLayer"}
 _STAGES = {"CvtStage", "VisionTransformer", "Stage", "SegformerStage", "PvtV2EncoderLayer"}
-_STAGES |= {"PvtEncoder", "GLPNEncoder"}  # have no stages of their own
+_STAGES |= {"PvtEncoder", "GLPNEncoder", "ViTModel", "Dinov2Encoder", "CLIPEncoder"}  # have no stages
 _LINEAR = (nn.Linear, LinearInt8)
 _CALLED = (*_LINEAR, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d)
 
@@ -718,7 +723,7 @@ def a_norm_taken_out(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("members")
+@change("members", only=(*_CVT, *_LAYERED, "vit"))
 def work_in_the_place_of_dropout(model: nn.Module, source: Source) -> None:
     part = source.choice(telling(model, nn.Dropout))
     _replace(model, part, nn.Softsign().train(part.training))
@@ -737,7 +742,7 @@ def one_more_block(model: nn.Module, source: Source) -> None:
     row.append(copy.deepcopy(row[0]))
 
 
-@change("members", only=("huggingface", "microsoft", "ours", "segformer", "pvt", "pvt_v2"))
+@change("members", only=(*_CVT, "segformer", "pvt", "pvt_v2", *_ENCODERS))
 def one_block_less(model: nn.Module, source: Source) -> None:
     row = source.choice([row for row in _rows_of_blocks(model) if len(row) > 1])
     del row[-1]
@@ -1079,8 +1084,6 @@ def others(value: Any) -> Iterator[Any]:
 
 
 _WORDS = {"zeros": "circular", "none": "tanh", "tanh": "none", "quick": "none", "sdpa": "eager", "cls": "avg"}
-_CVT = ("huggingface", "microsoft", "ours")
-_LAYERED = ("segformer", "pvt", "pvt_v2", "glpn")
 
 
 def _all(model: nn.Module, *kinds: type) -> list[Any]:
@@ -1106,18 +1109,18 @@ setting("eps", nn.LayerNorm, place=outer, not_in=("graphed",))
 setting("eps", nn.BatchNorm2d, values=[5.0], only=_CVT)
 setting("eps", nn.BatchNorm2d, place=outer, only=("segformer",), not_in=("graphed",))
 setting("num_heads", only=_CVT)
-setting("scale", only=_CVT)
-setting("scaling", only=("segformer",))
-setting("padding", nn.Conv2d, place=_reducing)
+setting("scale", only=(*_CVT, "clip"))
+setting("scaling", only=("segformer", "vit", "dinov2"))
+setting("padding", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED))
 setting("padding_mode", nn.Conv2d, place=_padded, only=(*_CVT, "segformer", "pvt_v2", "glpn"))
-setting("dilation", nn.Conv2d, place=_reducing)
-setting("stride", nn.Conv2d, place=_reducing)
+setting("dilation", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED))
+setting("stride", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED))
 setting("approximate", nn.GELU, place=_all, only=("huggingface", "microsoft"), tolerance=1e-5)
 setting("approximate", place=_all, only=("ours",), tolerance=1e-5)
-setting("act", only=_LAYERED)
+setting("act", only=(*_LAYERED, "vit", "dinov2"))
 setting("momentum", nn.BatchNorm2d, only=_CVT, shows="training")
 setting("track_running_stats", nn.BatchNorm2d, only=_CVT, shows="training")
-setting("p", nn.Dropout, shows="training")
+setting("p", nn.Dropout, only=(*_CVT, *_LAYERED, "vit"), shows="training")
 setting("sequence_reduction_ratio", place=_all, values=[1], only=("segformer",))
 setting("sr_ratio", place=_all, values=[1], only=("glpn",))
 setting("sequences_reduction_ratio", place=_all, values=[1], only=("pvt",))
@@ -1135,7 +1138,7 @@ def token_keep_of_entropy(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("settings", "attention chosen in the configuration", only=("segformer",))
+@change("settings", "attention chosen in the configuration", only=("segformer", *_ENCODERS))
 def _attention(model: nn.Module, source: Source) -> Iterator[None]:
     """Makes the model return probabilities."""
     with attribute(model.config, "_attn_implementation", "eager"):
@@ -1147,7 +1150,7 @@ def _attention(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("settings", only=("huggingface", *_LAYERED))
+@change("settings", only=("huggingface", *_LAYERED, *_ENCODERS))
 def outputs_chosen_in_the_configuration(model: nn.Module, source: Source) -> Iterator[None]:
     with attribute(model.config, "output_hidden_states", True):
         yield
@@ -1203,7 +1206,10 @@ for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
             _shows = "gradients" if _name in _BACKWARD_HOOKS else "always"
             if _name in _BACKWARD_HOOKS and _level == "the model":
                 _shows = "never"  # of a model whose result is no tensor
-            change("hooks", f"a {_name} on {_level}", shows=_shows)(_hooked(_register, _level))
+            # CLIP passes tokens by name, of which such hooks get no gradient.
+            _by_name = _name in _BACKWARD_HOOKS and _level in ("a holder", "a stage")
+            _only = (*_CVT, *_LAYERED, "vit", "dinov2") if _by_name else None
+            change("hooks", f"a {_name} on {_level}", shows=_shows, only=_only)(_hooked(_register, _level))
 
 
 @change("hooks", shows="gradients")
@@ -1264,7 +1270,7 @@ def hooks_on_the_state(model: nn.Module, source: Source) -> None:
     model.load_state_dict(model.state_dict())
 
 
-@change("hooks", only=("huggingface", *_LAYERED), shows="never")
+@change("hooks", only=("huggingface", *_LAYERED, *_ENCODERS), shows="never")
 def a_recording_of_hidden_states(model: nn.Module, source: Source) -> Iterator[None]:
     """After which transformers leaves hooks in the model."""
     with torch.no_grad():
@@ -1295,7 +1301,7 @@ def the_batch_norm_of_the_head_in_training(model: nn.Module, source: Source) -> 
     yield
 
 
-@change("modes", not_in=("training",))
+@change("modes", not_in=("training",), only=(*_CVT, *_LAYERED, "vit"))
 def one_dropout_in_training(model: nn.Module, source: Source) -> Iterator[None]:
     dropout = source.choice(telling(model, nn.Dropout))
     dropout.p = 0.5

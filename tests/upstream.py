@@ -127,6 +127,53 @@ def glpn(**config):
     return _pyramid("GLPNForDepthEstimation", "GLPNConfig", **sizes | config)
 
 
+#: The sizes of small image encoders, which compute images of 32 × 32.
+_ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def _encoder(model_class, config, num_labels=5):
+    config.num_labels = num_labels
+    model = model_class(config)
+    randomize(model)
+    return model.eval()
+
+
+def vit(*, drop=0.0, attention_drop=0.0, model_class=None, num_labels=5, **config):
+    """Returns a ViT, which computes images of one size only."""
+    import transformers
+
+    drops = {"hidden_dropout_prob": drop, "attention_probs_dropout_prob": attention_drop}
+    config = transformers.ViTConfig(**_ENCODER | {"intermediate_size": 64} | drops | config)
+    return _encoder(model_class or transformers.ViTForImageClassification, config, num_labels)
+
+
+def dinov2(*, drop_path=0.0, attention_drop=0.0, model_class=None, **config):
+    """Returns a DINOv2, whose layers have scales."""
+    import transformers
+
+    drops = {"drop_path_rate": drop_path, "attention_probs_dropout_prob": attention_drop}
+    config = transformers.Dinov2Config(**_ENCODER | {"mlp_ratio": 2} | drops | config)
+    return _encoder(model_class or transformers.Dinov2ForImageClassification, config)
+
+
+def clip(*, attention_drop=0.0, **config):
+    """Returns CLIP's image tower, which computes images of one size only."""
+    import transformers
+
+    sizes = _ENCODER | {"intermediate_size": 64, "projection_dim": 8, "attention_dropout": attention_drop}
+    return _encoder(
+        transformers.CLIPVisionModelWithProjection, transformers.CLIPVisionConfig(**sizes | config)
+    )
+
+
+#: The makers of image encoders whose blocks are served, and not fused otherwise.
+ENCODERS = [vit, dinov2, clip]
 #: The makers of models with a pyramid of tokens: few keys for many queries.
 PYRAMIDS = [segformer, pvt, pvt_v2, pvt_v2_linear, glpn]
 
@@ -135,8 +182,9 @@ UPSTREAMS = [huggingface, microsoft]
 
 
 def logits(outputs):
-    """Returns the logits, or GLPN's depth."""
-    return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
+    """Returns the logits, GLPN's depth or CLIP's embeddings."""
+    names = "logits", "predicted_depth", "image_embeds"
+    return next((getattr(outputs, name) for name in names if hasattr(outputs, name)), outputs)
 
 
 def pair(make, mode="eval", **config):

@@ -3,6 +3,7 @@
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -415,7 +416,7 @@ struct Bytes {
 Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
   return {holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
           kept_tokens(block) * block.proj.inputs * kernels().element_bytes(dtype),
-          tokens_of(block) * block.channels * element};
+          block.queries * block.channels * element};
 }
 
 // The step that computes keys and values.
@@ -456,7 +457,7 @@ Step mix_bands(DType dtype, Block& block) {
 }
 
 Step mix(DType dtype, Block& block) {
-  if (block.conv == nullptr) return mix_runs(dtype, block, cut_tokens(block.images, tokens_of(block)));
+  if (block.conv == nullptr) return mix_runs(dtype, block, cut_tokens(block.images, block.queries));
   if (block.hidden == nullptr) return mix_bands(dtype, block);
   return mix_runs(dtype, block, cut_rows(block.images, block.height, block.width, rows_together(block.width)));
 }
@@ -467,29 +468,65 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
   block.keys = between += block.images * bytes.hidden;
   block.values = between += block.images * bytes.keys;
   block.stream = between += block.images * bytes.keys;
-  for_steps({project(dtype, block), attend(kernels(), dtype, block, tokens_of(block)), mix(dtype, block)});
+  for_steps({project(dtype, block), attend(kernels(), dtype, block, block.queries), mix(dtype, block)});
+}
+
+// Calls f(row, chosen) for the places of all rows of x in memory, and of the tokens that are chosen of it; places of -1 are
+// left out.
+template <class F>
+void for_rows(const Tensor& x, const int64_t* rows, int64_t kept, const F& f) {
+  const int64_t bytes = x.element_size() * x.size(2);
+  for (int64_t place = 0; place < x.size(0) * kept; place++) {
+    if (rows[place] >= 0) f((place / kept * x.size(1) + rows[place]) * bytes, place * bytes, bytes);
+  }
 }
 
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
                      const std::vector<Tensor>& reduction, const std::optional<Tensor>& conv,
                      const std::vector<Tensor>& vectors, const std::vector<int64_t>& widths,
                      const std::vector<Tensor>& weight_scales,
-                     const std::vector<double>& eps, double scale, const std::string& activation) {
+                     const std::vector<double>& eps, double scale, const std::string& activation,
+                     const std::optional<Tensor>& rows) {
   const DType dtype = linear::served_dtype("x", x);
   std::vector<Linear> slices;
   Block block = block_of(dtype, x, height, width,
                          {packed, reduction, conv, vectors, widths, weight_scales, eps, scale, activation},
                          slices);
+  const int64_t* chosen = nullptr;
+  block.queries = tokens_of(block);
+  if (rows.has_value()) {
+    expect(block.conv == nullptr, "rows", *rows, "none with a convolution");
+    chosen = rows_of(*rows, x.size(0), tokens_of(block));
+    block.queries = rows->size(1);
+    product("rows", {x.size(0), block.queries, std::max({block.channels, widths[0], widths[1]})});
+  }
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   if (x.size(0) == 0) return out;
   block.images = x.size(0);
   const Bytes of_image = between_bytes(dtype, block, x.element_size());
-  const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
+  const int64_t row_bytes = x.element_size() * block.channels;
+  const int64_t bytes = row_bytes * tokens_of(block), bytes_asking = row_bytes * block.queries;
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const Workspace some(chosen == nullptr ? 0 : block.images * bytes_asking);
+  if (chosen != nullptr) {
+    std::memset(some.data(), 0, block.images * bytes_asking);
+    for_rows(x, chosen, block.queries, [&](int64_t row, int64_t place, int64_t size) {
+      std::memcpy(some.data() + place, from + row, size);
+    });
+  }
   for_images(block, x.size(0), of_image.sum(), [&](int64_t first, char* between) {
-    block.x = static_cast<const char*>(x.const_data_ptr()) + first * bytes;
-    block.out = static_cast<char*>(out.mutable_data_ptr()) + first * bytes;
+    block.x = from + first * bytes;
+    block.asking = chosen == nullptr ? block.x : some.data() + first * bytes_asking;
+    block.out = chosen == nullptr ? to + first * bytes : some.data() + first * bytes_asking;
     serve(dtype, block, of_image, between);
   });
+  if (chosen != nullptr) {
+    std::memcpy(to, from, x.size(0) * bytes);
+    for_rows(x, chosen, block.queries, [&](int64_t row, int64_t place, int64_t size) {
+      std::memcpy(to + row, some.data() + place, size);
+    });
+  }
   return out;
 }
 

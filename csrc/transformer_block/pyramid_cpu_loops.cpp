@@ -137,8 +137,8 @@ void attend_run(const Block& block, const Run& run, int64_t previous, void* memo
     const int64_t first = image * kept_tokens(block) * width;
     scratch.heads.pack(static_cast<const E*>(block.keys) + first, static_cast<const E*>(block.values) + first);
   }
-  const int64_t token = image * tokens_of(block) + begin, offset = token * block.channels;
-  const T* x = static_cast<const T*>(block.x) + offset;
+  const int64_t token = image * block.queries + begin, offset = token * block.channels;
+  const T* x = static_cast<const T*>(block.asking) + offset;
   T* y = static_cast<T*>(block.stream) + offset;
   normalize_rows(block.norm1, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
   round_rows(block.linears[0], scratch.a, scratch.a_stride, rows, scratch.rounded);
@@ -315,7 +315,7 @@ void mix_band(const Block& block, const Band& band, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   Mixing<E> scratch(block, parts);
-  const int64_t offset = band.image * tokens_of(block) * block.channels;
+  const int64_t offset = band.image * block.queries * block.channels;
   const Image<T> image{static_cast<const T*>(block.stream) + offset, static_cast<T*>(block.out) + offset};
   scratch.first = band.begin - 1;
   if (block.hidden != nullptr) {

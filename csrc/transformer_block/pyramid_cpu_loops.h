@@ -11,14 +11,16 @@
 namespace cvt_kernels::transformer_block::pyramids {
 
 struct Block : AnyBlock {
-  const void* x;  // (images, height · width, channels)
-  void* out;      // the same
+  const void* x;       // (images, height · width, channels)
+  const void* asking;  // the tokens that are computed, (images, queries, channels): x, or some of it without a convolution
+  void* out;           // the same
+  int64_t queries;
   int64_t ratio;            // of the reduction; 0 if there is none
   const Linear* reduction;  // a linear layer for each of its rows of weights, with one bias
   Norm norm_kept;
   const float* conv;  // packed; none if there is no convolution
   void *keys, *values;  // (images, kept_tokens, channels of the linear layer), of element_bytes each
-  void* stream;         // y, of the type of x
+  void* stream;         // y, as asking
   void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
   int64_t group_rows;   // the most keys of a run of the first step
   int64_t band_rows;    // the most rows of mixed_grid of a run of the third step
@@ -46,7 +48,7 @@ static inline int64_t tokens_of(const Block& block) { return block.height * bloc
 
 // The rows that the third step takes together: with no convolution a token is one.
 static inline Grid mixed_grid(const Block& block) {
-  if (block.conv == nullptr) return {tokens_of(block), 1};
+  if (block.conv == nullptr) return {block.queries, 1};
   return {block.height, block.width};
 }
 

@@ -20,7 +20,9 @@ from ..models.families import SERVED, TABLE
 _FAMILIES = {"Cvt": "cvt", "Segformer": "segformer", "GLPN": "glpn", "PvtV2": "pvt_v2", "Pvt": "pvt"}
 
 _BLOCKS = [block_of(entry) for entry in (*TABLE.values(), *SERVED.values())]
-_NAMES = sorted({block.name for block in _BLOCKS if block.upstream == HUGGING_FACE})
+_NAMES = sorted(
+    {block.name for block in _BLOCKS if block.upstream == HUGGING_FACE and not block.is_only_served}
+)
 
 
 def upstream_classes() -> list[Any]:

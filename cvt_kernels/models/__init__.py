@@ -52,12 +52,12 @@ _MADE_OF = "_cvt_kernels_made_of"
 
 
 def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
-    """Swaps fused forwards into the blocks of a CvT, SegFormer, PVT, PVT v2 or GLPN, in place.
+    """Swaps fused forwards into the blocks of a CvT, SegFormer, PVT, PVT v2, GLPN or ViT, in place.
 
-    It supports Hugging Face's models of these names, Microsoft's ``cls_cvt`` models, and every model that
-    contains their blocks. (``cvt``'s own blocks are fused already.) Outputs, gradients, random numbers and
-    BatchNorm statistics stay the same up to rounding, in evaluation and in training. Parameters,
-    ``state_dict``, hooks and class names stay.
+    It supports Hugging Face's models of these names and relatives of ViT, Microsoft's ``cls_cvt`` models, and
+    every model that contains their blocks. (``cvt``'s own blocks are fused already.) Outputs, gradients,
+    random numbers and BatchNorm statistics stay the same up to rounding, in evaluation and in training.
+    Parameters, ``state_dict``, hooks and class names stay.
 
     A block that differs from upstream's keeps its class. A call that the fused forward does not support runs
     the block's own forward. :func:`coverage` lists both, with the reasons. :func:`restore` undoes everything.
@@ -66,7 +66,8 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     In evaluation and without gradients, each stage of a CvT, a SegFormer or a PVT v2 and each layer of the
     other models runs as one step on a CPU, with weights packed for this CPU; the packed copies take as much
     memory as the weights (:func:`release_memory` frees them). Changed weights are detected and packed again,
-    however they were changed; what may be missed is in docs/accelerate.md (:func:`refresh`).
+    however they were changed; what may be missed is in docs/accelerate.md (:func:`refresh`). Elsewhere the
+    layers of a ViT are upstream's own.
 
     With ``freeze=True`` the model is for inference only: in training mode it raises. With gradients, under
     autocast and export, and under ``torch.compile`` on a GPU, its blocks run one by one. On a GPU stages run
@@ -102,7 +103,7 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
     for device in {parameter.device for parameter in model.parameters()}:
         choose.warn_of_unknown_gpu(device)
     for block, entry in supported:
-        if entry.arguments and not is_fused(block):
+        if entry.arguments and not (entry.is_only_served or is_fused(block)):
             _swap(block, entry.key)
     for module in model.modules():
         classifier = None if is_fused(module) else classifier_of(module)
@@ -130,7 +131,7 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
     It may be bound to a module of that class too, in the place of a derived class.
     """
     stages = {key: block_of(entry) for key, entry in SERVED.items()}
-    keys = [key for key, entry in TABLE.items() if _is_entry_of(original, entry)]
+    keys = [key for key, entry in TABLE.items() if _is_entry_of(original, entry) and not entry.is_only_served]
     keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
     if not keys:
         return None

@@ -115,12 +115,12 @@ class BlockParts(NamedTuple):
         pooling: The same in linear attention: pooling, a 1×1 convolution, a LayerNorm and a GELU.
         mix: The depthwise convolution before the GELU.
         relu: What comes before this convolution.
-        attention_drop: The module whose dropout of attention probabilities counts.
+        attention_drop: The dropout of attention probabilities, or the module that has its probability.
         drops_probabilities: True if the operator may drop them, False if only the upstream's forward may.
         drops: Dropout after ``proj``, after the GELU and after ``fc2``.
         drop_path: The stochastic depth of both branches.
         drops_sum: True if the second one drops the stream with its branch, as in Hugging Face's CvT.
-        layer_scales: The modules of the factors (C,) on the two branches, with their ``gamma``.
+        layer_scales: The modules of the factors (C,) on the two branches, with ``gamma`` or ``lambda1``.
         position_for: Returns the bias of the scores for a grid and the rows that are kept.
         token_keep: How many tokens stay after the block; 1 for all.
         pool: The query that scores them.
@@ -198,7 +198,7 @@ class BlockParts(NamedTuple):
             found.append((self.mix, (nn.Conv2d,)))
         if self.activation is not None:
             found.append((self.activation, GELUS))
-        if not hasattr(self.attention_drop, "attention_dropout"):
+        if _dropout_of(self.attention_drop) is None:
             found.append((self.attention_drop, (nn.Dropout,)))
         return found
 
@@ -229,8 +229,7 @@ class BlockParts(NamedTuple):
         drop = self.attention_drop
         if drop is None or not drop.training:
             return 0.0
-        p: float = drop.p if hasattr(drop, "p") else drop.attention_dropout
-        return p
+        return cast(float, drop.p if hasattr(drop, "p") else _dropout_of(drop))
 
     def why_dropout_active(self) -> str | None:
         """Returns a reason if attention dropout is active and needs upstream's forward, or None."""
@@ -243,7 +242,9 @@ class BlockParts(NamedTuple):
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns the factors of the layer scales; None where there are none."""
-        first, second = (getattr(scale, "gamma", None) for scale in self.layer_scales)
+        first, second = (
+            getattr(scale, "gamma", getattr(scale, "lambda1", None)) for scale in self.layer_scales
+        )
         return first, second
 
     def as_operator(self) -> TransformerBlock:
@@ -320,6 +321,13 @@ def norm_of(norm: nn.LayerNorm) -> Norm:
 def wide(tensor: Tensor) -> Tensor:
     """Returns a tensor in float32, or a float64 tensor as it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _dropout_of(module: Any) -> float | None:
+    """Returns the probability in a module of attention that has no module for its dropout, or None."""
+    names = ("attention_dropout", "dropout_prob", "dropout")
+    found = (vars(module).get(name) for name in names if isinstance(module, nn.Module))
+    return next((p for p in found if isinstance(p, float | int)), None)
 
 
 def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
@@ -454,6 +462,8 @@ class BlockEntry(NamedTuple):
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
         may_take: Names of arguments that ``forward`` has in some versions only.
+        is_only_served: True if a block, whose forward takes no grid, runs as one operator on a CPU, and
+            elsewhere by its own forward.
     """
 
     upstream: str
@@ -467,6 +477,7 @@ class BlockEntry(NamedTuple):
     variant: str = ""
     is_layer: bool = False
     may_take: tuple[str, ...] = ()
+    is_only_served: bool = False
 
     @property
     def key(self) -> str:
@@ -491,7 +502,15 @@ class BlockEntry(NamedTuple):
     def call_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, tuple[Any, Any]] | None:
-        """Returns the tokens and the grid of a block's call, or None for another form or attention maps."""
+        """Returns the tokens and the grid of a block's call, or None for another form or attention maps.
+
+        Where the forward takes no grid, the tokens are a column.
+        """
+        if self.is_only_served:
+            given = self.first_of(1, args, kwargs)
+            if given is None or not isinstance(given[0], Tensor) or given[0].ndim != 3:
+                return None
+            return given[0], (given[0].shape[1], 1)
         if len(args) == 3 and not kwargs:
             x, height, width = args
         else:
@@ -513,6 +532,10 @@ class BlockEntry(NamedTuple):
         # elsewhere.
         given.pop("output_hidden_states", None)
         return None if any(value is not None and value is not False for value in given.values()) else first
+
+    def others(self, grid: tuple[int, int]) -> tuple[Any, ...]:
+        """Returns what the block's forward takes after the tokens in a call that is served."""
+        return (None,) * (len(self.arguments) - 2) if self.is_only_served else grid
 
     def result(self, block: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Any:
         """Returns the result of a block's forward for its tokens (B, T, C)."""

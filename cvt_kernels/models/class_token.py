@@ -75,8 +75,8 @@ class ClassifierEntry(NamedTuple):
         name: Its name.
         arguments: Names of the first arguments of ``forward``, the images first.
         path: Paths of the modules between a classifier and its last stage.
-        last_stage: Returns the last stage.
-        blocks: Returns the list of a stage's blocks.
+        last_stage: Returns the last stage, or the last block of a model without stages.
+        blocks: Returns the list of a stage's blocks; None without stages.
         reads_class_token: Returns whether the head reads the class token alone, without hidden states.
         forward: Computes such a call, or returns NotImplemented where upstream's forward has to; None for
             upstream's.
@@ -86,7 +86,7 @@ class ClassifierEntry(NamedTuple):
     arguments: tuple[str, ...]
     path: tuple[str, ...]
     last_stage: Callable[[Any], nn.Module]
-    blocks: Callable[[Any], nn.Module]
+    blocks: Callable[[Any], nn.Module] | None
     reads_class_token: Callable[[Any, dict[str, Any]], bool]
     forward: Callable[..., Any] | None = None
 
@@ -107,7 +107,8 @@ def find_last(
         return None
     between = [model.get_submodule(path) for path in entry.path]
     stage = entry.last_stage(model)
-    block = next(reversed(entry.blocks(stage)._modules.values()), None)
+    blocks = {"": stage} if entry.blocks is None else entry.blocks(stage)._modules
+    block = next(reversed(blocks.values()), None)
     if block is None or any(map(is_watched, (*between, stage, block))):
         return None
     return (stage, block) if all(_has_own_forward(type(m), type(m).forward) for m in between) else None

@@ -172,6 +172,8 @@ def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
         reason = why_not_now(block, entry)
     if reason is None and own is not None and not is_lent:
         reason = "its forward has been replaced in this object"
+    if reason is None and entry.is_only_served:
+        reason = why_not_served(block, entry)
     return reason
 
 

@@ -52,6 +52,8 @@ def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
 def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     """Returns why a stage or a layer cannot run as one now, or None."""
     reason = why_another_forward(stage, block_of(entry))
+    if reason is None and block_of(entry).is_only_served:
+        reason = _why_elsewhere(stage)
     if reason is not None:
         return reason
     parts = built_parts(stage, entry)
@@ -69,6 +71,12 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
         or _why_other_work(stage, parts)
         or _why_tensors_unsupported(stage)
     )
+
+
+def _why_elsewhere(block: nn.Module) -> str | None:
+    if all(parameter.device.type in ("cpu", "meta") for parameter in block.parameters()):
+        return None
+    return "is not served on a GPU, where PyTorch's products are most of it"
 
 
 def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:

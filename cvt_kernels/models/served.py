@@ -15,7 +15,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -314,7 +314,7 @@ def _run(number: int, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     if served is not None:
         return served[0].contiguous()
     own_forward = type(stage)._cvt_kernels_original.forward  # type: ignore[attr-defined]
-    others = entry.others if isinstance(entry, StageEntry) else grid or ()
+    others = entry.others if isinstance(entry, StageEntry) else entry.others(cast(tuple[int, int], grid))
     return entry.tokens(own_forward(stage, x, *others)).contiguous()
 
 

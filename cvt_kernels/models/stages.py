@@ -306,12 +306,12 @@ def compute(
 ) -> Tensor:
     """Turns images or maps into the tokens of a stage (B, T, C), or computes the tokens of a layer.
 
-    With ``class_token_only`` nobody reads other tokens behind the last block of a stage. The result is a
-    tensor of its own, since others may hold ``x``.
+    With ``class_token_only`` nobody reads other tokens behind the last block of a stage, or behind a layer.
+    The result is a tensor of its own, since others may hold ``x``.
     """
     if isinstance(form, FoldedStage):
         return _compute_stage(form, x, grid, class_token_only)
-    return transformer_block(x, grid, form)
+    return transformer_block(x, grid, form, rows=class_token_of(x) if class_token_only else None)
 
 
 def bound(
@@ -333,7 +333,8 @@ def bound(
     if isinstance(form, FoldedStage):
         return _bound_stage(form, x, out, grid, class_token_only)
     operator: Any = backends.operators["transformer_block"]
-    step = operator.bound(operator.bind(x, grid, form))
+    rows = class_token_of(x) if class_token_only else None
+    step = operator.bound(operator.bind(x, grid, form, rows=rows))
     return None if step is None else [step]
 
 

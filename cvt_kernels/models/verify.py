@@ -250,7 +250,10 @@ def verify(
         raise ValueError(
             "model: has no parameter that requires a gradient, expected some for the training step"
         )
-    if any(entry.forward is not None and not is_fused(block) for _, block, entry in find_blocks(model)):
+    if any(
+        (entry.forward is not None or entry.is_only_served) and not is_fused(block)
+        for _, block, entry in find_blocks(model)
+    ):
         model = accelerate(copy.deepcopy(model))
     accelerated = accelerate(_unfrozen(copy.deepcopy(model)), freeze=False)
     eager = give_classes_back(copy.deepcopy(model))

@@ -95,13 +95,18 @@ def patch_of(cls: type) -> str | None:
     own = inspect.unwrap(forward)
     homes = [getattr(each, "__globals__", {}).get("__name__") for each in (forward, own)]
     is_own = homes[1] == owner.__module__ and own.__qualname__ == f"{owner.__qualname__}.forward"
-    if is_own and homes[0] in (owner.__module__, _WRAPPING):
+    if is_own and homes[0] in (owner.__module__, *_WRAPPING):
         return None
     return f"{homes[0]}.{forward.__qualname__}"
 
 
-#: The module of transformers that wraps the forwards of layers, from 5.23 on, to checkpoint their gradients.
-_WRAPPING = "transformers.modeling_layers"
+#: The modules of transformers that wrap forwards: of layers, from 5.23 on, to checkpoint their gradients; of
+#: models, to choose the form of their results.
+_WRAPPING = (
+    "transformers.modeling_layers",
+    "transformers.utils.generic",
+    "transformers.utils.output_capturing",
+)
 
 
 #: The classes whose work may be done without calling their modules.

@@ -177,7 +177,8 @@ void run(DType dtype, double tolerance, const Sizes& sizes, bool holds_hidden = 
   const std::vector<T> x = random_buffer<T>(images * sizes.height * sizes.width * channels);
   std::vector<T> out(x.size()), stream(x.size());
   Block block{};
-  block.x = x.data(), block.out = out.data(), block.stream = stream.data();
+  block.x = block.asking = x.data(), block.out = out.data(), block.stream = stream.data();
+  block.queries = sizes.height * sizes.width;
   block.images = images, block.height = sizes.height, block.width = sizes.width, block.channels = channels;
   block.norm1 = norm1.norm, block.norm2 = norm2.norm, block.norm_kept = norm_kept.norm;
   block.ratio = sizes.ratio, block.reduction = reduction.parts.data();

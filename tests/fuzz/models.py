@@ -30,6 +30,9 @@ _FAMILIES = (
     upstream.pvt_v2,
     upstream.pvt_v2_linear,
     upstream.glpn,
+    upstream.vit,
+    upstream.dinov2,
+    upstream.clip,
 )
 _KERNELS_FIRST = {
     "cpu": ("cpu", "sdpa", "reference"),
@@ -88,6 +91,7 @@ class _Pair:
             ck.graphed(self.accelerated)
         self.source = random.Random(case.seed)
         size = 70 if family is upstream.pvt else self.source.choice((64, 70))
+        size = 32 if family in (upstream.vit, upstream.clip) else size
         self.images = torch.randn(self.source.choice((1, 2)), 3, size, size)
         self.mode = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(
             case.settings["no_grad"], torch.enable_grad

@@ -9,7 +9,7 @@ the cache, and the products are of 8-bit integers.
 
 ``pyramid_block_packed`` computes blocks with a reduction, or none, in three steps: keys and values; tiles of
 queries through attention and the linear layer behind it; and the MLP, a few rows of tokens at a time, whose
-hidden channels stay in the cache. Quantized layers are as above.
+hidden channels stay in the cache. Quantized layers and some tokens are as above.
 
 Sums and products are in float32; only products of bfloat16 use the CPU's instructions for pairs, where it has
 them. A block with convolutional projections in float32 attends in such pairs too if all its layers are
@@ -52,7 +52,7 @@ def why_unsupported(call: Record) -> str | None:
         return "has quantized layers of int8 only"
     if any(layer.weight.shape[1] > _MAX_INPUTS for layer in quantized):
         return f"has quantized layers of up to {_MAX_INPUTS} inputs"
-    return _why_convolutional_unsupported(call) if block.convs else _why_pyramidal_unsupported(call)
+    return _why_convolutional_unsupported(call) if block.convs else None
 
 
 def _why_convolutional_unsupported(call: Record) -> str | None:
@@ -65,10 +65,6 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
     if kernel > _MAX_KERNEL:
         return f"has kernels of up to {_MAX_KERNEL}×{_MAX_KERNEL}, not {kernel}×{kernel}"
     return None
-
-
-def _why_pyramidal_unsupported(call: Record) -> str | None:
-    return None if call.rows is None else "computes some tokens with convolutional projections only"
 
 
 # Packed parameters ----------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor] | None:
         if call.rows is not None:
             arguments += call.rows, None, ""
         return lambda x: _run_in_place(x, arguments)
-    arguments = _arguments_of_pyramidal(call)
+    arguments = *_arguments_of_pyramidal(call), call.rows
     return lambda x: _ops.pyramid_block_packed.default(x.contiguous(), *arguments)
 
 
@@ -228,7 +224,8 @@ def _pyramidal(call: Record) -> Tensor:
     x, inplace = call.x, call.inplace
     if not x.numel():
         return x if inplace else x.clone(memory_format=torch.contiguous_format)
-    out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call))
+    rows = None if call.rows is None else call.rows.contiguous()
+    out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call), rows)
     return x.copy_(out) if inplace else out
 
 

@@ -24,6 +24,7 @@ from tests import microsoft_cvt
 from tests.checks import assert_accurate, implementation, record_all_calls, record_calls
 from tests.conftest import DATA
 from tests.upstream import (
+    ENCODERS,
     PYRAMIDS,
     RANDOM,
     UPSTREAMS,
@@ -499,7 +500,7 @@ def test_copies_and_pickles_are_accelerated(make):
 
 
 @pytest.mark.parametrize("freeze", [False, None, True])
-@pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn])
+@pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn, *ENCODERS])
 def test_copies_look_the_same(make, freeze):
     own = make().eval()
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)

@@ -7,7 +7,19 @@ import torch
 
 import cvt_kernels as ck
 from tests.checks import instruction_sets_here, needs_extension
-from tests.upstream import KERNELS_FIRST, glpn, huggingface, images, logits, pvt, pvt_v2, segformer
+from tests.upstream import (
+    KERNELS_FIRST,
+    clip,
+    dinov2,
+    glpn,
+    huggingface,
+    images,
+    logits,
+    pvt,
+    pvt_v2,
+    segformer,
+    vit,
+)
 
 _SEEDS = 4
 #: The makers of models of every family, with channels as wide as published ones: errors grow with long sums.
@@ -21,6 +33,9 @@ FAMILIES = {
         "mlp_ratios": [8, 4],
         "num_labels": 200,
     },
+    vit: {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 200},
+    clip: {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
+    dinov2: {"hidden_size": 384, "num_attention_heads": 6, "mlp_ratio": 4},
     glpn: {"hidden_sizes": [64, 128, 320, 512], "num_attention_heads": [1, 2, 5, 8], "mlp_ratios": [4] * 4},
 }
 
@@ -50,7 +65,7 @@ def test_served_models_are_as_accurate_as_upstreams(make, dtype):
     for seed in range(_SEEDS):
         torch.manual_seed(seed)
         model = make(**FAMILIES[make]).eval().to(dtype)
-        size = {pvt: 70}.get(make, 64)
+        size = {pvt: 70, vit: 32, clip: 32}.get(make, 64)
         x = (images(2, size, size) + 0.1 * torch.randn(2, 3, size, size)).to(dtype)
         with torch.no_grad():
             exact = logits(copy.deepcopy(model).double()(x.double()))

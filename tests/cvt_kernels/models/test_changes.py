@@ -26,6 +26,8 @@ from tests import tape
 from tests.changes import CHANGES, Source, floats, steps
 from tests.cvt.models import two_stages
 from tests.upstream import (
+    clip,
+    dinov2,
     glpn,
     huggingface,
     images,
@@ -35,6 +37,7 @@ from tests.upstream import (
     pvt_v2,
     relative,
     segformer,
+    vit,
 )
 
 #: Two stages, of a block or two.
@@ -72,6 +75,9 @@ FAMILIES = {
     "pvt": pvt,
     "pvt_v2": pvt_v2,
     "glpn": glpn,
+    "vit": vit,
+    "dinov2": dinov2,
+    "clip": clip,
     "pruned": pruned,
 }
 
@@ -102,7 +108,8 @@ def plain(family, is_quantized):
 
 @functools.cache
 def images_for(family):
-    return images(2, *{"pvt": (70, 70), "glpn": (64, 64), "pruned": (20, 20)}.get(family, (32, 48)))
+    sizes = {"pvt": (70, 70), "glpn": (64, 64), "pruned": (20, 20), "vit": (32, 32), "clip": (32, 32)}
+    return images(2, *sizes.get(family, (32, 48)))
 
 
 class Models:

@@ -11,6 +11,7 @@ from cvt import create_model
 from cvt.factory import randomize
 from tests.upstream import (
     ONE_STAGE,
+    dinov2,
     glpn,
     huggingface,
     images,
@@ -43,6 +44,7 @@ FAMILIES = {
     "pvt_v2": lambda: pvt_v2(**FEW),
     "pvt_v2_linear": lambda: pvt_v2_linear(**FEW),
     "glpn": glpn,
+    "dinov2": dinov2,
 }
 SIZES = {name: [(2, 64, 96), (3, 96, 128), (9, 130, 70), (1, 64, 65)] for name in FAMILIES}
 SIZES["pvt"] = [(2, 70, 70), (3, 70, 70), (9, 70, 70), (1, 70, 70)]

@@ -11,6 +11,8 @@ import cvt_kernels as ck
 from tests.processes import run_python
 from tests.upstream import (
     KERNELS_FIRST,
+    clip,
+    dinov2,
     glpn,
     huggingface,
     images,
@@ -21,6 +23,7 @@ from tests.upstream import (
     pvt_v2,
     pvt_v2_linear,
     segformer,
+    vit,
 )
 
 #: The families, and the height and width of images, which fill no tile of a kernel; PVT is made for its own.
@@ -33,6 +36,9 @@ SIZES = {
     pvt_v2: (288, 512),
     pvt_v2_linear: (160, 224),
     glpn: (160, 224),
+    vit: (32, 32),
+    dinov2: (160, 224),
+    clip: (32, 32),
 }
 FAMILIES = {make.__name__: make for make in SIZES}
 #: The ways to serve a model, by ``freeze``.

@@ -18,6 +18,7 @@ from cvt_kernels.tuning import clock
 from tests.checks import Terminal, implementation
 from tests.cvt_kernels.models.test_accelerate import inputs
 from tests.upstream import (
+    ENCODERS,
     KERNELS_FIRST,
     PYRAMIDS,
     RANDOM,
@@ -72,6 +73,16 @@ def test_half_precision():
         report = ck.verify(microsoft(), images(), rounds=1)
     assert report.passed, str(report)
     assert report.layers[-1].evaluation.eager > 1e-4
+
+
+@pytest.mark.parametrize("make", ENCODERS)
+def test_encoders_pass(make):
+    report = ck.verify(make(), images(2, 32, 32), rounds=1)
+    assert report.passed, str(report)
+    assert all(layer.fused for layer in report.layers)
+    assert len(report.layers) == 3
+    assert 0 < report.layers[-1].evaluation.accelerated < 1e-5
+    assert report.layers[-1].training.accelerated == report.layers[-1].training.eager  # by the same forwards
 
 
 @pytest.mark.parametrize("make", [microsoft, *PYRAMIDS])

@@ -43,9 +43,9 @@ def check_values():
         check_images_apart(arguments, 1.0)
 
 
-def of_some_tokens():
-    x, grid, _ = arguments = make(batch=3, grid=(11, 12), class_tokens=1)
-    return arguments, {"rows": some_rows(x, grid, 70), "scores": "avg"}
+def of_some_tokens(**settings):
+    x, grid, _ = arguments = make(batch=3, grid=(11, 12), class_tokens=1, **settings)
+    return arguments, {"rows": some_rows(x, grid, 70)} | ({} if settings else {"scores": "avg"})
 
 
 @needs_extension
@@ -62,10 +62,11 @@ def of_some_tokens():
         lambda: (with_quantized(pyramid(3, (18, 10))), {}),
         lambda: (with_quantized(make(batch=3, grid=(11, 12), class_tokens=1)), {}),
         of_some_tokens,
+        lambda: of_some_tokens(ratio=0),
     ],
     ids=[
         *("squares", "rows", "one", "shared image", "shared parts", "shared images", "shared and quantized"),
-        *("quantized", "some tokens"),
+        *("quantized", "some tokens", "some tokens of all that ask all"),
     ],
 )
 def test_threads_change_nothing(made):

@@ -14,6 +14,7 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     far_from_ties,
     in_float64,
     make,
+    pyramid,
     some_rows,
     with_quantized,
 )
@@ -88,13 +89,29 @@ def test_rows_of_all_tokens_are_the_whole_block(backend):
     torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
 
 
+@every_backend
+@pytest.mark.parametrize("kept", [1, 9, 31])
+@pytest.mark.parametrize(("ratio", "class_tokens"), [(0, 1), (2, 0)])
+def test_blocks_without_a_convolution(backend, ratio, class_tokens, kept):
+    arguments = pyramid(3, ratio=ratio, convolves=False, class_tokens=class_tokens)
+    x, grid, block = arguments
+    rows = some_rows(x, grid, min(kept, x.shape[1]))
+    same = reference.transformer_block(*arguments, rows=rows)
+    exact = reference.transformer_block(*in_float64(arguments), rows=rows)
+    out, stream = call(backend, arguments, rows=rows), x.clone()
+    assert_accurate(out, same, exact, floor=4)
+    assert torch.equal(torch.where(is_computed(x, rows), x, out), x)
+    assert call(backend, (stream, grid, block), rows=rows, inplace=True) is stream
+    assert torch.equal(stream, out)
+
+
 @needs_extension
 @pytest.mark.parametrize("approximate", ["none", "quick"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cpu_computes_tokens_as_it_does_among_all(dtype, approximate):
-    x, grid, _ = arguments = make(
-        batch=3, grid=(12, 15), channels=40, heads=2, class_tokens=1, dtype=dtype, approximate=approximate
-    )
+@pytest.mark.parametrize("kind", [{}, {"ratio": 0}, {"ratio": 3}], ids=str)
+def test_cpu_computes_tokens_as_it_does_among_all(kind, dtype, approximate):
+    settings = {"class_tokens": int(kind.get("ratio", 0) == 0), "dtype": dtype, "approximate": approximate}
+    x, grid, _ = arguments = make(batch=3, grid=(12, 15), channels=40, heads=2, **settings, **kind)
     rows = some_rows(x, grid, 77)
     expected = torch.where(is_computed(x, rows), call("cpu", arguments), x)
     assert torch.equal(call("cpu", arguments, rows=rows), expected)
@@ -113,17 +130,22 @@ def test_other_rows_of_the_same_shape_are_other_tokens(backend):
 
 @pytest.mark.parametrize("backend", ["composed", *(() if not_built() else ("cpu",))])
 @pytest.mark.parametrize("which", [range(6), (0, 3, 5), (1, 4)], ids=str)
-def test_quantized_layers(backend, which):
+@pytest.mark.parametrize("of_cvt", [True, False])
+def test_quantized_layers(backend, which, of_cvt):
     def made():
-        return with_quantized(make(batch=3, class_tokens=1, channels=48), which)
+        reduce = {} if of_cvt else {"ratio": 0}
+        return with_quantized(make(batch=3, class_tokens=1, channels=48, **reduce), which)
 
     rows = some_rows(*made()[:2], 12)
     x, *_ = arguments = far_from_ties(made, rows=rows)
-    out, received = call(backend, arguments, rows=rows, scores="cls")
-    expected, same_received = reference.transformer_block(*arguments, rows=rows, scores="cls")
+    out, expected = call(backend, arguments, rows=rows), reference.transformer_block(*arguments, rows=rows)
     assert torch.equal(torch.where(is_computed(x, rows), x, out), x)
     assert decibels(expected - x, out - x) > 55
-    torch.testing.assert_close(received, same_received, rtol=0, atol=0.02)
+    if of_cvt:
+        settings = {"rows": rows, "scores": "cls"}
+        out, received = call(backend, arguments, **settings)
+        same_received = reference.transformer_block(*arguments, **settings)[1]
+        torch.testing.assert_close(received, same_received, rtol=0, atol=0.02)
     if backend == "cpu":
         assert torch.equal(out, torch.where(is_computed(x, rows), call(backend, arguments), x))
 
