@@ -88,10 +88,6 @@ CALLS = {
         },
         lambda overrides, **given: create_model(**given, **overrides),
     ),
-    "list_models": Call(
-        lambda: {"filter": "*", "pretrained": False},
-        {"filter": of_values(3, True, ["a"], b"a"), "pretrained": flag()},
-    ),
     "load_checkpoint": Call(
         lambda: {"model": create_model(checkpoint="digits"), "checkpoint": "digits"},
         {"model": MODEL, "checkpoint": also_named(PATH, "path")},

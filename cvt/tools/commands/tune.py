@@ -51,12 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--image-size", help=SIZES)
     text = "also tune the training step; 16-bit dtypes then mean autocast"
     option(parser, "--train", text, action="store_true")
-    option(parser, "--quantized", "also tune a CvT of 8-bit integers", action="store_true")
-    text = (
-        "tune for token pruning in the last stage: fraction to keep, or entropy; comma-separated for one "
-        "value per block (default: keep all)"
-    )
-    add(parser, "--token-keep", default=1.0, help=text)
     text = "time limit for each kernel; one that takes longer counts as hanging"
     option(parser, "--seconds", text, type=integer(1, _DAY), default=60)
     add_json_argument(parser, "every result as JSON")
@@ -67,10 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _tune(arguments: argparse.Namespace) -> int:
     """Tunes and prints; returns 1 if a kernel failed or a call could not be tuned, else 0."""
     device = resolve_device(arguments.device)
-    of_cvt = {"--token-keep": arguments.token_keep != 1.0, "--quantized": arguments.quantized}
-    for name, is_given in of_cvt.items():
-        if is_given and arguments.model in PYRAMIDS:
-            raise ValueError(f"{name}: got it with {arguments.model}, expected a CvT")
     backends.requested_backends()  # a wrong CVT_KERNELS_BACKEND too fails now
     calls = list(_calls(arguments, device).values())
     results: list[Result] = []
@@ -129,14 +119,10 @@ def _models(
             yield ck.accelerate(built)
         return
     for activation in ("quick_gelu", "gelu"):  # Microsoft's, and Hugging Face's
-        made = create_model(arguments.model, activation=activation, token_keep=arguments.token_keep)
+        made = create_model(arguments.model, activation=activation)
         yield place(copy.deepcopy(made))
         if not train:
             yield ck.accelerate(place(copy.deepcopy(made)), freeze=True)
-        if arguments.quantized and not train:
-            quantized = made.eval()
-            ck.quantize(quantized, [torch.randn(2, 3, side, side)])
-            yield place(quantized)
 
 
 # The report -----------------------------------------------------------------------------------------------
@@ -178,7 +164,7 @@ def _as_json(
     results: Sequence[Result], arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """Returns the contents of the JSON file, with every measurement."""
-    asked = ("model", "image_size", "batch_size", "dtype", "train", "quantized", "token_keep")
+    asked = ("model", "image_size", "batch_size", "dtype", "train")
     workload = {name: getattr(arguments, name) for name in asked}
     calls = [
         {

@@ -74,7 +74,6 @@ _BAD = {
     "seconds": (*_NUMBERS, "1000000000"),
     "batches": _NUMBERS,
     "token_keep": (*_FRACTIONS, "", ",", "0"),
-    "token_keeps": (*_FRACTIONS, "", ",", "0"),
     "mlp": _FRACTIONS,
     "heads": _FRACTIONS,
     "keep_float": (),  # layers are looked for when all is loaded: test_quantize.py
@@ -281,8 +280,6 @@ LINES = {
     f"quantize --checkpoint two --image-size 32 --calibrate gone {_NEW}": "gone.png does not exist",
     f"{_PRUNE} --batch-size=1 {_NEW} --json=/dev/full": "No space left on device",  # and no output is left
     # Kernels.
-    "tune --model pvt_tiny --token-keep 0.5": "--token-keep: got it with pvt_tiny, expected a CvT",
-    "tune --model pvt_tiny --quantized": "--quantized: got it with pvt_tiny, expected a CvT",
     "tune --model glpn --image-size 8 --dtype float32": "--image-size: glpn does not run on 8 pixels",
     "tune --image-size 1": "1×1 pixels are too few",
     "bench --images none.jpg": "none.jpg does not exist",

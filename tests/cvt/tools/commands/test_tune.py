@@ -73,7 +73,7 @@ def test_a_table_a_file_and_choices(gelu_alone, tmp_path, capsys):
 
 
 def test_every_operator_of_the_model_is_asked_for(tmp_path):
-    arguments = tune_arguments("--train", "--quantized")
+    arguments = tune_arguments("--train")
     calls = tune._calls(arguments, CPU)
     asked = {(call.operator, call.cache_key.split(", ")[1]) for call in calls.values()}
     for operator in ("attention", "conv_projection", "layer_norm", "linear", "conv_embedding"):
@@ -81,7 +81,6 @@ def test_every_operator_of_the_model_is_asked_for(tmp_path):
     for operator in ("attention", "conv_projection", "layer_norm", "linear"):
         assert (operator, "forward+backward") in asked
     assert ("transformer_block", "forward") in asked
-    assert ("linear_int8", "forward") in asked
     halves = tune._calls(tune_arguments("--train", "--dtype", "bfloat16"), CPU)
     autocast = {call.autocast for call in halves.values() if "backward" in call.cache_key}
     assert autocast == {torch.bfloat16}
