@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from .checkpoints import load_checkpoint, read_checkpoint
     from .config import PRESETS, CvTConfig
-    from .factory import create_model, list_models
+    from .factory import create_model
     from .huggingface import CheckpointError, save_huggingface
     from .model import CvT, CvTFeatures
     from .segmentation import CvTSegmenter
@@ -24,7 +24,6 @@ __all__ = [
     "CvTSegmenter",
     "__version__",
     "create_model",
-    "list_models",
     "load_checkpoint",
     "prune_weights",
     "read_checkpoint",
@@ -37,7 +36,7 @@ _PLACES = {
     "cvt_kernels": ("__version__",),
     ".checkpoints": ("load_checkpoint", "read_checkpoint"),
     ".config": ("PRESETS", "CvTConfig"),
-    ".factory": ("create_model", "list_models"),
+    ".factory": ("create_model",),
     ".huggingface": ("CheckpointError", "save_huggingface"),
     ".model": ("CvT", "CvTFeatures"),
     ".segmentation": ("CvTSegmenter",),

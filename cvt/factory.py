@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -14,7 +13,7 @@ from cvt_kernels import checks
 from cvt_kernels.machine import warn_of_missing_kernels
 
 from .checkpoints import Checkpoint, build_fitting, load_checkpoint, read_checkpoint, warn_of_activation
-from .config import MOST_SEED, PRESETS, CvTConfig, resolve_config
+from .config import MOST_SEED, CvTConfig, resolve_config
 from .hub import PRETRAINED
 from .model import CvT, CvTFeatures
 from .segmentation import CvTSegmenter, build
@@ -110,19 +109,6 @@ def _published_weights(model: str | CvTConfig | None, checkpoint: Any) -> str:
         raise ValueError(f"pretrained: got True for {model!r}, which is not one of the models {names}")
     resolve_config(model)
     return f"hf-hub:{PRETRAINED[model]}"
-
-
-def list_models(filter: str = "", *, pretrained: bool = False) -> list[str]:  # noqa: A002 (timm's name)
-    """Lists the model names that :func:`create_model` takes.
-
-    Args:
-        filter: A pattern of the names, with wildcards, such as ``"cvt_2*"``; empty for all.
-        pretrained: Only models with published weights.
-    """
-    checks.check_kind("filter", filter, str)
-    checks.check_flag("pretrained", pretrained)
-    names = sorted(PRETRAINED if pretrained else PRESETS)
-    return fnmatch.filter(names, filter) if filter else names
 
 
 def randomize(model: nn.Module, seed: int = SEED) -> None:

@@ -6,8 +6,6 @@ A symbolic link is followed: its target is replaced, and the link stays. A devic
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import shutil
@@ -18,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 _PathLike = str | os.PathLike[str]
-
-# A disk, a quota or a limit of this process is full.
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-_LONGEST_NAME = 143  # bytes that every file system takes; most take 255
 
 
 @contextmanager
@@ -47,8 +41,8 @@ def filling(directory: _PathLike) -> Iterator[Path]:
     try:
         scratch = tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished.")
     except OSError as error:
-        raise _UnwritableError(directory, error) from error
-    with scratch, _naming(Path(directory), Path(scratch.name)):
+        raise _unwritable(directory, error) from error
+    with scratch:
         yield Path(scratch.name)
         for file in sorted(Path(scratch.name).iterdir()):
             with replacing(Path(directory, file.name)) as place:
@@ -63,13 +57,13 @@ def replacing(path: _PathLike) -> Iterator[Path]:
     A device or a pipe gets the content of a temporary file at the end.
 
     Raises:
-        OSError: It cannot be written; before the block starts, or where a disk is full, which names ``path``.
+        OSError: It cannot be written; as a rule before the block starts.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a directory, expected a file")
     if path.exists() and not path.is_file():
-        with tempfile.TemporaryDirectory() as folder, _naming(path, Path(folder)):
+        with tempfile.TemporaryDirectory() as folder:
             content = Path(folder, f"content{path.suffix}")
             content.touch()
             yield content
@@ -77,40 +71,26 @@ def replacing(path: _PathLike) -> Iterator[Path]:
                 with open(content, "rb") as source, open(path, "wb") as file:
                     shutil.copyfileobj(source, file)
             except OSError as error:
-                raise _UnwritableError(path, error) from error
+                raise _unwritable(path, error) from error
         return
     place = Path(os.path.realpath(path))
     if place.is_symlink():
         raise OSError(f"{path}: is a link that leads back to itself, expected a file")
-    scratch = place.with_name(_scratch_name(place.stem, path.suffix))
+    scratch = place.with_name(f".unfinished.{place.stem}{path.suffix}")  # some writers go by the suffix
     try:
         open(scratch, "wb").close()
     except OSError as error:
-        raise _UnwritableError(path.parent if place.parent.is_dir() else place.parent, error) from error
+        raise _unwritable(path.parent if place.parent.is_dir() else place.parent, error) from error
     try:
-        with _naming(path, scratch):
-            yield scratch
-            _move(scratch, place)
+        yield scratch
+        _move(scratch, place)
     finally:
         scratch.unlink(missing_ok=True)
 
 
-def _scratch_name(stem: str, suffix: str) -> str:
-    """Returns the name of an unfinished file, with the suffix of the whole one: some writers go by it."""
-    name = f".unfinished.{stem}{suffix}"
-    if len(os.fsencode(name)) <= _LONGEST_NAME:
-        return name
-    return f".unfinished.{hashlib.sha256(os.fsencode(name)).hexdigest()}{suffix[:16]}"
-
-
 def write_json(path: _PathLike, content: Mapping[str, Any], *, indent: int | None = None) -> None:
     """Writes an object as strict JSON: NaN and infinity raise ``ValueError``."""
-    text = json.dumps(content, indent=indent, allow_nan=False)
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        error.filename = os.fspath(path)  # of several files that are being written, which one
-        raise
+    Path(path).write_text(json.dumps(content, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
@@ -134,29 +114,8 @@ def check_writable(option: str, path: _PathLike, *, directory: bool) -> None:
         raise OSError(f"{option}: {path} cannot be written: {folder} is no directory that takes files")
 
 
-# Errors, and what replaces --------------------------------------------------------------------------------
-
-
-@contextmanager
-def _naming(path: Path, scratch: Path) -> Iterator[None]:
-    """Lets an error of a full disk name ``path``, if it is about ``scratch`` or about no file at all."""
-    try:
-        yield
-    except OSError as error:
-        name = error.filename
-        if error.errno in _FULL and (name is None or Path(str(name)).is_relative_to(scratch)):
-            raise _UnwritableError(path, error) from error
-        raise
-
-
-class _UnwritableError(OSError):
-    """An error with its number and file, by which those around it may name the file that a user knows."""
-
-    def __init__(self, path: _PathLike, error: OSError) -> None:
-        super().__init__(error.errno, error.strerror, os.fspath(path))
-
-    def __str__(self) -> str:
-        return f"{self.filename}: cannot be written to: {self.strerror}"
+def _unwritable(path: _PathLike, error: OSError) -> OSError:
+    return OSError(f"{os.fspath(path)}: cannot be written to: {error.strerror}")
 
 
 def _move(source: Path, target: Path) -> None:

@@ -229,7 +229,8 @@ def read_labels(path: str | os.PathLike[str], count: int) -> list[str]:
         keys, expected = set(content), set(map(str, range(count)))
         if keys != expected:
             missing, others = (
-                first_of(sorted(map(repr, rest))) for rest in (expected - keys, keys - expected)
+                ", ".join(sorted(map(repr, rest))[:3]) or "none"
+                for rest in (expected - keys, keys - expected)
             )
             raise ValueError(
                 f"labels: {path} has other keys than 0 to {count - 1}, each once: missing are {missing}, "
@@ -250,12 +251,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise ValueError("an object has a key twice")
     return content
-
-
-def first_of(texts: Sequence[str], separator: str = ", ") -> str:
-    """Returns the first three of some texts, and how many more there are."""
-    more = [f"and {len(texts) - 3} more"] if len(texts) > 3 else []
-    return separator.join([*texts[:3], *more]) or "none"
 
 
 def sample_photos() -> list[Path]:

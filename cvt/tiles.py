@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -91,11 +90,6 @@ class Tiles(NamedTuple):
         _check_multiple("tile", self.tile, GRID)
         _check_multiple("overlap", self.overlap, 0, self.tile - GRID)
         checks.check_int("context", self.context, 0, self.overlap // 2)
-
-    def sizes(self, height: int, width: int) -> Counter[tuple[int, int]]:
-        """Returns how many tiles of each height and width an image has."""
-        rows, columns = (_spans(size, self.tile, self.overlap) for size in (height, width))
-        return Counter((bottom - top, right - left) for top, bottom in rows for left, right in columns)
 
     def strips(self, model: Model, images: Tensor) -> Iterator[Tensor]:
         """Yields the logits (B, K, h, W) of rows of tiles from top to bottom, float32 on the images' device.

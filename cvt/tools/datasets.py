@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from cvt.card import check_names
 from cvt.config import MOST_IMAGES, MOST_SEED
 from cvt.extras import folder_of
-from cvt.images import FORMATS, ImageError, first_of, naming_image, preprocess, read_image, to_tensor
+from cvt.images import ImageError, naming_image, preprocess, read_image, to_tensor
 from cvt_kernels import checks
 from cvt_kernels.messages import stacklevel_of_caller
 
@@ -36,10 +36,8 @@ _Image = str | os.PathLike[str] | Image.Image
 class RandomCrop:
     """A resized crop (Szegedy et al. 2015), then a flip, of photographs of any size.
 
-    Attributes:
-        min_scale: The crop has at least this part of the image's area.
-        ratio: Its width over its height is between ``1 / ratio`` and ``ratio``.
-        flip: Probability of a horizontal flip.
+    The crop has at least ``min_scale`` of the image's area, a width over its height between ``1 / ratio`` and
+    ``ratio``, and ``flip`` is the probability of a horizontal flip.
     """
 
     min_scale: float = 0.08
@@ -60,17 +58,12 @@ class RandomCrop:
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
-    def __call__(self, image: Image.Image, image_size: int, rng: np.random.Generator) -> Tensor:
-        """Crops an RGB image of any size to uint8 (3, image_size, image_size)."""
-        return to_tensor(self.crop([image], image_size, rng)[0])
-
-    def crop(
+    def __call__(
         self, images: Sequence[Image.Image], image_size: int, rng: np.random.Generator
     ) -> list[Image.Image]:
         """Crops images of one size alike: RGB by bicubic interpolation, others by the nearest pixel."""
         box = self.box(*images[0].size, rng)
-        sizes = image_size, image_size
-        ways = {"RGB": Image.Resampling.BICUBIC}
+        sizes, ways = (image_size, image_size), {"RGB": Image.Resampling.BICUBIC}
         cropped = [
             image.resize(sizes, ways.get(image.mode, Image.Resampling.NEAREST), box=box) for image in images
         ]
@@ -86,20 +79,15 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
 
     Args:
         images: Paths, or images in memory.
-        labels: The class of each image, an index into ``classes``.
-        classes: Their names.
+        labels: The class of each image, an index into ``classes``, which has their names.
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
-        random_crop: Replaces :func:`preprocess`; depends only on seed, epoch and index of the image.
-
-    Attributes:
-        epoch: Decides, with ``seed``, on the random numbers; set by :class:`Batches`.
-        seed: Likewise.
+        random_crop: Replaces :func:`preprocess`; depends only on ``seed``, ``epoch`` and index of the image,
+            the first two of which :class:`Batches` sets.
 
     Raises:
         TypeError: A class has a name that is no string.
-        ValueError: There is no image, fewer than two classes, a name that no card of a model can have, or a
-            label out of range.
+        ValueError: There is no image, fewer than two classes, or a name that no card of a model can have.
     """
 
     def __init__(
@@ -117,26 +105,15 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
         check_names("classes", list(classes), len(classes))
         if len(images) != len(labels) or not images:
             raise ValueError(f"labels: got {len(labels)} for {len(images)} images, expected one for each")
-        self._check_labels(labels, len(classes))
         self.images, self.labels, self.classes = images, labels, list(classes)
         self.image_size, self.crop_fraction, self.random_crop = image_size, crop_fraction, random_crop
         self.epoch = self.seed = 0
 
-    def _check_labels(self, labels: Sequence[Any], classes: int) -> None:
-        wrong = next((label for label in labels if not 0 <= label < classes), None)
-        if wrong is not None:
-            raise ValueError(f"labels: got {wrong}, expected 0 to {classes - 1} for {classes} classes")
-
     def part(self, indices: Sequence[int]) -> ImageDataset:
         """Returns a data set of some of the images, in the order of their indices."""
-        return type(self)(
-            [self.images[i] for i in indices],
-            [self.labels[i] for i in indices],
-            self.classes,
-            self.image_size,
-            crop_fraction=self.crop_fraction,
-            random_crop=self.random_crop,
-        )
+        images, labels = ([all_of[i] for i in indices] for all_of in (self.images, self.labels))
+        options: dict[str, Any] = {"crop_fraction": self.crop_fraction, "random_crop": self.random_crop}
+        return type(self)(images, labels, self.classes, self.image_size, **options)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -155,7 +132,7 @@ class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
             if self.random_crop is None:
                 tensor = preprocess(image, self.image_size, crop_fraction=self.crop_fraction, upscale=True)
             else:
-                tensor = self.random_crop(image, self.image_size, self.rng(index))
+                tensor = to_tensor(self.random_crop([image], self.image_size, self.rng(index))[0])
         return tensor, self.labels[index]
 
     def _name(self, index: int) -> str:
@@ -175,7 +152,6 @@ def open_dataset(
     *,
     crop_fraction: float | None = None,
     random_crop: RandomCrop | None = None,
-    corrupt: Corrupt = "error",
 ) -> ImageDataset:
     """Opens the digits of scikit-learn, or a folder of images, as a data set.
 
@@ -186,58 +162,35 @@ def open_dataset(
         image_size: Pixels of each side of the tensors.
         crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
         random_crop: As in :class:`ImageDataset`.
-        corrupt: Unusable files (such as a broken link, or an image outside the class folders) raise an
-            error, or for ``"skip"`` are counted in a warning.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
         FileNotFoundError: There is no such folder.
-        ImageError: Something in the folder cannot be used, and ``corrupt`` is ``"error"``.
-        ValueError: A wrong split or ``corrupt``, an empty class folder, or fewer than two.
+        ValueError: A wrong split, an empty class folder, or fewer than two.
     """
-    check_choices(corrupt, split)
+    checks.check_choice("split", split, SPLITS)
     if source == DIGITS:
-        crop_fraction = 1.0
-    images, labels, classes = (
-        _digits(split) if source == DIGITS else _image_folder(Path(source, split), corrupt)
-    )
-    return ImageDataset(
-        images, labels, classes, image_size, crop_fraction=crop_fraction, random_crop=random_crop
-    )
+        return ImageDataset(*_digits(split), image_size, crop_fraction=1.0, random_crop=random_crop)
+    options: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
+    return ImageDataset(*_image_folder(Path(source, split)), image_size, **options)
 
 
 def open_parts(
-    source: str | os.PathLike[str],
-    image_size: int,
-    *,
-    crop_fraction: float | None = None,
-    corrupt: Corrupt = "error",
+    source: str | os.PathLike[str], image_size: int, *, crop_fraction: float | None = None
 ) -> tuple[ImageDataset, ImageDataset]:
     """Opens the images for calibration and the held-out images, both preprocessed as for evaluation.
 
-    Args:
-        source: As in :func:`open_dataset`; or a folder with ``CLASS/IMAGE``, where every fifth image of
-            each class, sorted by name, is held out.
-        image_size: Pixels of each side of the tensors.
-        crop_fraction: As in :func:`open_dataset`.
-        corrupt: Likewise.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is needed and not installed.
-        FileNotFoundError: There is no such folder.
-        ImageError: As by :func:`open_dataset`.
-        ValueError: An empty class folder, fewer than two, all images held out, or parts
-            of different classes.
+    The arguments and errors are those of :func:`open_dataset`. A folder may also have ``CLASS/IMAGE``, where
+    every fifth image of each class, sorted by name, is held out. ValueError is also raised if none is left,
+    or the parts are of different classes.
     """
     if source == DIGITS or any(Path(source, split).is_dir() for split in SPLITS):
-        options: dict[str, Any] = {"crop_fraction": crop_fraction, "corrupt": corrupt}
-        fitted = open_dataset(source, "train", image_size, **options)
-        held_out = open_dataset(source, "val", image_size, **options)
+        fitted = open_dataset(source, "train", image_size, crop_fraction=crop_fraction)
+        held_out = open_dataset(source, "val", image_size, crop_fraction=crop_fraction)
         if fitted.classes != held_out.classes:
             raise ValueError(f"data: {source} has train/ and val/ of different classes")
         return fitted, held_out
-    check_choices(corrupt)
-    whole = ImageDataset(*_image_folder(Path(source), corrupt), image_size, crop_fraction=crop_fraction)
+    whole = ImageDataset(*_image_folder(Path(source)), image_size, crop_fraction=crop_fraction)
     groups = (group for _, group in itertools.groupby(whole.labels))
     is_held_out = [i % _HELD_OUT == 0 for group in groups for i, _ in enumerate(group)]
     if all(is_held_out):
@@ -259,12 +212,7 @@ def _digits(split: str) -> tuple[Sequence[Image.Image], list[int], list[str]]:
 
 
 def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes the last held-out digit of each class as ``0.png`` to ``9.png``, and returns the files.
-
-    Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
-        OSError: The folder cannot be made or written to.
-    """
+    """Writes the last held-out digit of each class as ``0.png`` to ``9.png``, and returns the files."""
     images, labels, classes = _digits("val")
     last = dict(zip(labels, images, strict=True))
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -277,84 +225,42 @@ def save_digits(folder: str | os.PathLike[str]) -> list[Path]:
 # Folders --------------------------------------------------------------------------------------------------
 
 
-def _image_folder(folder: Path, corrupt: Corrupt) -> tuple[Sequence[_Image], list[int], list[str]]:
+def _image_folder(folder: Path) -> tuple[Sequence[_Image], list[int], list[str]]:
     """Lists the images of each class folder, sorted by name, as torchvision's ``ImageFolder`` does."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"data: {folder} does not exist, expected train/ and val/ with a folder per class"
         )
-    classes: list[str] = []
     images: list[Path] = []
     labels: list[int] = []
-    unusable: list[str] = []
-    for path in sorted(folder.glob("[!.]*")):
-        if path.is_dir():
-            files, reasons = list_files(path)
-            if not files and not reasons:
-                raise ValueError(f"data: {path} has no images")
-            labels += [len(classes)] * len(files)
-            images += files
-            unusable += reasons
-            classes.append(path.name)
-        elif not path.exists():
-            unusable.append(f"{path} links to nothing")
-        elif Image.registered_extensions().get(path.suffix.lower()) in FORMATS:
-            unusable.append(f"{path} is in no class folder")
-    report_unusable(folder, unusable, corrupt)
+    classes = sorted(path for path in folder.glob("[!.]*") if path.is_dir())
+    for label, path in enumerate(classes):
+        if not (files := list_files(path)):
+            raise ValueError(f"data: {path} has no images")
+        images += files
+        labels += [label] * len(files)
     if len(classes) < 2:
         raise ValueError(f"data: {folder} has {len(classes)} class folders, expected at least two")
-    return images, labels, classes
+    return images, labels, [path.name for path in classes]
 
 
-def list_files(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[str]]:
+def list_files(folder: Path) -> list[Path]:
     """Lists the files of a folder and its subfolders, sorted by name, without hidden ones; follows links.
 
-    Also returns a sentence about each entry of no use, as which subfolders count without ``deep``.
+    Files that cannot be read are among them; OSError is raised for a subfolder that cannot be listed.
     """
-    files: list[Path] = []
-    unusable: list[str] = []
-    entered: set[str] = set()  # links may lead there again, or round and round
 
     def refused(error: OSError) -> None:
-        unusable.append(f"{error.filename} cannot be listed: {error.strerror}")
+        raise error
 
+    files: list[Path] = []
     for place, folders, names in os.walk(folder, followlinks=True, onerror=refused):
         folders[:] = [name for name in folders if name[0] != "."]
-        if not deep:
-            unusable += [f"{Path(place, name)} is a folder" for name in folders]
-        if not deep or os.path.realpath(place) in entered:
-            folders.clear()
-        if os.path.realpath(place) in entered:
-            continue
-        entered.add(os.path.realpath(place))
-        for path in (Path(place, name) for name in names if name[0] != "."):
-            if path.is_file():
-                files.append(path)
-            else:  # a pipe or a device, which nobody should wait for
-                unusable.append(f"{path} {'is no file' if path.exists() else 'links to nothing'}")
-    return sorted(files), sorted(unusable)
-
-
-def report_unusable(folder: Path, unusable: Sequence[str], corrupt: Corrupt) -> None:
-    """Raises ImageError for unusable entries of a folder, or warns how many there are."""
-    if not unusable:
-        return
-    count = f"{len(unusable)} {'entry' if len(unusable) == 1 else 'entries'} of {folder}"
-    shown = first_of(unusable, "; ")
-    if corrupt == "error":
-        raise ImageError(f"data: {count} cannot be used: {shown}")
-    warnings.warn(f"data: skipped {count}: {shown}", stacklevel=stacklevel_of_caller())
+        files += [Path(place, name) for name in names if name[0] != "."]
+    return sorted(files)
 
 
 # Batches --------------------------------------------------------------------------------------------------
-
-
-def check_choices(corrupt: Corrupt, split: str = "train") -> None:
-    """Raises ValueError for a wrong ``corrupt`` or ``split``."""
-    if not isinstance(corrupt, str) or corrupt not in get_args(Corrupt):
-        raise ValueError(f"corrupt: got {checks.shown(corrupt)}, expected 'error' or 'skip'")
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
 
 
 class Batches:
@@ -368,14 +274,12 @@ class Batches:
         batch_size: Images per batch of one process.
         shuffle: See above.
         seed: Of order and crops.
-        rank: Which of the processes this is.
-        world_size: Number of processes.
+        rank: Which of ``world_size`` processes this is.
         workers: Processes that decode images; 0 decodes in this one.
         corrupt: ``"error"`` raises for an unusable file, ``"skip"`` leaves it out with a warning.
 
     Raises:
-        TypeError: A batch size or seed that is no integer.
-        ValueError: One out of range, a wrong ``corrupt``, or fewer images than a batch with ``shuffle``.
+        ValueError: A wrong argument, or fewer images than a batch with ``shuffle``.
     """
 
     def __init__(
@@ -390,7 +294,7 @@ class Batches:
         workers: int = 0,
         corrupt: Corrupt = "error",
     ):
-        check_choices(corrupt)
+        checks.check_choice("corrupt", corrupt, get_args(Corrupt))
         checks.check_int("batch_size", batch_size, 1, MOST_IMAGES)
         checks.check_int("seed", seed, 0, MOST_SEED)
         if shuffle and len(dataset) < batch_size * world_size:

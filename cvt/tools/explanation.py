@@ -34,14 +34,10 @@ _LONGEST_TITLE = 80
 
 
 class BlockAttention(NamedTuple):
-    """The attention of one block, mean over the queries that it computes.
+    """The attention of one block of a stage, mean over the queries that it computes.
 
-    Attributes:
-        stage: Index of its stage.
-        block: Index within the stage.
-        keys: Number of keys; the entropy is at most ln(keys).
-        entropy: (B, heads), in nats.
-        distance: (B, heads), from query to attended keys, in pixels; see ``cvt_kernels.attention_map``.
+    ``entropy`` and ``distance`` are (B, heads): in nats, at most ln(keys), and from query to attended keys in
+    pixels; see ``cvt_kernels.attention_map``.
     """
 
     stage: int
@@ -79,11 +75,8 @@ def explain(model: CvT, images: Tensor) -> Explanation:
         images: (B, in_chans, H, W), as the model takes them.
 
     Raises:
-        TypeError: ``model`` is not a :class:`CvT`.
-        ValueError: It is in training mode, or its logits are not finite.
+        ValueError: The model is in training mode, or its logits are not finite.
     """
-    if not isinstance(model, CvT):
-        raise TypeError(f"model: got {type(model).__name__}, expected a CvT")
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval()")
     logits, calls = _record(model, images)
@@ -230,13 +223,9 @@ def photograph(image: Tensor) -> Image.Image:
 
 
 def heat_map(size: tuple[int, int], heat: Tensor, config: CvTConfig, stride: int = 1) -> NDArray[np.float32]:
-    """Interpolates a map to the pixels of an image, with each token where it is centered.
+    """Interpolates a map (H, W) on every ``stride``-th token of the last stage to the pixels of an image.
 
-    Args:
-        size: (width, height) of the image that the model saw.
-        heat: (H, W), on every ``stride``-th token of the last stage.
-        config: Of the model.
-        stride: 1 for tokens, ``config.stride_kv[-1]`` for keys.
+    Each token is where it is centered; ``size`` is the (width, height) of the image that the model saw.
     """
     center, step = _first_token(config)
     down, across = (
@@ -261,43 +250,25 @@ def pictures(explanation: Explanation, photo: Image.Image, config: CvTConfig, ti
     If tokens dropped out, ``tokens`` shows which ones.
     """
     reader = "the class token" if config.pool == "cls" else "the mean token"
+    attends = f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads"
+    reaches = f"What reaches {reader} through all blocks of the last stage (attention rollout)"
+    heads, rolled = explanation.attention[0].mean(0), explanation.rollout[0]
     drawn = {
-        "attention": picture(
-            photo,
-            explanation.attention[0].mean(0),
-            config,
-            config.stride_kv[-1],
-            title=title,
-            subtitle=f"What {reader} attends to in the last block, mean of {config.num_heads[-1]} heads",
-        ),
-        "rollout": picture(
-            photo,
-            explanation.rollout[0],
-            config,
-            title=title,
-            subtitle=f"What reaches {reader} through all blocks of the last stage (attention rollout)",
-        ),
+        "attention": picture(photo, heads, config, config.stride_kv[-1], title=f"{title}\n{attends}"),
+        "rollout": picture(photo, rolled, config, title=f"{title}\n{reaches}"),
     }
     if not explanation.kept[0].all():
         drawn["tokens"] = kept_tokens(photo, explanation.kept[0], config, title=title)
     return drawn
 
 
-def picture(
-    photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1, *, title: str, subtitle: str
-) -> Any:
+def picture(photo: Image.Image, heat: Tensor, config: CvTConfig, stride: int = 1, *, title: str) -> Any:
     """Draws photograph, map and overlay side by side, and what the colors mean.
 
-    Args:
-        photo: As the model saw it.
-        heat: As for :func:`heat_map`: parts of a whole.
-        config: Of the model.
-        stride: As for :func:`heat_map`.
-        title: The largest line, above all.
-        subtitle: What the map shows.
+    The map holds parts of a whole; it and ``stride`` are as of :func:`heat_map`.
     """
     panels = "photograph, as the model saw it", "map", "overlay: the map's colors over the photograph"
-    figure, axes = _page(panels, photo, title=title, subtitle=subtitle)
+    figure, axes = _page(panels, photo, title)
     values, limits = heat_map(photo.size, heat, config, stride), (heat.min().item(), heat.max().item())
     for panel, alpha in ((axes[1], 1.0), (axes[2], 0.6)):
         drawn = panel.imshow(values, cmap="inferno", vmin=limits[0], vmax=limits[1], alpha=alpha)
@@ -313,11 +284,7 @@ def picture(
 def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: str) -> Any:
     """Draws which tokens each block of the last stage computed: where they had dropped out, all is pale.
 
-    Args:
-        photo: As the model saw it.
-        kept: (blocks, H, W) bool. Blocks that follow each other with the same tokens share a panel.
-        config: Of the model.
-        title: As for :func:`picture`.
+    Blocks that follow each other with the same tokens of ``kept`` (blocks, H, W) share a panel.
     """
     center, step = _first_token(config)
     panels = {}
@@ -325,8 +292,8 @@ def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: s
         first, *others = group
         blocks = f"blocks {first + 1} to {others[-1] + 1}" if others else f"block {first + 1}"
         panels[f"{blocks}: {int(kept[first].sum())} of {kept[first].numel()} tokens"] = kept[first].cpu()
-    subtitle = "Tokens that the blocks of the last stage compute; the others have dropped out"
-    figure, axes = _page(panels, photo, title=title, subtitle=subtitle)
+    what = "Tokens that the blocks of the last stage compute; the others have dropped out"
+    figure, axes = _page(panels, photo, f"{title}\n{what}")
     for panel, tokens in zip(axes, panels.values(), strict=True):
         down, across = (
             ((torch.arange(pixels) - center) / step).round().long().clamp(0, count - 1)
@@ -337,12 +304,12 @@ def kept_tokens(photo: Image.Image, kept: Tensor, config: CvTConfig, *, title: s
     return figure
 
 
-def _page(captions: Iterable[str], photo: Image.Image, *, title: str, subtitle: str) -> tuple[Any, Any]:
+def _page(captions: Iterable[str], photo: Image.Image, title: str) -> tuple[Any, Any]:
     """Returns a figure with the photograph below each caption, side by side, and its axes."""
     captions = list(captions)
     size = 5 * len(captions), 5 * photo.height / photo.width + 2
     figure = figure_class()(figsize=size, dpi=100, layout="constrained")
-    figure.suptitle(f"{title}\n{subtitle}", parse_math=False)
+    figure.suptitle(title, parse_math=False)
     axes = figure.subplots(1, len(captions), squeeze=False)[0]
     for panel, caption in zip(axes, captions, strict=True):
         panel.imshow(photo)
@@ -363,10 +330,7 @@ def class_title(index: int, label: str | None, probability: float) -> str:
 
 
 def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """Returns the numbers of the first image, with its five most probable classes.
-
-    Maps are means over the heads.
-    """
+    """Returns the numbers of the first image, with its five most probable classes and maps of mean heads."""
     probabilities = explanation.logits[0].softmax(-1)
     top = probabilities.topk(min(5, len(probabilities)))
     return {
@@ -382,43 +346,6 @@ def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> di
         ],
         "kept": explanation.kept[0].int().tolist(),
     }
-
-
-def plot_heads(explanations: Sequence[Explanation]) -> Any:
-    """Draws entropy and distance of every head in every block, mean over the images, as a figure."""
-    blocks = explanations[0].blocks
-    heads = max(block.entropy.shape[1] for block in blocks)
-    entropy, distance = np.full((2, heads, len(blocks)), np.nan)
-    for i, block in enumerate(blocks):
-        for table, field in ((entropy, "entropy"), (distance, "distance")):
-            values = torch.cat([getattr(e.blocks[i], field) for e in explanations]).mean(0).tolist()
-            table[: len(values), i] = values
-        entropy[:, i] /= math.log(max(block.keys, 2))
-    size = max(7, 3 + 0.5 * len(blocks)), 3 + 0.7 * heads
-    figure = figure_class()(figsize=size, dpi=120, layout="constrained")
-    count = sum(len(explanation.logits) for explanation in explanations)
-    figure.suptitle(f"Heads of attention, mean over {count} photograph{'s' if count > 1 else ''}")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    bar = _draw_heads(upper, entropy, 1, "Entropy, as a part of the largest possible")
-    bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0: one key", "0.25", "0.50", "0.75", "1: all keys alike"])
-    bar = _draw_heads(lower, distance, max(np.nanmax(distance), 1), "Mean distance from query to key")
-    bar.set_label("pixels")
-    names = [f"stage {block.stage + 1}, block {block.block + 1}" for block in blocks]
-    lower.set_xticks(range(len(blocks)), names, rotation=90)
-    return figure
-
-
-def _draw_heads(axes: Any, values: NDArray[np.float64], largest: float, title: str) -> Any:
-    """Draws a cell for every head (row) of every block (column), empty where there is none."""
-    cells = axes.imshow(values, cmap="cividis", vmin=0, vmax=largest, aspect="auto")
-    axes.set_title(title)
-    axes.set_yticks(range(len(values)), [f"head {i}" for i in range(1, len(values) + 1)])
-    digits = 2 if largest < 10 else 0
-    for (row, column), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            color = "black" if value > 0.5 * largest else "white"
-            axes.text(column, row, f"{value:.{digits}f}", color=color, ha="center", va="center", fontsize=8)
-    return axes.figure.colorbar(cells, ax=axes)
 
 
 def figure_class() -> Any:

@@ -19,17 +19,7 @@ from cvt.segmentation import IGNORED
 from cvt_kernels import checks
 from cvt_kernels.messages import stacklevel_of_caller
 
-from .datasets import (
-    DIGITS,
-    SPLITS,
-    Corrupt,
-    ImageDataset,
-    RandomCrop,
-    check_choices,
-    list_files,
-    open_dataset,
-    report_unusable,
-)
+from .datasets import DIGITS, SPLITS, Corrupt, ImageDataset, RandomCrop, list_files, open_dataset
 
 _INDEX_MODES = ("L", "P")  # of Pillow, whose pixels are numbers of 8 bits: gray, and with a palette
 # What Pillow multiplies gray pixels of fewer bits by, so that the largest becomes 255, by its raw mode.
@@ -46,16 +36,8 @@ class LabelMapDataset(ImageDataset):
     A label map is as large as its image; its pixels are indices of ``classes``, or 255 for those that are
     ignored. A random crop is the same for both. Without it, both are resized to the square as a whole.
 
-    Args:
-        images: Files of images.
-        labels: Files of label maps, gray or with a palette.
-        classes: The names of the classes.
-        image_size: Pixels of each side of the tensors: the labels are int64 (image_size, image_size).
-        crop_fraction: Nothing but 1.
-        random_crop: As in :class:`ImageDataset`.
-
-    Raises:
-        ValueError: There is no image, fewer than two classes or more than 255, or another ``crop_fraction``.
+    The arguments are as of :class:`ImageDataset`, with files of images and of label maps, gray or with a
+    palette. Labels are int64 (image_size, image_size). ValueError is also raised for more than 255 classes.
     """
 
     def __init__(
@@ -68,14 +50,12 @@ class LabelMapDataset(ImageDataset):
         crop_fraction: float | None = 1.0,
         random_crop: RandomCrop | None = None,
     ):
-        if crop_fraction != 1:
-            raise ValueError(f"crop_fraction: got {crop_fraction}, expected 1 with label maps")
+        if len(classes) > IGNORED:
+            raise ValueError(
+                f"classes: got {len(classes)}, expected at most {IGNORED}; {IGNORED} is no class"
+            )
         options: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
         super().__init__(images, labels, classes, image_size, **options)
-
-    def _check_labels(self, labels: Sequence[Any], classes: int) -> None:
-        if classes > IGNORED:  # files are checked when they are read
-            raise ValueError(f"classes: got {classes}, expected at most {IGNORED}; {IGNORED} is no class")
 
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
         label_map = self._label_map(self.labels[index], image.size)
@@ -85,7 +65,7 @@ class LabelMapDataset(ImageDataset):
                 pixels = preprocess(image, size, crop_fraction=1.0, upscale=True)
                 label_map = label_map.resize((size, size), Image.Resampling.NEAREST)
             else:
-                image, label_map = self.random_crop.crop([image, label_map], size, self.rng(index))
+                image, label_map = self.random_crop([image, label_map], size, self.rng(index))
                 pixels = to_tensor(image)
         return pixels, torch.from_numpy(np.array(label_map)).long()
 
@@ -152,18 +132,15 @@ def open_label_maps(
         classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
             which are all read for that.
         random_crop: As in :class:`LabelMapDataset`.
-        corrupt: ``"error"`` raises for unusable images or label maps, ``"skip"`` leaves them out with a
-            warning.
+        corrupt: ``"error"`` raises for a label map that cannot be read for that, ``"skip"`` warns.
 
     Raises:
         FileNotFoundError: There is no such folder, or an image has no label map.
-        ValueError: A wrong split or ``corrupt``, no images, or fewer than two classes.
-        ImageError: Something cannot be used, and ``corrupt`` is ``"error"``.
+        ValueError: A wrong split, no images, fewer than two classes, or an :class:`ImageError`.
     """
-    check_choices(corrupt, split)
+    checks.check_choice("split", split, SPLITS)
     source = Path(source)
-    images, labels, unusable = _files(source / split)
-    report_unusable(source / split / "images", unusable, corrupt)
+    images, labels = _files(source / split)
     file = source / _CLASSES
     if file.is_file():
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -182,43 +159,32 @@ def has_label_maps(source: str | os.PathLike[str], split: Literal["train", "val"
     return True
 
 
-def _files(folder: Path) -> tuple[list[Path], list[Path], list[str]]:
-    """Lists the images of a folder, sorted by name, the label map of each, and what is of no use."""
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Lists the images of a folder, sorted by name, and the label map of each."""
     if not (folder / "images").is_dir():
         raise FileNotFoundError(f"data: {folder / 'images'} does not exist, expected {_LAYOUT}")
-    images, unusable = list_files(folder / "images", deep=False)
+    images = list_files(folder / "images")
     if not images:
         raise ValueError(f"data: {folder / 'images'} has no images")
     labels = [folder / "labels" / f"{path.stem}{_SUFFIX}" for path in images]
     for image, label_map in zip(images, labels, strict=True):
         if not label_map.is_file():
             raise FileNotFoundError(f"data: {image} has no label map, expected {label_map}")
-    return images, labels, unusable
+    return images, labels
 
 
 def _numbered(source: Path, corrupt: Corrupt) -> list[str]:
     """Returns a name for each class up to the largest in the label maps of a folder."""
-    files: list[Path] = []
-    for folder in (source / split / "labels" for split in SPLITS):
-        listed, unusable = list_files(folder, deep=False) if folder.is_dir() else ([], [])
-        report_unusable(folder, unusable, corrupt)
-        files += [file for file in listed if file.suffix == _SUFFIX]
-    largest, errors = 0, []
-    for file in files:
+    largest = 0
+    for file in sorted(source.glob(f"*/labels/[!.]*{_SUFFIX}")):
         try:
             labels = _labels_in(read_label_map(file))
         except ImageError as error:
             if corrupt == "error":
                 raise
-            errors.append(error)
+            warnings.warn(f"data: no classes are known of {error}", stacklevel=stacklevel_of_caller())
         else:
             largest = max([largest, *(label for label in labels if label != IGNORED)])
-    if errors:
-        warnings.warn(
-            f"data: {len(errors)} of {len(files)} label maps cannot be read, and do not count among the "
-            f"{largest + 1} classes; first: {errors[0]}",
-            stacklevel=stacklevel_of_caller(),
-        )
     return [f"class {label}" for label in range(largest + 1)]
 
 
@@ -231,24 +197,14 @@ def save_digit_scenes(
     train: int = 256,
     val: int = 64,
     image_size: int = 64,
-    apart: bool = True,
     seed: int = 0,
 ) -> Path:
     """Writes scanned digits on photographs, with their label maps, in the layout of :func:`open_label_maps`.
 
-    The photographs are the two of scikit-learn: their left two thirds for training, the rest for validation,
-    which has digits that training has not. Label 0 is the photograph, 1 to 10 are the ink of 0 to 9.
-
-    Args:
-        folder: Made if it does not exist.
-        train: Number of images for training.
-        val: Number of images for validation.
-        image_size: Pixels of each side, each with three digits at most.
-        apart: False makes all ink label 1.
-        seed: The same seed makes the same images.
-
-    Returns:
-        The folder.
+    The photographs are the two of scikit-learn, and validation has digits that training has not. Label 0 is
+    the photograph, 1 to 10 are the ink of 0 to 9. The folder is made if it does not exist, and returned.
+    ``train`` and ``val`` are numbers of images of ``image_size`` pixels a side, each with three digits at
+    most. The same seed makes the same images.
     """
     for name, count in (("train", train), ("val", val)):
         checks.check_int(name, count, 1)
@@ -261,25 +217,17 @@ def save_digit_scenes(
         images.mkdir(parents=True, exist_ok=True)
         labels.mkdir(parents=True, exist_ok=True)
         for i in range(count):
-            background = _background(photos[i % len(photos)], split, image_size, rng)
+            photo = photos[i % len(photos)]
+            side = int(rng.integers(photo.height // 3, photo.height * 2 // 3))
+            left, top = (int(rng.integers(0, size - side)) for size in photo.size)
+            box = (left, top, left + side, top + side)
+            background = photo.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
             image, label_map = _scene(background, digits, rng)
-            if not apart:
-                label_map = label_map.point(lambda label: min(label, 1))
             image.save(images / f"{i:05}.jpg", quality=95)
             label_map.save(labels / f"{i:05}{_SUFFIX}")
-    names = ["photograph", *(digits.classes if apart else ["ink"])]
-    Path(folder, _CLASSES).write_text("\n".join(names) + "\n", encoding="utf-8")
+    names = "\n".join(["photograph", *digits.classes])
+    Path(folder, _CLASSES).write_text(f"{names}\n", encoding="utf-8")
     return Path(folder)
-
-
-def _background(photo: Image.Image, split: str, image_size: int, rng: np.random.Generator) -> Image.Image:
-    """Returns a square of the part of a photograph that a split has."""
-    border = photo.width * 2 // 3
-    first, last = (0, border) if split == "train" else (border, photo.width)
-    side = int(rng.integers((last - first) // 3, (last - first) * 2 // 3))
-    left, top = int(rng.integers(first, last - side)), int(rng.integers(0, photo.height - side))
-    box = (left, top, left + side, top + side)
-    return photo.resize((image_size, image_size), Image.Resampling.BICUBIC, box=box)
 
 
 def _scene(

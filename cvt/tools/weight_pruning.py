@@ -25,8 +25,6 @@ from cvt.quantized import quantized_layers
 from cvt.segmentation import IGNORED
 from cvt_kernels import checks
 
-from .evaluation import pairs
-
 Saliency = Literal["magnitude", "taylor"]
 
 _Model = TypeVar("_Model", bound=PretrainedModel)
@@ -62,7 +60,7 @@ def prune_weights(
         The new model, in the same mode, on the same device and of the same dtype.
 
     Raises:
-        TypeError: An argument of the wrong type.
+        TypeError: The model is none of this package.
         ValueError: A fraction out of range, or one that leaves a stage nothing or removes nothing; the model
             is quantized, or has other modules than its configuration says; ``"taylor"`` without images,
             labels or a head.
@@ -76,7 +74,8 @@ def prune_weights(
     config = pruned_config(whole_config, mlp=mlp, heads=heads)
     if saliency is not None:
         checks.check_choice("saliency", saliency, get_args(Saliency))
-    batches = None if batches is None else pairs(batches)
+    if batches is not None:
+        checks.check_kind("batches", batches, Iterable)
     chosen = saliency or ("magnitude" if batches is None else "taylor")
     whole = _copy_of(model, whole_config)
     if chosen == "magnitude":
@@ -201,7 +200,11 @@ def _taylor(
         sizes = block.attn.num_heads, block.mlp.fc2.in_features
         sums[path] = _Saliency(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
     images_seen = 0
-    for number, (images, labels) in enumerate(batches):
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, tuple | list) or [isinstance(each, Tensor) for each in batch] != [True] * 2:
+            got = checks.shown(batch)
+            raise TypeError(f"batches[{number}]: got {got}, expected images with their labels")
+        images, labels = batch
         images_seen += len(images)
         loss = _loss(f"batches[{number}]", model(images.to(device)), labels.to(device))
         gradients = torch.autograd.grad(loss, list(inputs.values()))
@@ -234,11 +237,7 @@ def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
     if labels.shape != expected or labels.dtype != torch.int64:
         got = f"{tuple(labels.shape)} of {labels.dtype}"
         raise ValueError(f"{name}: got labels {got}, expected {tuple(expected)} of torch.int64")
-    is_map = logits.ndim > 2
-    wrong = labels[((labels < 0) | (labels >= logits.shape[1])) & ((labels != IGNORED) | (not is_map))]
-    if len(wrong):
-        raise ValueError(f"{name}: got label {int(wrong[0])}, expected 0 to {logits.shape[1] - 1}")
-    ignored = IGNORED if is_map else -100
+    ignored = IGNORED if logits.ndim > 2 else -100
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignored)
 
 

@@ -8,12 +8,10 @@ from torch import nn
 
 import cvt
 from cvt import CvTConfig, create_model, factory
-from cvt.tools import evaluation, explanation
 from tests.arguments import (
     Call,
     also_named,
     choice,
-    dtype,
     flag,
     names_of,
     number,
@@ -30,7 +28,6 @@ CONFIG = of_values("a", 3, {}, CvTConfig, nn.Linear(2, 2))
 MODEL = of_values("a", 3, nn.Linear, CvTConfig())
 BATCHES = of_values(3, "a", [], [1], [()], [(1, 2)], [(None, None)], [torch.ones(1, 3, SIDE, SIDE)])
 PATH = of_values(3, True, {}, ["a"], torch.ones(2))
-AUTOCAST = optional(dtype())
 
 
 def model(**overrides):
@@ -39,14 +36,6 @@ def model(**overrides):
 
 def images(count=1):
     return torch.randn(count, 3, SIDE, SIDE)
-
-
-def batches():
-    return [(images(2), torch.tensor([0, 1]))]
-
-
-def label_maps():
-    return [(images(2), torch.zeros(2, SIDE, SIDE, dtype=torch.int64))]
 
 
 def fields():
@@ -99,10 +88,6 @@ CALLS = {
         },
         lambda overrides, **given: create_model(**given, **overrides),
     ),
-    "list_models": Call(
-        lambda: {"filter": "*", "pretrained": False},
-        {"filter": of_values(3, True, ["a"], b"a"), "pretrained": flag()},
-    ),
     "load_checkpoint": Call(
         lambda: {"model": create_model(checkpoint="digits"), "checkpoint": "digits"},
         {"model": MODEL, "checkpoint": also_named(PATH, "path")},
@@ -121,26 +106,6 @@ CALLS = {
             "batches": optional(BATCHES),
             "saliency": optional(choice()),
         },
-    ),
-    "evaluate": Call(
-        lambda: {"model": model(), "batches": batches(), "autocast": None},
-        {"model": of_values("a", 3, nn.Linear), "batches": BATCHES, "autocast": AUTOCAST},
-        evaluation.evaluate,
-    ),
-    "evaluate_pixels": Call(
-        lambda: {"model": model(head="segment"), "batches": label_maps(), "autocast": None, "tiles": None},
-        {
-            "model": MODEL,
-            "batches": of_values(3, "a"),
-            "autocast": AUTOCAST,
-            "tiles": optional(of_values("a", 64, (64, 32, 8), [1])),
-        },  # before torchmetrics is imported
-        evaluation.evaluate_pixels,
-    ),
-    "explain": Call(
-        lambda: {"model": model(), "images": images()},
-        {"model": MODEL, "images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))},
-        explanation.explain,
     ),
     "randomize": Call(
         lambda: {"model": nn.Linear(2, 2), "seed": 0},
@@ -235,8 +200,7 @@ def test_every_public_name_and_argument_has_an_entry():
 def test_bad_arguments_are_refused_by_name(name):
     call = CALLS[name]
     function = call.function or getattr(cvt, name)
-    # The first imports torchmetrics, which takes seconds; the second would write a directory.
-    if name not in ("evaluate_pixels", "save_huggingface"):
+    if name != "save_huggingface":  # which would write a directory
         function(**call.arguments())  # a bad argument is to be all that is wrong
     found = problems(name, call, function)
     assert not found, "\n".join(found)

@@ -15,7 +15,6 @@ from PIL import EpsImagePlugin, Image
 
 from cvt import images
 from cvt.images import ImageError, load_images, normalize, preprocess, read_image, read_labels, sample_photos
-from cvt.tools.commands import common
 from cvt.tools.datasets import Batches, ImageDataset
 from cvt.tools.label_maps import read_label_map
 
@@ -162,9 +161,6 @@ def test_more_pixels_than_pillow_opens(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
     Image.new("L", (20, 20)).save(tmp_path / "a.png")
     Image.new("L", (30, 30)).save(tmp_path / "b.png")
-    with common.recorded_warnings() as remarks:
-        read_image(tmp_path / "a.png")
-    assert not remarks
     monkeypatch.setattr(images, "warnings", None)  # whose filters hold in all threads
     for read in (read_image, read_label_map):
         read(tmp_path / "a.png")
@@ -314,7 +310,7 @@ def test_labels(tmp_path, name, content):
         (
             "a.json",
             b'{"-1": "a", "00": "b", "1.0": "c", "x": "d"}',
-            "'0', '1', '2', .* and 1 more",
+            "missing are '0', '1', '2', not expected '-1'",
         ),
         ("a.txt", None, "does not exist"),
     ],

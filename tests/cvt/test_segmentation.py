@@ -15,14 +15,13 @@ from sklearn.metrics import confusion_matrix, jaccard_score
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint, segment_in_tiles
+from cvt import CheckpointError, CvT, CvTSegmenter, create_model, load_checkpoint
 from cvt.checkpoints import read_checkpoint
 from cvt.factory import randomize
 from cvt.images import ImageError
 from cvt.segmentation import Decoder, pixel_loss
-from cvt.tiles import Tiles
 from cvt.tools.datasets import Batches, RandomCrop
-from cvt.tools.evaluation import TokenCounter, add_up_pixels, cost, evaluate_pixels
+from cvt.tools.evaluation import add_up_pixels, cost, evaluate_pixels
 from cvt.tools.label_maps import LabelMapDataset, open_label_maps, read_label_map, save_digit_scenes
 from tests.checks import python_blocks, run_blocks
 from tests.cvt.models import SMALL, equal, small
@@ -211,10 +210,8 @@ def test_names_of_the_classes(label_maps):
     assert open_label_maps(label_maps, "val", 32, classes=list("abcd")).classes == list("abcd")
     (label_maps / "classes.txt").write_text("sky\nsea \n\nland\n")
     assert open_label_maps(label_maps, "val", 32, classes=["a", "b"]).classes == ["sky", "sea", "land"]
-    with pytest.raises(ValueError, match=r"classes: got 256, expected at most 255; 255 is no class"):
+    with pytest.raises(ValueError, match=r"classes: got 256, expected at most 255"):
         LabelMapDataset(["a"], ["b"], [f"{i}" for i in range(256)], 32)
-    with pytest.raises(ValueError, match=r"crop_fraction: got 0.5, expected 1 with label maps"):
-        LabelMapDataset(["a"], ["b"], ["a", "b"], 32, crop_fraction=0.5)
 
 
 def save_png(file, bits, labels, *, palette):
@@ -266,9 +263,7 @@ def test_an_unreadable_label_map_is_skipped(label_maps):
     (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match=r"1.png: is not a readable label map"):
         open_label_maps(label_maps, "val", 32)
-    with pytest.warns(
-        UserWarning, match=r"data: 1 of 11 label maps cannot be read.* first: .*1.png: is"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"data: no classes are known of .*1.png: is not") as caught:
         numbered = open_label_maps(label_maps, "val", 32, corrupt="skip")
     assert [each.filename for each in caught] == [__file__]
     (label_maps / "classes.txt").write_text("a\nb\nc\n")
@@ -288,7 +283,6 @@ def test_an_unreadable_label_map_is_skipped(label_maps):
         ("images/*", {}, ValueError, "val/images has no images"),
         ("images", {}, FileNotFoundError, "val/images does not exist, expected train/images/NAME"),
         ("none", {"split": "test"}, ValueError, "split: got 'test'"),
-        ("none", {"corrupt": "ignore"}, ValueError, "corrupt: got 'ignore', expected 'error' or 'skip'"),
     ],
 )
 def test_a_wrong_folder_is_named(label_maps, remove, arguments, error, message):
@@ -390,45 +384,8 @@ def test_evaluation_of_pixels():
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_pixels(model, [(x, wrong)])
-    with pytest.raises(ValueError, match=r"got logits of shape \(2, 10\), expected \(2, classes, 64, 96\)"):
-        evaluate_pixels(small(), [(images(), torch.zeros(2, 64, 96, dtype=torch.long))])
     with pytest.raises(ValueError, match="logits that are not finite"):
         evaluate_pixels(_Fixed(logits / 0), [(x, labels)])
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_evaluation_in_tiles_is_that_of_the_logits_of_segment_in_tiles(autocast):
-    model, x, sizes = segmenter(), images(3, 160, 97), {"tile": 96, "overlap": 64, "context": 16}
-    labels = torch.randint(0, 5, (3, 160, 97), generator=torch.Generator().manual_seed(1))
-    labels[:, ::7] = 255
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
-        logits = segment_in_tiles(model, x, **sizes, logits=True)
-    shapes = []
-    model.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
-    batches = [(x[:2], labels[:2]), (x[2:], labels[2:])]
-    evaluation = evaluate_pixels(model, batches, autocast=autocast, tiles=Tiles(**sizes))
-    assert {shape[2:] for shape in shapes} == {(96, 96), (96, 65)}
-    expected = add_up_pixels(lambda logits: logits, [(logits, labels)], CPU, 5)
-    assert torch.equal(evaluation.confusion, expected.confusion)
-    assert evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert evaluation.miou == expected.miou
-    assert evaluation.images == 3
-    assert evaluation.images_per_second is None
-    assert evaluate_pixels(model, [batches[1]] * 5, tiles=Tiles(**sizes)).images_per_second > 0
-
-
-def test_wrong_batches_and_tiles():
-    model, x, labels = segmenter(), images(2), torch.zeros(2, 64, 96, dtype=torch.long)
-    for batch, sizes, message in (
-        ((x, labels[:, :32]), {}, r"batches\[0\]: got labels of shape \(2, 32, 96\).*expected \(2, 64, 96\)"),
-        ((x[0], labels), {}, r"batches\[0\]: got shape \(3, 64, 96\), expected 4 dimensions"),
-        ((x, labels + 5), {}, r"batches\[0\]: got label 5, expected 0 to 4"),
-        ((x, labels), {"tile": 48}, "tile: got 48, expected a multiple of 32"),
-        ((x, labels), {"overlap": 512}, "overlap: got 512, expected"),
-        ((x, labels), {"context": 65}, "context: got 65, expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            evaluate_pixels(model, [batch], tiles=Tiles(**sizes))
 
 
 def test_cost_is_of_the_whole_model():
@@ -438,16 +395,3 @@ def test_cost_is_of_the_whole_model():
     of_head = sum(n * (c * dim + dim * dim) for n, c in zip(pixels, channels, strict=True)) + 256 * dim * 5
     assert whole.multiply_adds == of_stages.multiply_adds + of_head
     assert whole.parameters == sum(p.numel() for p in segmenter().parameters())
-
-
-def test_cost_in_tiles_is_that_of_all_tiles():
-    """Along a side of 160 pixels, tiles of 96 begin at 0, 32 and 64; the attention of each is its own."""
-    of_tile, tiles = cost(SEGMENT, 96), Tiles(96, 64, 16)
-    in_tiles = cost(SEGMENT, 160, tiles=tiles)
-    assert in_tiles == (of_tile.parameters, 9 * of_tile.multiply_adds)
-    assert cost(SEGMENT, 96, tiles=tiles) == of_tile
-    kept = dataclasses.replace(SEGMENT, token_keep=0.5)
-    with TokenCounter(model := segmenter(kept)) as counter, torch.no_grad():
-        model(images(1, 96, 96))
-    expected = 9 * cost(kept, 96, counter.means()).multiply_adds
-    assert cost(kept, 160, counter.means(), tiles=tiles).multiply_adds == expected

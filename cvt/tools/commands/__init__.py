@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import warnings
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .process import Parser, orderly, run_command
+from .process import Parser, ended_by_signals, run_command
 
 #: The commands, and what they do. A command's module is imported once it is chosen.
 COMMANDS = {
@@ -28,8 +29,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``cvt``; returns the exit code."""
-    with orderly():
+    """Runs ``cvt``; returns the exit code. What stdout cannot encode is escaped."""
+    with contextlib.suppress(AttributeError, OSError):  # of other streams, as in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    with ended_by_signals():
         arguments = _parse(argv)
         return run_command(f"cvt {arguments.command}", arguments, lambda: _run(arguments))
 
@@ -37,13 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="cvt", description="Convolutional vision Transformers.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_CommandParser)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=_CommandParser, required=True
+    )
     for command, what in COMMANDS.items():
         commands.add_parser(command, help=what)
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        parser.error_with_help("a command is missing")
-    return arguments
+    return parser.parse_args(argv)
 
 
 class _CommandParser(Parser):
@@ -66,20 +68,12 @@ class _Version(argparse.Action):
 
 
 def _run(arguments: argparse.Namespace) -> int | None:
-    """Runs a command, after a one-line warning if compiled kernels are missing.
+    """Runs a command, after a warning if compiled kernels are missing, but for ``doctor``, which says so."""
+    from cvt_kernels.machine import warn_of_missing_kernels  # lazy: --help needs none of it
 
-    ``arguments.written``, if there, returns the names of the files that the command writes into folders.
-    """
-    # lazy: --help needs none of it
-    from cvt_kernels.machine import warn_of_missing_kernels
-
-    from .common import print_remarks
     from .paths import check_outputs
 
-    written = vars(arguments).pop("written", None)
-    check_outputs(arguments, {} if written is None else written(arguments))
-    if arguments.command != "doctor":  # whose report says so anyway
-        with warnings.catch_warnings(record=True) as caught:
-            warn_of_missing_kernels()
-        print_remarks(arguments, [str(warning.message) for warning in caught])
+    check_outputs(arguments)
+    if arguments.command != "doctor":
+        warn_of_missing_kernels()
     return arguments.run(arguments)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from cvt.huggingface import CheckpointError
 from cvt_kernels.messages import printable_word
 
-from .common import CHECKPOINT, MODEL, add, load_model, positive_int, print_result, resolve_device
+from .common import CHECKPOINT, MODEL, add, load_model, option, positive_int, print_result, resolve_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     published = "microsoft/cvt-13, or Microsoft's for --model"
     add(parser, "--checkpoint", required=False, help=f"{CHECKPOINT} (default: {published})")
     add(parser, *MODEL[1:], "--token-keep", "--labels", "--batch-size", "--device")
-    parser.add_argument("--top", type=positive_int, default=5, help="classes to print per photo (default: 5)")
+    option(parser, "--top", "classes to print per photo", type=positive_int, default=5)
     parser.set_defaults(run=_classify)
 
 
@@ -44,8 +44,7 @@ def _classify(arguments: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{loaded.checkpoint.path}: these weights give probabilities that are not finite"
         )
-    lines = _table(photos, probabilities, min(arguments.top, model.num_classes), labels)
-    print_result(arguments, lines, loaded.remarks)
+    print_result(arguments, _table(photos, probabilities, min(arguments.top, model.num_classes), labels))
 
 
 def _table(photos: list[str], probabilities: Tensor, count: int, labels: list[str] | None) -> Iterator[str]:

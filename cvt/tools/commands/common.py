@@ -21,7 +21,6 @@ from cvt.config import (
     MOST_IMAGES,
     MOST_SEED,
     PRESETS,
-    CvTConfig,
     Head,
     TokenKeep,
     default_image_size,
@@ -33,8 +32,7 @@ from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.messages import printable
 
-from .paths import STDOUT, input_path
-from .process import why_not_written
+from .paths import STDOUT, InputPath
 
 if TYPE_CHECKING:
     from ..datasets import Batches, Corrupt, ImageDataset, RandomCrop
@@ -77,64 +75,46 @@ CHECKPOINT = (
     "weights to load: an official .pth, a .safetensors file, a directory written by Hugging Face or cvt "
     "train, owner/name on the Hub, or digits (a small bundled model)"
 )
-# The arguments that several commands have, and the groups of them that go together.
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "photos": {
-        "nargs": "+",
-        "type": input_path,
-        "metavar": "PHOTO",
-        "help": "image file (JPEG, PNG, WebP, …)",
-    },
-    "--checkpoint": {"type": input_path, "required": True, "help": CHECKPOINT},
-    "--model": {
-        "choices": tuple(PRESETS),
-        "help": "architecture (default: detected from the checkpoint)",
-    },
-    "--activation": {
-        "choices": tuple(ACTIVATIONS),
-        "help": "activation of the MLPs (default: quick_gelu for the published weights, gelu for other "
-        "models on the Hub)",
-    },
-    "--image-size": {
-        "type": image_size,
-        "help": "side of the input images in pixels (default: as trained, or else 224, 384 for cvt_w24); no "
-        "center crop from 384 up",
-    },
-    "--token-keep": {
-        "type": token_keep,
-        "metavar": "KEEP",
-        "help": "prune unimportant tokens in the last stage: fraction to keep, such as 0.7, or entropy to "
-        "decide per image; comma-separated for one per block (default: as in the checkpoint, or keep all)",
-    },
-    "--labels": {
-        "type": input_path,
-        "metavar": "FILE",
-        "help": "file of class names: one per line, or JSON: a list or {index: name}",
-    },
-    "--batch-size": {"type": batch_size, "default": 32, "help": "images per batch (default: 32)"},
-    "--workers": {
-        "type": integer(0, 256),
-        "default": 0,
-        "help": "worker processes that load images (default: 0)",
-    },
-    "--corrupt": {
-        "choices": ("error", "skip"),
-        "default": "error",
-        "help": "stop at an unreadable image, or skip it (default: error)",
-    },
-    "--calibrate": {
-        "type": input_path,
-        "metavar": "DATA",
-        "help": "calibration data: digits, or a folder with train/CLASS/IMAGE for calibration and "
-        "val/CLASS/IMAGE for measuring accuracy; in a folder with only CLASS/IMAGE, every fifth image is "
-        "held out for accuracy",
-    },
-    "--seed": {
-        "type": integer(0, MOST_SEED),
-        "default": 0,
-        "help": "seed for choosing the calibration images (default: 0)",
-    },
-    "--device": {"help": "cpu, cuda, cuda:1, … (default: cuda if available)"},
+# The arguments that several commands have: their help, and the rest.
+_ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "photos": ("image file (JPEG, PNG, WebP, …)", {"nargs": "+", "type": InputPath, "metavar": "PHOTO"}),
+    "--checkpoint": (CHECKPOINT, {"type": InputPath, "required": True}),
+    "--model": ("architecture (default: detected from the checkpoint)", {"choices": tuple(PRESETS)}),
+    "--activation": (
+        "activation of the MLPs (default: quick_gelu for the published weights, gelu for other models on the "
+        "Hub)",
+        {"choices": tuple(ACTIVATIONS)},
+    ),
+    "--image-size": (
+        "side of the input images in pixels (default: as trained, or else 224, 384 for cvt_w24); no center "
+        "crop from 384 up",
+        {"type": image_size},
+    ),
+    "--token-keep": (
+        "prune unimportant tokens in the last stage: fraction to keep, such as 0.7, or entropy to decide per "
+        "image; comma-separated for one per block (default: as in the checkpoint, or keep all)",
+        {"type": token_keep, "metavar": "KEEP"},
+    ),
+    "--labels": (
+        "file of class names: one per line, or JSON: a list or {index: name}",
+        {"type": InputPath, "metavar": "FILE"},
+    ),
+    "--batch-size": ("images per batch", {"type": batch_size, "default": 32}),
+    "--workers": ("worker processes that load images", {"type": integer(0, 256), "default": 0}),
+    "--corrupt": (
+        "stop at an unreadable image, or skip it",
+        {"choices": ("error", "skip"), "default": "error"},
+    ),
+    "--calibrate": (
+        "calibration data: digits, or a folder with train/CLASS/IMAGE for calibration and val/CLASS/IMAGE "
+        "for measuring accuracy; in a folder with only CLASS/IMAGE, every fifth image is held out",
+        {"type": InputPath, "metavar": "DATA"},
+    ),
+    "--seed": (
+        "seed for choosing the calibration images",
+        {"type": integer(0, MOST_SEED), "default": 0},
+    ),
+    "--device": ("cpu, cuda, cuda:1, … (default: cuda if available)", {}),
 }
 MODEL = ("--checkpoint", "--model", "--activation", "--image-size")
 BATCHES = ("--batch-size", "--workers", "--corrupt")
@@ -143,21 +123,27 @@ BATCHES = ("--batch-size", "--workers", "--corrupt")
 def add(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
     """Adds arguments that several commands have, with changes for all of them."""
     for name in names:
-        parser.add_argument(name, **_ARGUMENTS[name] | changes)
+        text, settings = _ARGUMENTS[name]
+        option(parser, name, **{"help": text, **settings, **changes})
+
+
+def option(parser: argparse.ArgumentParser, name: str, help: str, **settings: Any) -> None:  # noqa: A002
+    """Adds an argument; its help gets the default, unless it says so itself."""
+    default = settings.get("default")
+    if default is not None and not isinstance(default, bool | list) and "(default" not in help:
+        help += f" (default: {default})"  # noqa: A001
+    parser.add_argument(name, help=help, **settings)
 
 
 def resolve_device(name: str | None) -> torch.device:
     """Returns the device of that name, or the default; raises ValueError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    is_cuda = name.partition(":")[0] == "cuda"
-    if is_cuda and not torch.backends.cuda.is_built():
-        raise ValueError(f"--device: got {name!r}, but this torch ({torch.__version__}) has no CUDA")
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ImportError) as error:
-        said = f"but torch says: {str(error).splitlines()[0]}" if is_cuda else "expected cpu, cuda or cuda:N"
-        raise ValueError(f"--device: got {name!r}, {said}") from error
+        said = f"but torch {torch.__version__} says: {str(error).splitlines()[0]}"
+        raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N, {said}") from error
     if device.type == "meta":
         raise ValueError("--device: got 'meta', which computes nothing; expected cpu, cuda or cuda:N")
     return device
@@ -181,12 +167,11 @@ def naming_options(*names: str) -> Iterator[None]:
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode, the size of its images, and the warnings of its loading."""
+    """A model in evaluation mode, and the size of its images."""
 
     model: CvT | CvTSegmenter
     checkpoint: Checkpoint
     image_size: int
-    remarks: list[str]
 
     @property
     def classifier(self) -> CvT:
@@ -234,43 +219,17 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
 
     It raises FileNotFoundError or CheckpointError where that cannot be loaded.
     """
-    with recorded_warnings() as remarks:
-        given = arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}"
-        checkpoint = read_checkpoint(given)
-    keep = getattr(arguments, "token_keep", None)
-    overrides = {} if keep is None else {"token_keep": keep}
+    checkpoint = read_checkpoint(arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}")
+    chosen = {"token_keep": getattr(arguments, "token_keep", None), "activation": arguments.activation}
+    overrides: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     with naming_options("token_keep"):
-        model, more = build_model(checkpoint, arguments.model, activation=arguments.activation, **overrides)
+        model = create_model(arguments.model, checkpoint=checkpoint, **overrides)
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
-    size = (
-        arguments.image_size
-        or preprocessing.image_size
-        or default_image_size(arguments.model or checkpoint.architecture())
-    )
-    return LoadedModel(model.to(device).eval(), checkpoint, size, [*remarks, *more, *preprocessing.remarks])
-
-
-def build_model(
-    checkpoint: Checkpoint,
-    model: str | CvTConfig | None,
-    *,
-    activation: str | None,
-    option: str = "--activation",
-    **overrides: Any,
-) -> tuple[CvT | CvTSegmenter, list[str]]:
-    """Builds a model as :func:`create_model` does; returns it and the warnings of its loading.
-
-    ``activation`` is the user's choice or None, ``option`` the option for it, which the warnings name.
-    """
-    chosen = activation or checkpoint.activation
-    if chosen is not None:
-        overrides["activation"] = chosen
-    with recorded_warnings() as remarks:
-        built = create_model(model, checkpoint=checkpoint, **overrides)
-    reason = None if activation else checkpoint.why_choose_activation()
-    if reason is not None:
-        remarks.append(reason + (f"; choose by {option} gelu or quick_gelu" if option else ""))
-    return built, remarks
+    for remark in preprocessing.remarks:
+        warnings.warn(remark, stacklevel=2)
+    usual = default_image_size(arguments.model or checkpoint.architecture())
+    size = arguments.image_size or preprocessing.image_size or usual
+    return LoadedModel(model.to(device).eval(), checkpoint, size)
 
 
 def open_calibration(
@@ -280,17 +239,12 @@ def open_calibration(
     from ..datasets import Batches, open_parts  # lazy: Pillow would slow down --help
 
     source = arguments.calibrate
-    with recorded_warnings() as unread:
-        fitted, held_out = open_parts(
-            source, loaded.image_size, crop_fraction=loaded.crop_fraction, corrupt=arguments.corrupt
-        )
-    loaded.remarks.extend(unread)
+    fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(fitted.classes, f"--calibrate {source}")
     drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(images, len(fitted)))
-    parts = (fitted.part(sorted(drawn)), held_out)
+    options: dict[str, Any] = {"workers": arguments.workers, "corrupt": arguments.corrupt}
     first, second = (
-        Batches(part, arguments.batch_size, workers=arguments.workers, corrupt=arguments.corrupt)
-        for part in parts
+        Batches(part, arguments.batch_size, **options) for part in (fitted.part(sorted(drawn)), held_out)
     )
     return first, second
 
@@ -314,66 +268,26 @@ def open_split(
     from ..datasets import DIGITS, open_dataset  # lazy: Pillow would slow down --help
     from ..label_maps import has_label_maps, open_label_maps
 
-    options: dict[str, Any] = {"random_crop": random_crop, "corrupt": corrupt}
     if head == "segment":
         if source == DIGITS:
             raise ValueError(
                 f"--data: got digits, which have no label maps; expected a folder with {split}/images and "
                 f"{split}/labels for head='segment'"
             )
+        options: dict[str, Any] = {"random_crop": random_crop, "corrupt": corrupt}
         return open_label_maps(source, split, image_size, classes=classes, **options)
     if has_label_maps(source, split):
         raise ValueError(
             f"--data: {source} has label maps, which are for models of train --task segment; expected "
             f"{split}/CLASS/IMAGE for a classifier"
         )
-    return open_dataset(source, split, image_size, crop_fraction=crop_fraction, **options)
+    return open_dataset(source, split, image_size, crop_fraction=crop_fraction, random_crop=random_crop)
 
 
 # Output ---------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def recorded_warnings() -> Iterator[list[str]]:
-    """Yields a list that holds the messages of all warnings of the block once the block has ended."""
-    messages: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", "Image size .* decompression bomb")  # as cvt.images does
-        yield messages
-    messages += [str(warning.message) for warning in caught]
-
-
-@contextlib.contextmanager
-def printed_warnings(arguments: argparse.Namespace) -> Iterator[None]:
-    """Prints every warning of the block on stderr at once, as a line after the name of the command."""
-    from tqdm import tqdm
-
-    def show(message: Any, *details: Any, **more: Any) -> None:
-        line = f"cvt {arguments.command}: {printable(str(message))}"
-        tqdm.write(line, file=sys.stderr)  # above a bar, if there is one
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
-
-
-def print_remarks(arguments: argparse.Namespace, remarks: Iterable[str]) -> None:
-    """Prints remarks on stderr, each after the name of the command."""
-    for remark in remarks:
-        print(f"cvt {arguments.command}: {printable(remark)}", file=sys.stderr)
-
-
-def print_result(arguments: argparse.Namespace, lines: Iterable[str], remarks: Iterable[str] = ()) -> None:
-    """Prints a result on stdout, or on stderr where ``--json -`` takes it, after the remarks on stderr.
-
-    It is called when everything is done.
-    """
-    print_remarks(arguments, remarks)
+def print_result(arguments: argparse.Namespace, lines: Iterable[str]) -> None:
+    """Prints a result on stdout, or on stderr where ``--json -`` takes it, when everything is done."""
     stream = sys.stderr if getattr(arguments, "json", None) == STDOUT else sys.stdout
-    try:
-        print(printable("\n".join(lines)), file=stream, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OSError(why_not_written(error)) from error
+    print(printable("\n".join(lines)), file=stream, flush=True)

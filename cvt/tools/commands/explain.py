@@ -9,22 +9,18 @@ from tqdm import tqdm
 
 from cvt.files import filling, making, write_json
 
-from .common import MODEL, add, load_model, print_result, resolve_device
-from .paths import output_path
+from .common import MODEL, add, load_model, option, print_result, resolve_device
+from .paths import OutputPath
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add(parser, "photos", *MODEL, "--token-keep", "--device")
-    parser.add_argument(
-        "--output",
-        type=output_path,
-        required=True,
-        metavar="DIR",
-        help="where to write explain.json and, for each photo, NAME.attention.png and NAME.rollout.png (with "
-        "token pruning also NAME.tokens.png)",
+    text = (
+        "where to write explain.json and, for each photo, NAME.attention.png and NAME.rollout.png (with "
+        "token pruning also NAME.tokens.png)"
     )
-    parser.add_argument("--plot", action="store_true", help="also write heads.png, a plot of all heads")
+    option(parser, "--output", text, type=OutputPath, required=True, metavar="DIR")
     parser.set_defaults(run=_explain, written=_names_written)
 
 
@@ -32,12 +28,12 @@ def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the names of the files in ``--output``."""
     kinds = ("attention", "rollout", "tokens")
     pictures = [f"{Path(photo).stem}.{kind}.png" for photo in arguments.photos for kind in kinds]
-    return {"output": ["explain.json", *pictures, *(["heads.png"] if arguments.plot else [])]}
+    return {"output": ["explain.json", *pictures]}
 
 
 def _explain(arguments: argparse.Namespace) -> None:
     # lazy: Pillow would slow down --help.
-    from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures, plot_heads
+    from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures
 
     photos, output = arguments.photos, Path(arguments.output)
     names = [Path(photo).stem for photo in photos]
@@ -60,8 +56,6 @@ def _explain(arguments: argparse.Namespace) -> None:
             title = class_title(**entry["classes"][0])
             for kind, figure in pictures(explanation, photograph(image), config, title).items():
                 figure.savefig(scratch / f"{name}.{kind}.png")
-        if arguments.plot:
-            plot_heads(explanations).savefig(scratch / "heads.png")
         write_json(scratch / "explain.json", {"checkpoint": arguments.checkpoint, "photos": content})
         written = sorted(str(output / file.name) for file in scratch.iterdir())
-    print_result(arguments, written, loaded.remarks)
+    print_result(arguments, written)

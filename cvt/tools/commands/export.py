@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from cvt.extras import require
 from cvt.files import replacing
@@ -28,11 +27,10 @@ from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.backends import requesting
 
-from .common import MODEL, add, load_model, print_result
+from .common import MODEL, add, load_model, option, print_result
 from .onnx_nodes import with_nodes
-from .paths import add_json_argument, output_path, reporting
+from .paths import OutputPath, add_json_argument, reporting
 
-FORMATS = ("pt2", "onnx")
 #: Largest accepted difference of the logits, relative to the largest logit.
 TOLERANCE = 1e-4
 #: The same for a quantized model, by root mean squares: relative to the logits, and to the model's own error.
@@ -41,12 +39,10 @@ _IMAGES = 5  # that are compared
 
 
 class Parity(NamedTuple):
-    """The distance of an export's logits from the model's, on random images.
+    """The largest difference of an export's logits from the model's, relative to the largest logit.
 
-    Attributes:
-        difference: The largest difference, relative to the largest logit.
-        rounding: The same of a quantized model and itself in float64; None for other models. On other images
-            the export may differ by about as much, where a number between two integers is rounded.
+    ``rounding`` is the same of a quantized model and itself in float64; None for other models. On other
+    images the export may differ by about as much, where a number between two integers is rounded.
     """
 
     difference: float
@@ -56,10 +52,9 @@ class Parity(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     add(parser, *MODEL, "--token-keep")
-    parser.add_argument(
-        "--format", required=True, choices=FORMATS, help="torch.export program (pt2) or ONNX model (onnx)"
-    )
-    parser.add_argument("--output", type=output_path, required=True, metavar="FILE", help="file to write")
+    text = "torch.export program (pt2) or ONNX model (onnx)"
+    option(parser, "--format", text, required=True, choices=("pt2", "onnx"))
+    option(parser, "--output", "file to write", type=OutputPath, required=True, metavar="FILE")
     add_json_argument(parser, "how far the file's outputs are from the model's")
     parser.set_defaults(run=_export)
 
@@ -69,7 +64,7 @@ def _export(arguments: argparse.Namespace) -> None:
     size, config = loaded.image_size, loaded.model.config
     # The report ends first: where it cannot be written, --output stays as it was.
     with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
-        parity = export(loaded.model, file, arguments.format, image_size=size, progress=True)
+        parity = export(loaded.model, file, arguments.format, image_size=size)
         given = {"checkpoint": arguments.checkpoint, "output": arguments.output, "format": arguments.format}
         report_json({**given, "image_size": size, "classes": config.num_classes, **parity._asdict()})
     sides = f", {size}, {size}" if config.head == "segment" else ""
@@ -82,7 +77,7 @@ def _export(arguments: argparse.Namespace) -> None:
         lines.append(
             f"on others possibly about {parity.rounding:.1e} off, as the model is by its 8-bit numbers"
         )
-    print_result(arguments, lines, loaded.remarks)
+    print_result(arguments, lines)
 
 
 def export(
@@ -91,7 +86,6 @@ def export(
     format: str,  # noqa: A002
     *,
     image_size: int,
-    progress: bool = False,
 ) -> Parity:
     """Writes a model, in evaluation mode and float32 on the CPU, for any number of images of one size.
 
@@ -104,39 +98,24 @@ def export(
         path: A file.
         format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
         image_size: Pixels of each side.
-        progress: Show a bar on stderr, if that is a terminal.
 
     Returns:
         The difference, at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE` for a quantized model.
 
     Raises:
-        ValueError: An unknown format, a model in another mode, dtype or place, one that PyTorch cannot export
-            or whose export differs, or an image size too small for the model.
+        ValueError: PyTorch cannot export the model, its export differs, or images are too small for it.
         ModuleNotFoundError: For ONNX: the ``export`` extra is not installed.
         OSError: The file cannot be written.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format: got {format!r}, expected one of {', '.join(FORMATS)}")
-    weight = next(model.parameters())
-    if model.training or weight.dtype != torch.float32 or weight.device.type != "cpu":
-        mode = "training" if model.training else "evaluation"
-        raise ValueError(
-            f"model: is in {mode} mode, {weight.dtype} on {weight.device}, "
-            "expected evaluation mode, torch.float32 on cpu"
-        )
     runtime = _import_onnxruntime() if format == "onnx" else None
     shape = _IMAGES, model.config.in_chans, image_size, image_size
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    bar = tqdm(total=3, desc="export", unit="step", leave=False, disable=None if progress else True)
-    with torch.no_grad(), replacing(path) as scratch, bar:
+    with torch.no_grad(), replacing(path) as scratch:
         expected = model(images)
-        bar.update()
         try:
             with requesting("auto"), _quiet():  # requested kernels would become part of the file
                 _write(model, images[:2], scratch, format)
-                bar.update()
                 logits = _run(scratch, (images[:1], images[1:]), runtime)
-                bar.update()
         except OSError:
             raise
         except Exception as error:  # a tracer can stumble over anything
@@ -180,14 +159,9 @@ def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  
         model = with_nodes(model)
     program = torch.export.export(model, (images,), dynamic_shapes=dynamic_shapes)
     if format == "onnx":
-        written: Any = torch.onnx.export(
-            program,
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=dynamic_shapes,
-        )
+        options: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+        options |= {"dynamic_shapes": dynamic_shapes, "dynamo": True, "verbose": False}
+        written: Any = torch.onnx.export(program, **options)
         for node in written.model.graph.all_nodes():
             node.metadata_props.clear()  # where in our source it comes from, at great length
         written.save(path, external_data=False)

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,25 @@ from cvt.huggingface import CONFIGS, INDEX
 STDOUT = "-"
 
 
-class InputPath(str):
-    """A path, or the name of something, that a command reads."""
+class _Path(str):
+    def __new__(cls, text: str) -> _Path:
+        if not text:
+            raise argparse.ArgumentTypeError("got '', expected a path")
+        return super().__new__(cls, text)
 
 
-class OutputPath(str):
-    """A path to which a command writes."""
+class InputPath(_Path):
+    """The ``type`` of an argument that is a path, or the name of something, that a command reads."""
 
 
-def input_path(text: str) -> InputPath:
-    """Parses an argument of argparse for what a command reads: anything but nothing."""
-    return InputPath(_something(text))
-
-
-def output_path(text: str) -> OutputPath:
-    """Parses an argument of argparse for where a command writes: anything but nothing."""
-    return OutputPath(_something(text))
-
-
-def _something(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("got '', expected a path")
-    return text
+class OutputPath(_Path):
+    """The ``type`` of an argument that is a path to which a command writes."""
 
 
 def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds ``--json``, for :func:`reporting`."""
-    parser.add_argument(
-        "--json", type=output_path, metavar="FILE", help=f"write {what}; {STDOUT} is standard output"
-    )
+    text = f"write {what}; {STDOUT} is standard output"
+    parser.add_argument("--json", type=OutputPath, metavar="FILE", help=text)
 
 
 @contextlib.contextmanager
@@ -57,23 +47,24 @@ def reporting(
 
     The path is a file, ``-`` for standard output, or None for nowhere.
     """
-    reports: list[Mapping[str, Any]] = []
-    if path is None:
-        yield reports.append
-    elif path == STDOUT:
-        yield reports.append
-        for report in reports:
-            print(json.dumps(report, indent=indent, allow_nan=False), flush=True)
-    else:
+    if path is not None and path != STDOUT:
         with replacing(path) as file:
             yield lambda report: write_json(file, report, indent=indent)
+        return
+    reports: list[Mapping[str, Any]] = []
+    yield reports.append
+    for report in reports if path == STDOUT else ():
+        print(json.dumps(report, indent=indent, allow_nan=False), flush=True)
 
 
-def check_outputs(arguments: argparse.Namespace, names: Mapping[str, Iterable[str]]) -> None:
+def check_outputs(arguments: argparse.Namespace) -> None:
     """Checks, before a long run, that outputs can be written and are neither inputs nor the same file.
 
-    ``names`` are those of files that go into folders, by argument. OSError and ValueError name the options.
+    ``arguments.written``, if there, returns the names of the files that go into folders, by argument.
+    OSError and ValueError name the options.
     """
+    written = vars(arguments).pop("written", None)
+    names = {} if written is None else written(arguments)
     outputs: dict[Any, str] = {}
     for argument, path in _of_kind(arguments, OutputPath):
         if path == STDOUT:
@@ -120,7 +111,7 @@ def _files_of(argument: str, source: str) -> Iterator[Path]:
     if argument in ("data", "calibrate"):
         from ..datasets import list_files  # Pillow, which the check of a new file need not wait for
 
-        files = list_files(Path(source))[0] if os.path.isdir(source) else []
+        files = list_files(Path(source)) if os.path.isdir(source) else []
         yield from (file for file in files if file.parent != Path(source))  # in folders of splits or classes
     elif argument not in ("checkpoint", "teacher"):
         yield Path(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,6 +22,7 @@ from .common import (
     load_model,
     naming_options,
     open_calibration,
+    option,
     positive_int,
     print_result,
     resolve_device,
@@ -35,21 +37,15 @@ _ROUNDS = 10  # of the measurement of speed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     smaller.add_shared_arguments(parser, "accuracy, size and speed before and after", calibrate=False)
-    for option, what in (
-        ("--mlp", "hidden units of every MLP"),
-        ("--heads", "attention heads of every block"),
-    ):
-        text = f"fraction of the {what} to remove (default: 0)"
-        parser.add_argument(option, type=float, default=0.0, metavar="FRACTION", help=text)
-    parser.add_argument(
-        "--saliency",
-        choices=get_args(Saliency),
-        help="importance score: size of the weights (magnitude), or estimated change of the loss (taylor) "
-        "(default: taylor with --calibrate, else magnitude)",
+    for name, what in (("mlp", "hidden units of every MLP"), ("heads", "attention heads of every block")):
+        text = f"fraction of the {what} to remove"
+        option(parser, f"--{name}", text, type=float, default=0.0, metavar="FRACTION")
+    text = (
+        "importance score: size of the weights (magnitude), or estimated change of the loss (taylor) "
+        "(default: taylor with --calibrate, else magnitude)"
     )
-    parser.add_argument(
-        "--batches", type=positive_int, default=8, help="most batches to calibrate with (default: 8)"
-    )
+    option(parser, "--saliency", text, choices=get_args(Saliency))
+    option(parser, "--batches", "most batches to calibrate with", type=positive_int, default=8)
     parser.set_defaults(run=_prune)
 
 
@@ -73,8 +69,7 @@ def _prune(arguments: argparse.Namespace) -> None:
     labels, data = loaded.labels(arguments.labels), None
     if arguments.calibrate:
         data = open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
-    remarks: list[str] = []
-    with smaller.staged(arguments, remarks) as (file, report_json):
+    with smaller.staged(arguments) as (file, report_json):
         batches = None
         if data is not None and arguments.saliency != "magnitude":
             batches = tqdm(data[0], desc="saliency", unit="batch", leave=False, disable=None)
@@ -94,9 +89,9 @@ def _prune(arguments: argparse.Namespace) -> None:
     if data is not None:
         heading += f", measured on {held_out} held-out images of {arguments.calibrate}"
     if before["is_disturbed"] or after["is_disturbed"]:
-        remarks.append(clock.DISTURBED)
+        warnings.warn(clock.DISTURBED, stacklevel=1)
     lines = [heading, "", *_stages(config, pruned.config), "", *smaller.table(before, after)]
-    print_result(arguments, lines, [*loaded.remarks, *remarks])
+    print_result(arguments, lines)
 
 
 def _measure(

@@ -36,13 +36,8 @@ _NARROW, _WIDE = [32, 64, 160, 256], [64, 128, 320, 512]  # channels of B0, and 
 
 
 def _segformer(i: int) -> Pyramid:
-    sizes = {
-        "hidden_sizes": _WIDE if i else _NARROW,
-        "depths": _DEPTHS[i],
-        "mlp_ratios": [4, 4, 4, 4],
-        "decoder_hidden_size": 768 if i > 1 else 256,
-        "num_labels": 150,
-    }
+    sizes: dict[str, Any] = {"hidden_sizes": _WIDE if i else _NARROW, "depths": _DEPTHS[i]}
+    sizes |= {"mlp_ratios": [4] * 4, "decoder_hidden_size": 768 if i > 1 else 256, "num_labels": 150}
     return Pyramid("SegformerForSemanticSegmentation", 512, sizes)
 
 
@@ -52,27 +47,20 @@ def _pvt(i: int) -> Pyramid:
 
 
 def _pvt_v2(i: int, *, linear: bool = False) -> Pyramid:
-    sizes = {
-        "hidden_sizes": _WIDE if i else _NARROW,
-        "depths": _DEPTHS[i],
-        "mlp_ratios": [4, 4, 4, 4] if i == 5 else [8, 8, 4, 4],
-        "linear_attention": linear,
-        "num_labels": 1000,
-    }
+    sizes: dict[str, Any] = {"hidden_sizes": _WIDE if i else _NARROW, "depths": _DEPTHS[i]}
+    sizes |= {"mlp_ratios": [4] * 4 if i == 5 else [8, 8, 4, 4]}
+    sizes |= {"linear_attention": linear, "num_labels": 1000}
     return Pyramid("PvtV2ForImageClassification", 224, sizes)
 
 
+_GLPN = {"hidden_sizes": _WIDE, "depths": _DEPTHS[4], "mlp_ratios": [4] * 4, "decoder_hidden_size": 64}
 #: The models of transformers by name.
 PYRAMIDS = {
     **{f"segformer_b{i}": _segformer(i) for i in range(6)},
     **{f"pvt_{name}": _pvt(i) for i, name in enumerate(("tiny", "small", "medium", "large"), 1)},
     **{f"pvt_v2_b{i}": _pvt_v2(i) for i in range(6)},
     "pvt_v2_b2_linear": _pvt_v2(2, linear=True),
-    "glpn": Pyramid(
-        "GLPNForDepthEstimation",
-        480,
-        {"hidden_sizes": _WIDE, "depths": _DEPTHS[4], "mlp_ratios": [4] * 4, "decoder_hidden_size": 64},
-    ),
+    "glpn": Pyramid("GLPNForDepthEstimation", 480, _GLPN),
 }
 # What would draw random numbers in training. Not every configuration has each field.
 _RATES = ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")

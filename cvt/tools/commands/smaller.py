@@ -20,23 +20,32 @@ from cvt.huggingface import made_up_labels
 from cvt_kernels.messages import aligned
 
 from ..evaluation import Evaluation, evaluate
-from .common import BATCHES, MODEL, LoadedModel, add, recorded_warnings
-from .paths import add_json_argument, output_path, reporting
+from .common import BATCHES, MODEL, LoadedModel, add, option
+from .paths import OutputPath, add_json_argument, reporting
 
 if TYPE_CHECKING:
     from ..datasets import Batches
 
 _SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
+# Of a table: the name of a figure, how it is written, and what it is multiplied by.
+_FORMS = {
+    "top1": ("top-1", "{:.2%}", 1),
+    "top5": ("top-5", "{:.2%}", 1),
+    "loss": ("loss", "{:.4f}", 1),
+    "parameters": ("parameters", "{:.2f} M", 1e-6),
+    "multiply_adds": ("multiply-adds", "{:.2f} M", 1e-6),
+    "bytes": ("size", "{:.2f} MB", 1e-6),
+    "images_per_second": ("images/s", "{:.1f}", 1),
+}
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser, report: str, *, calibrate: bool) -> None:
     """Adds the arguments that both commands have; ``calibrate`` says whether they need images."""
     add(parser, *MODEL)
     add(parser, "--calibrate", required=calibrate)
-    parser.add_argument(
-        "--output", type=output_path, required=True, metavar="FILE", help=f"{_SUFFIX} file to write"
-    )
+    text = f"{_SUFFIX} file to write"
+    option(parser, "--output", text, type=OutputPath, required=True, metavar="FILE")
     add(parser, "--seed", "--labels", *BATCHES, "--device")
     add_json_argument(parser, report)
 
@@ -52,19 +61,11 @@ def check_output(output: str) -> None:
 
 
 @contextlib.contextmanager
-def staged(arguments: argparse.Namespace, remarks: list[str]) -> Iterator[tuple[Path, Any]]:
-    """Yields the file to write and what takes the report; both are there after the block, or neither.
-
-    Warnings of the block are added to the remarks, each once.
-    """
+def staged(arguments: argparse.Namespace) -> Iterator[tuple[Path, Any]]:
+    """Yields the file to write and what takes the report; both are there after the block, or neither."""
     # The report ends first: where it cannot be written, --output stays as it was.
-    with (
-        replacing(arguments.output) as file,
-        reporting(arguments.json) as report_json,
-        recorded_warnings() as said,
-    ):
+    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
         yield file, report_json
-    remarks += dict.fromkeys(said)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> int:
@@ -109,17 +110,8 @@ def accuracy(evaluation: Evaluation | None) -> dict[str, float | None]:
 
 def table(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Returns the lines of a table of figures before and after, without those that are None."""
-    forms = {
-        "top1": ("top-1", "{:.2%}", 1),
-        "top5": ("top-5", "{:.2%}", 1),
-        "loss": ("loss", "{:.4f}", 1),
-        "parameters": ("parameters", "{:.2f} M", 1e-6),
-        "multiply_adds": ("multiply-adds", "{:.2f} M", 1e-6),
-        "bytes": ("size", "{:.2f} MB", 1e-6),
-        "images_per_second": ("images/s", "{:.1f}", 1),
-    }
     rows = [("", "before", "after")]
-    for name, (title, form, factor) in forms.items():
+    for name, (title, form, factor) in _FORMS.items():
         if before.get(name) is not None:
             rows.append((title, form.format(before[name] * factor), form.format(after[name] * factor)))
     return aligned(rows, right=(1, 2))

@@ -14,32 +14,18 @@ from torch.nn import functional as F
 
 from cvt.config import MOST_IMAGES, MOST_SEED, PRESETS, CvTConfig, as_number
 from cvt.model import Stages
+from cvt_kernels.checks import check_choice
 
 #: The dtype to which autocast casts, None for no autocast.
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTILLATIONS = ("none", "soft", "hard")
 
+_NANO: dict[str, Any] = {"embed_dims": (32, 64), "depths": (1, 2), "num_heads": (1, 2), "mlp_ratio": 2.0}
+_NANO |= {"patch_sizes": 3, "patch_strides": 2, "patch_paddings": 1, "qkv_bias": True, "kernel_size": 3}
+_NANO |= {"stride_q": 1, "stride_kv": (2, 1), "cls_token": (False, True)}
+_NANO |= dict.fromkeys(("drop_rate", "attn_drop_rate", "drop_path_rate"), 0.0)
 #: The models that can be trained by name: the paper's, and a small one for digits.
-MODELS = {
-    **PRESETS,
-    "cvt_nano": CvTConfig(
-        embed_dims=(32, 64),
-        depths=(1, 2),
-        num_heads=(1, 2),
-        patch_sizes=(3, 3),
-        patch_strides=(2, 2),
-        patch_paddings=(1, 1),
-        mlp_ratio=(2.0, 2.0),
-        qkv_bias=(True, True),
-        kernel_size=(3, 3),
-        stride_q=(1, 1),
-        stride_kv=(2, 1),
-        cls_token=(False, True),
-        drop_rate=(0.0, 0.0),
-        attn_drop_rate=(0.0, 0.0),
-        drop_path_rate=(0.0, 0.0),
-    ),
-}
+MODELS = {**PRESETS, "cvt_nano": CvTConfig(**_NANO)}
 
 
 def _option(default: Any, help: str, least: float = 0, below: float = math.inf) -> Any:  # noqa: A002
@@ -56,16 +42,12 @@ class TrainConfig:
     """
 
     epochs: int = _option(300, "passes over the training set", 1, 10**6 + 1)
-    batch_size: int = _option(
-        256, "images per step, over all processes and micro-batches", 1, MOST_IMAGES + 1
-    )
+    batch_size: int = _option(256, "images per step, over processes and micro-batches", 1, MOST_IMAGES + 1)
     accumulate: int = _option(1, "micro-batches per step (gradient accumulation)", 1, MOST_IMAGES + 1)
     lr: float = _option(2.5e-4, "peak learning rate, after warm-up")
     min_lr: float = _option(1e-5, "final learning rate of the cosine schedule")
     warmup_epochs: float = _option(5.0, "epochs of linear warm-up; in a run no longer than that, half of it")
-    weight_decay: float = _option(
-        0.05, "weight decay; not for biases, norms, layer scales, class tokens and position_bias"
-    )
+    weight_decay: float = _option(0.05, "weight decay; not for vectors, class tokens and position_bias")
     layer_decay: float = _option(1.0, "learning-rate factor per layer below the head", 1e-6, 1 + 1e-9)
     clip_norm: float = _option(0.0, "clip gradients to this norm; 0 for no clipping")
     label_smoothing: float = _option(0.1, "fraction of each target spread over all classes", 0, 1)
@@ -73,25 +55,16 @@ class TrainConfig:
     cutmix: float = _option(1.0, "alpha of CutMix; 0 for none; if Mixup is on too, each batch gets one")
     min_scale: float = _option(0.08, "smallest random crop, as a fraction of the image's area", 0, 1 + 1e-9)
     flip: float = _option(0.5, "probability of a horizontal flip", 0, 1 + 1e-9)
-    color_jitter: float = _option(
-        0.4, "strength of random brightness, contrast and saturation; only if RandAugment is off", 0, 1
-    )
-    rand_augment: int = _option(
-        9, "magnitude of RandAugment's two operations; 0 for none; off for images below 128×128", 0, 30
-    )
+    color_jitter: float = _option(0.4, "random brightness, contrast and saturation without RandAugment", 0, 1)
+    rand_augment: int = _option(9, "magnitude of RandAugment's operations; off below 128×128", 0, 30)
     random_erasing: float = _option(0.25, "probability of erasing a rectangle", 0, 1 + 1e-9)
-    ema_decay: float = _option(
-        0.0, "decay of the EMA of weights, which is then what is evaluated; 0 for none", 0, 1
-    )
+    ema_decay: float = _option(0.0, "decay of the EMA of weights, then evaluated; 0 for none", 0, 1)
     precision: str = _option("fp32", "fp32, or autocast to bf16 or fp16")
     distillation: str = _option("none", "distillation from --teacher: none, soft or hard")
-    distillation_weight: float = _option(
-        0.5, "weight of the distillation loss against the labels'", 0, 1 + 1e-9
-    )
+    distillation_weight: float = _option(0.5, "weight of that loss against the labels'", 0, 1 + 1e-9)
     temperature: float = _option(1.0, "temperature of soft distillation", 1e-3)
     freeze_bn: bool = _option(False, "keep BatchNorm's running statistics fixed and normalize by them", 0, 2)
     sync_bn: bool = _option(True, "SyncBatchNorm: statistics over all processes", 0, 2)
-    shard: bool = _option(False, "shard the weights over processes by FSDP2 instead of using DDP", 0, 2)
     seed: int = _option(0, "random seed", 0, MOST_SEED + 1)
 
     def __post_init__(self) -> None:
@@ -101,50 +74,22 @@ class TrainConfig:
                 value = getattr(self, field.name)
                 value = as_number(field.name, value, kinds[str(field.type)], *field.metadata["range"])
                 object.__setattr__(self, field.name, value)
-        for name, choices in (("precision", tuple(PRECISIONS)), ("distillation", DISTILLATIONS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        check_choice("precision", self.precision, tuple(PRECISIONS))
+        check_choice("distillation", self.distillation, DISTILLATIONS)
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"warmup_epochs: got {self.warmup_epochs:g}, expected less than epochs, {self.epochs}"
             )
-        if self.shard and self.ema_decay:
-            raise ValueError("ema_decay: averages whole weights, expected 0 with shard")
-        if self.shard and self.precision == "fp16":
-            raise ValueError("precision: fp16 needs a loss scale for all processes; expected bf16 with shard")
 
 
+_UNMIXED: dict[str, Any] = {"mixup": 0.0, "cutmix": 0.0, "rand_augment": 0, "random_erasing": 0.0}
 #: In place of TrainConfig's defaults: a minute on two CPU cores. No flips: a digit has a handedness.
-DIGITS_OPTIONS: dict[str, Any] = {
-    "epochs": 30,
-    "batch_size": 64,
-    "lr": 5e-3,
-    "warmup_epochs": 1.0,
-    "clip_norm": 1.0,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-    "min_scale": 0.8,
-    "flip": 0.0,
-    "color_jitter": 0.0,
-    "rand_augment": 0,
-    "random_erasing": 0.0,
-}
-
+DIGITS_OPTIONS: dict[str, Any] = {"epochs": 30, "batch_size": 64, "lr": 5e-3, "warmup_epochs": 1.0}
+DIGITS_OPTIONS |= {"clip_norm": 1.0, "min_scale": 0.8, "flip": 0.0, "color_jitter": 0.0, **_UNMIXED}
 #: In place of TrainConfig's defaults for a class of every pixel: SegFormer's, and no augmentation that would
 #: leave labels where they were, or mix them.
-SEGMENT_OPTIONS: dict[str, Any] = {
-    "epochs": 100,
-    "batch_size": 16,
-    "lr": 6e-5,
-    "min_lr": 0.0,
-    "weight_decay": 0.01,
-    "label_smoothing": 0.0,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-    "min_scale": 0.25,
-    "rand_augment": 0,
-    "random_erasing": 0.0,
-}
+SEGMENT_OPTIONS: dict[str, Any] = {"epochs": 100, "batch_size": 16, "lr": 6e-5, "min_lr": 0.0}
+SEGMENT_OPTIONS |= {"weight_decay": 0.01, "label_smoothing": 0.0, "min_scale": 0.25, **_UNMIXED}
 
 
 # Formulas -------------------------------------------------------------------------------------------------

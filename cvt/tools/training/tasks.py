@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cvt.config import Head
 from cvt.segmentation import pixel_loss
 
-from ..evaluation import LabeledImages, Sums, add_up, add_up_pixels
+from ..evaluation import Sums, add_up, add_up_pixels
 from .recipe import TrainConfig
 
 
@@ -24,7 +24,7 @@ class Task(NamedTuple):
     Attributes:
         score: The metric by which the best weights are chosen.
         title: Its name, for people.
-        evaluate: Returns the metrics of a model on batches; ``together`` for all processes' batches.
+        evaluate: Returns the metrics of a model on batches on a device; ``together`` for all processes'.
         loss: Returns the loss of logits and targets with label smoothing, the mean over the batch.
         unfit: Training options that do not apply, with the value that each must have.
     """
@@ -36,33 +36,18 @@ class Task(NamedTuple):
     unfit: dict[str, object]
 
 
-def _classify(
-    model: nn.Module,
-    batches: LabeledImages,
-    device: torch.device,
-    *,
-    classes: list[str],
-    autocast: torch.dtype | None,
-    together: bool,
-) -> dict[str, float]:
-    sums = add_up(model, batches, device, autocast=autocast)
+def _classify(*data: Any, classes: list[str], autocast: Any, together: bool) -> dict[str, float]:
+    sums = add_up(*data, autocast=autocast)
     if together:
-        joined = torch.tensor(sums, dtype=torch.float64, device=device)
+        joined = torch.tensor(sums, dtype=torch.float64, device=data[2])
         dist.all_reduce(joined)
         sums = Sums(*joined.tolist())
     images = sums.images or math.nan  # without any the loss is not finite, which stops the training
     return {"val_loss": sums.loss / images, "top1": sums.top1 / images, "top5": sums.top5 / images}
 
 
-def _segment(
-    model: nn.Module,
-    batches: LabeledImages,
-    device: torch.device,
-    *,
-    classes: list[str],
-    autocast: torch.dtype | None,
-    together: bool,
-) -> dict[str, float]:
+def _segment(*data: Any, classes: list[str], autocast: Any, together: bool) -> dict[str, float]:
+    model, batches, device = data
     sums = add_up_pixels(model, batches, device, len(classes), autocast=autocast, together=together)
     if not sums.confusion.sum():
         raise ValueError("data: the validation images have no labeled pixels, expected at least one")

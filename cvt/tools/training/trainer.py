@@ -12,7 +12,6 @@ import gc
 import itertools
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,9 +22,6 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
@@ -33,21 +29,19 @@ from tqdm import tqdm
 from cvt.card import ModelCard
 from cvt.files import replacing
 from cvt.huggingface import BEST
-from cvt.model import Block, CvT
-from cvt.reading import CheckpointError, load_pickle
+from cvt.model import CvT
+from cvt.reading import load_pickle
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels import graphed
 from cvt_kernels.checks import shown
 
 from ..datasets import Batches, ImageDataset
-from ..label_maps import LabelMapDataset
 from .augment import Augment
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 from .tasks import TASKS, check_options
 
 LAST, LOCK = "last.pth", ".lock"
-_UNFINISHED = ".unfinished.*"  # which cvt.files leaves behind when it is killed
 
 
 class NonFiniteLossError(ValueError):
@@ -92,10 +86,10 @@ class Trainer:
         history: A row of numbers for each of them.
 
     Raises:
-        CheckpointError: ``resume`` from a damaged file.
         FileNotFoundError: ``resume`` without a checkpoint.
         ModuleNotFoundError: The ``train`` extra is not installed.
-        ValueError: Arguments that contradict each other, or a checkpoint of another configuration.
+        ValueError: Arguments that contradict each other, or a checkpoint that is damaged or of another
+            configuration.
     """
 
     def __init__(
@@ -117,32 +111,35 @@ class Trainer:
         self.rank, self.world_size = rank_and_world_size()
         _check(model, train_set, val_set, config, teacher, self.world_size)
         self.task = TASKS[model.config.head]
-        self._stamp = _stamp(self.output / LAST)
-        if self._stamp is not None and not resume:
+        if (self.output / LAST).exists() and not resume:
             raise ValueError(
                 f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
             )
         self.card = ModelCard(model.config, val_set.classes, val_set.image_size, val_set.crop_fraction)
         self._same = {**dataclasses.asdict(config), "images": len(train_set), **self.card.to_dict()}
         micro_batch = config.batch_size // (self.world_size * config.accumulate)
-        options: dict[str, Any] = {"workers": workers, "corrupt": corrupt}
-        share = {**options, "rank": self.rank, "world_size": self.world_size}
+        share: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
+        share |= {"workers": workers, "corrupt": corrupt}
         self.train_batches = Batches(train_set, micro_batch, shuffle=True, seed=config.seed, **share)
-        # A sharded model computes in step, so there every process evaluates everything.
-        self.val_batches = Batches(val_set, micro_batch, **(options if config.shard else share))
+        self.val_batches = Batches(val_set, micro_batch, **share)
         self.steps_per_epoch = len(self.train_batches) // config.accumulate
         if not self.steps_per_epoch:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_set)} images")
         self.augment = Augment(config, len(train_set.classes), train_set.image_size)
         self.model = model.to(self.device)
-        self.teacher = teacher.to(self.device).eval() if teacher else None
+        self.teacher: Any = teacher.to(self.device).eval() if teacher else None
         self.ema = None
         if config.ema_decay:
             average = get_ema_multi_avg_fn(config.ema_decay)
             self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
-        if graph and not config.shard:
+        if graph:
             graphed(self.model)  # before DDP
-        self.wrapped = self._wrap()
+        self.wrapped: nn.Module = self.model
+        if self.world_size > 1:
+            self.wrapped = DistributedDataParallel(self.model)
+            if config.sync_bn:
+                # After DDP, which takes it on GPUs only; cvt_kernels.conv_projection has it on CPUs too.
+                nn.SyncBatchNorm.convert_sync_batchnorm(self.wrapped)
         groups = parameter_groups(self.model, config.weight_decay, config.layer_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr)
         self._dtype = PRECISIONS[config.precision]
@@ -155,33 +152,13 @@ class Trainer:
         self.output.mkdir(parents=True, exist_ok=True)
         self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
 
-    def _wrap(self) -> nn.Module:
-        """Returns the model wrapped by DDP or FSDP2, or itself for one process."""
-        synchronize = self.config.sync_bn and self.world_size > 1
-        if not self.config.shard:
-            wrapped = DistributedDataParallel(self.model) if self.world_size > 1 else self.model
-            if synchronize:
-                # After DDP, which takes it on GPUs only; cvt_kernels.conv_projection has it on CPUs too.
-                nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
-            return wrapped
-        if synchronize:
-            nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        for module in self.model.modules():
-            if isinstance(module, Block):
-                fully_shard(module, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        return self.model
-
     def fit(
         self, *, report: Callable[[dict[str, float]], None] | None = None, progress: bool = False
     ) -> list[dict[str, float]]:
         """Trains to the last epoch, with a checkpoint after each.
 
-        Args:
-            report: Called with the row of each epoch, by the first process only, when its checkpoint is
-                written; :func:`epoch_line` makes a line of text of it.
-            progress: Show a bar over the steps of each epoch on stderr, if that is a terminal.
+        The first process calls ``report`` with the row of each epoch, of which :func:`epoch_line` makes a
+        line, when its checkpoint is written; ``progress`` shows a bar of the steps, if stderr is a terminal.
 
         Returns:
             ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
@@ -190,27 +167,18 @@ class Trainer:
         Raises:
             ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.
             NonFiniteLossError: The loss is NaN or infinite; checkpoints stay as they were.
-            ValueError: Another process trains in the same directory, or has done so in the meantime.
+            ValueError: Another process trains in the same directory.
         """
         with _locked(self.output) if self.rank == 0 else contextlib.nullcontext():
-            if self.rank == 0:
-                self._begin()
+            if self.logs is not None and self.history:  # a run that was killed may have left some out
+                self.logs.epoch(self.epoch * self.steps_per_epoch, self.history)
             while self.epoch < self.config.epochs:
                 self._epoch(report, progress)
             if self.logs is not None:
-                self.logs.close(self.history)
+                self.logs.close()
         if self.world_size > 1:
             dist.barrier()  # the first process has written its files
         return self.history
-
-    def _begin(self) -> None:
-        """Repairs what a killed run left in the directory; raises if another run has written there since."""
-        if _stamp(self.output / LAST) != self._stamp:
-            raise ValueError(f"output: another run has written {self.output / LAST} since this one began")
-        for path in self.output.glob(_UNFINISHED):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        if self.logs is not None and self.history:
-            self.logs.epoch(self.epoch * self.steps_per_epoch, self.history)
 
     def _epoch(self, report: Callable[[dict[str, float]], None] | None, progress: bool) -> None:
         """Trains for one epoch, evaluates, and writes checkpoints and logs."""
@@ -242,7 +210,9 @@ class Trainer:
         self.train_batches.set_epoch(self.epoch)
         self.wrapped.train()
         if self.config.freeze_bn:
-            freeze_batch_norm(self.model)
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
         batches, first = iter(self.train_batches), self.epoch * self.steps_per_epoch
         losses: list[float] = []
         pending: list[Tensor] = []
@@ -295,9 +265,7 @@ class Trainer:
 
     def _synchronized(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Lets the processes exchange gradients once per step, with its last micro-batch."""
-        if isinstance(self.wrapped, FSDPModule):
-            self.wrapped.set_requires_gradient_sync(is_last)
-        elif isinstance(self.wrapped, DistributedDataParallel) and not is_last:
+        if isinstance(self.wrapped, DistributedDataParallel) and not is_last:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
@@ -330,29 +298,23 @@ class Trainer:
 
     def _save(self) -> None:
         """Writes ``last.pth``, and before it ``best.pth`` if this is the best epoch so far."""
-        if self.config.shard:
-            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            model, optimizer = get_state_dict(self.model, self.optimizer, options=whole)
-        else:
-            model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
         if self.rank:
             return
         content = {"card": self.card.to_dict(), "epoch": self.epoch}
         score = self.task.score
         if all(row[score] < self.history[-1][score] for row in self.history[:-1]):
-            weights = self.ema.module.state_dict() if self.ema else model
-            best = {**content, "model": weights, "metrics": self.history[-1]}
+            model = self.ema.module if self.ema else self.model
+            best = {**content, "model": model.state_dict(), "metrics": self.history[-1]}
             _write(best, self.output / BEST)
         content |= {
             "same": self._same,
             "history": self.history,
-            "model": model,
-            "optimizer": optimizer,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema else {},
         }
         _write(content, self.output / LAST)
-        self._stamp = _stamp(self.output / LAST)
 
     def _load(self) -> None:
         """Resumes from ``last.pth``; the settings of the optimizer stay those of the recipe."""
@@ -360,23 +322,16 @@ class Trainer:
         if not path.exists():
             raise FileNotFoundError(f"resume: {path} does not exist")
         state = load_pickle(path)
-        with _naming(path):
-            different = _differences(state["same"], self._same)
+        different = _differences(state["same"], self._same)
         if different:
             raise ValueError(f"resume: {path} was trained with {'; '.join(different):.1000}")
-        with _naming(path):
-            if self.config.shard:
-                whole = StateDictOptions(full_state_dict=True)
-                states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-                set_state_dict(self.model, self.optimizer, **states, options=whole)
-            else:
-                self.model.load_state_dict(state["model"])
-                own = self.optimizer.state_dict()["param_groups"]
-                self.optimizer.load_state_dict({**state["optimizer"], "param_groups": own})
-            self.scaler.load_state_dict(state["scaler"])
-            if self.ema is not None:
-                self.ema.load_state_dict(state["ema"])
-            self.epoch, self.history = state["epoch"], state["history"]
+        self.model.load_state_dict(state["model"])
+        own = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": own})
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        self.epoch, self.history = state["epoch"], state["history"]
 
 
 @contextlib.contextmanager
@@ -391,24 +346,8 @@ def _locked(directory: Path) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Lets every error of the block say in one line that the state in a file is damaged.
-
-    Modules and optimizers of PyTorch raise errors of many classes for states that are not theirs.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(f"resume: {path} is damaged, or of another version: {reason:.500}") from error
-
-
 def epoch_line(row: dict[str, float], epochs: int) -> str:
-    """Returns a row of the history as one line for a log: losses, accuracy, speed and the time left.
-
-    The epochs that are left are taken to be as long as this one.
-    """
+    """Returns a row of the history as a line: losses, accuracy, speed, and the time left at this pace."""
     left = tqdm.format_interval(row["seconds"] * (epochs - row["epoch"]))
     task = next(task for task in TASKS.values() if task.score in row)
     return (
@@ -427,18 +366,6 @@ def _write(content: dict[str, Any], path: Path) -> None:
             raise OSError(f"{path}: cannot be written to, perhaps the disk is full: {error}") from error
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Returns what changes whenever a file is replaced, or None if there is none."""
-    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
-
-
-def freeze_batch_norm(model: nn.Module) -> None:
-    """Freezes every BatchNorm at its running statistics, until ``model.train()``."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-
-
 def rank_and_world_size() -> tuple[int, int]:
     """Returns the rank of this process and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -449,17 +376,10 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     texts = []
     for name, before in then.items():
         after = now.get(name)
-        if before == after:
-            continue
-        title = shown(name).strip("'")
         if isinstance(before, dict) and isinstance(after, dict):
             texts += _differences(before, after)
-        elif isinstance(before, list) and isinstance(after, list):  # names of classes, which may be many
-            pairs = itertools.zip_longest(before, after)
-            i, (old, new) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            texts.append(f"{title}[{i}] {shown(old)}, now {shown(new)}")
-        else:
-            texts.append(f"{title} {shown(before)}, now {shown(after)}")
+        elif before != after:
+            texts.append(f"{shown(name)[1:-1]} {shown(before)}, now {shown(after)}")
     return texts
 
 
@@ -474,16 +394,7 @@ def _check(
     if train_set.classes != val_set.classes:
         in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
         raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
-    if train_set.image_size != val_set.image_size or train_set.random_crop is None or val_set.random_crop:
-        raise ValueError("data: expected images of one size, cropped at random in train and not in val")
-    if (model.config.num_classes, model.config.in_chans) != (len(train_set.classes), 3):
-        raise ValueError(
-            f"model: has {model.config.in_chans} channels and {model.config.num_classes} classes, "
-            f"the data 3 and {len(train_set.classes)}"
-        )
     check_options(model.config.head, config)
-    if isinstance(train_set, LabelMapDataset) != (model.config.head == "segment"):
-        raise ValueError(f"model: has head={model.config.head!r}, which the labels of the data are not for")
     if config.batch_size % (world_size * config.accumulate):
         raise ValueError(
             f"batch_size: got {config.batch_size}, expected a multiple of {world_size * config.accumulate}, "
@@ -493,5 +404,3 @@ def _check(
         raise ValueError(
             f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
         )
-    if config.shard and not dist.is_initialized():
-        raise ValueError("shard: is for processes that torchrun started")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 from torch.nn import functional as F
 
 import cvt_kernels as ck
@@ -18,7 +17,6 @@ from cvt.tools.explanation import (
     heat_map,
     photograph,
     pictures,
-    plot_heads,
     rollout,
     spread_keys,
 )
@@ -157,7 +155,6 @@ def test_bad_models():
     x, broken = torch.randn(1, 3, 32, 32), small()
     broken.head.bias.data.fill_(math.nan)
     for model, error, message in (
-        (nn.Linear(2, 2), TypeError, "model: got Linear, expected a CvT"),
         (small().train(), ValueError, r"expected model\.eval\(\)"),
         (broken, ValueError, "not finite"),
     ):
@@ -239,29 +236,3 @@ def test_class_titles():
     assert titles[2:5] == ["87.1%  class 3"] * 3
     assert titles[5].endswith("$x$ [...] (class 3)")
     assert len(titles[5]) < 110
-
-
-def test_plot_of_heads():
-    """A cell for every head: all on one scale in words, and no word beyond the edge."""
-    explanations = [explain(small(), torch.randn(n, 3, 32, 32)) for n in (2, 1)]
-    figure = plot_heads(explanations)
-    figure.draw_without_rendering()
-    entropy, distance, *bars = figure.axes
-    words = [label.get_text() for label in bars[0].get_yticklabels()]
-    assert (words[0], words[-1], bars[1].get_ylabel()) == ("0: one key", "1: all keys alike", "pixels")
-    assert entropy.images[0].get_clim() == (0, 1)
-    names = [label.get_text() for label in distance.get_xticklabels()]
-    assert names == [f"stage {stage}, block {block}" for stage, block in ((1, 1), (2, 1), (3, 1), (3, 2))]
-    assert [label.get_text() for label in entropy.get_yticklabels()] == ["head 1", "head 2", "head 3"]
-    blocks = [explanation.blocks[1] for explanation in explanations]
-    expected = torch.cat([block.entropy for block in blocks]).mean(0) / math.log(blocks[0].keys)
-    cells = entropy.images[0].get_array()
-    assert cells[:2, 1].tolist() == pytest.approx(expected.tolist())
-    assert cells.mask[:, 1].tolist() == [False, False, True]
-    assert len(entropy.texts) == len(distance.texts) == 1 + 2 + 3 + 3
-    width, height = figure.canvas.get_width_height()
-    for text in figure.findobj(lambda artist: hasattr(artist, "get_text") and artist.get_text()):
-        if text.get_visible():
-            box = text.get_window_extent()
-            assert 0 <= box.x0 < box.x1 <= width
-            assert 0 <= box.y0 < box.y1 <= height

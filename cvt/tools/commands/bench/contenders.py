@@ -128,9 +128,6 @@ def mode_of(contender: Contender, batch_size: int, device: torch.device, *, trai
     return "reduce-overhead" if device.type == "cuda" and batch_size < _MANY and not train else None
 
 
-# Steps ----------------------------------------------------------------------------------------------------
-
-
 def training_step(model: Any, images: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs a forward, under autocast in a dtype of 16 bits, and a backward; returns the logits, detached.
 

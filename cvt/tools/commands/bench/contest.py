@@ -1,7 +1,7 @@
 """Contenders of one model, each in a process of its own, in turns: :class:`Contest`.
 
 Parity with float64 comes first, then speed in turns, with a large matrix product among them, then one step of
-each for its memory and for what served. ``cvt bench`` and the suites in ``benchmarks`` are made of it.
+each for its memory. ``cvt bench`` and the suites in ``benchmarks`` are made of it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ class Contest:
                 if strict:
                     raise
                 reason = str(error)
-            if reason is not None:
-                self.why_not[key] = reason
+            self.why_not |= {} if reason is None else {key: reason}
         self._workers: dict[str, workers.Worker] = {}
         self._progress = tqdm(leave=False, disable=None)
 
@@ -114,9 +113,9 @@ class Contest:
         """Returns the matrix product and the rows of a batch size, all contenders having taken turns.
 
         The first batch size is that of the first results. A row has the ``contender``; ``error`` against
-        float64 and ``error_allowed``, which is None where errors are not judged; in training
-        ``gradient_error`` and ``gradient_error_allowed``; ``seconds`` of every round and, on a GPU,
-        ``waits``; ``peak_bytes``, ``resident_bytes``, ``backends``, ``is_disturbed``.
+        float64 and ``error_allowed``, None where errors are not judged, in training also of ``gradient_``;
+        ``seconds`` of every round and, on a GPU, ``waits``; ``peak_bytes``, ``resident_bytes`` and
+        ``is_disturbed``.
         """
         if not self.first:
             self._begin(batch_size)
@@ -152,8 +151,6 @@ class Contest:
             "rows": rows,
         }
 
-    # Processes --------------------------------------------------------------------------------------------
-
     def _ask(self, key: str, request: str, batch_size: int) -> Any:
         """Returns the answer of a contender, or None if it is out."""
         if key not in self._workers:
@@ -188,8 +185,6 @@ class Contest:
                 begun = self._ask(key, "first", batch_size)
                 if begun is not None:
                     self.first[key] = {"batch_size": batch_size, **begun}
-
-    # Parity -----------------------------------------------------------------------------------------------
 
     def _parities(self, batch_size: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the contenders that may be timed, with their parity.
@@ -266,12 +261,11 @@ def _parity(logits: Tensor, norms: Tensor, truth: Tensor, true_norms: Tensor) ->
         k = min(5, truth.shape[1])
         top, true_top = (each.movedim(1, -1).topk(k).indices for each in (logits.double(), truth))
         top5, of = int((top[..., None] == true_top[..., None, :]).sum()), true_top.numel()
+    gradient_error = ((norms - true_norms).abs().max() / true_norms.max()).item() if len(norms) else None
     return {
         "error": (logits.double() - truth).abs().max().item(),
         "largest": truth.abs().max().item(),
         "top5": top5,
         "of": of,
-        "gradient_error": ((norms - true_norms).abs().max() / true_norms.max()).item()
-        if len(norms)
-        else None,
+        "gradient_error": gradient_error,
     }

@@ -23,23 +23,18 @@ def logits_of(outputs: Any) -> Tensor:
 class Runtime(nn.Module):
     """Hugging Face's model in another runtime, converted anew for every batch size.
 
-    Attributes:
-        load_seconds: What loading the weights and converting the model took the last time.
+    ``packages`` are those that it needs, ``dtypes`` those in which it computes, from and to float32;
+    ``load_seconds`` is what loading the weights and converting the model took the last time.
     """
 
-    #: The packages that it needs.
     packages: tuple[str, ...]
-    #: The dtypes in which it computes; weights, images and logits are float32 in all of them.
     dtypes: tuple[str, ...] = ("float32",)
 
     def __init__(self, make: Callable[[], nn.Module], dtype: str):
         """Creates it; ``make`` returns the model in float32, which is not kept."""
         super().__init__()
         self._make, self._dtype = make, dtype
-        self._shape: torch.Size | None = None
-        self._images: Tensor | None = None
-        self._array: Any = None
-        self._run: Any = None
+        self._shape = self._images = self._array = self._run = None  # type: Any
         self.load_seconds = 0.0
         self.eval()
 
@@ -88,11 +83,8 @@ class OpenVINO(Runtime):
 
     def compiled(self, converted: Any) -> Callable[[Any], Any]:
         """Returns a function of the compiled model."""
-        settings = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[self._dtype],
-        }
+        settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        settings |= {"INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[self._dtype]}
         core = require("openvino", "peers").Core()
         request = core.compile_model(converted, "CPU", settings).create_infer_request()
         return lambda images: request.infer([images])[0].copy()
@@ -142,11 +134,7 @@ class OnnxRuntime(Runtime):
         return lambda images: session.run(None, {"images": images})[0]
 
 
-RUNTIMES: dict[str, type[Runtime]] = {
-    "openvino": OpenVINO,
-    "openvino-int8": OpenVINOInt8,
-    "onnxruntime": OnnxRuntime,
-}
+RUNTIMES = {"openvino": OpenVINO, "openvino-int8": OpenVINOInt8, "onnxruntime": OnnxRuntime}
 
 
 def why_not(key: str, *, device: torch.device, dtype: str, train: bool) -> str | None:

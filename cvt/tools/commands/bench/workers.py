@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import dataclasses
 import gc
 import multiprocessing
 import os
@@ -214,42 +213,22 @@ class Runner:
         return Turn(seconds, times.median, waited)
 
     def facts(self, batch_size: int) -> dict[str, Any]:
-        """Returns memory, and what served: fields of a row of :class:`contest.Contest`."""
+        """Returns the memory: fields of a row of :class:`contest.Contest`."""
         device, batch = self._job.device, filled(self._images, batch_size)[0]
         resident = _peak_resident(lambda: self._step(batch))
         held = None if resident is None or self._idle is None else max(0, resident - self._idle)
         if device.type == "cuda":
             held = torch.cuda.memory_reserved(device)
         if self._runtime is not None:
-            return {"peak_bytes": None, "resident_bytes": held, "backends": {}}
+            return {"peak_bytes": None, "resident_bytes": held}
         self._model.zero_grad(set_to_none=True)
         launched = self._running(batch_size)
         if self._contender.graphed:  # a replay allocates nothing: its graph holds the memory all the time
             launched = graphs.ungraphed(copy.deepcopy(self._model))
         of_extension("release_workspace")  # what another step needed
-        calls: dict[str, dict[str, int]] = {}
-        # Code that torch.compile made would be made again for counting.
-        with contextlib.nullcontext() if self._contender.compile is not None else _counted(calls):
-            peak = clock.peak_bytes(lambda: self._job.step(launched, batch), device)
+        peak = clock.peak_bytes(lambda: self._job.step(launched, batch), device)
         peak += of_extension("workspace_bytes") or 0  # kept between calls, unseen by PyTorch's allocator
-        return {"peak_bytes": peak or None, "resident_bytes": held, "backends": calls}
-
-
-def _counted(calls: dict[str, dict[str, int]]) -> contextlib.AbstractContextManager[Any]:
-    """Counts the calls of every operator by the backend that serves them."""
-
-    def counting(
-        operator: str, backend: str, implementation: backends.Implementation
-    ) -> backends.Implementation:
-        def serve(call: backends.Record) -> Any:
-            by_backend = calls.setdefault(operator, {})
-            by_backend[backend] = by_backend.get(backend, 0) + 1
-            # What is never called may not be installed, such as Triton.
-            return implementation.load().function(call)
-
-        return dataclasses.replace(implementation, function=serve)
-
-    return backends.replaced(counting)
+        return {"peak_bytes": peak or None, "resident_bytes": held}
 
 
 def of_extension(name: str) -> Any:

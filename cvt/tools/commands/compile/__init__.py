@@ -9,7 +9,7 @@ from typing import Any
 from cvt.config import DTYPES, PRESETS
 from cvt.extras import require
 
-from ..common import batch_size, image_size, integer, naming_options, print_result
+from ..common import batch_size, image_size, integer, naming_options, option, print_result
 from ..paths import add_json_argument, reporting
 from .gpus import LIMITS
 from .launches import PYRAMIDS, TRITON_OPERATORS
@@ -17,51 +17,34 @@ from .launches import PYRAMIDS, TRITON_OPERATORS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    archs = {f"sm_{number}": number for number in LIMITS}
-    options: dict[str, tuple[Any, list[Any], str]] = {
-        "arch": (tuple(archs), ["sm_90"], f"GPU architectures: {', '.join(archs)} (default: sm_90)"),
+    archs, operators = [f"sm_{number}" for number in LIMITS], list(TRITON_OPERATORS)
+    models = ["cvt_13", "segformer_b0", "pvt_v2_b2"]
+    options: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+        "arch": (f"GPU architectures: {', '.join(archs)} (default: sm_90)", ["sm_90"], {"choices": archs}),
         "model": (
-            (*PRESETS, *PYRAMIDS),
-            ["cvt_13", "segformer_b0", "pvt_v2_b2"],
             "cvt_13, cvt_21, cvt_w24; for depthwise_conv_gelu also segformer_b0, segformer_b5, pvt_v2_b2 "
-            "(default: cvt_13, segformer_b0, pvt_v2_b2)",
+            f"(default: {', '.join(models)})",
+            models,
+            {"choices": (*PRESETS, *PYRAMIDS)},
         ),
-        "dtype": (tuple(DTYPES), list(DTYPES), f"{', '.join(DTYPES)} (default: all)"),
-        "operator": (
-            tuple(TRITON_OPERATORS),
-            [*TRITON_OPERATORS],
-            f"{', '.join(TRITON_OPERATORS)} (default: all)",
-        ),
-    }
-    for name, (choices, default, text) in options.items():
-        parser.add_argument(
-            f"--{name}",
-            dest=f"{name}s",
-            nargs="+",
-            choices=choices,
-            metavar=name.upper(),
-            default=default,
-            help=text,
-        )
-    numbers: dict[str, tuple[Any, list[Any], str]] = {
+        "dtype": (f"{', '.join(DTYPES)} (default: all)", list(DTYPES), {"choices": tuple(DTYPES)}),
+        "operator": (f"{', '.join(operators)} (default: all)", operators, {"choices": operators}),
         "stage": (
-            integer(1, 4),
-            [1, 2, 3, 4],
             "stages of the model: 1, 2, 3; for segformer and pvt_v2 also 4 (default: all)",
+            [1, 2, 3, 4],
+            {"type": integer(1, 4)},
         ),
         "image-size": (
-            image_size,
-            [None],
             "sides of the input images in pixels (default: 224; 384 for cvt_w24, 512 for segformer)",
+            [None],
+            {"type": image_size},
         ),
-        "batch-size": (batch_size, [256], "one or more batch sizes (default: 256)"),
+        "batch-size": ("one or more batch sizes (default: 256)", [256], {"type": batch_size}),
     }
-    for name, (kind, default, text) in numbers.items():
-        dest = f"{name.replace('-', '_')}s"
-        parser.add_argument(
-            f"--{name}", dest=dest, nargs="+", type=kind, metavar=name.upper(), default=default, help=text
-        )
-    parser.add_argument("--jobs", type=integer(1, 256), help="parallel processes (default: one per core)")
+    for name, (text, default, kind) in options.items():
+        settings = {"dest": f"{name.replace('-', '_')}s", "metavar": name.upper(), "default": default}
+        option(parser, f"--{name}", text, nargs="+", **settings, **kind)
+    option(parser, "--jobs", "parallel processes (default: one per core)", type=integer(1, 256))
     add_json_argument(parser, "the report")
     parser.set_defaults(run=_compile)
 

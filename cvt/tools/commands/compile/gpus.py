@@ -26,7 +26,6 @@ LIMITS = {
     120: Limits(100, 24, 48, 170),
 }
 
-
 #: Bytes of shared memory that the system takes of every block.
 RESERVED_SHARED = 1024
 
@@ -41,10 +40,7 @@ def max_block_shared(arch: int) -> int:
 
 
 def occupancy(arch: int, threads: int, registers: int, shared: int, tensor_memory: int = 0) -> float:
-    """Returns the part of a multiprocessor's warps that a kernel can fill; 0 if not even one block fits.
-
-    The arguments are as of :class:`~cvt.tools.commands.compile.resources.Resources`.
-    """
+    """Returns the part of a multiprocessor's warps that a kernel can fill; 0 if not even one block fits."""
     limits = LIMITS[arch]
     if shared > max_block_shared(arch):
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import operator
@@ -52,6 +53,14 @@ class Row(NamedTuple):
     resources: Resources
     flaws: Sequence[str]
 
+    @classmethod
+    def of(cls, job: Job, resources: Resources) -> Row:
+        """Returns the row of a job that was compiled."""
+        cases, arch = list(job.cases), job.source.arch
+        dtypes = list(dict.fromkeys(case.dtype for case in cases))
+        about = f"sm_{arch}", cases[0].operator, job.source.label, dtypes, cases
+        return cls(*about, resources, resources.flaws(arch))
+
 
 def triton_jobs(asked: Any) -> list[Job]:
     """Returns every specialization that is asked for once for each GPU, with the cases that it serves."""
@@ -88,34 +97,15 @@ def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
     A single process is this one.
     """
     processes = processes or len(os.sched_getaffinity(0))
-    sources, examine = [job.source for job in jobs], operator.methodcaller("examine")
-    with temporary_files_together():
-        if processes == 1:
-            examined = list(tqdm(map(examine, sources), "compile", len(jobs), unit="job", disable=None))
-        else:
+    examine = operator.methodcaller("examine")
+    with temporary_files_together(), contextlib.ExitStack() as stack:
+        run: Any = map
+        if processes > 1:
             spawn = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-            with ProcessPoolExecutor(processes, spawn, _ignore_interrupts) as pool:
-                done = tqdm(pool.map(examine, sources), "compile", len(jobs), unit="job", disable=None)
-                try:
-                    examined = list(done)
-                except BaseException:
-                    pool.shutdown(cancel_futures=True)
-                    raise
-    return [_row(job, resources) for job, resources in zip(jobs, examined, strict=True)]
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
-
-
-def _row(job: Job, resources: Resources) -> Row:
-    arch = job.source.arch
-    return Row(
-        arch=f"sm_{arch}",
-        operator=next(iter(job.cases)).operator,
-        kernel=job.source.label,
-        dtypes=list(dict.fromkeys(case.dtype for case in job.cases)),
-        cases=list(job.cases),
-        resources=resources,
-        flaws=resources.flaws(arch),
-    )
+            ignored = signal.SIGINT, signal.SIG_IGN  # an interrupt is this process's affair
+            pool = ProcessPoolExecutor(processes, spawn, signal.signal, ignored)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            run = pool.map
+        done = run(examine, [job.source for job in jobs])
+        examined = list(tqdm(done, "compile", len(jobs), unit="job", disable=None))
+    return [Row.of(job, resources) for job, resources in zip(jobs, examined, strict=True)]

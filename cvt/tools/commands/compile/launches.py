@@ -17,9 +17,6 @@ from cvt_kernels.ops.cards import Embedding, Launches, Stage, Step, all_cards
 
 from .. import pyramids
 
-# Models ---------------------------------------------------------------------------------------------------
-
-
 #: Of each stage: a block of ``RATIOS`` squared tokens makes one of keys and values.
 RATIOS, HEADS = (8, 4, 2, 1), (1, 2, 5, 8)
 #: SegFormer-B1 to B5 have the same Mix-FFNs, as have PVT v2-B2 to B4.
@@ -64,9 +61,6 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
             raise ValueError(f"image_size: got {image_size}, of which {model} has no tokens")
         shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token), embedding))
     return shapes
-
-
-# Launches -------------------------------------------------------------------------------------------------
 
 
 class Recorded(NamedTuple):

@@ -20,15 +20,12 @@ from triton.runtime.cache import get_cache_manager
 
 from cvt_kernels.launch import launching
 
-from .dependencies import overwritten, unordered
+from .dependencies import overwritten
 from .gpus import RESERVED_SHARED, max_block_shared, occupancy
 
 
 class Usage(NamedTuple):
-    """The registers and bytes of one function, as the assembler notes them.
-
-    ``shared`` is the static shared memory of a block, the others are of a thread.
-    """
+    """The registers and bytes of a thread and, ``shared``, of a block, as the assembler notes them."""
 
     registers: int
     stack: int
@@ -53,17 +50,11 @@ def run_tool(name: str, *arguments: object) -> str:
 class Resources(NamedTuple):
     """The resources that one kernel takes.
 
-    Attributes:
-        threads: Threads of a block.
-        registers: Registers of a thread.
-        stack: Bytes of local memory of a thread, which hold the registers that spill.
-        static_shared, dynamic_shared: Bytes of shared memory of a block.
-        tensor_memory: Columns of tensor memory of a block, on sm_100.
-        occupancy: The part of a multiprocessor's warps that the kernel can fill: what registers, shared and
-            tensor memory and the number of blocks allow.
-        messages: The assembler's messages C75xx, by which it waits for each asynchronous product (wgmma);
-            what a kernel does before it waits for the kernel before; what writes a register of a product
-            before the wait for it.
+    Threads and bytes of shared memory are a block's; registers a thread's, as are the bytes of ``stack``, in
+    local memory, for those that spill. ``tensor_memory`` has the columns of a block on sm_100; ``occupancy``
+    is the part of a multiprocessor's warps that the kernel can fill. ``messages`` are the assembler's C75xx,
+    by which it waits for each asynchronous product (wgmma), and what writes a register of a product before
+    the wait for it.
     """
 
     threads: int
@@ -81,17 +72,10 @@ class Resources(NamedTuple):
     ) -> Resources:
         """Returns the resources of a function, with what the launch adds to it; ``arch`` is 90 for sm_90."""
         # From Hopper on the assembler counts what the system takes.
-        static_shared = max(usage.shared - (RESERVED_SHARED if arch >= 90 else 0), 0)
-        shared = static_shared + dynamic_shared
-        return cls(
-            threads=threads,
-            registers=usage.registers,
-            stack=max(usage.stack, usage.local),
-            static_shared=static_shared,
-            dynamic_shared=dynamic_shared,
-            tensor_memory=tensor_memory,
-            occupancy=occupancy(arch, threads, usage.registers, shared, tensor_memory),
-        )
+        static = max(usage.shared - (RESERVED_SHARED if arch >= 90 else 0), 0)
+        filled = occupancy(arch, threads, usage.registers, static + dynamic_shared, tensor_memory)
+        taken = threads, usage.registers, max(usage.stack, usage.local)
+        return cls(*taken, static, dynamic_shared, tensor_memory, filled)
 
     @property
     def shared(self) -> int:
@@ -128,18 +112,12 @@ class TritonKernel(launching.TritonKernel):
             (usage,) = usages_of(path).values()
             sass = run_tool("nvdisasm", "-c", path) if "wgmma" in compiled.asm["ptx"] else ""
         facts = compiled.metadata
-        resources = Resources.of(
-            usage,
-            self.arch,
-            32 * facts.num_warps,
-            dynamic_shared=facts.shared,
-            tensor_memory=getattr(facts, "tmem_size", None) or 0,
-        )
-        ptx = compiled.asm["ptx"]
-        messages = unordered(ptx) if facts.launch_pdl else ()
-        if "wgmma" in ptx:
-            messages += messages_of(self._log(compiled, log.getvalue())) + overwritten(sass)
-        return resources._replace(messages=messages)
+        memory = {"dynamic_shared": facts.shared, "tensor_memory": getattr(facts, "tmem_size", None) or 0}
+        resources = Resources.of(usage, self.arch, 32 * facts.num_warps, **memory)
+        if not sass:
+            return resources
+        told = messages_of(self._log(compiled, log.getvalue()))
+        return resources._replace(messages=told + overwritten(sass))
 
     def _log(self, compiled: CompiledKernel, printed: str) -> str:
         """Returns the assembler's log: the one just printed, or the one that Triton's cache keeps.

@@ -11,7 +11,7 @@ from cvt import config
 from cvt.model import ConvEmbed, tokens_to_map
 from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
-from cvt.tools.commands.compile.dependencies import overwritten, unordered
+from cvt.tools.commands.compile.dependencies import overwritten
 from cvt.tools.commands.compile.report import SCHEMA, VERSION
 from cvt.tools.commands.compile.triton_kernels import Resources, Usage
 from tests.checks import bad, leave_the_interpreter
@@ -52,8 +52,8 @@ def test_kernels_of_a_model(tmp_path):
         shared = resources["static_shared"] + resources["dynamic_shared"]
         assert (shared > 0) == (number == 1)
         assert re.split(r"  +", line) == [
-            "sm_90", row["kernel"], "bf16", "inference", f"stage {number}", str(resources["registers"]), "0",
-            str(shared), f"{resources['occupancy']:.0%}",
+            "sm_90", row["kernel"], "bfloat16", "inference", f"cvt_13 224²×64 {number}",
+            str(resources["registers"]), "0", str(shared), f"{resources['occupancy']:.0%}",
         ]  # fmt: skip
         assert row["cases"] == [
             {"operator": "conv_embedding", "dtype": "bfloat16", "model": "cvt_13", "image_size": 224,
@@ -279,65 +279,6 @@ def test_messages_of_the_assembler():
     assert message == f"C7515: {told}"
     resources = Resources(128, 168, 0, 0, 0, 0, 0.25, (message,))
     assert resources.flaws(90) == [message]
-
-
-#: A kernel of one load: what stands before it, between it and a store, and where a thread may leave.
-KERNEL = """
-.visible .entry _kernel(.param .u64 x)
-.reqntid 32
-{{
-    ld.param.b64 %rd1, [x];
-    mov.u32 %r1, %tid.x; // st.global of a comment
-    {first}
-    @%p1 bra $skip;
-    ld.global.b32 %r2, [%rd1];
-$skip:
-    {second}
-    ret;
-}}
-"""
-WAIT = "griddepcontrol.wait; // dummy %r3"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "flaws"),
-    [
-        (WAIT, "st.global.b32 [%rd1], %r2;", []),
-        ("st.shared.b32 [%r1], %r1;\n bar.sync 0;\n" + WAIT, "", []),
-        ("", WAIT, ["ld.global.b32 before"]),
-        ("", "", ["ld.global.b32 before", "an end without"]),
-        ("@%p2 " + WAIT, "", ["ld.global.b32 before", "an end without"]),
-        ("@%p2 ret;\n" + WAIT, "", ["an end without"]),
-        (
-            "{ @%p2 cp.async.cg.shared.global [%r1], [%rd1], 16, 16; }\n" + WAIT, "",
-            ["cp.async.cg.shared.global before"],
-        ),
-        (
-            "@%p2 bra $skip;\n" + WAIT, "st.global.b32 [%rd1], %r2;",
-            ["st.global.b32 before", "an end without"],
-        ),
-    ],
-)  # fmt: skip
-def test_a_kernel_waits_for_the_one_before(first, second, flaws):
-    found = unordered(KERNEL.format(first=first, second=second))
-    assert sorted(found) == sorted(f"{flaw} griddepcontrol.wait" for flaw in flaws)
-
-
-#: Leaves the wait out of every kernel.
-HASTY = """
-import os
-os.environ["TRITON_CACHE_DIR"] = {cache!r}
-import triton.language as tl
-tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents
-"""
-
-
-def test_a_kernel_that_does_not_wait_fails_the_command(tmp_path):
-    arguments = ("--operator", "conv_embedding", "--dtype", "bfloat16", "--stage", "2", "--jobs", "1")
-    prelude = HASTY.format(cache=str(tmp_path / "cache"))
-    _, report = compile_ahead(tmp_path, "--model", "cvt_13", *arguments, prelude=prelude, code=1)
-    for row in report["kernels"]:
-        assert "an end without griddepcontrol.wait" in row["flaws"]
 
 
 #: Machine code for sm_90, as ``nvdisasm`` prints it: products whose operand is in registers, in a loop.

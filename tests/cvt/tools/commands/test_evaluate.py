@@ -107,25 +107,15 @@ def test_command_on_a_folder_with_a_file_that_is_no_image(capsys, trained, tmp_p
     assert err.count("\n") == 1
 
 
-def test_the_own_setting_is_the_first_row_and_measured_once(capsys, tmp_path):
-    save_digits_model(tmp_path / "half.pth", token_keep=0.5)
-    options = ["evaluate", "--data=digits", "--batch-size=180", f"--checkpoint={tmp_path / 'half.pth'}"]
-    figures = tmp_path / "figures.json"
-    assert main([*options, "--token-keep", "1", "0.5,1", "0.5", "entropy", "--json", str(figures)]) == 0
-    assert [row["token_keep"] for row in json.loads(figures.read_text())["token_keep"]] == [0.5, 1, "entropy"]
-    capsys.readouterr()
-    assert main([*options, "--token-keep", "0.5"]) == 0
-    table = capsys.readouterr().out.partition("tokens kept")[2].splitlines()
-    assert [line.split()[0] for line in table[1:2]] == ["0.5"]
-    assert "--token-keep: got 2.0, expected a fraction" in bad(capsys, main, *options, "--token-keep", "2")
-
-
 def test_the_page_has_the_figures_of_the_package_s_model(capsys):
     page = section_of("evaluation.md", "### With fewer tokens")
-    expected = [
-        line.split()[:-1] for line in re.findall(r"^(?:[01][0-9.]* |entropy).*…$", page, re.MULTILINE)
-    ]
-    options = ["--data", "digits", "--checkpoint", "digits", "--device", "cpu"]
-    assert main(["evaluate", *options, "--token-keep", "0.9", "0.7", "0.5", "entropy"]) == 0
-    printed = capsys.readouterr().out.partition("tokens kept")[2].splitlines()[1:6]
-    assert [line.split()[:-1] for line in printed] == expected
+    rows = re.findall(r"^\| (none|[0-9.]+|entropy) \| (\S+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for keep, top1, multiply_adds in rows:
+        options = [] if keep == "none" else ["--token-keep", keep]
+        assert (
+            main(["evaluate", "--data", "digits", "--checkpoint", "digits", "--device", "cpu", *options]) == 0
+        )
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        assert ["top-1", top1] in lines
+        assert ["multiply-adds", multiply_adds] in lines

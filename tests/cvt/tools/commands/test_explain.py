@@ -29,10 +29,10 @@ def test_command(capsys, trained, tmp_path):
     path, model = trained
     photos = [str(photo) for photo in sample_photos()]
     output = tmp_path / "new" / "output"
-    assert main(["explain", *photos, "--checkpoint", str(path), "--output", str(output), "--plot"]) == 0
+    assert main(["explain", *photos, "--checkpoint", str(path), "--output", str(output)]) == 0
     out, err = capsys.readouterr()
     names = [f"{photo}.{kind}.png" for photo in ("china", "flower") for kind in ("attention", "rollout")]
-    names = sorted([*names, "explain.json", "heads.png"])
+    names = sorted([*names, "explain.json"])
     assert out.splitlines() == [str(output / name) for name in names]
     assert sorted(file.name for file in output.iterdir()) == names
     assert err == ""

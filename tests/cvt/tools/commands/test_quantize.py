@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import cvt_kernels as ck
 from cvt import create_model, read_checkpoint
 from cvt.tools.commands import main
 from cvt.tools.commands import quantize as command
-from cvt.tools.commands.quantize import fewest
 from cvt.tools.evaluation import Evaluation
 from tests.checks import bad
 from tests.cvt.models import small
@@ -73,20 +71,6 @@ def test_the_file_says_all(digits):
 
 
 # Layers that stay in floating point -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [1, 2, 5, 78])
-def test_the_fewest_layers_are_found_by_few_measurements(most):
-    for right in range(most + 1):
-        tried = []
-
-        def is_enough(count, tried=tried, right=right):
-            tried.append(count)
-            return count >= right
-
-        assert fewest(most, is_enough) == right
-        assert len(tried) == len(set(tried)) <= 2 * math.ceil(math.log2(most + 1)) + 2
-        assert most not in tried
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,16 +64,16 @@ def test_a_table_a_file_and_choices(gelu_alone, tmp_path, capsys):
     known = {key: entry.chosen for key, entry in choices.entries(CPU).items()}
     assert known == {row["cache_key"]: row["chosen"] for row in rows}
 
-    block, summary = (block.splitlines() for block in out.split("\n\n"))
-    assert block[0] == "gelu, forward, float32 (times in µs)"
-    assert max(map(len, block)) <= 110
-    assert [line.split()[-1] for line in block[2:]] == [row["chosen"] for row in rows]
+    lines, summary = (block.splitlines() for block in out.split("\n\n"))
+    assert [line.split(": ")[0] for line in lines] == [row["cache_key"] for row in rows]
+    for line, row in zip(lines, rows, strict=True):
+        assert re.match(rf"{row['chosen']} \(.*{row['chosen']} \d+ µs", line.split(": ")[1])
     assert summary[0].startswith("8 calls, 8 tuned in ")
     assert summary[1] == f"remembered in {choices.path(CPU)}"
 
 
 def test_every_operator_of_the_model_is_asked_for(tmp_path):
-    arguments = tune_arguments("--train", "--quantized")
+    arguments = tune_arguments("--train")
     calls = tune._calls(arguments, CPU)
     asked = {(call.operator, call.cache_key.split(", ")[1]) for call in calls.values()}
     for operator in ("attention", "conv_projection", "layer_norm", "linear", "conv_embedding"):
@@ -80,7 +81,6 @@ def test_every_operator_of_the_model_is_asked_for(tmp_path):
     for operator in ("attention", "conv_projection", "layer_norm", "linear"):
         assert (operator, "forward+backward") in asked
     assert ("transformer_block", "forward") in asked
-    assert ("linear_int8", "forward") in asked
     halves = tune._calls(tune_arguments("--train", "--dtype", "bfloat16"), CPU)
     autocast = {call.autocast for call in halves.values() if "backward" in call.cache_key}
     assert autocast == {torch.bfloat16}
@@ -99,10 +99,10 @@ def test_a_wrong_kernel_fails_the_command(gelu_alone, monkeypatch, tmp_path, cap
     monkeypatch.setattr(worker, "Worker", wrong)
     assert main(SMALL) == 1
     out = capsys.readouterr().out
-    assert " wrong " in out.split("\n\n")[0]
+    assert "triton wrong" in out.split("\n\n")[0]
     cache_key = "gelu, forward, float32, quick, 16384+ elements, 256 channels"
     assert f"\ntriton, {cache_key}: wrong: output is off by " in out
-    assert "Please report the lines of gluon, triton, cuda, cpu with the output of `cvt doctor`." in out
+    assert "Please report the lines of gluon, triton, cuda, cpu and of `cvt doctor`." in out
     assert choices.entries(CPU)[cache_key].chosen != "triton"
 
 

@@ -47,7 +47,7 @@ def kill(output, count):
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_any_file_comes_to_the_same_log_and_weights(unkilled, tmp_path):
     expected, count = unkilled
-    assert count in (6, 7)  # the second epoch may be no better
+    assert count in (5, 6)  # the second epoch may be no better
     for moment in range(1, count + 1):
         output = tmp_path / str(moment)
         kill(output, moment)
@@ -59,20 +59,17 @@ def test_a_run_that_is_killed_at_any_file_comes_to_the_same_log_and_weights(unki
         for name in ("best.pth", LAST):
             assert_same_bits(*(torch.load(path / name, weights_only=True) for path in (output, expected)))
         names = {path.name for path in output.iterdir() if not path.name.startswith("events.")}
-        assert names == {"best.pth", LAST, "log.csv", "curves.png", LOCK}
+        assert names == {"best.pth", LAST, "log.csv", LOCK}
 
 
 def test_what_the_last_epoch_should_have_logged_is_logged(unkilled, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    kill(tmp_path, unkilled[1] - 1)  # log.csv
+    kill(tmp_path, unkilled[1])  # log.csv
     assert [row["epoch"] for row in rows(tmp_path / "log.csv")] == ["1"]
-    (tmp_path / ".unfinished.abc").mkdir()
-    (tmp_path / ".unfinished.abc" / "heads.png").touch()
     ours = trainer(tmp_path, resume=True, **SHORT)
     ours.fit()
     assert [row["epoch"] for row in rows(tmp_path / "log.csv")] == ["1", "2"]
-    assert not list(tmp_path.glob(".unfinished.*"))
     scalars = EventAccumulator(str(tmp_path)).Reload().Scalars
     assert [event.step for event in scalars("val_loss")] == [2, 4]
 
@@ -97,10 +94,3 @@ def test_two_runs_do_not_share_a_directory(tmp_path):
     other.kill()
     other.communicate()
     assert len(ours.fit()) == 2
-
-
-def test_a_run_that_came_between_is_noticed(tmp_path):
-    late = trainer(tmp_path, **SHORT)
-    trainer(tmp_path, **SHORT).fit()
-    with pytest.raises(ValueError, match=r"^output: another run has written .*last.pth since this one began"):
-        late.fit()

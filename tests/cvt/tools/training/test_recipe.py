@@ -76,8 +76,6 @@ def test_distillation_against_its_formula():
         ({"distillation": "warm"}, "distillation: got 'warm', expected one of none, soft, hard"),
         ({"warmup_epochs": 300.0}, "warmup_epochs: got 300, expected less than epochs, 300"),
         ({"freeze_bn": 1}, "freeze_bn: got 1, expected bool"),
-        ({"shard": True, "ema_decay": 0.9}, "ema_decay: averages whole weights"),
-        ({"shard": True, "precision": "fp16"}, "precision: fp16 needs a loss scale"),
     ],
 )
 def test_bad_configurations(options, message):
