@@ -1,8 +1,9 @@
 """Models of transformers that run on the same kernels as CvT, by name, with the published sizes.
 
 SegFormer is as in Table 6 of Xie et al. 2021 (MLPs four times as wide in every stage, as in its code, and 150
-classes as in ADE20K), PVT as in Table 1 of Wang et al. 2021, PVT v2 as in Table 1 of Wang et al. 2022, and
-GLPN as in Kim et al. 2022, whose encoder is SegFormer's B4.
+classes as in ADE20K), PVT as in Table 1 of Wang et al. 2021, PVT v2 as in Table 1 of Wang et al. 2022,
+GLPN as in Kim et al. 2022, whose encoder is SegFormer's B4. ViT is as in Dosovitskiy et al. 2021 and Touvron
+et al. 2021, DINOv2 as in Oquab et al. 2023, and CLIP's image tower as in Radford et al. 2021.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cvt.extras import require
 #: The names, for the help of commands.
 NAMES = (
     "cvt_13, cvt_21, cvt_w24, segformer_b0 to _b5, pvt_tiny, _small, _medium or _large, pvt_v2_b0 to _b5, "
-    "pvt_v2_b2_linear, or glpn"
+    "pvt_v2_b2_linear, glpn, vit_s16, vit_b16, dinov2_s14, or clip_b32"
 )
 #: The help of ``--image-size``.
 SIZES = "side of the input images in pixels (default: 224; cvt_w24 384, glpn 480, segformer 512)"
@@ -29,6 +30,8 @@ class Pyramid(NamedTuple):
     image_size: int
     sizes: Mapping[str, Any]
 
+
+_SMALL = {"hidden_size": 384, "num_attention_heads": 6, "num_labels": 1000}
 
 # Depths of SegFormer and PVT v2 from B0 to B5. PVT's from tiny to large are those from B1 to B4.
 _DEPTHS = [[2, 2, 2, 2], [2, 2, 2, 2], [3, 4, 6, 3], [3, 4, 18, 3], [3, 8, 27, 3], [3, 6, 40, 3]]
@@ -61,6 +64,11 @@ PYRAMIDS = {
     **{f"pvt_v2_b{i}": _pvt_v2(i) for i in range(6)},
     "pvt_v2_b2_linear": _pvt_v2(2, linear=True),
     "glpn": Pyramid("GLPNForDepthEstimation", 480, _GLPN),
+    "vit_s16": Pyramid("ViTForImageClassification", 224, _SMALL | {"intermediate_size": 1536}),
+    "vit_b16": Pyramid("ViTForImageClassification", 224, {"num_labels": 1000}),
+    # Its positions are of 518 × 518, and resized in every call.
+    "dinov2_s14": Pyramid("Dinov2ForImageClassification", 224, _SMALL | {"image_size": 518}),
+    "clip_b32": Pyramid("CLIPVisionModelWithProjection", 224, {}),
 }
 # What would draw random numbers in training. Not every configuration has each field.
 _RATES = ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")
@@ -87,7 +95,7 @@ def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
     if checkpoint is not None:
         return _load_pyramid(name, model_class, checkpoint)
     config = model_class.config_class(**PYRAMIDS[name].sizes)
-    if config.model_type == "pvt":
+    if config.model_type in ("pvt", "vit", "clip_vision_model"):
         config.image_size = image_size
     model = model_class(_without_chance(config))
     randomize(model)

@@ -16,8 +16,9 @@ from cvt.extras import require
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Returns the logits, or the depth, in what a model returns."""
-    return getattr(outputs, "logits", getattr(outputs, "predicted_depth", outputs))
+    """Returns the logits, the depth, or the embeddings of images, in what a model returns."""
+    names = "logits", "predicted_depth", "image_embeds"
+    return next((getattr(outputs, name) for name in names if hasattr(outputs, name)), outputs)
 
 
 class Runtime(nn.Module):
