@@ -241,7 +241,7 @@ _COMMANDS = {
     "ends with exit code 2 and 0 lines that say why: ''": lambda argv: 2,
     "has failed, but changed world/left": _leave_a_file,
     "ends with exit code 130: ''": lambda argv: run_command(
-        "cvt", None, lambda: signal.raise_signal(signal.SIGPROF)
+        "cvt", lambda: signal.raise_signal(signal.SIGPROF)
     ),
 }
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     with ended_by_signals():
         arguments = _parse(argv)
-        return run_command(f"cvt {arguments.command}", arguments, lambda: _run(arguments))
+        return run_command(f"cvt {arguments.command}", lambda: _run(arguments))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -24,7 +24,7 @@ _TOO_LARGE = (
 _LONGEST = 400  # characters of an error of argparse, which lists all choices
 
 
-def run_command(name: str, arguments: Any, command: Callable[[], int | None]) -> int:
+def run_command(name: str, command: Callable[[], int | None]) -> int:
     """Runs ``command``, which may return an exit code; its warnings are lines on stderr.
 
     Errors that a user can fix become one line there and exit code 2.
