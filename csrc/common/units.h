@@ -88,9 +88,10 @@ struct alignas(64) Progress {
   }
 };
 
-// Runs steps one after the other in the threads of the pool. Nothing waits for a thread that has taken no unit, which may come
-// late on a busy CPU. What a unit throws is thrown here again, when the threads are done.
-inline void for_steps(const std::vector<Step>& steps) {
+// Runs steps one after the other: those of `served` models in the threads of the pool; others, whose neighbors are operators of
+// PyTorch, in PyTorch's. No step waits for a thread that has taken no unit, which may come late on a busy CPU; only the end of
+// the last one does, and in the pool not even that. What a unit throws is thrown here again, when the threads are done.
+inline void for_steps(const std::vector<Step>& steps, bool served = true) {
   int64_t units = 0, bytes = 0;
   for (const Step& step : steps) units = std::max(units, step.units), bytes = std::max(bytes, step.bytes);
   const int64_t count = std::min(threads(), units);
@@ -100,7 +101,7 @@ inline void for_steps(const std::vector<Step>& steps) {
   std::vector<Progress> progress(steps.size());
   std::exception_ptr failure;
   std::mutex mutex;
-  Pool::instance().run(count, [&](int64_t thread) {
+  const auto run = [&](int64_t thread) {
     try {
       for (size_t i = 0; i < steps.size(); i++) {
         int64_t previous = -1;
@@ -114,7 +115,14 @@ inline void for_steps(const std::vector<Step>& steps) {
       const std::lock_guard<std::mutex> lock(mutex);
       failure = std::current_exception();
     }
-  });
+  };
+  if (served) {
+    Pool::instance().run(count, run);
+  } else {
+    parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t thread = begin; thread < end; thread++) run(thread);
+    });
+  }
   if (failure) std::rethrow_exception(failure);
 }
 
