@@ -13,13 +13,14 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   // "quick"; mean and rstd are accumulators (common/half.h), one per row.
   //
   // out = activation(layer_norm(x)) in `dtype`; without mean and rstd where no gradient is wanted, and then of x + shift
-  // if there is a shift (channels,). On the GPU a shift goes with the identity alone.
+  // if there is a shift (channels,). On the GPU a shift goes with the identity alone. `served` says that on a CPU the threads of
+  // served models compute it.
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype) -> "
       "(Tensor out, Tensor mean, Tensor rstd)");
   m.def(
       "layer_norm_inference(Tensor x, Tensor? weight, Tensor? bias, float eps, str activation, ScalarType dtype, "
-      "Tensor? shift=None) -> Tensor");
+      "Tensor? shift=None, bool served=False) -> Tensor");
   // h = x + residual in the dtype of residual, out = layer_norm(h) in `dtype`, which is x's.
   m.def(
       "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType dtype) -> "

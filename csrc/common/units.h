@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu.h"
+#include "common/pool.h"
 #include "linear/layers.h"
 
 namespace cvt_kernels {
@@ -81,21 +82,16 @@ struct alignas(64) Progress {
     ~Unit() { done.fetch_add(1, std::memory_order_release); }
   };
 
-  // Waits for the units that other threads have taken, for a while without giving up the CPU.
+  // Waits for the units that other threads have taken.
   void wait_for(int64_t units) const {
-    constexpr int kSpins = 2000;
-    for (int spin = 0; done.load(std::memory_order_acquire) < units; spin++) {
-      if (spin >= kSpins) std::this_thread::yield();
-#ifdef __x86_64__
-      __builtin_ia32_pause();
-#endif
-    }
+    wait_until([&] { return done.load(std::memory_order_acquire) >= units; });
   }
 };
 
-// Runs steps one after the other. No step waits for a thread that has taken no unit, which may come late on a busy CPU; only
-// the end of the last one does.
-inline void for_steps(const std::vector<Step>& steps) {
+// Runs steps one after the other: those of `served` models in the threads of the pool; others, whose neighbors are operators of
+// PyTorch, in PyTorch's. No step waits for a thread that has taken no unit, which may come late on a busy CPU; only the end of
+// the last one does, and in the pool not even that. What a unit throws is thrown here again, when the threads are done.
+inline void for_steps(const std::vector<Step>& steps, bool served = true) {
   int64_t units = 0, bytes = 0;
   for (const Step& step : steps) units = std::max(units, step.units), bytes = std::max(bytes, step.bytes);
   const int64_t count = std::min(threads(), units);
@@ -103,8 +99,10 @@ inline void for_steps(const std::vector<Step>& steps) {
   bytes = (bytes + 4095) / 4096 * 4096;
   const Workspace scratch(count * bytes);
   std::vector<Progress> progress(steps.size());
-  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; thread++) {
+  std::exception_ptr failure;
+  std::mutex mutex;
+  const auto run = [&](int64_t thread) {
+    try {
       for (size_t i = 0; i < steps.size(); i++) {
         int64_t previous = -1;
         for (int64_t unit = progress[i].taken++; unit < steps[i].units; previous = unit, unit = progress[i].taken++) {
@@ -113,8 +111,19 @@ inline void for_steps(const std::vector<Step>& steps) {
         }
         if (i + 1 < steps.size()) progress[i].wait_for(steps[i].units);
       }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
     }
-  });
+  };
+  if (served) {
+    Pool::instance().run(count, run);
+  } else {
+    parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t thread = begin; thread < end; thread++) run(thread);
+    });
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace cvt_kernels

@@ -51,7 +51,8 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
       .out = out.mutable_data_ptr(),
   };
   for_steps({over_runs(runs, loops.scratch_bytes(head),
-                       [&](const Run& run, int64_t, char* scratch) { loops.estimate(dtype, head, run, scratch); })});
+                       [&](const Run& run, int64_t, char* scratch) { loops.estimate(dtype, head, run, scratch); })},
+            false);
   return out;
 }
 

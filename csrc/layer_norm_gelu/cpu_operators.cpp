@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/cpu.h"
+#include "common/units.h"
 #include "layer_norm_gelu/cpu_loops.h"
 #include "layer_norm_gelu/operators.h"
 
@@ -157,10 +157,16 @@ class Cpu {
         .mean = mutable_data_of(tensors.mean),
         .rstd = mutable_data_of(tensors.rstd),
     };
-    for_rows(x.numel() / channels, channels, [&](int64_t begin, int64_t end) {
+    const int64_t rows = x.numel() / channels;
+    const auto run = [&](int64_t begin, int64_t end) {
       std::vector<double> scratch(channels);
       loops_.layer_norm(dtype_, activation, call, begin, end, scratch.data());
-    });
+    };
+    if (!tensors.served) return for_rows(rows, channels, run);
+    const int64_t grain = std::max<int64_t>(1, kGrain / channels);
+    for_steps({{(rows + grain - 1) / grain, 0, [&](int64_t unit, int64_t, char*) {
+                  run(unit * grain, std::min(rows, (unit + 1) * grain));
+                }}});
   }
 
   ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,

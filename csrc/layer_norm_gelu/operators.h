@@ -46,6 +46,7 @@ struct LayerNormTensors {
   std::optional<Tensor> shift;  // as it comes from the caller; added to x, and never beside a residual
   Tensor out;
   std::optional<Tensor> mean, rstd;
+  bool served;  // on a CPU: in the threads of served models
 };
 
 struct LayerNormBackwardTensors {
@@ -101,7 +102,7 @@ inline void* mutable_data_of(const std::optional<Tensor>& tensor) {
 template <class Device>
 LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& residual, const Parameters& parameters,
                            double eps, Activation activation, ScalarType dtype, bool with_statistics,
-                           const std::optional<Tensor>& shift = std::nullopt) {
+                           const std::optional<Tensor>& shift = std::nullopt, bool served = false) {
   const Tensor& rows = residual.has_value() ? *residual : input;
   const Device device(residual.has_value() ? "residual" : "x", rows);
   channels_of("x", rows);
@@ -123,6 +124,7 @@ LayerNormTensors normalize(const Tensor& input, const std::optional<Tensor>& res
       .out = empty(sizes, dtype, rows),
       .mean = statistic(),
       .rstd = statistic(),
+      .served = served,
   };
   device.layer_norm(tensors, parameters, eps, activation);
   return tensors;
@@ -139,8 +141,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
 template <class Device>
 Tensor layer_norm_inference(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                             double eps, const std::string& activation, ScalarType dtype,
-                            const std::optional<Tensor>& shift) {
-  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), dtype, false, shift).out;
+                            const std::optional<Tensor>& shift, bool served) {
+  return normalize<Device>(x, std::nullopt, {weight, bias}, eps, activation_of(activation), dtype, false, shift, served)
+      .out;
 }
 
 template <class Device>

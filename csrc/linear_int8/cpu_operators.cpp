@@ -159,7 +159,7 @@ void multiply_and_finish(const Left& left, const void* packed, const Finish& fin
       kernels().finish(dtype, finish, sums, scales, first, count, panel * kPanel);
     }
   };
-  for_steps({{tiles * groups, scale_bytes + value_bytes + sum_bytes, multiply}});
+  for_steps({{tiles * groups, scale_bytes + value_bytes + sum_bytes, multiply}}, false);
 }
 
 Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const Tensor& packed,

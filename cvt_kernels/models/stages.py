@@ -211,7 +211,9 @@ def _bound_stage(
     stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> Steps | None:
     operators: Any = backends.operators
-    embedding, block = operators["conv_embedding"], operators["transformer_block"]
+    embedding, block, norm = (
+        operators[name] for name in ("conv_embedding", "transformer_block", "layer_norm")
+    )
     steps = [
         embedding.bound(embedding.bind(image, **_embedding_of(stage))) or functools.partial(_embed, stage)
     ]
@@ -220,8 +222,10 @@ def _bound_stage(
             return None
         rows = class_token_of(stream) if class_token_only and each is stage.blocks[-1] else None
         steps.append(block.bound(block.bind(stream, grid, each, rows=rows, inplace=bool(each.convs))))
-    if stage.parts.last_norm is not None:
-        steps.append(functools.partial(_normalize_last, stage))
+    last = stage.parts.last_norm
+    if last is not None:
+        call = norm.bind(stream, last.weight, last.bias, eps=last.eps)
+        steps.append(norm.bound(call) or functools.partial(_normalize_last, stage))
     return None if None in steps else steps
 
 

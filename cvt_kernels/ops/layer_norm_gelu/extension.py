@@ -15,13 +15,14 @@ that are not contiguous are copied first; results are contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import machine, modes, reference
-from ...backends import Record
+from ...backends import Record, bound_by
 from ..autograd import gradients_again
 
 machine.load_extension()
@@ -169,8 +170,9 @@ def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: to
 
 @torch.library.register_fake("cvt_kernels::layer_norm_inference")
 def _(
-    x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype, shift: Any = None
-) -> Tensor:
+    x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype, shift: Any = None,
+    served: bool = False,
+) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -216,6 +218,15 @@ def _result_dtype(device: torch.device, rows: torch.dtype, named: torch.dtype | 
     return torch.float32 if device.type == "cuda" and torch.is_autocast_enabled("cuda") else rows
 
 
+def _bind(call: Record) -> Callable[[Tensor], Tensor]:
+    """Binds a LayerNorm of a served stage to its parameters."""
+    x, weight, bias, eps, dtype, shift = call
+    result = _result_dtype(x.device, x.dtype, dtype)
+    arguments = weight, bias, eps, "identity", result, shift, True
+    return lambda x: _ops.layer_norm_inference.default(x, *arguments)
+
+
+@bound_by(_bind)
 def layer_norm(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm``."""
     x, weight, bias, eps, dtype, shift = call
