@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from cvt.config import DTYPES
+from cvt.files import replacing
 
 from ..common import add, batch_size, option, positive_int, print_result, resolve_device
-from ..paths import InputPath, add_json_argument, reporting
+from ..paths import InputPath, OutputPath, add_json_argument, reporting
 from ..pyramids import NAMES, SIZES
 
 
@@ -41,17 +42,25 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     option(bench, "--peers", text, **names)
     option(bench, "--summary", "ours beside Hugging Face's alone, in few lines", action="store_true")
     add_json_argument(bench, "the results")
+    option(
+        bench, "--plot", "draw the images per second of each contender", type=OutputPath, metavar="FILE.png"
+    )
     add(bench, "--device")
     bench.set_defaults(run=_bench)
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from . import results  # needs the bench extra
+    from . import plots, results  # need the bench extra
 
+    if arguments.plot is not None:
+        plots.figure_class()  # where Matplotlib is missing, it fails now
     names = ("checkpoint", "model", "images", "image_size", "rounds", "dtype", "train", "peers", "summary")
     settings = {name: getattr(arguments, name) for name in names}
     device = resolve_device(arguments.device)
     measured = results.run(batch_sizes=arguments.batch_size, device=device, **settings)
     with reporting(arguments.json, indent=1) as report:
         report(measured)
-    print_result(arguments, [results.text(measured)])
+    print_result(arguments, [results.summary(measured) if arguments.summary else results.text(measured)])
+    if arguments.plot is not None:
+        with replacing(arguments.plot) as file:
+            plots.throughput(measured).savefig(file, format="png", dpi=150)

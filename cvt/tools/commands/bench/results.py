@@ -135,6 +135,34 @@ def text(results: Results) -> str:
     return "\n".join(lines)
 
 
+def summary(results: Results) -> str:
+    """Returns what a newcomer asks: the machine, and ours beside Hugging Face's model in each batch size."""
+    config, machine = results["config"], results["machine"]
+    where = "; ".join(machine["gpus"]) if config["device"] != "cpu" else machine["cpu"]
+    table = [["batch", "model", "images/s", "×", "ms", "process MiB", f"max |Δ {config['output']}|"]]
+    for batch in results["batches"]:
+        rows = {row["contender"]: row for row in batch["rows"]}
+        ours = next(key for key in reversed(rows) if results["contenders"][key]["ours"])
+        graphed = " and graphed" if "graphed" in ours else ""
+        for key, name in (("hf", "Hugging Face's"), (ours, f"accelerated{graphed}")):
+            row, theirs = rows[key], rows["hf"]["seconds"]
+            seconds = statistics.median(row["seconds"])
+            held = "?" if row["resident_bytes"] is None else f"{row['resident_bytes'] / 2**20:.0f}"
+            rate, times = batch["batch_size"] / seconds, ratio(row["seconds"], theirs)[0]
+            size = str(batch["batch_size"])
+            speed = f"{rate:.1f}", f"{times:.2f}", f"{1e3 * seconds:.1f}"
+            table.append([size, name, *speed, held, _error(row["error"])])
+    return "\n".join(
+        [
+            f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}",
+            f"{config['model']}, {config['weights']}, {config['dtype']}, {len(config['photos'])} photographs",
+            "",
+            *aligned(table, right=(0, *range(2, len(table[0])))),
+            "Process: all memory of a process that serves, beyond what it had before; Δ: against float64.",
+        ]
+    )
+
+
 def table(results: Results, batch: dict[str, Any]) -> list[list[str]]:
     """Returns the table of one batch size, its heading first; a figure that is not there is empty."""
     output, theirs = results["config"]["output"], batch["rows"][0]["seconds"]

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools import commands as cli
-from cvt.tools.commands.bench import contenders, contest, workers
+from cvt.tools.commands.bench import contenders, contest, plots, workers
 from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
 from cvt_kernels import machine
@@ -317,6 +318,21 @@ def test_table(results):
     assert table[0][3] == "1.00 (1.00–1.00)"
 
 
+def test_summary(results):
+    """Two lines about what was measured, then ours beside Hugging Face's in each batch size."""
+    named = {**results, "contenders": {"hf": results["contenders"]["eager"], **results["contenders"]}}
+    batches = [
+        {**batch, "rows": [{**batch["rows"][0], "contender": "hf"}, *batch["rows"]]}
+        for batch in results["batches"]
+    ]
+    lines = result_files.summary({**named, "batches": batches}).splitlines()
+    assert results["config"]["weights"] in lines[1]
+    header, *table, memory = lines[3:]
+    assert header.split()[:3] == ["batch", "model", "images/s"]
+    assert len(table) == 2 * len(batches)
+    assert memory.startswith("Process: ")
+
+
 def test_what_is_doubtful_is_said(results):
     """A busy machine; on a GPU what a client waits has a column."""
     batch = results["batches"][0]
@@ -329,21 +345,34 @@ def test_what_is_doubtful_is_said(results):
     assert all("3.00" in line for line in lines[lines.index(header) + 1 :][: len(rows)])
 
 
+def test_the_picture_has_a_bar_for_every_contender_between_its_rounds(results):
+    figure = plots.throughput(results)
+    for axes, batch in zip(figure.axes, results["batches"], strict=True):
+        bars, *_ = [each for each in axes.containers if hasattr(each, "datavalues")]
+        rates = [sorted(batch["batch_size"] / s for s in row["seconds"]) for row in batch["rows"]]
+        assert [rate[0] <= width <= rate[-1] for rate, width in zip(rates, bars.datavalues, strict=True)]
+        assert [label.get_text() for label in axes.get_yticklabels()] == [
+            r["contender"] for r in batch["rows"]
+        ]
+
+
 def test_command(results, tmp_path, capsys, monkeypatch):
     asked = {}
     monkeypatch.setattr(result_files, "run", lambda **arguments: asked.update(arguments) or results)
-    new = tmp_path / "new.json"
+    new, plot = tmp_path / "new.json", tmp_path / "new.png"
     arguments = ["bench", "--batch-size", "1", "8", "--dtype", "bfloat16", "--train", "--peers", "hf,eager"]
-    arguments += ["--device", "cpu", "--json", new]
+    arguments += ["--device", "cpu", "--json", new, "--plot", plot]
     assert cli.main(list(map(str, arguments))) == 0
     out = capsys.readouterr().out
     assert (asked["batch_sizes"], asked["dtype"], asked["train"]) == ([1, 8], "bfloat16", True)
     assert asked["peers"] == ["hf", "eager"]
     assert out.startswith(result_files.text(results))
     assert json.loads(new.read_text()) == results
-    assert not asked["summary"]
+    monkeypatch.setattr(result_files, "summary", lambda measured: f"in short, {asked['summary']}")
     assert cli.main(["bench", "--summary"]) == 0
-    assert asked["summary"]
+    assert capsys.readouterr().out == "in short, True\n"
+    low, high = Image.open(plot).convert("L").getextrema()
+    assert low < 100 < high == 255  # something is drawn
 
 
 @pytest.mark.usefixtures("small")
