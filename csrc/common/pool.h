@@ -13,12 +13,12 @@
 
 namespace cvt_kernels {
 
-// Calls ready() until it is true, for 100 µs at most, longer than Python takes from one block to the next; returns what it
+// Calls ready() until it is true, for 300 µs at most, longer than Python takes from one block to the next; returns what it
 // said last. Gives up at once where this thread did not have the core meanwhile.
 template <class F>
 bool spin(const F& ready) {
   using Clock = std::chrono::steady_clock;
-  constexpr auto kMost = std::chrono::microseconds(100), kAway = std::chrono::microseconds(50);
+  constexpr auto kMost = std::chrono::microseconds(300), kAway = std::chrono::microseconds(50);
   const auto start = Clock::now();
   for (auto last = start; !ready();) {
     for (int i = 0; i < 16; i++) {
