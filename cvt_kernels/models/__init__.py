@@ -100,8 +100,9 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         )
     stages = _freezable_stages(model) if freeze else []
     warn_of_missing_kernels()
-    for device in {parameter.device for parameter in model.parameters()}:
-        choose.warn_of_unknown_gpu(device)
+    if not all(entry.is_only_served for _, entry in supported):  # or no kernel of a GPU is for them
+        for device in {parameter.device for parameter in model.parameters()}:
+            choose.warn_of_unknown_gpu(device)
     for block, entry in supported:
         if entry.arguments and not (entry.is_only_served or is_fused(block)):
             _swap(block, entry.key)

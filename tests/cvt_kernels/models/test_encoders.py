@@ -164,7 +164,7 @@ def on_a_gpu(model):
 
 
 def test_on_a_gpu_they_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(choose, "warn_of_unknown_gpu", lambda device: None)  # there is none to ask
+    monkeypatch.setattr(choose, "warn_of_unknown_gpu", None)  # no kernel of a GPU is for them
     reason = "is not served on a GPU, where PyTorch's products are most of it"
     for model in (ck.accelerate(vit()), ck.accelerate(vit(), freeze=True), ck.accelerate(on_a_gpu(vit()))):
         rows = ck.coverage(on_a_gpu(model))
