@@ -52,7 +52,7 @@ measured](report.md). "Accelerated" is what `accelerate(model)` serves in evalua
 rounds' own ratios, in turns. Process memory is what a process that
 serves the accelerated model takes beyond what it had before, weights and packed copies included; 1 is Hugging
 Face's. int8: 8-bit weights and inputs of layers, with the row's dtype between them; OpenVINO's are made by
-NNCF with its default settings."""
+NNCF by default."""
 INTRODUCTION = """\
 # Every figure
 

@@ -26,7 +26,8 @@ _LINES = {
     "train": "train --data data --output run --model cvt_nano --image-size 16 --epochs 1 --batch-size 4 "
     "--workers 0 --device cpu --lr 1e-3 --mixup 0 --ema-decay 0.9 --precision fp32",
     "export": "export --checkpoint model.pth --format pt2 --output model.pt2 --image-size 16",
-    "bench": f"bench {_MODEL} --images photo.png --rounds 1 --image-size 16 --batch-size 1 --peers eager",
+    "bench": f"bench {_MODEL} --images photo.png --rounds 1 --image-size 16 --batch-size 1 "
+    "--peers eager --plot rates.png",
     "tune": "tune --model cvt_13 --dtype float32 --batch-size 1 --image-size 32 --seconds 1 --device cpu "
     "--json tunings.json",
     "compile": "compile --arch sm_90 --model cvt_13 --dtype float32 --operator gather_rows --stage 1 "
@@ -41,7 +42,7 @@ _ABSURD = (
     "cuda", "meta", "cuda:99", "cvt_13",
 )  # fmt: skip
 _MUTATIONS = ("drop", "double", "swap", "absurd", "unknown", "cut", "onto")
-_OUTPUTS = ("--output", "--json")
+_OUTPUTS = ("--output", "--json", "--plot")
 #: Files that commands read, by several paths.
 _INPUTS = (
     "model.pth", "./model.pth", "model", "model/config.json", "model/../model/model.safetensors", "photo.png",

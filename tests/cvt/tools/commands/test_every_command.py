@@ -128,7 +128,7 @@ def test_doctor_checks_the_kernels(flaw, monkeypatch, capsys, tmp_path):
 KINDS = {
     **dict.fromkeys(("photos", "labels", "checkpoint", "teacher", "data", "calibrate"), paths.InputPath),
     **dict.fromkeys(("photo", "bench images"), paths.InputPath),
-    **dict.fromkeys(("output", "json"), paths.OutputPath),
+    **dict.fromkeys(("output", "json", "bench plot"), paths.OutputPath),
 }
 
 

@@ -58,6 +58,7 @@ _BAD = {
     **dict.fromkeys(("prune output", "quantize output"), ("", "file", "x.pth", "missing/x.safetensors")),
     "train output": ("/dev/null/x", "file"),
     "json": _NO_FILE,
+    "plot": ("", "/dev/null/x"),
     "images": _NOTHING,
     "quantize images": _NUMBERS,
     "device": ("", "x", "cuda:99999999999999999999", "meta", "cpu:-1"),
@@ -289,6 +290,7 @@ LINES = {
     "bench --model pvt_v2_b0 --checkpoint none": "none is no folder",
     "bench --checkpoint segmenter": "segmenter: Hugging Face's CvT has no head='segment'",
     "compile --json /": "--json: / is a directory, expected a file",
+    "bench --plot /": "--plot: / is a directory, expected a file",
     "compile --json /nowhere/report.json": "--json: /nowhere/report.json cannot be written",
     "compile --arch sm_91": "argument --arch: invalid choice: 'sm_91' (choose from ",
     "compile --dtype int8": "argument --dtype: invalid choice: 'int8' (choose from ",
@@ -326,6 +328,8 @@ NO_OUTPUT_IS_AN_INPUT = [
     "train --data=digits --checkpoint=trained/best.pth --output=trained",
     "train --data=data --teacher=digits.safetensors --json=link.safetensors --output=new",
     "bench --images heads.png --json=heads.png",
+    "bench --images heads.png --plot=heads.png",
+    "bench --json=new.png --plot=new.png",
 ]
 LINES |= dict.fromkeys(NO_OUTPUT_IS_AN_INPUT, ", expected ")
 LINES |= {
@@ -369,6 +373,7 @@ def test_a_backend_that_cannot_serve_is_named(words, capsys, world, monkeypatch)
     ("module", "words", "package"),
     [
         ("matplotlib.figure", "explain cat.png --checkpoint digits --output new", "matplotlib"),
+        ("matplotlib.figure", "bench --plot new.png", "matplotlib"),
         ("transformers", "bench --device cpu", "transformers"),
         ("sklearn", "bench --device cpu", "scikit-learn"),
         ("onnxscript", "export --checkpoint digits --format onnx --output new.onnx", "onnxscript"),
