@@ -101,7 +101,6 @@ FAULTS = {
     ),
     "channels": ("i % channels", "(i + 1) % channels", FUZZED, "triton outputs 0 is off by"),
     "overlapping": ("    grid_dependency_synchronize()\n", "", EMULATED, "before griddepcontrol.wait"),
-    "waiting": ("    grid_dependency_synchronize()\n", "", COMPILED, "before griddepcontrol.wait"),
 }
 
 
