@@ -1,8 +1,11 @@
 // Threads for the steps of served models. A thread without work spins for some microseconds and then sleeps, so that other
-// programs and other threads of ours have its core; PyTorch's threads spin for milliseconds. For the operators only, as cpu.h.
+// programs and other threads of ours have its core; PyTorch's threads spin for milliseconds, unless they are hushed (below).
+// For the operators only, as cpu.h.
 #pragma once
 
+#include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -54,6 +57,7 @@ class Pool {
   template <class F>
   void run(int64_t count, const F& f) {
     if (count == 1) return f(0);
+    hush(count);
     Job job{[](const void* given, int64_t place) { (*static_cast<const F*>(given))(place); }, &f, count - 1, count - 1};
     open(job);
     f(0);
@@ -82,6 +86,33 @@ class Pool {
    private:
     std::atomic_flag& flag_;
   };
+
+  // Keeps PyTorch's threads from spinning behind its operators on the cores of ours, while models are served. These threads
+  // are libgomp's, which spin for long only if there are no more of them than CPUs (its manual, GOMP_SPINCOUNT): so one more
+  // thread takes a team of idle ones, and gives it up when no call has come for 0.1 s, lest training wait for threads that sleep.
+  void hush(int64_t count) {
+    calls_.fetch_add(1, std::memory_order_relaxed);
+    if (hushes_.load(std::memory_order_relaxed) || hushes_.exchange(true)) return;
+    try {
+      std::thread([this, count] {
+        using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+        cpu_set_t cpus;
+        const int64_t available = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 0;
+        const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+        // PyTorch's threads are count, and have cores of their own if there are twice as many.
+        if (parallel != nullptr && count <= available && available < 2 * count) {
+          parallel([](void*) {}, nullptr, static_cast<unsigned>(available - count + 2), 0);
+        }
+        for (int64_t seen = -1; seen != calls_.load();) {
+          seen = calls_.load();
+          std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        }
+        hushes_.store(false);
+      }).detach();
+    } catch (const std::system_error&) {  // Linux has no more threads
+      hushes_.store(false);
+    }
+  }
 
   static Pool*& current() {
     static Pool* pool = new Pool;  // never destroyed: its threads may outlive the end of main
@@ -151,6 +182,8 @@ class Pool {
   Job* first_ = nullptr;            // the calls that are running
   int64_t wanted_ = 0, threads_ = 0;  // threads that they ask for, and that there are
   std::atomic<int32_t> posted_{0};  // calls so far
+  std::atomic<int64_t> calls_{0};   // those that hush, and whether a thread does
+  std::atomic<bool> hushes_{false};
 };
 
 }  // namespace cvt_kernels
