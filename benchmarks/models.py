@@ -43,11 +43,10 @@ class Model(NamedTuple):
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
-def _public(name: str, *on_gpu: int, **settings: Any) -> Model:
+def _public(name: str, *on_gpu: int, size: int | None = None, **settings: Any) -> Model:
     keys = [key for key, each in CONTENDERS.items() if each.model == "hf" or name not in PYRAMIDS]
-    return Model(
-        functools.partial(build_subject, name, None, None), on_gpu=on_gpu, contenders=tuple(keys), **settings
-    )
+    build = functools.partial(build_subject, name, None, size)
+    return Model(build, on_gpu=on_gpu, contenders=tuple(keys), **settings)
 
 
 def _build_variant(
@@ -75,6 +74,7 @@ MODELS = {
     "vit_s16": _public("vit_s16"),
     "vit_b16": _public("vit_b16"),
     "dinov2_s14": _public("dinov2_s14"),
+    "dinov2_s14_518": _public("dinov2_s14", size=518),
     "clip_b32": _public("clip_b32"),
     "cvt_w24": _public("cvt_w24", 32, on_cpu=()),
     "token_keep": _variant("cvt_13, which keeps 0.7 of its tokens", token_keep=0.7),

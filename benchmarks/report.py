@@ -35,6 +35,11 @@ NAMES = {
     "cvt_w24": "CvT-W24 384²",
     "segformer_b0": "SegFormer-B0 512²",
     "pvt_v2_b2": "PVT v2-B2",
+    "vit_s16": "ViT-S/16",
+    "vit_b16": "ViT-B/16",
+    "dinov2_s14": "DINOv2-S/14",
+    "dinov2_s14_518": "DINOv2-S/14 518²",
+    "clip_b32": "CLIP ViT-B/32",
     "tf32": "float32 with TF32",
 }
 #: What ``kernels.py`` writes.

@@ -87,20 +87,20 @@ class Pool {
     std::atomic_flag& flag_;
   };
 
-  // Keeps PyTorch's threads from spinning behind its operators on the cores of ours, while models are served. These threads
-  // are libgomp's, which spin for long only if there are no more of them than CPUs (its manual, GOMP_SPINCOUNT): so one more
-  // thread takes a team of idle ones, and gives it up when no call has come for 0.1 s, lest training wait for threads that sleep.
+  // Keeps PyTorch's threads from spinning behind its operators on the cores of ours, while models are served. They are
+  // libgomp's, which spin for long only if there are no more of them than CPUs (its manual, GOMP_SPINCOUNT): so a thread takes
+  // a team of idle ones, and gives it up when no call has come for 0.1 s, lest training wait for threads that sleep.
   void hush(int64_t count) {
+    using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+    static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     calls_.fetch_add(1, std::memory_order_relaxed);
-    if (hushes_.load(std::memory_order_relaxed) || hushes_.exchange(true)) return;
+    if (parallel == nullptr || hushes_.load(std::memory_order_relaxed) || hushes_.exchange(true)) return;
     try {
       std::thread([this, count] {
-        using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
         cpu_set_t cpus;
         const int64_t available = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 0;
-        const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-        // PyTorch's threads are count, and have cores of their own if there are twice as many.
-        if (parallel != nullptr && count <= available && available < 2 * count) {
+        // PyTorch has as many threads as we. On twice as many CPUs both have cores of their own.
+        if (count <= available && available < 2 * count) {
           parallel([](void*) {}, nullptr, static_cast<unsigned>(available - count + 2), 0);
         }
         for (int64_t seen = -1; seen != calls_.load();) {
@@ -181,9 +181,9 @@ class Pool {
   std::atomic_flag flag_;           // of the three below
   Job* first_ = nullptr;            // the calls that are running
   int64_t wanted_ = 0, threads_ = 0;  // threads that they ask for, and that there are
-  std::atomic<int32_t> posted_{0};  // calls so far
-  std::atomic<int64_t> calls_{0};   // those that hush, and whether a thread does
-  std::atomic<bool> hushes_{false};
+  std::atomic<int32_t> posted_{0};   // calls so far, for those that wait for one
+  std::atomic<int64_t> calls_{0};
+  std::atomic<bool> hushes_{false};  // whether there is a thread that does
 };
 
 }  // namespace cvt_kernels
