@@ -51,8 +51,8 @@ SHORT = """\
 
     cvt bench --checkpoint microsoft/cvt-13 --batch-size 1 8 --peers openvino,openvino-int8,accelerate-int8
 
-`make results` makes this page from `benchmarks/results/`. [Every figure](measurements.md); [how they are
-measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
+`make results` makes this page from `benchmarks/results/`. [Every figure, and errors](measurements.md);
+[how they are measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
 `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of the
 rounds' own ratios, in turns. Process memory is what a process that
 serves the accelerated model takes beyond what it had before, weights and packed copies included; 1 is Hugging
@@ -264,6 +264,15 @@ COLUMNS = {
     "accelerate-int8": "int8: accelerated",
 }
 README_COLUMNS = "compile", "openvino", "accelerate-frozen"
+#: What README shows of a CPU, if it was measured: a model's name and its dtype.
+README_ROWS = (
+    ("cvt_13", "float32"),
+    ("cvt_13", "bfloat16"),
+    ("segformer_b0", "bfloat16"),
+    ("pvt_v2_b2", "bfloat16"),
+    ("vit_s16", "float32"),
+    ("vit_s16", "bfloat16"),
+)
 
 
 def cpu_table(
@@ -411,7 +420,8 @@ def short_page(rows: Sequence[Row]) -> str:
             parts += ["Milliseconds by events; in parentheses what a client waits.", lines(table)]
             parts += earlier(table)
         else:
-            parts += [lines(cpu_table(its, (1, 8), COLUMNS)), lines(error_table(its))]
+            shown = [key for key in COLUMNS if key != "onnxruntime"]
+            parts += [lines(cpu_table(its, (1, 8), shown)).replace(" ×", "×")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -438,6 +448,7 @@ def section(device: str, rows: Sequence[Row], kernels: Sequence[dict[str, Any]])
         table = gpu_table(models)
         parts += ["### Models", measured_on(models), lines(table), *earlier(table)]
     elif models:
+        parts += [lines(error_table(models))]
         for kind, its in grouped(models, kind_of).items():
             parts += [f"### {kind}", measured_on(its), lines(contender_table(its))]
     for operator, table in operator_tables(operators, brief=True).items():
@@ -479,10 +490,12 @@ def fill_readme(text: str, rows: Sequence[Row]) -> str:
         device = max(here, key=lambda row: row["when"])["device"]
         newest_rows = [row for row in here if row["device"] == device]
         if kind == "cpu":
-            table, told = cpu_table(newest_rows), sentence(grouped(here, lambda row: row["device"]))
+            shown = [row for row in newest_rows if (row["model"], row["dtype"]) in README_ROWS]
+            table, told = cpu_table(shown), sentence(grouped(here, lambda row: row["device"]))
         else:
             rest = (row for row in gpu_table(newest_rows, brief=True) if row[1] != "32")
-            table = [[cell.split(" (")[0] for cell in row] for row in rest]  # without waits by the clock
+            # Without waits by the clock, and without eager.
+            table = [[row[i].split(" (")[0] for i in (0, 1, 3, 4, 6)] for row in rest]
             told = "".join(earlier(table))
         text = fill(text, kind, table, told) if len(table) > 1 else text
     return text
