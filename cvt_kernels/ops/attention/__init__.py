@@ -5,25 +5,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
 from ..autograd import gradients_again
 from ..cost_classes import first_images, images_within, scores_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import autograd as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.autograd")
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
@@ -123,10 +117,6 @@ def _check(call: Any) -> None:
         raise ValueError(f"dropout_p: got {call.dropout_p}, expected a probability in [0, 1)")
 
 
-def _check_rows(call: Any) -> None:
-    _check_row_values(call.position, call.k.shape[1])
-
-
 def _check_row_values(position: PositionBias | None, keys: int) -> None:
     """Raises ValueError unless chosen queries are tokens, the class token among them, or -1."""
     if position is not None and position.rows is not None:
@@ -177,15 +167,15 @@ def _first_queries(call: Record, most: int) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.attention, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.attention, _cpu.why_unsupported),
+        "triton": triton_kernels("triton.autograd"),
+        "cpu": extension_kernels("cpu"),
         "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
     },
     cost_class=_cost_class,
     sample=_sample,
     check=_check,
     defaults=("sdpa", "reference"),
-    check_numbers=("position", _check_rows),
+    check_numbers=("position", lambda call: _check_row_values(call.position, call.k.shape[1])),
 )
 def attention(
     q: Tensor,
@@ -259,8 +249,7 @@ def check_attention_map(
 def _check_tokens(q: Tensor, k: Tensor, *values: tuple[str, Tensor]) -> None:
     named = (("q", q), ("k", k), *values)
     for name, tensor in named:
-        checks.check_float_tensor(name, tensor, _SHAPE)
-        checks.check_rank(name, tensor, 4, _SHAPE)
+        checks.check_dimensions(name, tensor, 4, _SHAPE)
         checks.check_like(name, tensor, "q", q)
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
@@ -286,21 +275,16 @@ def _check_scores(q: Tensor, k: Tensor, bias: Tensor | None, position: PositionB
         checks.check_like("bias", bias, "q", q)
         _check_broadcasts("bias", bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     if position is not None:
-        _check_places(position)
         _check_position(position, q, k.shape[1])
 
 
-def _check_places(position: PositionBias) -> None:
-    """Raises TypeError or ValueError unless grids and stride are positive integers."""
+def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     for name in ("query_grid", "key_grid"):
         grid = getattr(position, name)
         checks.check_grid(f"position.{name}", grid, tuple | list)
         if modes.is_known(grid[0] < 1) or modes.is_known(grid[1] < 1):
             raise ValueError(f"position.{name}: got {grid}, expected integers of at least 1")
     checks.check_int("position.stride", position.stride, 1)
-
-
-def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     batch, queries, heads, _ = q.shape
     table, (height, width), (key_height, key_width), stride, rows = position
     class_tokens = keys - key_height * key_width

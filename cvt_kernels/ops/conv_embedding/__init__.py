@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, choose, modes, reference
-from ...backends import Implementation, Record, lazy
+from ... import checks, modes, reference
+from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
-from ..cost_classes import first_images, images_within, size_class
+from ..cost_classes import sampled, size_class
 from ..layer_norm_gelu import layer_norm
 
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import operator as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
 
-_SAMPLE = 2**18  # elements
-
-
-def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> tuple[int, ...]:
-    """Returns the height and width of the tokens."""
-    checks.check_float_tensor("image", image, "(batch, channels, height, width)")
-    checks.check_rank("image", image, 4, "(batch, channels, height, width)")
-    checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
-    checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
+def _check(call: Any) -> None:
+    image, weight = call.image, call.weight
+    checks.check_dimensions("image", image, 4, "(batch, channels, height, width)")
+    checks.check_dimensions("weight", weight, 4, "(channels, in_channels, k, k)")
     if image.shape[1] != weight.shape[1]:
         raise ValueError(f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as weight")
     kernel_size = weight.shape[3]
@@ -38,34 +27,19 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     checks.check_like("weight", weight, "image", image)
     if weight.numel() == 0:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
-    checks.check_positive("eps", eps)
-    grid = checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)
+    checks.check_positive("eps", call.eps)
+    grid = checks.check_geometry("", kernel_size, image.shape[2:], call.stride, call.padding)
     if any(modes.is_known(size < 1) for size in grid):
         raise ValueError(
             f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
         )
-    return grid
-
-
-def _check_all(call: Any) -> None:
-    height, width = _check(call.image, call.weight, call.stride, call.padding, call.eps)
     for name in ("bias", "norm_weight", "norm_bias", "class_token"):
-        vector = getattr(call, name)
-        if vector is not None:
-            also = () if name == "bias" else (torch.float32,)
-            shape = call.weight.shape[:1]
-            checks.check_tensor_like(name, vector, shape, "(channels,)", call.image, also, "image")
+        vector, also = getattr(call, name), () if name == "bias" else (torch.float32,)
+        checks.check_vector(name, vector, weight.shape[0], image, also=also, x_name="image")
     if call.positions is not None:
-        tokens = height * width + (call.class_token is not None)
-        checks.check_tensor_like(
-            "positions", call.positions, (tokens, call.weight.shape[0]), "(tokens, channels)", call.image,
-            (torch.float32,), "image",
-        )  # fmt: skip
-
-
-def _composition(call: Any) -> Callable[..., Tensor] | None:
-    device = call.image.device.type
-    return None if device == "cuda" or choose.may_be_ours("conv_embedding", device) else _compose
+        shape = grid[0] * grid[1] + (call.class_token is not None), weight.shape[0]
+        meaning, also = "(tokens, channels)", (torch.float32,)
+        checks.check_tensor_like("positions", call.positions, shape, meaning, image, also, "image")
 
 
 def _compose(call: Record) -> Tensor:
@@ -114,21 +88,12 @@ def _cost_class(call: Record) -> str:
     return words + (", channels last" if call.image.stride(1) == 1 else "")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    image = call.image
-    return first_images(call, images_within(_SAMPLE * factor, image.shape[0], image.numel()), "image")
-
-
 @operator(
-    backends={
-        "triton": triton_kernels(_triton.conv_embedding, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.conv_embedding, _cpu.why_unsupported),
-        "composed": Implementation(_compose, ("cuda",)),
-    },
+    backends={"triton": triton_kernels("triton.operator"), "cpu": extension_kernels("cpu")},
     cost_class=_cost_class,
-    sample=_sample,
-    check=_check_all,
-    composition=_composition,
+    sample=sampled(2**18, "image"),
+    check=_check,
+    composed=_compose,
 )
 def conv_embedding(
     image: Tensor,

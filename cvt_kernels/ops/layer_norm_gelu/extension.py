@@ -31,74 +31,36 @@ _Tensors = tuple[Tensor, ...]
 
 
 class _LayerNorm(torch.autograd.Function):
+    """Autograd function of h, which is x or x + residual, and of its LayerNorm with an activation.
+
+    Where h is used too, the kernel adds its other gradient.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        activation: str,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation, dtype)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.activation, ctx.eps = activation, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dx, _, dweight, dbias = _gradients(ctx, dout, None)
-        return dx, dweight, dbias, None, None, None
-
-
-class _AddLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+        activation: str, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if residual is None:
+            h = x
+            out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation, dtype)
+        else:
+            h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
         ctx.save_for_backward(h, weight, bias, mean, rstd)
-        ctx.activation, ctx.eps = "identity", eps
-        ctx.branch_dtype, ctx.differs = x.dtype, x.dtype != h.dtype
+        ctx.activation, ctx.eps = activation, eps
+        ctx.branch_dtype, ctx.differs = None if residual is None else x.dtype, x.dtype != h.dtype
         ctx.set_materialize_grads(False)  # often only one of the two outputs is used
-        return h, out
+        return h if h is not x else x.view_as(x), out
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            dbranch = dh if dh is None else dh.to(ctx.branch_dtype)
-            return dbranch, dh, None, None, None, None
-        # Checkpointing lets saved tensors be read only once, which _gradients does.
-        dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=ctx.differs)
-        return dbranch, dx, dweight, dbias, None, None
-
-
-class _StreamLayerNorm(torch.autograd.Function):
-    """Autograd function of a LayerNorm that passes its rows on, whose other gradient the kernel then adds."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, "identity", dtype)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.activation, ctx.eps = "identity", eps
-        ctx.set_materialize_grads(False)
-        return x.view_as(x), out
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return dh, None, None, None, None
-        dx, _, dweight, dbias = _gradients(ctx, dout, dh)
-        return dx, dweight, dbias, None, None
+            dx, dweight, dbias = dh, None, None
+            dbranch = dh if dh is None or ctx.branch_dtype is None else dh.to(ctx.branch_dtype)
+        else:  # checkpointing lets saved tensors be read only once, which _gradients does
+            dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=ctx.differs)
+        of_rows = (dx, None) if ctx.branch_dtype is None else (dbranch, dx)
+        return *of_rows, dweight, dbias, None, None, None
 
 
 class _Gelu(torch.autograd.Function):
@@ -157,33 +119,11 @@ def _gradient_like(x: Tensor, parameter: Tensor | None) -> Tensor:
     return x.new_empty(0) if parameter is None else parameter.new_empty(parameter.shape)
 
 
-@torch.library.register_fake("cvt_kernels::layer_norm")
-def _(x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype) -> _Tensors:
+def _normalized_like(x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: Any) -> _Tensors:
     return x.new_empty(x.shape, dtype=dtype), _statistics_like(x), _statistics_like(x)
 
 
-@torch.library.register_fake("cvt_kernels::add_layer_norm")
-def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype) -> _Tensors:
-    h = residual.new_empty(residual.shape)
-    return h, h.new_empty(h.shape, dtype=dtype), _statistics_like(h), _statistics_like(h)
-
-
-@torch.library.register_fake("cvt_kernels::layer_norm_inference")
-def _(
-    x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype, shift: Any = None,
-    served: bool = False,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@torch.library.register_fake("cvt_kernels::add_layer_norm_inference")
-def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype) -> _Tensors:
-    h = residual.new_empty(residual.shape)
-    return h, h.new_empty(h.shape, dtype=dtype)
-
-
-@torch.library.register_fake("cvt_kernels::layer_norm_backward")
-def _(
+def _gradients_like(
     dout: Tensor, dh: Any, h: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
     activation: str, with_dbranch: bool,
 ) -> _Tensors:  # fmt: skip
@@ -191,14 +131,26 @@ def _(
     return h.new_empty(h.shape), dbranch, _gradient_like(mean, weight), _gradient_like(mean, bias)
 
 
-@torch.library.register_fake("cvt_kernels::gelu")
-def _(x: Tensor, bias: Any, activation: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("cvt_kernels::gelu_backward")
-def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> _Tensors:
-    return x.new_empty(x.shape), _gradient_like(_statistics_like(x), bias)
+_SHAPES: dict[str, Any] = {
+    "layer_norm": _normalized_like,
+    "layer_norm_inference": lambda *args: _normalized_like(*args[:6])[0],
+    "add_layer_norm": lambda x, h, weight, bias, eps, dtype: (
+        h.new_empty(h.shape),
+        *_normalized_like(h, weight, bias, eps, "identity", dtype),
+    ),
+    "add_layer_norm_inference": lambda x, h, weight, bias, eps, dtype: (
+        h.new_empty(h.shape),
+        h.new_empty(h.shape, dtype=dtype),
+    ),
+    "layer_norm_backward": _gradients_like,
+    "gelu": lambda x, *_: x.new_empty(x.shape),
+    "gelu_backward": lambda dout, x, bias, _: (
+        x.new_empty(x.shape),
+        _gradient_like(_statistics_like(x), bias),
+    ),
+}
+for _name, _shapes in _SHAPES.items():
+    torch.library.register_fake(f"cvt_kernels::{_name}", _shapes)
 
 
 # The backend: the public functions of the same names, for checked arguments -------------------------------
@@ -232,71 +184,47 @@ def layer_norm(call: Record) -> Tensor:
     x, weight, bias, eps, dtype, shift = call
     if shift is not None and modes.wants_gradient(x, weight, bias, shift):
         x, shift = (x + shift).to(x.dtype), None
-    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
+    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)[1]
 
 
 def layer_norm_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_gelu``."""
     x, weight, bias, eps, approximate = call
     x = x.to(_result_dtype(x.device, x.dtype, None))
-    return _call_layer_norm(x, weight, bias, eps, approximate, x.dtype)
+    return _normalize(x, weight, bias, eps, x.dtype, activation=approximate)[1]
 
 
 def _normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype, shift: Any = None
-) -> Tensor:
-    if _writes(x, dtype):
-        return _call_layer_norm(x, weight, bias, eps, "identity", dtype, shift)
-    return _call_layer_norm(x, weight, bias, eps, "identity", x.dtype, shift).to(dtype)
-
-
-def _call_layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    dtype: torch.dtype,
-    shift: Tensor | None = None,  # None where a gradient is wanted
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype,
+    shift: Tensor | None = None, activation: str = "identity",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns x and its LayerNorm in a dtype; without a shift where a gradient is wanted."""
+    is_written = dtype == x.dtype or (
+        x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64
+    )
+    own = dtype if is_written else x.dtype
     if modes.wants_gradient(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps, activation, dtype)
-    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
+        x, out = _LayerNorm.apply(x, None, weight, bias, eps, activation, own)
+    else:
+        out = _ops.layer_norm_inference.default(x, weight, bias, eps, activation, own, shift)
+    return x, out if is_written else out.to(dtype)
 
 
 def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.add_layer_norm``."""
     x, residual, weight, bias, eps, dtype = call
     if residual is None:
-        return _pass_on_and_normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
+        return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
     stream = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
     result = _result_dtype(x.device, stream, dtype)
-    if not _reads_as_they_are(x, residual, result):
+    # A kernel adds a 16-bit branch to a float32 stream and writes 16 bits.
+    if not (x.is_cuda and residual.dtype == torch.float32 and x.dtype == result):
         x, residual = x.to(stream), residual.to(stream)
         if result != stream:
-            h = x + residual
-            return h, _normalize(h, weight, bias, eps, result)
+            return _normalize(x + residual, weight, bias, eps, result)
     if modes.wants_gradient(x, residual, weight, bias):
-        return _AddLayerNorm.apply(x, residual, weight, bias, eps, result)
+        return _LayerNorm.apply(x, residual, weight, bias, eps, "identity", result)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps, result)
-
-
-def _pass_on_and_normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if modes.wants_gradient(x, weight, bias) and _writes(x, dtype):
-        return _StreamLayerNorm.apply(x, weight, bias, eps, dtype)
-    return x, _normalize(x, weight, bias, eps, dtype)
-
-
-def _writes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether a kernel of LayerNorm writes a dtype for rows like x."""
-    return dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64)
-
-
-def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool:
-    """Returns whether a kernel adds a 16-bit branch to a float32 stream and writes 16 bits."""
-    return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 
 def gelu(call: Record) -> Tensor:

@@ -17,28 +17,20 @@ Elsewhere, and where the cache entry says so, they run the separate operators on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, choose, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..autograd import check_inplace
-from ..cost_classes import first_images, gelu_words, images_within, rows_of, size_class
+from ..cost_classes import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import add_layer_norm, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
-
-if TYPE_CHECKING:
-    from . import gluon as _gluon
-    from .triton import autograd as _triton
-else:
-    _gluon, _triton = lazy(__name__, "gluon", "triton.autograd")
-
-_SAMPLE = 2**25  # products of two numbers
 
 
 def _check_plain(call: Any) -> None:
@@ -89,14 +81,9 @@ def _cost_class_of_fused(call: Record) -> str:
     return words + ("" if call.x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call._replace(residual=call.residual.clone()) if getattr(call, "inplace", False) else call
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
-    fields = [name for name in ("x", "residual", "scale") if name in call._fields]
-    copied = "residual" if getattr(call, "inplace", False) else None
-    return first_images(call, images, *fields, copied=copied)
+_sample = sampled(
+    2**25, "x", "residual", "scale", times=lambda call: call.weight.shape[0], written="residual"
+)  # products of two numbers
 
 
 @operator(
@@ -107,7 +94,7 @@ def _sample(factor: int, call: Record) -> Record:
         "float32": Implementation(
             primitives.by_float32, ("cpu",), why_unsupported=primitives.why_float32_unsupported
         ),
-        "triton": triton_kernels(_triton.linear, _triton.why_linear_unsupported, is_partial=True),
+        "triton": triton_kernels("triton.autograd", "why_linear_unsupported", is_partial=True),
     },
     cost_class=_cost_class_of_linear,
     sample=_sample,
@@ -139,26 +126,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # Tensor subclasses implement F.linear themselves, and wrong arguments are left to F.linear's errors.
-    if type(x) is not Tensor or not checks.is_dense(x) or x.ndim == 0:
+    if type(x) is not Tensor or any(type(each) not in _PLAIN for each in (weight, bias) if each is not None):
         return False
     if x.is_cuda and not (modes.wants_gradient(bias) and choose.may_be_ours("linear", "cuda")):
         return False
-    dtype, device, layout = x.dtype, x.device, x.layout
-    if type(weight) not in _PLAIN or weight.layout is not layout or weight.ndim != 2:
+    try:
+        check_linear(x, weight, bias)
+    except (TypeError, ValueError):
         return False
-    if weight.dtype != dtype and not (x.is_cuda and modes.autocast_enabled(x)):
-        return False
-    if torch.float64 in (dtype, weight.dtype) and weight.dtype != dtype:  # which autocast leaves
-        return False
-    if weight.device != device or weight.is_nested or weight.shape[1] != x.shape[-1]:
-        return False
-    if not dtype.is_floating_point or x.numel() == 0:
-        return False
-    if bias is None:
-        return True
-    if type(bias) not in _PLAIN or bias.dtype != weight.dtype or bias.layout is not layout or bias.is_nested:
-        return False
-    return bias.device == device and bias.shape == weight.shape[:1]
+    is_mixed = not x.is_cuda and weight.dtype != x.dtype
+    return x.numel() > 0 and not is_mixed and (bias is None or bias.dtype == weight.dtype)
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -167,33 +144,12 @@ _PLAIN = (Tensor, nn.Parameter)
 # The composition of other operators -----------------------------------------------------------------------
 
 
-def _may_be_ours(operator: str, x: Tensor) -> bool:
-    return x.is_cuda or choose.may_be_ours(operator, x.device.type)
-
-
 def _compose_gelu(call: Record) -> Tensor:
-    x, weight, bias, _ = call
-    compose = _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
-    return compose(call)
-
-
-def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether GELU adds the bias instead of the product, which pays only with a fused kernel.
-
-    A matrix product adds its bias for free.
-    """
+    """Computes ``linear_gelu``; a fused GELU adds the bias, which else is free in a matrix product."""
+    x, weight, bias, approximate = call
     gradient = modes.wants_gradient(x, weight, bias)
-    return bias is not None and choose.may_be_ours("gelu", x.device.type, gradient=gradient)
-
-
-def _gelu_of_linear(call: Record) -> Tensor:
-    x, weight, bias, approximate = call
-    return gelu(linear(x, weight, bias), approximate=approximate)
-
-
-def _bias_gelu_of_linear(call: Record) -> Tensor:
-    x, weight, bias, approximate = call
-    assert bias is not None
+    if bias is None or not choose.may_be_ours("gelu", x.device.type, gradient=gradient):
+        return gelu(linear(x, weight, bias), approximate=approximate)
     product = linear(x, weight)
     if bias.dtype != product.dtype:  # autocast casts the product to half precision, but not the bias
         bias = bias.to(product.dtype)
@@ -231,28 +187,33 @@ def _compose_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
 
 # Operators with what follows a product -------------------------------------------------------------------
 
-_OF_FUSED: dict[str, Any] = {"cost_class": _cost_class_of_fused, "sample": _sample}
+
+def _check_fused(call: Any) -> None:
+    x, weight, bias, given = call.x, call.weight, call.bias, call._asdict()
+    check_linear(x, weight, bias)
+    if "approximate" in given:
+        check_approximate(call.approximate)
+    if "residual" in given:
+        shape = *x.shape[:-1], weight.shape[0]
+        checks.check_tensor_like("residual", call.residual, shape, "(..., outputs)", x)
+        checks.check_flag("inplace", call.inplace)
+        if call.inplace:
+            check_inplace("residual", call.residual, x, weight, bias, call.residual)
+    if "scale" in given:
+        check_factors(call.scale, call.scales_sum, x)
+        if call.inplace and call.scale is not None:
+            raise ValueError("scale: got factors of images with inplace=True, expected None")
+    if "eps" in given:
+        norm = call.norm_weight, call.norm_bias, call.eps, call.shift
+        check_layer_norm(call.residual, *norm, prefix="norm_")
 
 
-def _check_linear_gelu(call: Any) -> None:
-    check_linear(call.x, call.weight, call.bias)
-    check_approximate(call.approximate)
-
-
-def _gelu_composition(call: Any) -> Callable[..., Tensor] | None:
-    if _may_be_ours("linear_gelu", call.x):
-        return None
-    return _bias_gelu_of_linear if _takes_bias(call.x, call.weight, call.bias) else _gelu_of_linear
+_OF_FUSED: dict[str, Any] = {"cost_class": _cost_class_of_fused, "sample": _sample, "check": _check_fused}
 
 
 @operator(
-    backends={
-        "gluon": gluon_kernels(_gluon.linear_gelu, _gluon.why_unsupported),
-        "triton": triton_kernels(_triton.linear_gelu, _triton.why_unsupported),
-        "composed": Implementation(_compose_gelu, ("cuda",)),
-    },
-    check=_check_linear_gelu,
-    composition=_gelu_composition,
+    backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.autograd")},
+    composed=_compose_gelu,
     **_OF_FUSED,
 )
 def linear_gelu(
@@ -277,23 +238,6 @@ def linear_gelu(
     return reference.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
-def _check_linear_add(call: Any) -> None:
-    x, weight, bias, residual = call[:4]
-    check_linear(x, weight, bias)
-    shape = *x.shape[:-1], weight.shape[0]
-    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
-    checks.check_flag("inplace", call.inplace)
-    if call.inplace:
-        check_inplace("residual", residual, x, weight, bias, residual)
-
-
-def _check_scaled_sum(call: Any) -> None:
-    _check_linear_add(call)
-    check_factors(call.scale, call.scales_sum, call.x)
-    if call.inplace and call.scale is not None:
-        raise ValueError("scale: got factors of images with inplace=True, expected None")
-
-
 def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
     """Raises TypeError or ValueError for wrong factors of images, as :func:`linear_add` takes them."""
     checks.check_flag("scales_sum", scales_sum)
@@ -307,13 +251,8 @@ def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
 
 
 @operator(
-    backends={
-        "gluon": gluon_kernels(_gluon.linear_add, _gluon.why_unsupported),
-        "triton": triton_kernels(_triton.linear_add, _triton.why_unsupported),
-        "composed": Implementation(_compose_add, ("cuda",)),
-    },
-    check=_check_scaled_sum,
-    composition=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
+    backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.autograd")},
+    composed=_compose_add,
     **_OF_FUSED,
 )
 def linear_add(
@@ -356,20 +295,9 @@ def linear_add(
     return residual.add_(product) if inplace else residual + product
 
 
-def _check_linear_add_layer_norm(call: Any) -> None:
-    _check_linear_add(call)
-    check_layer_norm(call.residual, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
-
-
 @operator(
-    backends={
-        "triton": triton_kernels(_triton.linear_add_layer_norm, _triton.why_unsupported),
-        "composed": Implementation(_compose_add_layer_norm, ("cuda",)),
-    },
-    check=_check_linear_add_layer_norm,
-    composition=lambda call: (
-        None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
-    ),
+    backends={"triton": triton_kernels("triton.autograd")},
+    composed=_compose_add_layer_norm,
     **_OF_FUSED,
 )
 def linear_add_layer_norm(
@@ -418,9 +346,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "")
     checks.check_float_tensor("x", x, "(..., inputs)")
     if x.ndim == 0:
         raise ValueError("x: got a scalar, expected (..., inputs)")
-    checks.check_float_tensor(weight_name, weight, "(outputs, inputs)")
-    checks.check_rank(weight_name, weight, 2, "(outputs, inputs)")
+    checks.check_dimensions(weight_name, weight, 2, "(outputs, inputs)")
     checks.check_shape(weight_name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
     checks.check_like(weight_name, weight, "x", x)
-    if bias is not None:
-        checks.check_tensor_like(bias_name, bias, weight.shape[:1], "(outputs,)", x)
+    checks.check_vector(bias_name, bias, weight.shape[0], x, "(outputs,)")

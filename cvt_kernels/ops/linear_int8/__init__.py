@@ -6,30 +6,22 @@ only: rounding has no gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
-from ..cost_classes import first_images, gelu_words, images_within, rows_of, sampled, size_class
+from ..cost_classes import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
 
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import operator as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
-
 #: The most inputs of a linear layer whose sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
-
-_SAMPLE = 2**25  # products of two numbers
 
 
 def _cost_class_of_rows(call: Record) -> str:
@@ -41,27 +33,30 @@ def _cost_class_of_rows(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
-    return {
-        "triton": triton_kernels(by_triton, _triton.why_rows_unsupported),
-        "cpu": extension_kernels(by_cpu, _cpu.why_rows_unsupported),
-    }
+def _check_rounding(call: Any) -> None:
+    x, given = call.x, call._asdict()
+    check_rows(x)
+    check_format(call.dtype)
+    if "eps" in given:
+        check_layer_norm(x, call.weight, call.bias, call.eps, call.shift)
+    if "approximate" in given:
+        check_approximate(call.approximate)
+        checks.check_vector("bias", call.bias, x.shape[-1], x)
+    _check_no_gradient(*checks.tensors_of(call))
 
 
 _OF_ROWS: dict[str, Any] = {
+    "backends": {
+        "triton": triton_kernels("triton.operator", "why_rows_unsupported"),
+        "cpu": extension_kernels("cpu", "why_rows_unsupported"),
+    },
     "cost_class": _cost_class_of_rows,
     "sample": sampled(2**18, "x"),
+    "check": _check_rounding,
 }
 
 
-def _check_quantize_rows(call: Any) -> None:
-    _check_rows(call.x, call.dtype)
-    _check_no_gradient(call.x)
-
-
-@operator(
-    backends=_backends(_triton.quantize_rows, _cpu.quantize_rows), check=_check_quantize_rows, **_OF_ROWS
-)
+@operator(**_OF_ROWS)
 def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> QuantizedRows:
     """Rounds rows to 8-bit numbers: x ≈ values · scales, where a scale is the row's largest magnitude / 127.
 
@@ -93,17 +88,7 @@ def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> QuantizedRow
     return QuantizedRows(values if exact else values.to(dtype), scales)
 
 
-def _check_layer_norm_quantize(call: Any) -> None:
-    _check_rows(call.x, call.dtype)
-    check_layer_norm(call.x, call.weight, call.bias, call.eps, call.shift)
-    _check_no_gradient(call.x, call.weight, call.bias, call.shift)
-
-
-@operator(
-    backends=_backends(_triton.layer_norm_quantize, _cpu.layer_norm_quantize),
-    check=_check_layer_norm_quantize,
-    **_OF_ROWS,
-)
+@operator(**_OF_ROWS)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -137,17 +122,7 @@ def layer_norm_quantize(
     return reference.quantize_rows(reference.layer_norm(shifted.to(wide), weight, bias, eps=eps), dtype=dtype)
 
 
-def _check_gelu_quantize(call: Any) -> None:
-    _check_rows(call.x, call.dtype)
-    check_approximate(call.approximate)
-    if call.bias is not None:
-        checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
-    _check_no_gradient(call.x, call.bias)
-
-
-@operator(
-    backends=_backends(_triton.gelu_quantize, _cpu.gelu_quantize), check=_check_gelu_quantize, **_OF_ROWS
-)
+@operator(**_OF_ROWS)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -225,9 +200,8 @@ def _check_linear_int8(call: Any) -> None:
     x = call.x
     _check_input(x, call.x_scales, call.weight)
     check_weight(call.weight, call.weight_scale, x)
-    if call.bias is not None:
-        also = torch.float32, call.dtype
-        checks.check_tensor_like("bias", call.bias, call.weight.shape[:1], "(outputs,)", x, also)
+    also = torch.float32, call.dtype
+    checks.check_vector("bias", call.bias, call.weight.shape[0], x, "(outputs,)", also)
     if call.approximate is not None:
         check_approximate(call.approximate)
     if call.residual is not None:
@@ -270,14 +244,6 @@ def _cost_class(call: Record) -> str:
     return words + ("" if call.residual is None else ", added")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
-    return first_images(call, images, "x", "x_scales", "residual")
-
-
 #: As many products of int8 are summed exactly in float32: 2^24 / 127², rounded down to a power of two.
 _EXACT = 1024
 
@@ -296,7 +262,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 @operator(
     name="linear_int8",
     backends={
-        "cpu": extension_kernels(_cpu.linear_int8, _cpu.why_unsupported),
+        "cpu": extension_kernels("cpu"),
         "int_mm": Implementation(
             primitives.by_int_mm, ("cuda",), why_unsupported=primitives.why_int_mm_unsupported
         ),
@@ -308,7 +274,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
         ),
     },
     cost_class=_cost_class,
-    sample=_sample,
+    sample=sampled(2**25, "x", "x_scales", "residual", times=lambda call: call.weight.shape[0]),
     exact=_exact,
     unrounded=_unrounded,
     check=_check_linear_int8,
@@ -354,11 +320,6 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
 # Checks ---------------------------------------------------------------------------------------------------
 
 
-def _check_rows(x: Tensor, dtype: torch.dtype) -> None:
-    check_rows(x)
-    check_format(dtype)
-
-
 def check_format(dtype: torch.dtype) -> None:
     """Raises TypeError unless ``dtype`` is one of the 8-bit dtypes."""
     if not isinstance(dtype, torch.dtype) or dtype not in LIMITS:
@@ -377,22 +338,18 @@ def _check_input(x: Any, x_scales: Any, weight: Any) -> None:
     if x_scales is None:
         checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
     else:
-        _check_quantized("x", x, x_scales, weight)
+        expected = getattr(weight, "dtype", None)
+        if not isinstance(x, Tensor) or x.dtype not in (expected, torch.float64):
+            got = f"dtype {checks.dtype_name(x.dtype)}" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"x: got values of {got}, expected {expected} as weight")
+        name, shape = "scales of x", (*x.shape[:-1], 1)
+        if x.dtype == torch.float64:  # nothing is rounded
+            checks.check_float_tensor(name, x_scales, "(..., 1)")
+            checks.check_shape(name, x_scales, shape, "(..., 1)")
+        else:
+            check_scales(name, x_scales, x, shape, "(..., 1)")
     if x.ndim == 0:
         raise ValueError("x: got a scalar, expected (..., inputs)")
-
-
-def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
-    """Checks quantized rows against the weight; in float64 nothing is rounded."""
-    expected = getattr(weight, "dtype", None)
-    if not isinstance(x, Tensor) or x.dtype not in (expected, torch.float64):
-        got = f"dtype {checks.dtype_name(x.dtype)}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: got values of {got}, expected {expected} as weight")
-    if x.dtype == torch.float64:
-        checks.check_float_tensor(f"scales of {name}", scales, "(..., 1)")
-        checks.check_shape(f"scales of {name}", scales, (*x.shape[:-1], 1), "(..., 1)")
-    else:
-        check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
 
 
 def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "weight") -> None:

@@ -6,25 +6,19 @@ They are for blocks that compute only some of the tokens. ``rows`` has their ind
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator
 from ..autograd import check_inplace
-from ..cost_classes import first_images, images_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-else:
-    (_cpu,) = lazy(__name__, "cpu")
+from ..cost_classes import sampled, size_class
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
-_SAMPLE = 2**18  # elements
 
 
 def _cost_class(call: Record) -> str:
@@ -44,9 +38,7 @@ def _cost_class(call: Record) -> str:
 
 def _sample(factor: int, call: Record) -> Record:
     _check_unique(call.rows, call.x.shape[1])
-    images = images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel())
-    fields = [name for name in ("x", "rows", "values", "branch") if name in call._fields]
-    return first_images(call, images, *fields, copied="x" if getattr(call, "inplace", False) else None)
+    return sampled(2**18, "x", "rows", "values", "branch", written="x")(factor, call)
 
 
 def _check_unique(rows: Tensor, tokens: int) -> None:
@@ -58,26 +50,35 @@ def _check_unique(rows: Tensor, tokens: int) -> None:
         raise ValueError("rows: name a token twice, expected each token of an image once")
 
 
+def _check(call: Any) -> None:
+    x, rows, given = call.x, call.rows, call._asdict()
+    _check_index(x, rows)
+    if "values" in given:
+        shape = *rows.shape, x.shape[2]
+        checks.check_tensor_like("values", call.values, shape, _ROWS, x)
+        if call.branch is not None:
+            checks.check_tensor_like("branch", call.branch, shape, _ROWS, x)
+        checks.check_flag("inplace", call.inplace)
+    _check_numbers(call)
+
+
+def _check_numbers(call: Any) -> None:
+    """Checks the facts that are not in the key of a call: the values of rows, and shared memory."""
+    checks.check_row_values("rows", call.rows, call.x.shape[1])
+    if getattr(call, "inplace", False):
+        _check_inplace(call.x, call.values, call.branch)
+
+
 _OF_ROWS: dict[str, Any] = {
+    "backends": {"cpu": extension_kernels("cpu", None)},
     "cost_class": _cost_class,
     "sample": _sample,
+    "check": _check,
+    "check_numbers": ("rows", _check_numbers),
 }
 
 
-def _check_values(call: Any) -> None:
-    checks.check_row_values("rows", call.rows, call.x.shape[1])
-
-
-def _check_gather_rows(call: Any) -> None:
-    _check_index(call.x, call.rows)
-
-
-@operator(
-    backends={"cpu": extension_kernels(_cpu.gather_rows)},
-    check=_check_gather_rows,
-    check_numbers=("rows", _check_values),
-    **_OF_ROWS,
-)
+@operator(**_OF_ROWS)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the tokens of x at ``rows``; zeros where a row is -1.
 
@@ -98,29 +99,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(1, index).masked_fill((rows < 0)[..., None], 0.0)
 
 
-def _check_scatter_rows(call: Any) -> None:
-    _check_index(call.x, call.rows)
-    _check_rows("values", call.values, call.x, call.rows)
-    if call.branch is not None:
-        _check_rows("branch", call.branch, call.x, call.rows)
-    checks.check_flag("inplace", call.inplace)
-    if call.inplace:
-        _check_inplace(call.x, call.values, call.branch)
-
-
-def _check_places(call: Any) -> None:
-    """Checks the facts that are not in the key of a call: the values of rows, and shared memory."""
-    _check_values(call)
-    if call.inplace:
-        _check_inplace(call.x, call.values, call.branch)
-
-
-@operator(
-    backends={"cpu": extension_kernels(_cpu.scatter_rows)},
-    check=_check_scatter_rows,
-    check_numbers=("rows", _check_places),
-    **_OF_ROWS,
-)
+@operator(**_OF_ROWS)
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:
@@ -154,8 +133,7 @@ def scatter_rows(
 
 
 def _check_index(x: Tensor, rows: Tensor) -> None:
-    checks.check_float_tensor("x", x, _TOKENS)
-    checks.check_rank("x", x, 3, _TOKENS)
+    checks.check_dimensions("x", x, 3, _TOKENS)
     if x.shape[1] == 0 or x.shape[2] == 0:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected tokens and channels")
     checks.check_dtype("rows", rows, _INDEX, torch.int64)
@@ -163,11 +141,6 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")
     checks.check_device("rows", rows, "x", x)
-    checks.check_row_values("rows", rows, x.shape[1])
-
-
-def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
-    checks.check_tensor_like(name, tensor, (*rows.shape, x.shape[2]), _ROWS, x)
 
 
 def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:

@@ -93,8 +93,7 @@ def _check_tokens(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> 
         check_arguments(x, grid, block.convs, training=False)
         _check_grids(grid, block.convs)
     else:
-        checks.check_float_tensor("x", x, _SHAPE)
-        checks.check_rank("x", x, 3, _SHAPE)
+        checks.check_dimensions("x", x, 3, _SHAPE)
     if block.mix is not None or isinstance(block.reduce, Reduction):
         check_whole_grid(grid, x)
     elif not block.convs:
@@ -119,8 +118,7 @@ def _check_grids(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> None:
 
 def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> None:
     channels, weight = x.shape[2], reduction.weight
-    checks.check_float_tensor("block.reduce.weight", weight, _REDUCING)
-    checks.check_rank("block.reduce.weight", weight, 4, _REDUCING)
+    checks.check_dimensions("block.reduce.weight", weight, 4, _REDUCING)
     ratio = weight.shape[3]
     checks.check_tensor_like("block.reduce.weight", weight, (channels, channels, ratio, ratio), _REDUCING, x)
     if not 1 <= ratio <= min(grid):
@@ -128,8 +126,7 @@ def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> 
             f"block.reduce.weight: got a kernel of {ratio}×{ratio} for a grid of {grid[0]}×{grid[1]}, "
             "expected at most its sizes"
         )
-    if reduction.bias is not None:
-        checks.check_tensor_like("block.reduce.bias", reduction.bias, (channels,), "(channels,)", x)
+    checks.check_vector("block.reduce.bias", reduction.bias, channels, x)
     check_norm("block.reduce.norm", reduction.norm, x)
 
 
@@ -200,6 +197,5 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
         checks.check_shape(f"{name}.weight", weight, (outputs, inputs), _WEIGHT)
         checks.check_device(f"{name}.weight", weight, "x", x)
         check_scales(f"{name}.weight_scale", layer.weight_scale, x, (outputs,), "(outputs,)")
-    if layer.bias is not None:
-        checks.check_tensor_like(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
+    checks.check_vector(f"{name}.bias", layer.bias, outputs, x, "(outputs,)")
     return outputs

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import machine
 from ...backends import Record, bound_by
-from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
+from ...records import AnyLinear, ConvBatchNorm, Linear, Norm, Reduction, TransformerBlock
 from .. import weight_cache
 from ..autograd import count_change
 
@@ -76,37 +76,38 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
 @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
 @torch.no_grad()
 def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
-    linears = block.layers()
-    packed = [*map(_pack_projection, block.convs), *map(_pack_linear, linears)]
+    layers, scales = _pack_layers(block)
+    packed = [*map(_pack_projection, block.convs), *layers]
     geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
-    return packed, _vectors(block), geometry, _widths(block), _scales_of(block)
+    return packed, _vectors(block), geometry, _widths(block), scales
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def _pack_pyramidal(block: TransformerBlock) -> tuple[Any, ...]:
-    vectors, rows, reduction = _vectors(block), [], block.reduce
+    vectors, rows, conv, reduction = _vectors(block), [], None, block.reduce
     if isinstance(reduction, Reduction):
         vectors += [_bias(reduction), *_vectors_of(reduction.norm, reduction.weight.shape[0])]
         # a linear layer for each row of its weight
         rows = [_ops.pack_linear.default(row) for row in reduction.weight.permute(2, 0, 3, 1).flatten(2)]
-    conv = None if block.mix is None else _pack_convolution(block.mix)
-    packed = [_pack_linear(linear) for linear in block.layers()]
-    return packed, rows, conv, vectors, _widths(block), _scales_of(block)
+    if block.mix is not None:
+        weight, bias = block.mix
+        conv = _ops.pack_depthwise.default(weight.contiguous(), None if bias is None else bias.contiguous())
+    packed, scales = _pack_layers(block)
+    return packed, rows, conv, vectors, _widths(block), scales
 
 
-def _pack_linear(linear: AnyLinear) -> Tensor:
-    pack = _ops.pack_linear if isinstance(linear, Linear) else _ops.pack_linear_int8
-    return pack.default(linear.weight)
-
-
-def _scales_of(block: TransformerBlock) -> list[Tensor]:
-    return [_weight_scale(linear) for linear in block.layers()]
-
-
-def _weight_scale(linear: AnyLinear) -> Tensor:
-    """Returns the scales of a quantized layer's outputs; an empty tensor for other layers."""
-    return torch.empty(0) if isinstance(linear, Linear) else linear.weight_scale.detach().contiguous()
+def _pack_layers(block: TransformerBlock) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the packed weights, and the scales of quantized layers' outputs, empty for other layers."""
+    packed, scales = [], []
+    for layer in block.layers():
+        if isinstance(layer, Linear):
+            packed.append(_ops.pack_linear.default(layer.weight))
+            scales.append(torch.empty(0))
+        else:
+            packed.append(_ops.pack_linear_int8.default(layer.weight))
+            scales.append(layer.weight_scale.detach().contiguous())
+    return packed, scales
 
 
 def _pack_projection(conv: ConvBatchNorm) -> Tensor:
@@ -119,11 +120,6 @@ def _pack_projection(conv: ConvBatchNorm) -> Tensor:
     return _ops.pack_convolution.default(conv.weight.detach(), *norms, conv.eps)
 
 
-def _pack_convolution(conv: DepthwiseConv) -> Tensor:
-    bias = None if conv.bias is None else conv.bias.contiguous()
-    return _ops.pack_depthwise.default(conv.weight.contiguous(), bias)
-
-
 def _vectors(block: TransformerBlock) -> list[Tensor]:
     """Returns the weights and biases of the LayerNorms, then the biases of the linear layers."""
     channels = block.fc2.weight.shape[0]
@@ -132,16 +128,11 @@ def _vectors(block: TransformerBlock) -> list[Tensor]:
 
 
 def _vectors_of(norm: Norm, channels: int) -> list[Tensor]:
-    return [_vector(norm.weight, channels, 1.0), _vector(norm.bias, channels, 0.0)]
+    return [weight_cache.vector(norm.weight, channels, 1.0), weight_cache.vector(norm.bias, channels)]
 
 
 def _bias(layer: AnyLinear | Reduction) -> Tensor:
-    return _vector(layer.bias, layer.weight.shape[0], 0.0)
-
-
-def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
-    """Returns a parameter in float32."""
-    return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
+    return weight_cache.vector(layer.bias, layer.weight.shape[0])
 
 
 def _widths(block: TransformerBlock) -> list[int]:
@@ -209,13 +200,15 @@ def transformer_block(call: Record) -> Any:
 def _convolutional(call: Record) -> Any:
     x, grid, block, rows, scores, inplace = call
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
-    received = None if scores is None else _new_scores(x, grid, block)
+    received = None
+    if scores is not None:
+        height, width = block.convs[1].output_grid(grid)
+        keys = x.shape[1] - grid[0] * grid[1] + height * width
+        received = torch.empty(x.shape[0], keys, dtype=torch.float32)
     if out.numel():
-        chosen = (
-            ()
-            if rows is None and scores is None
-            else (None if rows is None else rows.contiguous(), received, scores or "")
-        )
+        chosen: tuple[Any, ...] = ()
+        if rows is not None or scores is not None:
+            chosen = None if rows is None else rows.contiguous(), received, scores or ""
         _run_in_place(out, (*_arguments_of_convolutional(call), *chosen))
     return out if scores is None else (out, received)
 
@@ -227,9 +220,3 @@ def _pyramidal(call: Record) -> Tensor:
     rows = None if call.rows is None else call.rows.contiguous()
     out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call), rows)
     return x.copy_(out) if inplace else out
-
-
-def _new_scores(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor:
-    height, width = block.convs[1].output_grid(grid)
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    return torch.empty(x.shape[0], class_tokens + height * width, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from .... import launch
 from ....launch import formulas, launching
 from ....launch.records import Pixels, Sliding
+from ....records import ConvBatchNorm
 
 for _kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input"):
     _sliding = formulas.sliding_bwd_conv if _kernel == "bwd_conv" else formulas.sliding
@@ -86,6 +87,29 @@ def class_tokens(x: Tensor, geometry: Geometry) -> int:
 def maybe_contiguous(x: Tensor) -> Tensor:
     """Returns ``x`` itself if its channels are contiguous and offsets fit 32 bits, else a copy."""
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
+
+
+_Tensors = list[Tensor]
+
+
+def parameters_of(
+    x: Tensor, convs: Sequence[ConvBatchNorm]
+) -> tuple[_Tensors, _Tensors, _Tensors, _Tensors, _Tensors]:
+    """Returns weights in the dtype of x, gammas, betas, means and variances, contiguous, for the kernels.
+
+    Without running statistics there are no means and variances.
+    """
+
+    def vectors(values: Iterable[Tensor | None], absent: Any) -> _Tensors:
+        return [absent(x.shape[2]) if each is None else each.contiguous() for each in values]
+
+    weights = [conv.weight.to(x.dtype).contiguous() for conv in convs]
+    gammas = vectors((conv.bn_weight for conv in convs), x.new_ones)
+    betas = vectors((conv.bn_bias for conv in convs), x.new_zeros)
+    tracking = [conv for conv in convs if conv.running_mean is not None]
+    means = vectors((conv.running_mean for conv in tracking), x.new_zeros)
+    variances = vectors((conv.running_var for conv in tracking), x.new_ones)
+    return weights, gammas, betas, means, variances
 
 
 # Device functions -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .... import launch, machine
 from ....launch import formulas, launching
 from ....launch.records import Product
-from ...triton_tf32 import rounded
+from ...triton_launch import padded, product_types, rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512
@@ -26,14 +26,6 @@ launch.register(Product, formulas.linear_add, "linear_add")
 launch.register(Product, formulas.linear_add_layer_norm, "linear_add_layer_norm")
 
 # Tiles --------------------------------------------------------------------------------------------------
-
-
-def padded(size: int, least: int = 16) -> int:
-    """Returns the least tile width that holds ``size``: a power of two, at least 16 for ``tl.dot``.
-
-    For 8-bit numbers the least is 32.
-    """
-    return max(triton.next_power_of_2(size), least)
 
 
 def part_width(outputs: int, widest: int, parts: int) -> int:
@@ -61,12 +53,9 @@ class KernelSpec(NamedTuple):
         is_persistent: Whether a program computes several tiles, one after the other.
         residual_first: Whether the products are added to the residual, not the residual to the products.
         specialized: See ``Product``.
-        operand: Triton's dtype of the factors of a product: the dtype of x, but float32 for bfloat16 in
-            Triton's interpreter, whose product of bfloat16 is wrong.
-        accumulator: float32, or float64 for float64.
-        precision: ``input_precision`` of ``tl.dot``.
         is_half: Whether the result has 16 bits.
         hardware_tanh: Whether GELU uses the GPU's tanh instruction.
+        element, operand, accumulator, precision: See :func:`product_types`.
     """
 
     inputs: int
@@ -82,20 +71,12 @@ class KernelSpec(NamedTuple):
     is_persistent: bool
     residual_first: bool
     specialized: bool
+    is_half: bool
+    hardware_tanh: bool
+    element: Any
     operand: Any
     accumulator: Any
     precision: str
-    is_half: bool
-    hardware_tanh: bool
-
-
-#: Triton's dtypes of the factors of a product.
-ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 class LinearTiling(NamedTuple):
@@ -134,11 +115,9 @@ class LinearTiling(NamedTuple):
         has_descriptors = generation >= 90 and all(map(_may_be_described, (x, weight)))
         writes_descriptors = has_descriptors and all(map(_may_be_described, results))
         is_persistent = has_descriptors and config.programs > 0
-        upcast = machine.INTERPRETING and x.dtype == torch.bfloat16
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
         is_half = results[0].element_size() == 2
-        block_k = min(config.block_k, padded(inputs, 16))
+        block_k = min(config.block_k, padded(inputs))
         spec = KernelSpec(
             inputs=inputs,
             outputs=outputs,
@@ -153,14 +132,19 @@ class LinearTiling(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=tl.float32 if upcast else ELEMENTS[x.dtype],
-            accumulator=accumulator,
-            precision="tf32" if tf32 else "ieee",
             is_half=is_half,
             hardware_tanh=is_half and not machine.INTERPRETING,
+            **product_types(x.dtype, tf32=tf32),
         )
         programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
         return cls(spec, config.options, tiles, programs)
+
+    def launch(self, kernel: Any, x: Tensor, weight: Tensor, **given: Any) -> None:
+        """Launches a kernel on x (M, K) and the weight (N, K), with these arguments besides the sizes."""
+        launching.launch(
+            kernel, (self.programs,), on=x, options=self.options, x=self.rows(x), weight=self.weight(weight),
+            rows=x.shape[0], SPEC=self.spec, **given,
+        )  # fmt: skip
 
     def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
         """Returns x (M, K) as the kernel's argument: itself or a descriptor."""
