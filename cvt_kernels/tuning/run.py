@@ -190,9 +190,8 @@ def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, M
         ours = [name for name, _ in choose.chosen_backends(operator, device) if name in backends.OURS]
         for example, dtype in itertools.product(_EXAMPLES, _DTYPES):
             if ours and dtype in card.choices["dtype"]:
-                plain = {name: values[0] for name, values in card.choices.items()}
-                made = make(operator, {**plain, **card.examples[example], "dtype": dtype}).call
-                record = made.map(lambda tensor: tensor.to(device)).record
+                settings = card.settings({**card.examples[example], "dtype": dtype})
+                record = make(operator, settings).call.map(lambda tensor: tensor.to(device)).record
                 call = call_of(operator, **record._asdict())
                 asked |= {(name, call.cache_key): call for name in ours}
     results: dict[str, Measurement] = {}

@@ -570,7 +570,7 @@ def time_in_turns(
         The given measurements with the seconds of the fastest run, or with the flaw.
     """
     kept = call.map(_copied)  # timed runs may write to their arguments
-    first = {name: _numbers_of(function, kept) for name, function in candidates.items()}
+    first = {name: _numbers_of(function, kept.map(_copied)) for name, function in candidates.items()}
     runs = [runner_of(function, call) for function in candidates.values()]
     graphs = [clock.graph_replay(run) for run in runs] if call.device.type == "cuda" else []
     measured = clock.cold_seconds_in_turns(
@@ -579,7 +579,7 @@ def time_in_turns(
     )  # fmt: skip
     results = {}
     for (name, function), times in zip(candidates.items(), measured, strict=True):
-        is_same = all(map(_same_bits, first[name], _numbers_of(function, kept)))
+        is_same = all(map(_same_bits, first[name], _numbers_of(function, kept.map(_copied))))
         results[name] = measurements[name]._replace(seconds=min(times), flaw=None if is_same else RACES)
     clock.release_memory(call.device)
     return results
@@ -592,8 +592,7 @@ def rehearse(function: Function, call: Call) -> None:
 
 
 def _numbers_of(function: Function, call: Call) -> list[Tensor]:
-    """Returns the outputs and the gradients of a copy of a call."""
-    call = call.map(_copied)
+    """Returns the outputs and the gradients of a call."""
     outputs = _forward(function, call)
     gradients = _gradients(call, outputs, list(map(torch.ones_like, outputs))) if call.gradient else []
     return [*outputs, *gradients]
